@@ -88,6 +88,8 @@ class TapeKernel:
     """Floating-point operations of one launch."""
     bytes_moved: float
     """Bytes that one launch reads and writes."""
+    shape: tuple[float, ...]
+    """Sizes that its speed depends on: autotune.speed.roofline.Kernel."""
 
 
 _OF_A_KERNEL = tuple(field.name for field in dataclasses.fields(TapeKernel))

@@ -481,6 +481,7 @@ class Estimator:
                     dtype=_rate_dtype(k.dtype, tf32=tf32) if kind == "matmul" else k.dtype,
                     flops=launch.flops,
                     bytes_moved=launch.bytes_moved,
+                    shape=launch.shape,
                     count=launch.count,
                     phase=k.phase,
                 )

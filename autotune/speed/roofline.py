@@ -161,6 +161,10 @@ class Kernel:
     attention counts only what it computes: half of the square."""
     bytes_moved: float
     """Bytes of the tensors that one launch reads and writes; a gather counts the rows it takes."""
+    shape: tuple[float, ...] = ()
+    """Sizes that its speed depends on. A matmul: (batch, m, n, k), as y[m, n] = x[m, k] w[k, n] for each of a
+    batch. Attention: (samples, heads, key heads, queries, keys, size of a head, 1 if causal or 0). A
+    reduction: (rows, columns). Others, and kernels of which nobody knows: empty."""
     count: float = 1
     phase: str = "update"
     """One of PHASES."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import pytest
@@ -88,6 +89,32 @@ def test_the_second_keeps_what_pytorch_keeps(
     own, library = (trace(name, config, **changes) for name in ("sdpa", "flash_attention_2"))
     assert peak_bytes(library) == peak_bytes(own)
     assert flops(library) == flops(own)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2", "flex_attention"])
+def test_a_shape_is_that_of_the_arithmetic(attention: str) -> None:
+    """Products multiply and add m x n x k times; attention has two such products, its backward pass five."""
+    launches = trace(attention, LLAMA).launches(4, 16)
+    products = [launch for launch in launches if launch.kernel.name in ("mm", "bmm")]
+    assert products
+    for launch in products:
+        assert launch.flops == 2 * math.prod(launch.shape), launch
+    fused = [launch for launch in launches if "attention" in launch.kernel.name]
+    assert bool(fused) == (attention != "eager")
+    for launch in fused:
+        samples, heads, key_heads, queries, keys, size, is_causal = launch.shape
+        assert (samples, queries, keys, is_causal) == (4, 1000, 1000, 1)
+        assert (heads, key_heads) == (LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"])
+        num_products = 5 if "backward" in launch.kernel.name else 2
+        assert launch.flops == num_products * samples * heads * queries * keys * size
+
+
+def test_a_reduction_has_rows_and_columns() -> None:
+    launches = trace("eager", LLAMA).launches(4, 16)
+    shapes = {launch.shape for launch in launches if launch.kernel.name == "_softmax"}
+    assert shapes == {(4 * LLAMA["num_attention_heads"] * 1000, 1000)}
+    losses = [launch for launch in launches if launch.kernel.name == "_log_softmax"]
+    assert {launch.shape[1] for launch in losses} == {LLAMA["vocab_size"]}
 
 
 def test_the_third_sums_grouped_heads_in_float32() -> None:

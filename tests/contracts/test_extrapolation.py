@@ -186,7 +186,9 @@ def kernels_of(trace: Trace, micro_batch: int, rank: int) -> Counter[tuple[Any, 
     for kernel in trace.kernels:
         flops = evaluate(kernel.flops, micro_batch, rank)
         moved = sum(evaluate(term, micro_batch, rank) for term in kernel.moved)
-        counts[kernel.name, kernel.dtype, flops, moved, kernel.phase == "recompute"] += kernel.count
+        shape = tuple(evaluate(size[:3], micro_batch, rank) for size in kernel.shape)
+        is_again = kernel.phase == "recompute"
+        counts[kernel.name, kernel.dtype, flops, moved, shape, is_again] += kernel.count
     return counts
 
 

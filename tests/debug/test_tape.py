@@ -229,6 +229,7 @@ def made_up(sizes: list[int], events: list[int], *, phases: tuple[TapePhase, ...
                 count=1,
                 flops=1.0,
                 bytes_moved=1.0,
+                shape=(1.0, 1.0, 1.0, 1.0),
             ),
         ),
     )

@@ -55,7 +55,7 @@ class Answer:
 
     def kernel(self, name: str, flops: list[int], count: int = 1) -> Answer:
         moved = [[4, 1, 0], [2, 0, 0]]
-        self.blocks[-1]["kernels"].append([name, "bfloat16", flops, moved, False, count])
+        self.blocks[-1]["kernels"].append([name, "bfloat16", flops, moved, False, count, []])
         return self
 
     def trace(self, **more: Any) -> Trace:
@@ -267,8 +267,9 @@ def test_a_kernel_of_a_chunk_is_launched_for_the_mean_chunk(repeated: bool, coun
     a = step(full=5)
     head = next(block for block in a.blocks if block["phase"] == "head")
     per_row = [[6, 0, 0], [1, 0, 1]]
+    shape = [[1, 0, 0, 1], [7, 1, 0, 0]]
     head["kernels"].append(
-        ["loss", "bfloat16", [9, 0, 0], [[70, 1, 0]], False, 1, per_row, repeated]
+        ["loss", "bfloat16", [9, 0, 0], [[70, 1, 0]], False, 1, shape, per_row, repeated]
     )
     chunks = ["trl", [500, 1, 0], 0, 400]
     launches = a.trace(chunks=chunks).launches(2, 8)
@@ -276,6 +277,7 @@ def test_a_kernel_of_a_chunk_is_launched_for_the_mean_chunk(repeated: bool, coun
     assert loss.flops == pytest.approx(9 * 1000 / 3)
     # 6 bytes and the rank's 8 for each token of the chunk.
     assert loss.bytes_moved == pytest.approx(2 * 70 + 14 * 1000 / 3)
+    assert loss.shape == pytest.approx((1000 / 3, 7 * 2))
     assert loss.count == count
     assert {each.count for each in launches if each.kernel.name == "mm"} == {1, 5}
 
@@ -291,7 +293,7 @@ def test_a_tensor_of_a_chunk_grows_with_its_tokens() -> None:
 
 def test_set_up_kernels_are_no_part_of_a_step() -> None:
     a = step(full=5)
-    a.blocks[1]["kernels"].append(["quantize", "bfloat16", [5, 0, 0], [], False, 1])
+    a.blocks[1]["kernels"].append(["quantize", "bfloat16", [5, 0, 0], [], False, 1, []])
     assert "quantize" not in {kernel.name for kernel in a.trace().kernels}
 
 

@@ -141,7 +141,7 @@ EAGER, SDPA = (
 
 def some_trace() -> dict[str, Any]:
     """The smallest answer that is a trace: one weight, one tensor that comes and goes."""
-    kernel = ["mm", "bfloat16", (2, 1, 0), [(8, 1, 0)], False, 1]
+    kernel = ["mm", "bfloat16", (2, 1, 0), [(8, 1, 0)], False, 1, []]
     blocks = [
         {
             "phase": "weights",

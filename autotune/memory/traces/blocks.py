@@ -29,6 +29,8 @@ class TracedKernel:
     phase: str
     """One of forward, backward, or recompute: activation checkpointing's second forward pass."""
     count: int
+    shape: tuple[tuple[int, int, int, int], ...] = ()
+    """Sizes that its speed depends on: each a term, and 1 where that is per token of a chunk, or 0."""
     chunk_moved: tuple[Term, ...] | None = None
     """Bytes per token of a chunk; where not None, the kernel handles a chunk of tokens, and `flops` is per
     token of it."""
@@ -87,13 +89,14 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             continue
         copies = layers.copies(block["layer"])
         pass_of_block = "forward" if block["phase"] in FORWARD_PHASES else "backward"
-        for name, dtype, flops, moved, recomputed, count, *chunked in block["kernels"]:
+        for name, dtype, flops, moved, recomputed, count, shape, *chunked in block["kernels"]:
             chunk_moved, repeated = (
                 (tuple(map(tuple, chunked[0])), chunked[1]) if chunked else (None, False)
             )
             terms = tuple(map(tuple, moved))
             phase = "recompute" if recomputed else pass_of_block
-            key = (name, dtype, tuple(flops), terms, phase, chunk_moved, repeated)
+            sizes = tuple(map(tuple, shape))
+            key = (name, dtype, tuple(flops), terms, phase, sizes, chunk_moved, repeated)
             counts[key] = counts.get(key, 0) + count * copies
     return [
         TracedKernel(
@@ -103,8 +106,18 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             moved=moved,
             phase=phase,
             count=count,
+            shape=shape,
             chunk_moved=chunk_moved,
             repeated=repeated,
         )
-        for (name, dtype, flops, moved, phase, chunk_moved, repeated), count in counts.items()
+        for (
+            name,
+            dtype,
+            flops,
+            moved,
+            phase,
+            shape,
+            chunk_moved,
+            repeated,
+        ), count in counts.items()
     ]

@@ -6,6 +6,7 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class Launch:
     bytes_moved: float
     """Bytes that one launch reads and writes."""
     count: int
+    shape: tuple[float, ...]
+    """Sizes that its speed depends on: autotune.speed.roofline.Kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +130,7 @@ class Trace:
         self.kernels = count_kernels(blocks, layers)
         self.flops = Terms([kernel.flops for kernel in self.kernels])
         self.moved = Sums([kernel.moved for kernel in self.kernels])
+        self._shapes = Terms([size[:3] for kernel in self.kernels for size in kernel.shape])
         self._counts = [
             (layers.copies(int(layer)), entry) for layer, entry in answer["parameters"].items()
         ]
@@ -277,15 +281,25 @@ class Trace:
         """The kernels of a micro-step."""
         flops = self.flops.at(micro_batch, rank).tolist()
         moved = self.moved.at(micro_batch, rank).tolist()
+        sizes = iter(self._shapes.at(micro_batch, rank).tolist())
+        shapes = [tuple(islice(sizes, len(kernel.shape))) for kernel in self.kernels]
         return [
-            Launch(kernel, num_flops, bytes_moved, kernel.count)
+            Launch(kernel, num_flops, bytes_moved, kernel.count, shape)
             if kernel.chunk_moved is None
-            else self._per_chunk(kernel, num_flops, bytes_moved, micro_batch, rank)
-            for kernel, num_flops, bytes_moved in zip(self.kernels, flops, moved, strict=True)
+            else self._per_chunk(kernel, num_flops, bytes_moved, shape, micro_batch, rank)
+            for kernel, num_flops, bytes_moved, shape in zip(
+                self.kernels, flops, moved, shapes, strict=True
+            )
         ]
 
     def _per_chunk(
-        self, kernel: TracedKernel, flops: int, bytes_moved: float, micro_batch: int, rank: int
+        self,
+        kernel: TracedKernel,
+        flops: int,
+        bytes_moved: float,
+        shape: tuple[int, ...],
+        micro_batch: int,
+        rank: int,
     ) -> Launch:
         """Return a chunked kernel's launches. The last chunk has fewer tokens than the others: their mean."""
         rows, num_tokens = self._chunk_rows(micro_batch)
@@ -298,6 +312,10 @@ class Trace:
             flops * mean_rows,
             bytes_moved + per_row * mean_rows,
             kernel.count * (num_chunks - 1 if kernel.repeated else 1),
+            tuple(
+                size * (mean_rows if is_per_token else 1)
+                for size, (*_, is_per_token) in zip(shape, kernel.shape, strict=True)
+            ),
         )
 
     def trainable(self, rank: int) -> list[TensorSpec]:

@@ -201,27 +201,34 @@ def _blocks(
 
 
 def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, symbols: Symbols) -> list[Any]:
-    """Count equal kernels of a block: [name, dtype, flops, [bytes ...], recomputed, count].
+    """Count equal kernels of a block: [name, dtype, flops, [bytes ...], recomputed, count, [shape ...]].
 
     One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
-    others (its operations are per token too), and whether it stands for all chunks but the first.
+    others (its operations are per token too), and whether it stands for all chunks but the first. A
+    size of a shape is a term and whether it is per token of a chunk.
     """
     counts: dict[tuple[Any, ...], int] = {}
     for k in kernels:
         sizes = tuple(sorted(k.tensor_bytes))
-        key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated)
+        key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated, k.shape)
         counts[key] = counts.get(key, 0) + 1
     encoded = []
-    for (name, dtype, flops, sizes, recomputed, repeated), count in counts.items():
+    for (name, dtype, flops, sizes, recomputed, repeated, shape), count in counts.items():
         parts = [_per_row(size, chunks) for size in sizes]
         moved = _sum_of([size for size, per_row in parts if not per_row], symbols)
         flops_term = symbols.term(_per_row(flops, chunks)[0])
-        entry = [name, dtype, flops_term, moved, recomputed, count]
+        of_shape = [_size_of_shape(size, chunks, symbols) for size in shape]
+        entry = [name, dtype, flops_term, moved, recomputed, count, of_shape]
         of_chunk = [size for size, per_row in parts if per_row]
         if of_chunk or repeated:
             entry += [_sum_of(of_chunk, symbols), repeated]
         encoded.append(entry)
     return encoded
+
+
+def _size_of_shape(size: int, chunks: Chunks, symbols: Symbols) -> tuple[int, int, int, int]:
+    of_token, is_per_token = _per_row(size, chunks)
+    return *symbols.term(of_token), int(is_per_token)
 
 
 def _sum_of(sizes: list[int], symbols: Symbols) -> list[Term]:

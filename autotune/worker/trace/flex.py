@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from autotune.worker.trace.kernel_costs import attention_shape
 from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Tracker
 
@@ -141,6 +142,7 @@ class _Flex(torch.autograd.Function):
             _KERNEL,
             (query, key, value, out, logsumexp, max_scores),
             num_flops=_num_flops(query, key, value, is_causal, of_scores=1, of_values=1),
+            shape=attention_shape(query, key, is_causal),
         )
         del max_scores
         natural = torch.empty_like(logsumexp)  # of a logarithm to base 2
@@ -168,6 +170,7 @@ class _Flex(torch.autograd.Function):
             f"{_KERNEL}_backward",
             (query, key, value, logsumexp, delta, of_out, of_query, of_key, of_value),
             num_flops=_num_flops(query, key, value, ctx.is_causal, of_scores=3, of_values=2),
+            shape=attention_shape(query, key, ctx.is_causal),
         )
         return None, None, of_query, of_key, of_value, *(None for _ in of_mask)
 

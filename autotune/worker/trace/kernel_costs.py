@@ -37,6 +37,58 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: A
     return flops // 2 if _is_causal(func, args, kwargs) else flops
 
 
+def shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, ...]:
+    """Sizes that the call's speed depends on, as autotune.speed.roofline.Kernel has them."""
+    operands = _PRODUCT_OPERANDS.get(func)
+    if operands is not None or func in _GROUPED_PRODUCTS or func is aten._scaled_mm.default:
+        first = operands or 0
+        *batch, rows, inner = args[first].shape
+        return math.prod(batch), rows, args[first + 1].shape[-1], inner
+    if func in _ATTENTION:
+        query, key = args[_ATTENTION[func][0] :][:2]
+        return attention_shape(query, key, _is_causal(func, args, kwargs))
+    if func in _VARLEN_ATTENTION:
+        query, key = args[_VARLEN_ATTENTION[func][0] :][:2]
+        total, heads, size = query.shape
+        num_samples = next(t for t in args if t is not None and t.dtype is torch.int32).shape[0] - 1
+        length, is_causal = total // num_samples, int(_is_causal(func, args, kwargs))
+        return num_samples, heads, key.shape[1], length, length, size, is_causal
+    if func in _ROW_LENGTHS:
+        return _rows_and_columns(args[0].numel(), _row_length(args, _ROW_LENGTHS[func]))
+    if func._overloadpacket in _REDUCTIONS and isinstance(out, torch.Tensor) and out.numel():
+        return _rows_and_columns(args[0].numel(), args[0].numel() // out.numel())
+    return ()
+
+
+def attention_shape(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> tuple[int, ...]:
+    """Sizes that an attention's speed depends on: queries and keys are (samples, heads, tokens, size)."""
+    batch_size, heads, length, size = query.shape
+    return batch_size, heads, key.shape[1], length, key.shape[2], size, int(is_causal)
+
+
+def _row_length(args: tuple[Any, ...], position: int) -> int:
+    """Elements of a row: of the dimension at that position of the arguments, or of a shape that it gives."""
+    given = args[position]
+    return math.prod(given) if isinstance(given, (list, tuple)) else int(args[0].shape[given])
+
+
+def _rows_and_columns(num_elements: int, num_columns: int) -> tuple[int, ...]:
+    return (num_elements // num_columns, num_columns) if num_columns else ()
+
+
+_ROW_LENGTHS = {
+    aten._softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax.default: 1,
+    aten._log_softmax_backward_data.default: 2,
+    aten.native_layer_norm.default: 1,
+    aten.native_layer_norm_backward.default: 2,
+    aten._fused_rms_norm.default: 1,
+    aten._fused_rms_norm_backward.default: 2,
+}
+"""Position of the dimension, or of the shape, that a row-wise operation goes along."""
+_REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.var_mean, aten.linalg_vector_norm}
+"""Operations that reduce rows to numbers."""
 _PRODUCT_OPERANDS = {
     aten.mm.default: 0,
     aten.mm.out: 0,

@@ -175,7 +175,7 @@ def _unpatched_afterwards() -> Iterator[None]:
 
     It replaces functions and classes of Transformers' modules, and some classes' forward pass.
     """
-    modules = [m for n, m in sys.modules.items() if n.startswith("transformers.models.") and m]
+    modules = [m for n, m in sys.modules.items() if n.startswith("transformers.models.")]
     names = {module: dict(vars(module)) for module in modules if ".modeling_" in module.__name__}
     classes = {c for values in names.values() for c in values.values() if isinstance(c, type)}
     forwards: dict[Any, Any] = {c: vars(c)["forward"] for c in classes if "forward" in vars(c)}

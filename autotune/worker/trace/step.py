@@ -283,7 +283,7 @@ class _ParkOnHost(torch.autograd.graph.saved_tensors_hooks):
             size_bytes = tensor.numel() * tensor.element_size()
             dtype = str(tensor.dtype).removeprefix("torch.")
             tracker.recording.kernels.append(
-                TrackedKernel("copy_host", dtype, 0, (size_bytes,), False)
+                TrackedKernel("copy_host", dtype, 0, (size_bytes,), (), False)
             )
 
         def pack(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:

@@ -27,6 +27,7 @@ from autotune.worker.trace.kernel_costs import (
     dtype_of,
     launches,
     moved_bytes,
+    shape_of,
     tensor_bytes,
 )
 from autotune.worker.trace.meta_values import (
@@ -105,6 +106,8 @@ class TrackedKernel:
     dtype: str
     num_flops: int
     tensor_bytes: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Sizes that its speed depends on: autotune.speed.roofline.Kernel."""
     recomputed: bool
     """Whether activation checkpointing's second forward pass launched it."""
     repeated: bool = False
@@ -312,18 +315,30 @@ class Tracker(TorchDispatchMode):
             dtype_of(func, args, inputs or outputs),
             count_flops(func, args, kwargs, out),
             tensor_bytes(func, outputs, inputs),
+            shape_of(func, args, kwargs, out),
         )
 
     def record_kernel(
-        self, name: str, arguments: Any, *, passes: int = 1, num_flops: int = 0
+        self,
+        name: str,
+        arguments: Any,
+        *,
+        passes: int = 1,
+        num_flops: int = 0,
+        shape: tuple[int, ...] = (),
     ) -> None:
         """Record a kernel that is no operation of PyTorch's, and touches its tensors so many times."""
         tensors = self._tensors_here(arguments)
         moved = tuple(passes * moved_bytes(tensor) for tensor in tensors)
-        self._launch(name, tensors[0].dtype, num_flops, moved)
+        self._launch(name, tensors[0].dtype, num_flops, moved, shape)
 
     def _launch(
-        self, name: str, dtype: torch.dtype, num_flops: int, tensor_bytes: tuple[int, ...]
+        self,
+        name: str,
+        dtype: torch.dtype,
+        num_flops: int,
+        tensor_bytes: tuple[int, ...],
+        shape: tuple[int, ...] = (),
     ) -> None:
         self.recording.kernels.append(
             TrackedKernel(
@@ -331,6 +346,7 @@ class Tracker(TorchDispatchMode):
                 dtype=_dtype_name(dtype),
                 num_flops=num_flops,
                 tensor_bytes=tensor_bytes,
+                shape=shape,
                 recomputed=torch.is_grad_enabled() and in_backward(),
                 repeated=self.is_repeated,
             )
