@@ -65,7 +65,10 @@ class CardFile:
     """Memory of a process outside torch's allocator; None: by its multiprocessors."""
     pcie_lanes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 16
     nvlink_gb_per_second: _Positive | None = None
-    measured_matmul_bfloat16_tflop_per_second: _Positive | None = None
+    boost_mhz: _Positive | None = None
+    l2_mib: _Positive | None = None
+    measured_tflop_per_second: Mapping[str, _Positive] | None = None
+    """Best rates of large matrix products, by keys of PEAK_DTYPES."""
 
 
 def read_card(path: Path) -> dict[str, Any]:
@@ -76,11 +79,10 @@ def read_card(path: Path) -> dict[str, Any]:
     text = files.read_text(path, 64 * KIB)
     try:
         values = json_records.read(CardFile, tomllib.loads(text), "the card")
-        unknown = values.peak_tflop_per_second.keys() - set(PEAK_DTYPES)
-        if unknown:
-            raise ValueError(
-                f"peak_tflop_per_second has no {min(unknown)}: {', '.join(PEAK_DTYPES)}"
-            )
+        for key in ("peak_tflop_per_second", "measured_tflop_per_second"):
+            unknown = (getattr(values, key) or {}).keys() - set(PEAK_DTYPES)
+            if unknown:
+                raise ValueError(f"{key} has no {min(unknown)}: {', '.join(PEAK_DTYPES)}")
         if (values.capacity_gib or 0) > values.memory_nominal_gib:
             raise ValueError("capacity_gib is more than memory_nominal_gib")
     except (ValueError, RecursionError) as error:
@@ -116,13 +118,13 @@ def rows_by_rule() -> Iterator[dict[str, Any]]:
         for card in series["cards"]:
             row = dict(card)
             if "boost_mhz" in row:
-                clock_mhz = row.pop("boost_mhz")
-                sm_mhz = row["num_sms"] * clock_mhz
+                clock_mhz = row["boost_mhz"]
                 source = f"{row['num_sms']} SM x {rates['float16']} FLOP x {clock_mhz / 1000} GHz"
             else:
-                measured = row["measured_matmul_bfloat16_tflop_per_second"] = row.pop("measured")
-                sm_mhz = measured * 1e6 / rates["float16"]
-                source = f"best 16-bit product measured: {measured} TFLOP/s; its clock is not known"
+                best = row.pop("measured")
+                clock_mhz = row["boost_mhz"] = best * 1e6 / rates["float16"] / row["num_sms"]
+                source = f"best 16-bit product measured: {best} TFLOP/s; the clock is what it takes"
+            sm_mhz = row["num_sms"] * clock_mhz
             memory = withheld[row["memory_nominal_gib"]]
             short = row["name"].removeprefix("NVIDIA RTX ")
             yield row | {
@@ -214,9 +216,11 @@ def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
         rest["capacity_bytes"] = round(rest.pop("capacity_gib") * GIB)
     bandwidth = rest.pop("memory_bandwidth_gb_per_second", None)
     nvlink = rest.pop("nvlink_gb_per_second", None)
-    matmul = rest.pop("measured_matmul_bfloat16_tflop_per_second", None)
+    boost_mhz = rest.pop("boost_mhz", None)
+    l2_mib = rest.pop("l2_mib", None)
     peaks = {dtype: peak * 1e12 for dtype, peak in rest.pop("peak_tflop_per_second").items()}
-    assert peaks.keys() <= set(PEAK_DTYPES), f"{row['name']}: unknown dtype in {peaks}"
+    best = {dtype: rate * 1e12 for dtype, rate in rest.pop("measured_tflop_per_second", {}).items()}
+    assert peaks.keys() | best.keys() <= set(PEAK_DTYPES), f"{row['name']}: unknown dtype"
     return {
         "aliases": tuple(rest.pop("aliases")),
         "compute_capability": capability,
@@ -224,7 +228,9 @@ def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "memory_bandwidth_bytes_per_second": None if bandwidth is None else bandwidth * 1e9,
         "nvlink_bandwidth_bytes_per_second": None if nvlink is None else nvlink * 1e9,
         "peak_flop_per_second": peaks,
-        "measured_matmul_bfloat16_flop_per_second": None if matmul is None else matmul * 1e12,
+        "measured_flop_per_second": best,
+        "boost_clock_hertz": None if boost_mhz is None else boost_mhz * 1e6,
+        "l2_bytes": None if l2_mib is None else round(l2_mib * MIB),
         **family_facts(
             capability, pcie_lanes=rest.pop("pcie_lanes", 16), num_sms=rest.get("num_sms")
         ),

@@ -58,8 +58,9 @@ class Gpu:
     peak_flop_per_second: Mapping[str, float] = field(hash=False)
     """Peak rates, by keys of PEAK_DTYPES: dense, fp32 accumulation. A missing dtype is unknown or not in
     hardware."""
-    measured_matmul_bfloat16_flop_per_second: float | None = None
-    """Best rate that somebody measured on large matrix products, as published."""
+    measured_flop_per_second: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Best rates that somebody measured on large matrix products, by keys of PEAK_DTYPES. GeForce cards run
+    above their boost clock, and so above their peaks."""
     context_bytes: int | None
     """Device memory of one process outside torch's allocator: context, kernels, driver."""
     context_source: str
@@ -67,6 +68,10 @@ class Gpu:
     """Bytes of one cuBLAS workspace; eager training holds two, inside torch's allocator."""
     num_sms: int | None = None
     """Number of streaming multiprocessors."""
+    boost_clock_hertz: float | None = None
+    """Highest clock of the multiprocessors, as published."""
+    l2_bytes: int | None = None
+    """Size of the L2 cache."""
     pcie_bandwidth_bytes_per_second: float | None
     """Bandwidth of the PCIe link in one direction, before protocol overhead."""
     nvlink_bandwidth_bytes_per_second: float | None = None

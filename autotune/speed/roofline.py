@@ -235,9 +235,8 @@ def ceilings(gpu: Gpu) -> CardRates:
         if (peak := peak_flop_per_second(gpu, dtype)) is not None
     }
     best_of_peak = _BEST_MATMUL_OF_PEAK
-    measured = gpu.measured_matmul_bfloat16_flop_per_second
-    if measured is not None and "bfloat16" in peaks:
-        best_of_peak = measured / peaks["bfloat16"]
+    if gpu.has_bfloat16 and {"bfloat16"} <= peaks.keys() & gpu.measured_flop_per_second.keys():
+        best_of_peak = gpu.measured_flop_per_second["bfloat16"] / peaks["bfloat16"]
     engines = {"matmul": best_of_peak * _USUAL_MATMUL_OF_BEST, **_ATTENTION_OF_PEAK}
     if capability is not None and (9, 0) <= capability < (12, 0):
         engines |= _ATTENTION_OF_PEAK_9_TO_11

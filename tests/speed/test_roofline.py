@@ -250,7 +250,8 @@ def test_attainable_rates_stay_below_what_is_possible(name: str) -> None:
     for (_, dtype), rate in machine.flop_per_second.items():
         peak = peak_flop_per_second(card, dtype)
         assert peak is not None
-        assert 0.1 * peak < rate < peak
+        # Above the peak: GeForce cards run above their boost clock (RTX 5090: 237 of 209.5 TFLOP/s).
+        assert 0.1 * peak < rate < (1.15 if name == "rtx-5090" else 1) * peak
     bandwidth = card.memory_bandwidth_bytes_per_second
     pcie = card.pcie_bandwidth_bytes_per_second
     assert bandwidth is not None
