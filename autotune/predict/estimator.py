@@ -40,7 +40,7 @@ from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.speed import roofline
+from autotune.speed import links, roofline
 
 _BREAKDOWN_OF_CATEGORY = {
     "parameter": "parameters_bytes",
@@ -125,6 +125,7 @@ class Estimator:
         self._useful_share = useful_share
         self._context_bytes = gpu.context_bytes
         self._machine = roofline.ceilings(gpu)
+        self._link = links.link_of(gpu)
         self._micro_step = functools.cache(self._price_micro_step)
         self._priced_update = functools.cache(self._price_update)
         self._interned: dict[tuple[TensorSpec, ...], _Trainable] = {}
@@ -222,13 +223,12 @@ class Estimator:
         self, alone: StepSeconds, exchange: Exchange, accumulation: int
     ) -> StepSeconds | None:
         """The step's times with what several GPUs add to them, one after the other."""
-        link = self.gpu.interconnect_bandwidth_bytes_per_second
         host_link = self._machine.bytes_per_second.get("copy_host")
-        if link is None or host_link is None:
+        if self._link is None or host_link is None:
             return None
-        link *= roofline.COLLECTIVE_OF_LINK
-        sent_each = exchange.sent_bytes_per_micro_step / link
-        sent_once = exchange.sent_bytes_per_step / link
+        num_gpus = exchange.num_gpus
+        sent_each = links.seconds(exchange.messages_per_micro_step, self._link, num_gpus)
+        sent_once = links.seconds(exchange.messages_per_step, self._link, num_gpus)
         micro = sent_each + exchange.host_copy_bytes_per_micro_step / host_link
         once = (
             sent_once
@@ -363,8 +363,6 @@ class Estimator:
     ) -> PerGpu | None:
         if exchange is None:
             return None
-        accumulation = config.gradient_accumulation_steps
-        sent = accumulation * exchange.sent_bytes_per_micro_step + exchange.sent_bytes_per_step
         return PerGpu(
             num_gpus=config.num_gpus,
             parallelism=config.parallelism,
@@ -374,7 +372,7 @@ class Estimator:
             gathered_bytes=exchange.gathered_bytes,
             buffers_bytes=exchange.buffers_bytes,
             host_bytes=exchange.host_bytes,
-            sent_bytes_per_step=round(sent),
+            sent_bytes_per_step=round(exchange.sent_bytes(config.gradient_accumulation_steps)),
             communication_seconds=None if seconds is None else seconds.communication_seconds,
         )
 

@@ -103,10 +103,9 @@ _OF_BANDWIDTH = {
 }
 # [judgement] Pinned copies reach 25 to 26 of the 31.5 GB/s of a PCIe 4.0 x16 link.
 _COPY_OF_PCIE = 0.8
-# [judgement] NCCL's rings against the links' rate in one direction, and host memory's rate in an Adam
-# step: it reads and writes float32 weight and moments, reads the gradient, writes a 16-bit copy (30
-# bytes an element), on a desktop of two DDR5 channels (90 GB/s at best). Servers are quicker.
-COLLECTIVE_OF_LINK = 0.75
+# [judgement] Host memory's rate in an Adam step: it reads and writes float32 weight and moments, reads the
+# gradient, writes a 16-bit copy (30 bytes an element), on a desktop of two DDR5 channels (90 GB/s at
+# best). Servers are quicker.
 HOST_UPDATE_SECONDS_PER_ELEMENT = 30 / 50e9
 # flex_attention against FlashAttention-2 on the A100, causal (pytorch.org/blog/flexattention):
 # [judgement] on other cards too, for which nothing was found.

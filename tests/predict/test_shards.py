@@ -16,6 +16,7 @@ from autotune.predict.sharding.shards import (
     ddp_buckets,
     fsdp2_shard_shape,
     zero3_partition_elements,
+    zero_buckets,
     zero_partition_elements,
 )
 from autotune.records.estimate import TraceSpec
@@ -216,3 +217,9 @@ def test_ddp_rebuilds_its_buckets_where_it_looks_for_no_unused_parameters(
     # The embedding alone passes 1 MiB: as the first gradient it has a bucket of its own.
     expected = [embedding + rest, 0] if rebuilds else [embedding, rest]
     assert [found.ddp_bucket_bytes(0, index) for index in (0, 1)] == expected
+
+
+def test_deepspeed_reduces_in_buckets_and_large_gradients_by_themselves() -> None:
+    # reduce_independent_p_g_buckets_and_remove_grads: what would overfill a bucket opens the next.
+    assert zero_buckets([3, 4, 2, 11, 5, 5], cap_bytes=10) == [9, 11, 10]
+    assert zero_buckets([], cap_bytes=10) == []

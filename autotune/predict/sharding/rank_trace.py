@@ -21,7 +21,7 @@ Known limitations
 - Gathered weights are one block per layer. ZeRO 3 gathers module by module: a layer is too much.
 - Streams: a block freed on one stream is taken to be free on all. Real peaks can be higher.
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
-  bound if all did. A collective's latency (some 20 us) is not counted.
+  bound if all did.
 - Adapters under ZeRO run in 16 bits; their small casts under autocast are counted all the same.
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, FSDP2 and ZeRO 3 the whole
   model in the first process. Saving gathers it again.
@@ -31,7 +31,8 @@ Known limitations
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,17 +44,21 @@ from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.shards import TAIL, Shares
 from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.records.estimate import TraceSpec
+from autotune.speed.links import Message, sent_bytes
+
+# deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
+_ZERO_GATHERED_ELEMENTS = 500_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exchange:
     """Bytes that one GPU sends, and that pass between it and the host."""
 
-    sent_bytes_per_micro_step: float
-    """Bytes sent over the interconnect, in rings: an all-reduce sends twice (N - 1) / N of its bytes, an
-    all-gather or a reduce-scatter once."""
-    sent_bytes_per_step: float
-    """Bytes sent beside those, once an optimizer step."""
+    num_gpus: int
+    messages_per_micro_step: tuple[Message, ...]
+    """Collectives of a micro-step."""
+    messages_per_step: tuple[Message, ...]
+    """Collectives beside those, once an optimizer step."""
     host_copy_bytes_per_micro_step: int
     host_copy_bytes_per_step: int
     host_bytes: int
@@ -64,6 +69,11 @@ class Exchange:
     """Most bytes that are gathered at one time."""
     buffers_bytes: int
     """Bytes of the buffers that are kept for communication."""
+
+    def sent_bytes(self, accumulation: int) -> float:
+        """Bytes sent over the interconnect in an optimizer step, in rings."""
+        each = sent_bytes(self.messages_per_micro_step, self.num_gpus)
+        return accumulation * each + sent_bytes(self.messages_per_step, self.num_gpus)
 
 
 class RankTrace:
@@ -150,27 +160,17 @@ class RankTrace:
     def exchange(self, rank: int) -> Exchange:
         """Bytes that are sent between the GPUs and to the host, and that are kept for it."""
         shares, stage, num_gpus = self._shares, self._shares.row.stage, self._shares.num_gpus
-        ring = (num_gpus - 1) / num_gpus
         trained_bytes = sum(map(shares.working_bytes, shares.trained(rank)))
         gathered_bytes = shares.gathered_bytes(rank)
         # Gathered for the forward pass, and again for the backward; the tail stays in between.
         used_bytes = 2 * gathered_bytes - shares.gathered_bytes(rank, TAIL)
-        per_micro_step = per_step = 0.0
-        if stage == 3:
-            per_micro_step = ring * (used_bytes + trained_bytes)
-        elif stage == 2:
-            # stage_1_and_2.py, use_multi_rank_bucket_allreduce: buckets are all-reduced.
-            per_micro_step = 2 * ring * trained_bytes
-        else:
-            per_step = 2 * ring * trained_bytes
-        if stage in (1, 2):
-            per_step += ring * trained_bytes
         is_offloaded = shares.row.offload
         brought_bytes = used_bytes if stage == 3 else 0
         copied_bytes = (brought_bytes + trained_bytes) // num_gpus
         return Exchange(
-            sent_bytes_per_micro_step=per_micro_step,
-            sent_bytes_per_step=per_step,
+            num_gpus=num_gpus,
+            messages_per_micro_step=self._messages_per_micro_step(rank),
+            messages_per_step=self._messages_per_step(rank),
             host_copy_bytes_per_micro_step=copied_bytes if is_offloaded else 0,
             host_copy_bytes_per_step=(
                 trained_bytes // num_gpus if is_offloaded and stage < 3 else 0
@@ -182,6 +182,34 @@ class RankTrace:
             gathered_bytes=self._most_gathered_bytes(rank),
             buffers_bytes=self.bytes_of(self._buffers, 1, rank),
         )
+
+    def _messages_per_micro_step(self, rank: int) -> tuple[Message, ...]:
+        shares, stage = self._shares, self._shares.row.stage
+        if stage < 2:
+            return ()
+        # stage_1_and_2.py, use_multi_rank_bucket_allreduce: buckets are all-reduced.
+        reduction = "all_reduce" if stage == 2 else "reduce_scatter"
+        gathers: Counter[int] = Counter()
+        for unit in shares.members:
+            passes = 1 if unit == TAIL else 2
+            for size_bytes in shares.gathers(rank, unit):
+                gathers[size_bytes] += passes
+        return (
+            *_messages("all_gather", gathers),
+            *_messages(reduction, Counter(shares.reductions(rank))),
+        )
+
+    def _messages_per_step(self, rank: int) -> tuple[Message, ...]:
+        """Gradients of DDP and ZeRO 1, and the weights that ZeRO 1 and 2 have updated in parts."""
+        shares, stage = self._shares, self._shares.row.stage
+        found: tuple[Message, ...] = ()
+        if stage < 2:
+            found += _messages("all_reduce", Counter(shares.reductions(rank)))
+        if stage in (1, 2):
+            trained_bytes = sum(map(shares.working_bytes, shares.trained(rank)))
+            count = -(-trained_bytes // (_ZERO_GATHERED_ELEMENTS * shares.compute_bytes)) or 1
+            found += _messages("all_gather", Counter({trained_bytes // count: count}))
+        return found
 
     def _put_together(self, micro_batch: int, rank: int) -> Array:
         whole = summable(self._trace.sizes(micro_batch, rank))
@@ -264,3 +292,11 @@ class RankTrace:
 
         for position, parameter in enumerate(shares.parameters):
             self._replaced[parameter.number] = functools.partial(size, position)
+
+
+def _messages(operation: str, counts: Mapping[int, int]) -> tuple[Message, ...]:
+    """Collectives of one kind, by bytes."""
+    return tuple(
+        Message(operation=operation, num_bytes=num_bytes, count=count)
+        for num_bytes, count in counts.items()
+    )

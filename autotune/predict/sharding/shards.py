@@ -105,6 +105,20 @@ def ddp_buckets(weights: Iterable[Weight], *, rebuilt: bool) -> list[int]:
     return [*closed, *open_bytes.values()]
 
 
+def zero_buckets(sizes_bytes: Iterable[int], cap_bytes: int) -> list[int]:
+    """Bytes of DeepSpeed's buckets for reducing gradients: a gradient that would overfill one opens the next.
+
+    One that is larger than a bucket goes by itself.
+    """
+    buckets: list[int] = []
+    for size_bytes in sizes_bytes:
+        if buckets and buckets[-1] + size_bytes <= cap_bytes:
+            buckets[-1] += size_bytes
+        else:
+            buckets.append(size_bytes)
+    return buckets
+
+
 class Shares:
     """One GPU's shares of a model under TraceSpec.parallelism."""
 
@@ -223,6 +237,24 @@ class Shares:
         if unit is not None:
             weights = [weights[position] for position in self.members.get(unit, ())]
         return sum(self._padded_bytes(w) for w in weights if self._is_gathered(w))
+
+    def gathers(self, rank: int, unit: Unit) -> list[int]:
+        """Bytes of each all-gather of a unit: FSDP2's of all of it, DeepSpeed's of one weight."""
+        if self.row.stage < 3:
+            return []
+        weights = [self._weights(rank)[position] for position in self.members.get(unit, ())]
+        pieces = [self._padded_bytes(w) for w in weights if self._is_gathered(w)]
+        return [sum(pieces)] if self.is_torch and pieces else pieces
+
+    def reductions(self, rank: int) -> list[int]:
+        """Bytes of each collective that reduces the gradients of one backward pass."""
+        if self.row.stage == 0:
+            return self._ddp_buckets(rank)
+        if self.is_torch:
+            of_units = (self.reduced_bytes(rank, unit) for unit in self.members)
+            return [size_bytes for size_bytes in of_units if size_bytes]
+        whole = (self.working_bytes(w) for w in reversed(self.trained(rank)))
+        return zero_buckets(whole, self.bucket_bytes(rank))
 
     def prefetched_bytes(self, rank: int, unit: Unit) -> int:
         """Bytes of the next unit that are gathered ahead: all of it by FSDP2, a part by DeepSpeed."""

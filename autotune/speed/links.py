@@ -1,0 +1,124 @@
+"""A collective of several GPUs -> seconds, by its bytes, how many GPUs there are, and what links them.
+
+In NCCL's rings each GPU starts, passes parts on in steps, and sends its share of the bytes at a share of
+the link's rate. A message that is neither all latency nor long enough to fill the link takes more than
+the two together: a part of their geometric mean. data/links.toml holds the parameters per kind of link,
+made by validation/kernels/fit_links.py; studies/kernels/LINKS.md says how far off they are.
+
+PCIe is not one link per card. Cards share bridges, sockets and the host's memory, so that each gets less the
+more there are. The parameters are one server's (8 L40S); see the limitations.
+
+Known limitations
+- PCIe differs by machine: with 8 GPUs that server's bus bandwidth is 1.5 to 2 GB/s, while 22 to 41 GB/s of a
+  PCIe 5.0 link are published where cards reach each other directly (studies/kernels/LINKS.md). A probe says.
+- Nothing overlaps with computation: a sum of these seconds is an upper bound of what a step waits.
+- One machine. NVLink bridges are an NVLink of two cards, if the card says that it has one.
+- Broadcasts and all-to-alls: no step of autotune.predict.sharding has them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.catalogue.gpus import Gpu
+
+_TABLE = Path(__file__).with_name("data") / "links.toml"
+
+RINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""How often each operation goes round the ring: an all-reduce is a reduce-scatter and an all-gather."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One collective, `count` times alike."""
+
+    operation: str
+    """A key of RINGS."""
+    num_bytes: int
+    """Whole buffer, as nccl-tests counts: of an all-gather what each GPU ends up with, of a reduce-scatter
+    what it starts with."""
+    count: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """What connects the GPUs of one machine."""
+
+    bytes_per_second: float
+    """Rate of one GPU's link in one direction, as NVIDIA or PCI-SIG state it."""
+    start_seconds: float
+    """Time of the shortest message, before its first step round the ring."""
+    step_seconds: float
+    """Time of each of its steps."""
+    bend: float
+    """Share of the geometric mean of latency and transfer that a message takes besides."""
+    shares: Mapping[int, float] = field(hash=False)
+    """Share of `bytes_per_second` that large all-reduces reach, by number of GPUs."""
+    one_way: float
+    """Rate of all-gathers and reduce-scatters against all-reduces."""
+    in_switch: float
+    """Rate of all-reduces among 8 GPUs and more against rings: NVSwitch adds up from Hopper on (NVLS)."""
+
+
+def link_of(gpu: Gpu) -> Link | None:
+    """Return what links GPUs of this kind; None where its rate is unknown."""
+    rate = gpu.interconnect_bandwidth_bytes_per_second
+    if rate is None:
+        return None
+    row = _rows()[gpu.interconnect]
+    is_hopper = gpu.compute_capability is not None and gpu.compute_capability >= (9, 0)
+    return Link(
+        bytes_per_second=rate,
+        start_seconds=row["start_us"] * 1e-6,
+        step_seconds=row["step_us"] * 1e-6,
+        bend=row["bend"],
+        shares={int(num): share for num, share in row["shares"].items()},
+        one_way=row["one_way"],
+        in_switch=row["in_switch"] if is_hopper else 1.0,
+    )
+
+
+def sent_bytes(messages: Iterable[Message], num_gpus: int) -> float:
+    """Bytes that each GPU sends, in rings."""
+    ring = (num_gpus - 1) / num_gpus
+    return sum(ring * RINGS[m.operation] * m.num_bytes * m.count for m in messages)
+
+
+def seconds(messages: Iterable[Message], link: Link, num_gpus: int) -> float:
+    """Predicted time of these collectives, one after the other."""
+    return sum(m.count * _seconds_of(m, link, num_gpus) for m in messages)
+
+
+def _seconds_of(message: Message, link: Link, num_gpus: int) -> float:
+    rings = RINGS[message.operation]
+    rate = share_of(link, num_gpus) * link.bytes_per_second
+    if rings == 1:
+        rate *= link.one_way
+    elif num_gpus >= 8:
+        rate *= link.in_switch
+    latency = link.start_seconds + rings * (num_gpus - 1) * link.step_seconds
+    transfer = rings * (num_gpus - 1) / num_gpus * message.num_bytes / rate
+    return latency + transfer + link.bend * math.sqrt(latency * transfer)
+
+
+def share_of(link: Link, num_gpus: int) -> float:
+    """Share of the link's rate among so many GPUs: a power of their number between two that are known."""
+    known = sorted(link.shares)
+    below = max((n for n in known if n <= num_gpus), default=known[0])
+    above = min((n for n in known if n >= num_gpus), default=known[-1])
+    if above <= below:
+        return link.shares[below]
+    part = math.log(num_gpus / below) / math.log(above / below)
+    return math.exp((1 - part) * math.log(link.shares[below]) + part * math.log(link.shares[above]))
+
+
+@functools.cache
+def _rows() -> dict[str, dict[str, Any]]:
+    with _TABLE.open("rb") as file:
+        return tomllib.load(file)

@@ -1,0 +1,95 @@
+"""Collectives between GPUs: published figures, and what any machine keeps to."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from autotune.catalogue.gpus import find_gpu
+from autotune.common.units import MIB
+from autotune.speed import links
+from autotune.speed.links import Link, Message
+
+
+def link(card: str) -> Link:
+    found = links.link_of(find_gpu(card))
+    assert found is not None
+    return found
+
+
+def bus_gb_per_second(card: str, operation: str, num_bytes: int, num_gpus: int) -> float:
+    message = [Message(operation=operation, num_bytes=num_bytes)]
+    sent = links.sent_bytes(message, num_gpus)
+    return sent / links.seconds(message, link(card), num_gpus) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("card", "num_gpus", "published"),
+    [
+        # nccl-tests, all-reduce of 64 MiB (studies/kernels/tables/collectives.csv.gz).
+        ("l40s", 2, 20.0),
+        ("l40s", 4, 5.1),
+        ("a100", 2, 171),
+        ("a100", 4, 185),
+        ("a100", 8, 197),
+        ("h100", 2, 264),
+        ("h100", 4, 305),
+        ("h100", 8, 362),
+    ],
+)
+def test_a_large_all_reduce_is_as_fast_as_published(
+    card: str, num_gpus: int, published: float
+) -> None:
+    found = bus_gb_per_second(card, "all_reduce", 64 * MIB, num_gpus)
+    assert found == pytest.approx(published, rel=0.2)
+
+
+def test_eight_cards_over_pcie_share_what_there_is() -> None:
+    # L40S: 1.45 GB/s at most sizes, 2.1 at 64 MiB.
+    assert 1.3 < bus_gb_per_second("l40s", "all_reduce", 64 * MIB, 8) < 2.2
+
+
+def test_two_bridged_cards_are_an_nvlink() -> None:
+    """Two A100 PCIe with a bridge of 300 GB/s: 667 us for 117 MiB (vidur; no row of it chose a constant)."""
+    bridged = dataclasses.replace(
+        find_gpu("a100-pcie-80gb"), nvlink_bandwidth_bytes_per_second=300e9
+    )
+    found = links.link_of(bridged)
+    assert found is not None
+    message = [Message(operation="all_reduce", num_bytes=round(1.171e5 * 1024))]
+    assert links.seconds(message, found, 2) == pytest.approx(663e-6, rel=0.2)
+
+
+@pytest.mark.parametrize("card", ["l40s", "a100", "h100", "b200", "rtx-4090"])
+@pytest.mark.parametrize("operation", sorted(links.RINGS))
+def test_no_collective_is_faster_than_its_link(card: str, operation: str) -> None:
+    rate = find_gpu(card).interconnect_bandwidth_bytes_per_second
+    assert rate is not None
+    for num_gpus, exponent in itertools.product((2, 3, 4, 6, 8), range(9, 31)):
+        # NVSwitch adds up: each GPU sends half of what a ring has it send.
+        most = 2 * rate if num_gpus >= 8 else rate
+        assert bus_gb_per_second(card, operation, 2**exponent, num_gpus) < most / 1e9
+
+
+def test_more_bytes_never_take_less_time_and_splitting_them_takes_more() -> None:
+    for card, least in (("l40s", 1.1), ("h100", 2)):
+        times = [
+            links.seconds([Message(operation="all_gather", num_bytes=2**n)], link(card), 4)
+            for n in range(9, 31)
+        ]
+        assert times == sorted(times)
+        whole = [Message(operation="all_reduce", num_bytes=100 * MIB)]
+        parts = [Message(operation="all_reduce", num_bytes=MIB, count=100)]
+        assert links.seconds(parts, link(card), 4) > least * links.seconds(whole, link(card), 4)
+
+
+def test_a_number_of_gpus_in_between() -> None:
+    shares = [links.share_of(link("l40s"), num) for num in (2, 3, 4, 6, 8, 16)]
+    assert shares[:5] == sorted(shares[:5], reverse=True)
+    assert shares[4] == shares[5]
+
+
+def test_an_unknown_link_stays_unknown() -> None:
+    assert links.link_of(find_gpu("mi300x")) is None
