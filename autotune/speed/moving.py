@@ -1,0 +1,205 @@
+"""A kernel that memory or instructions bound -> seconds, by its kind, its bytes and rows, and the card.
+
+Elementwise work (casts, dropout, gathers, copies, optimizer steps) takes its bytes at a share of the
+datasheet's bandwidth. Softmax and norms take besides, for every row, some time of the SM that works on
+it. Unpacking 4-bit weights takes instructions for every weight, or its bytes, whichever is longer. Copies to
+and from pinned host memory take a share of the PCIe link.
+
+`rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
+parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
+studies/kernels/MOVING.md says how far off they are. A kernel's start and drain are not in it
+(roofline.CardRates.kernel_tail_seconds).
+
+Known limitations
+- Measured with float32 on five cards from before 2021; others get their mean. Rows of 16 bits are taken
+  to cost the SM as much as rows of float32.
+- Reductions without a shape, sums over columns and gradients of embeddings take a share of bandwidth, by
+  judgement; the optimizers' 8-bit kernels, which quantise besides, are taken as elementwise.
+- How much of a tensor is still in the L2 cache depends on what ran before: half of what fits is taken to be.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from autotune.catalogue.gpus import Gpu
+from autotune.speed.origin import RatesFrom
+
+_TABLE = Path(__file__).with_name("data") / "moving.toml"
+
+FAMILIES = ("elementwise", "softmax", "layer_norm", "reduction", "dequantize", "copy_host")
+"""Kinds of kernel that are priced here; family_of(name) knows ATen's, but for copies."""
+
+SHORT_ROW = 1024
+"""Longest row that PyTorch's softmax keeps in a warp's registers (aten/native/cuda/PersistentSoftmax.cuh)."""
+
+VECTOR = 4
+"""Rows of a multiple of this are normalised by PyTorch's vectorised kernel, others by two kernels
+(aten/native/cuda/layer_norm_kernel.cu)."""
+
+ROWWISE = ("softmax", "short_softmax", "layer_norm", "odd_layer_norm")
+"""What has a time of each row and column in data/moving.toml."""
+
+_FP32_LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64, (10, 0): 128, (9, 0): 128, (6, 0): 64}
+"""Multiply-add lanes of an SM for float32, by compute capability: NVIDIA's whitepapers; others have 128."""
+
+BYTES_OF_4_BIT_WEIGHT = 0.5 + 2 + 4 / 64
+"""Bytes that a 4-bit weight's unpacking moves: the code, 16 bits of result, float32 scales of blocks of 64."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MovingRates:
+    """Parameters of one card; what the catalogue does not know is missing."""
+
+    bytes_per_second: Mapping[str, float] = field(hash=False)
+    """Rate by family."""
+    row_seconds: Mapping[str, tuple[float, float]] = field(hash=False)
+    """Time of a whole card for a row, and for each of its columns besides, by ROWWISE."""
+    weights_per_second: float | None
+    """4-bit weights that its instructions unpack."""
+    l2_bytes: float
+    rates_from: RatesFrom
+    spread: Mapping[str, float] = field(hash=False)
+    """Standard deviation of ln(predicted / measured), by family."""
+
+
+def family_of(name: str) -> str:
+    """Family of an ATen operation that is neither a product nor attention."""
+    if "softmax" in name:
+        return "softmax"
+    if "layer_norm" in name or "rms_norm" in name or "batch_norm" in name:
+        return "layer_norm"
+    return "dequantize" if name == "dequantize_4bit" else "elementwise"
+
+
+def moving_seconds(
+    rates: MovingRates,
+    family: str,
+    *,
+    bytes_moved: ArrayLike,
+    rows: ArrayLike = 0,
+    row_length: ArrayLike = 0,
+) -> NDArray[np.float64]:
+    """Seconds of one kernel; arguments broadcast. `rows` of 0: its shape is not known, and rows cost nothing.
+
+    Raises KeyError where the card's bandwidth is not known.
+    """
+    moved = np.asarray(bytes_moved, float)
+    seconds: NDArray[np.float64] = moved / rates.bytes_per_second[family]
+    if family == "copy_host":
+        return seconds
+    if family == "dequantize":
+        if rates.weights_per_second is None:
+            return seconds
+        instructions = moved / BYTES_OF_4_BIT_WEIGHT / rates.weights_per_second
+        return np.maximum(seconds, instructions)
+    if rates.l2_bytes:
+        seconds = seconds / (1 + np.clip(1 - moved / rates.l2_bytes, 0, 1))
+    if family in rates.row_seconds:
+        length = np.asarray(row_length, float)
+        first, each = rates.row_seconds[family]
+        of_row = first + each * length
+        if family == "softmax":
+            short_first, short_each = rates.row_seconds["short_softmax"]
+            of_row = np.where(length <= SHORT_ROW, short_first + short_each * length, of_row)
+        else:
+            odd_first, odd_each = rates.row_seconds["odd_layer_norm"]
+            of_row = np.where(length % VECTOR, odd_first + odd_each * length, of_row)
+        seconds = seconds + np.asarray(rows, float) * of_row
+    return seconds
+
+
+# --- parameters of a card
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """What data/moving.toml says."""
+    return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+
+
+def l2_bytes(gpu: Gpu) -> float:
+    """Bytes of the L2 cache, by its size for each SM in that generation; 0 where it is not known."""
+    if gpu.num_sms is None or gpu.compute_capability is None:
+        return 0.0
+    major, minor = gpu.compute_capability
+    per_sm: dict[str, float] = table()["l2_megabytes_per_sm"]
+    return 1e6 * gpu.num_sms * per_sm.get(f"{major}.{minor}", 0.0)
+
+
+def clock_hertz(gpu: Gpu) -> float | None:
+    """Boost clock that the datasheet's float32 peak stands for; None when it is not known."""
+    peak = gpu.peak_flop_per_second.get("float32")
+    if peak is None or gpu.num_sms is None or gpu.compute_capability is None:
+        return None
+    return peak / (2 * gpu.num_sms * _FP32_LANES.get(gpu.compute_capability, 128))
+
+
+@functools.lru_cache(maxsize=64)
+def rates_of(gpu: Gpu) -> MovingRates:
+    """Parameters of a card: its own where it was measured, else the mean of those that were."""
+    return rates_from_rows(gpu, table()["card"])
+
+
+def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
+    """Parameters of a card by these rows of `card` in data/moving.toml."""
+    rules = table()
+    own = [row for row in measured if row["card"] == gpu.name]
+    alike = [row for row in measured if row["compute_capability"] == _dotted(gpu)]
+    if own:
+        rates_from, rows = RatesFrom.THIS_CARD, own
+    elif alike:
+        rates_from, rows = RatesFrom.CARDS_LIKE_IT, alike
+    else:
+        rates_from = RatesFrom.DATASHEET
+        rows = [row for row in measured if row["is_usual"]] or measured
+    bandwidth = gpu.memory_bandwidth_bytes_per_second
+    bytes_per_second = {}
+    if bandwidth is not None:
+        moving = _mean(rows, "share") * bandwidth
+        bytes_per_second = dict.fromkeys(FAMILIES[:3], moving)
+        bytes_per_second["reduction"] = rules["reduction"]["share"] * bandwidth
+        bytes_per_second["dequantize"] = rules["dequantize"]["share"] * bandwidth
+    pcie = gpu.pcie_bandwidth_bytes_per_second
+    bytes_per_second.pop("copy_host", None)
+    if pcie is not None:
+        bytes_per_second["copy_host"] = pcie * next(
+            row["share"] for row in rules["copy_host"] if pcie <= row["up_to_bytes_per_second"]
+        )
+    clock = clock_hertz(gpu)
+    weights_per_second = None
+    if clock is not None and gpu.num_sms is not None:
+        weights_per_second = rules["dequantize"]["weights_per_sm_clock"] * gpu.num_sms * clock
+    row_seconds = {}
+    if gpu.num_sms is not None:
+        for family in ROWWISE:
+            row_seconds[family] = (
+                _mean(rows, f"{family}_row_sm_microseconds") * 1e-6 / gpu.num_sms,
+                _mean(rows, f"{family}_column_sm_picoseconds") * 1e-12 / gpu.num_sms,
+            )
+    return MovingRates(
+        bytes_per_second=bytes_per_second,
+        row_seconds=row_seconds,
+        weights_per_second=weights_per_second,
+        l2_bytes=l2_bytes(gpu),
+        rates_from=rates_from,
+        spread=rules["spread"][rates_from.name.lower()],
+    )
+
+
+def _dotted(gpu: Gpu) -> str:
+    return ".".join(map(str, gpu.compute_capability or ()))
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    """Geometric mean, so that a ratio and its inverse cancel."""
+    return math.exp(sum(math.log(max(row[name], 1e-9)) for row in rows) / len(rows))

@@ -1,0 +1,203 @@
+"""Fit the measured part of autotune/speed/data/moving.toml to the public tables.
+
+Run: python -m validation.kernels.fit_moving
+
+Elementwise operations, softmax and layer norm of fp32_kernels.csv.gz, card by card. Their times hold the launch: what
+takes less than four times the card's least time says more about the host, and is left out. The rest is a start, the
+bytes of inputs and outputs at a share of the bandwidth, and a time of each row and column. The other sections of
+moving.toml (published rows, judgement) are in RULES below, each with its source.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.speed import moving
+from autotune.speed.moving import MovingRates, moving_seconds, rates_from_rows
+from validation.kernels import least_squares
+from validation.kernels.public_tables import Columns, card, chosen, columns
+
+ELEMENTWISE = ("add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "relu", "gelu", "tanh")
+TWO_TENSORS = ("add", "mul", "div", "pow")
+OPERATIONS = {**dict.fromkeys(ELEMENTWISE, "elementwise"), "softmax": "softmax", "ln": "layer_norm"}
+"""Operation of the table -> family."""
+
+SHAPE = ("b", "n")
+USUAL = ("NVIDIA A100-PCIE-40GB", "NVIDIA V100-PCIE-32GB")
+"""Cards whose mean stands for those of a generation that was not measured: high-bandwidth memory that its power
+and clocks do not hold back, as they do on T4, P4 and P100. vidur.csv.gz tests it."""
+
+_STAGES: dict[str, dict[str, float]] = {
+    "elementwise": {"share": 0.8, "start_microseconds": 15},
+    "softmax": {
+        "softmax_row_sm_microseconds": 0.2,
+        "softmax_column_sm_picoseconds": 300,
+        "short_softmax_row_sm_microseconds": 0.1,
+        "short_softmax_column_sm_picoseconds": 100,
+    },
+    "layer_norm": {
+        "layer_norm_row_sm_microseconds": 0.3,
+        "layer_norm_column_sm_picoseconds": 300,
+        "odd_layer_norm_row_sm_microseconds": 0.3,
+        "odd_layer_norm_column_sm_picoseconds": 300,
+    },
+}
+"""Parameters that a family's rows decide, with where their fit begins; those of earlier stages stay."""
+
+_WEIGHT_OF_BEGINNING = 0.1
+
+
+@functools.cache
+def fp32_table() -> Columns:
+    """Rows of fp32_kernels.csv.gz that are no products, with `least`: the card's least time."""
+    table = columns(
+        "fp32_kernels.csv.gz", ("b", "n", "ms"), keep=("operation", frozenset(OPERATIONS))
+    )
+    least = {name: table["ms"][table["card"] == name].min() for name in set(table["card"])}
+    table["least"] = np.array([least[name] for name in table["card"]])
+    return chosen(table, table["ms"] > 4 * table["least"])
+
+
+def seconds(rates: MovingRates, rows: Columns, start_microseconds: float) -> NDArray:
+    """Times of the table's rows, by family."""
+    found = np.full(len(rows["ms"]), start_microseconds * 1e-6)
+    for family in ("elementwise", "softmax", "layer_norm"):
+        mask = np.array([OPERATIONS[name] == family for name in rows["operation"]])
+        if mask.any():
+            tensors = np.where(np.isin(rows["operation"][mask], TWO_TENSORS), 3, 2)
+            found[mask] += moving_seconds(
+                rates,
+                family,
+                bytes_moved=4 * tensors * rows["b"][mask] * rows["n"][mask],
+                rows=rows["b"][mask],
+                row_length=rows["n"][mask],
+            )
+    return found
+
+
+def fit(name: str, rows: Columns) -> dict[str, Any]:
+    """The row of data/moving.toml for one card."""
+    gpu = card(name)
+    row: dict[str, Any] = {
+        "card": name,
+        "compute_capability": moving._dotted(gpu),
+        "is_usual": name in USUAL,
+    }
+    for stage in _STAGES.values():
+        row |= stage
+    families = np.array([OPERATIONS[each] for each in rows["operation"]])
+    for family, stage in _STAGES.items():
+        of_family = chosen(rows, families == family)
+        measured = np.log(of_family["ms"] * 1e-3)
+        beginning = np.log(list(stage.values()))
+
+        def tried(p: NDArray, names: Iterable[str] = stage) -> dict[str, Any]:
+            return row | dict(zip(names, np.exp(p).tolist(), strict=True))
+
+        def residuals(
+            p: NDArray,
+            of_family: Columns = of_family,
+            measured: NDArray = measured,
+            beginning: NDArray = beginning,
+            tried: Callable[[NDArray], dict[str, Any]] = tried,
+        ) -> NDArray:
+            row = tried(p)
+            times = seconds(rates_from_rows(gpu, [row]), of_family, row["start_microseconds"])
+            off = np.log(times) - measured
+            return np.append(off, _WEIGHT_OF_BEGINNING * (p - beginning))
+
+        weights = np.ones(len(measured) + len(beginning))
+        row = tried(least_squares.fit(residuals, beginning, weights, steps=40))
+    return row
+
+
+def fits(keep: NDArray | None = None) -> list[dict[str, Any]]:
+    """A row for each card. `keep`: rows to fit with."""
+    table = fp32_table() if keep is None else chosen(fp32_table(), keep)
+    names = sorted({str(name) for name in table["card"]})
+    return [fit(name, chosen(table, table["card"] == name)) for name in names]
+
+
+RULES = """\
+# Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
+# Do not edit: what is not fitted is in that module, with its source.
+
+# L2 cache of each SM. NVIDIA's whitepapers: A100 40 MB of 108 SMs, H100 50 of 132, B200 126 of 148, L40S 96 of 142 and RTX 4090
+# 72 of 128, RTX PRO 6000 128 of 188 and RTX 5090 96 of 170, RTX 3090 6 of 82, T4 4 of 40, V100 6 of 80, P100 4 of 56, P4 2 of 20.
+[l2_megabytes_per_sm]
+"6.0" = 0.07
+"6.1" = 0.1
+"7.0" = 0.075
+"7.5" = 0.1
+"8.0" = 0.37
+"8.6" = 0.073
+"8.9" = 0.6
+"9.0" = 0.38
+"10.0" = 0.85
+"12.0" = 0.6
+
+# Share of bandwidth of reductions whose shape is not known. [judgement] Liger-Kernel's cross_entropy on the A100 (4,096 to
+# 131,072 wide) has softmax and its backward at 0.55.
+[reduction]
+share = 0.55
+
+# 4-bit weights that an SM unpacks in a clock, since bitsandbytes PR 1746. B300, its PR 2051, the median of the baseline: 4096 x 4096
+# in 32.9 us and 11008 x 4096 in 68.8 us, a product with 32 rows and nested scales included: 28.3 M more weights take 35.9 us, of
+# which the product's bytes take 9.4: 1.07e12 weights a second, 3.8 for each of 148 SMs at 1.9 GHz. [judgement] 2.2, between that and
+# 0.9 before that change, 1.2 to 1.9 since (A100, LLaMA-Adapter with and without nf4, litgpt @8641822 tutorials/resource-tables.md).
+# Memory: what elementwise kernels reach at least.
+[dequantize]
+weights_per_sm_clock = 2.2
+share = 0.75
+
+# Share of the PCIe link that pinned copies reach, in both directions' mean. others.csv: RTX 4090 (4.0 x16) 23.9 to 27.1 of 31.5 GB/s,
+# RTX 5090 (5.0 x16) 56.3 to 57.4 of 63. [judgement] 3.0 as 4.0.
+[[copy_host]]
+up_to_bytes_per_second = 40e9
+share = 0.82
+
+[[copy_host]]
+up_to_bytes_per_second = inf
+share = 0.90
+"""
+
+
+def written(rows: list[dict[str, Any]], spread: Mapping[str, Mapping[str, float]]) -> str:
+    """The text of data/moving.toml."""
+    lines = [
+        RULES,
+        "# Standard deviation of ln(predicted / measured), by family: validation/kernels/moving.py.",
+    ]
+    for origin, by_family in spread.items():
+        lines.append(f"[spread.{origin}]")
+        lines += [f"{family} = {value:.2f}" for family, value in by_family.items()]
+        lines.append("")
+    lines.append(
+        "# fp32_kernels.csv.gz. Times of a row and a column are those of the SM that works on it."
+    )
+    for row in rows:
+        lines.append("[[card]]")
+        for name, value in row.items():
+            if isinstance(value, bool):
+                lines.append(f"{name} = {str(value).lower()}")
+            else:
+                lines.append(
+                    f"{name} = {value:.3g}" if isinstance(value, float) else f'{name} = "{value}"'
+                )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    from validation.kernels.moving import spreads
+
+    moving._TABLE.write_text(written(fits(), spreads()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
