@@ -40,13 +40,10 @@ FAMILIES = ("elementwise", "softmax", "layer_norm", "reduction", "dequantize", "
 """Kinds of kernel that are priced here; family_of(name) knows ATen's, but for copies."""
 
 SHORT_ROW = 1024
-"""Longest row that PyTorch's softmax keeps in a warp's registers (aten/native/cuda/PersistentSoftmax.cuh)."""
+"""Longest row that PyTorch's softmax keeps in a warp's registers (aten/native/cuda/PersistentSoftmax.cuh). Layer
+norm's rows cost more beyond the same length (fp32_kernels.csv.gz)."""
 
-VECTOR = 4
-"""Rows of a multiple of this are normalised by PyTorch's vectorised kernel, others by two kernels
-(aten/native/cuda/layer_norm_kernel.cu)."""
-
-ROWWISE = ("softmax", "short_softmax", "layer_norm", "odd_layer_norm")
+ROWWISE = ("softmax", "short_softmax", "layer_norm", "short_layer_norm")
 """What has a time of each row and column in data/moving.toml."""
 
 _FP32_LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64, (10, 0): 128, (9, 0): 128, (6, 0): 64}
@@ -108,12 +105,8 @@ def moving_seconds(
         length = np.asarray(row_length, float)
         first, each = rates.row_seconds[family]
         of_row = first + each * length
-        if family == "softmax":
-            short_first, short_each = rates.row_seconds["short_softmax"]
-            of_row = np.where(length <= SHORT_ROW, short_first + short_each * length, of_row)
-        else:
-            odd_first, odd_each = rates.row_seconds["odd_layer_norm"]
-            of_row = np.where(length % VECTOR, odd_first + odd_each * length, of_row)
+        short_first, short_each = rates.row_seconds[f"short_{family}"]
+        of_row = np.where(length <= SHORT_ROW, short_first + short_each * length, of_row)
         seconds = seconds + np.asarray(rows, float) * of_row
     return seconds
 

@@ -43,8 +43,8 @@ _STAGES: dict[str, dict[str, float]] = {
     "layer_norm": {
         "layer_norm_row_sm_microseconds": 0.3,
         "layer_norm_column_sm_picoseconds": 300,
-        "odd_layer_norm_row_sm_microseconds": 0.3,
-        "odd_layer_norm_column_sm_picoseconds": 300,
+        "short_layer_norm_row_sm_microseconds": 0.3,
+        "short_layer_norm_column_sm_picoseconds": 100,
     },
 }
 """Parameters that a family's rows decide, with where their fit begins; those of earlier stages stay."""
