@@ -49,11 +49,13 @@ within a tile is skipped in part."""
 BACKWARD_PRODUCTS = 2.5
 """Matrix products of the backward pass for each of the forward pass: five to two (arXiv 2307.08691)."""
 
-# flex_attention against FlashAttention-2 on the A100, causal (pytorch.org/blog/flexattention): [judgement] on other
+# flex_attention against FlashAttention-2 on the A100, causal (pytorch.org/blog/flexattention):
+# [judgement] on other
 # cards too, for which nothing was found.
 _FLEX_OF_FLASH = {False: 0.90, True: 0.85}
 # The memory-efficient kernel takes float32 through tensor cores in several products: 208 ms against 49.8 for
-# 160 heads of 128, 8,096 long, and 105 against 25.5 causal (facebookresearch/xformers pull request 389, A100).
+# 160 heads of 128, 8,096 long, and 105 against 25.5 causal (facebookresearch/xformers pull request 389,
+# A100).
 _FLOAT32_OF_FLOAT16 = 0.24
 _INSTRUCTIONS_OF_AMPERE = ("flash", "efficient", "flex")
 # What such instructions reach of the dense peak: wgmma runs at twice mma.sync's rate on Hopper, tcgen05 at
@@ -78,6 +80,7 @@ class AttentionRates:
     chain_seconds: float
     """What the longest block takes beside its columns."""
     num_sms: int
+    """Streaming multiprocessors; 0 where they are not known, and few blocks then cost no more."""
     rates_from: RatesFrom
     spread: Mapping[str, float] = field(hash=False)
     """Standard deviation of ln(predicted / measured), by regime_of."""
@@ -89,8 +92,8 @@ class AttentionRates:
         goes on to 0.68 from 64 to 32.
         """
         dims, rates = zip(*self.flop_per_second, strict=True)
-        known: NDArray[np.float64] = np.interp(head_dim, dims, rates)
-        return known * np.sqrt(np.minimum(head_dim / dims[0], 1))
+        known = np.interp(head_dim, dims, rates) * np.sqrt(np.minimum(head_dim / dims[0], 1))
+        return np.asarray(known, float)
 
 
 def columns(
@@ -140,8 +143,7 @@ def attention_seconds(
     busy = num_heads * (total + num_blocks * start) * column_seconds
     chain = longest * rates.num_sms * rates.alone * column_seconds + rates.chain_seconds
     blend = rates.blend
-    seconds: NDArray[np.float64] = (busy**blend + chain**blend) ** (1 / blend)
-    return seconds
+    return np.asarray((busy**blend + chain**blend) ** (1 / blend), float)
 
 
 REGIMES = ("short", "few blocks", "many blocks")
@@ -208,7 +210,7 @@ def share_at_half_rate(share: float) -> float:
 def rates_of(
     gpu: Gpu, kernel: str, *, dtype: str = "bfloat16", is_backward: bool = False
 ) -> AttentionRates | None:
-    """Parameters of a kernel on a card; None where the catalogue does not know the card's rate or SMs.
+    """Parameters of a kernel on a card; None where the catalogue does not know the card's rate.
 
     A card that the table does not name takes the mean of those that have the kernel. Off Hopper and the B200
     cuDNN is taken to be as quick as flash: 0.82 to 1.0 times on A100, A10G, L40S and RTX PRO 6000
@@ -230,7 +232,7 @@ def rates_from_rows(
     scale, kernel = _stands_for(gpu, kernel, is_backward)
     direction = "backward" if is_backward else "forward"
     peak = instruction_peak(gpu, kernel, dtype)
-    if peak is None or gpu.num_sms is None:
+    if peak is None:
         return None
     of_kernel = [row for row in rows if row["kernel"] == kernel]
     found, is_own = _nearest(gpu, of_kernel, direction)
@@ -248,7 +250,7 @@ def rates_from_rows(
     rates_from = RatesFrom.CARDS_LIKE_IT
     if is_own and scale == 1 and dtype in ("float16", "bfloat16"):
         rates_from = RatesFrom.THIS_CARD
-    elif gpu.compute_capability is None or gpu.compute_capability < (8, 0):
+    elif not gpu.num_sms or gpu.compute_capability is None or gpu.compute_capability < (8, 0):
         # Turing and Volta have none of Ampere's instructions, and no table.
         rates_from = RatesFrom.DATASHEET
     spread = table()["spread"][rates_from.name.lower()][direction]
@@ -260,7 +262,7 @@ def rates_from_rows(
         alone=_mean(found, "alone"),
         blend=_mean(found, "blend"),
         chain_seconds=_mean(found, "chain_microseconds") * 1e-6,
-        num_sms=gpu.num_sms,
+        num_sms=gpu.num_sms or 0,
         rates_from=rates_from,
         spread=dict(zip(REGIMES, spread, strict=True)),
     )

@@ -40,7 +40,8 @@ FAMILIES = ("elementwise", "softmax", "layer_norm", "reduction", "dequantize", "
 """Kinds of kernel that are priced here; family_of(name) knows ATen's, but for copies."""
 
 SHORT_ROW = 1024
-"""Longest row that PyTorch's softmax keeps in a warp's registers (aten/native/cuda/PersistentSoftmax.cuh). Layer
+"""Longest row that PyTorch's softmax keeps in a warp's registers
+(aten/native/cuda/PersistentSoftmax.cuh). Layer
 norm's rows cost more beyond the same length (fp32_kernels.csv.gz)."""
 
 ROWWISE = ("softmax", "short_softmax", "layer_norm", "short_layer_norm")
@@ -50,7 +51,8 @@ _FP32_LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64, (10, 0): 128, (9, 0): 128, (6
 """Multiply-add lanes of an SM for float32, by compute capability: NVIDIA's whitepapers; others have 128."""
 
 BYTES_OF_4_BIT_WEIGHT = 0.5 + 2 + 4 / 64
-"""Bytes that a 4-bit weight's unpacking moves: the code, 16 bits of result, float32 scales of blocks of 64."""
+"""Bytes that a 4-bit weight's unpacking moves: the code, 16 bits of result, float32 scales of blocks of
+64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,11 +32,18 @@ Known limitations
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
 from autotune.catalogue.gpus import Gpu
+from autotune.speed import attention, moving
+from autotune.speed.attention import AttentionRates
+from autotune.speed.moving import MovingRates
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
 """Limits that bound a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are
@@ -83,57 +90,15 @@ _USUAL_MATMUL_OF_BEST = 0.95
 # A100 (its benchmarking/switchback/info_a100_py2.jsonl, commit 59a7c3a): 468 to 533 TOP/s at widths of
 # 2,048 and 4,096, where twice the best matmul's share of the peak is 515.
 _INT8_OF_FLOAT16 = 2
-# Share of the datasheet's bandwidth, in bytes of inputs and outputs. rms_norm on the A100 (27
-# kernels, all but three elementwise) reaches 0.71 and 0.72 at 16,384 and 32,768 wide; the best one
-# that only reads 0.88 to 0.90 (NVIDIA developer forum 339083). Softmax and its backward read a row
-# two and three times once it outgrows shared memory: cross_entropy on the A100, 4,096 to 131,072
-# wide, with its elementwise part at 0.75.
-# 4-bit weights, in bytes of codes, scales and result (2.56 a weight), which instructions bound: 0.17 on
-# the A100 with bitsandbytes 0.41 (LLaMA-Adapter without and with nf4 takes 90 and 176 ms a micro-step for
-# Llama 2 7B, 44 and 83 for StableLM 3B, of which 46 and 19 are predicted for the GPU without: litgpt @8641822
-# tutorials/resource-tables.md), and 1.36 to 2.07 times that since its PR 1746 (by PR 1747, which does the
-# same); 0.26 on the A10G (Llama 2 7B with nf4 against Mistral 7B without, litgpt config_hub), where that
-# PR says that nothing has changed for large matrices. [judgement] on other cards.
-_OF_BANDWIDTH = {
-    "matmul": 0.75,
-    "attention": 0.75,
-    "elementwise": 0.75,
-    "reduction": 0.55,
-    "dequantize": 0.27,
-}
-# [judgement] Pinned copies reach 25 to 26 of the 31.5 GB/s of a PCIe 4.0 x16 link.
-_COPY_OF_PCIE = 0.8
+_ATTENTION_DTYPES = ("float16", "bfloat16", "float32")
+_USUAL_HEAD = 128.0
+"""Size of a head, for attention whose shape is not known."""
+# [judgement] Share of the datasheet's bandwidth that a matmul of few operations reaches.
+_MATMUL_OF_BANDWIDTH = 0.75
 # [judgement] Host memory's rate in an Adam step: it reads and writes float32 weight and moments, reads the
 # gradient, writes a 16-bit copy (30 bytes an element), on a desktop of two DDR5 channels (90 GB/s at
 # best). Servers are quicker.
 HOST_UPDATE_SECONDS_PER_ELEMENT = 30 / 50e9
-# flex_attention against FlashAttention-2 on the A100, causal (pytorch.org/blog/flexattention):
-# [judgement] on other cards too, for which nothing was found.
-_FLEX_OF_FLASH = 0.90
-_FLEX_BACKWARD_OF_FLASH = 0.85
-# Share of the dense peak, causal work counted once. FlashAttention-2 (arXiv 2307.08691): 50 to 73 %
-# on the A100, the backward pass at most 63 %. FlashAttention-3 (arXiv 2407.08608): that version
-# reaches 35 % on the H100. [judgement] within those ranges, and the memory-efficient kernels.
-_ATTENTION_OF_PEAK = {
-    "flash": 0.60,
-    "flash_backward": 0.50,
-    "efficient": 0.35,
-    "efficient_backward": 0.25,
-    "flex": _FLEX_OF_FLASH * 0.60,
-    "flex_backward": _FLEX_BACKWARD_OF_FLASH * 0.50,
-}
-# FlashAttention-3 with causal heads of 128, 2,048 to 16,384 long, reaches 480 to 650 of the H100's 989
-# TFLOP/s forward, and backward 400 to 550 (its figures 5 and 6, read off): [judgement] the lower third.
-_ATTENTION_OF_PEAK_9_TO_11 = {
-    "flash3": 0.55,
-    "flash3_backward": 0.45,
-    "flash": 0.35,
-    "flash_backward": 0.30,
-    "efficient": 0.20,
-    "efficient_backward": 0.15,
-    "flex": _FLEX_OF_FLASH * 0.35,
-    "flex_backward": _FLEX_BACKWARD_OF_FLASH * 0.30,
-}
 # A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows
 # with its width.
 _KERNEL_TAIL_SECONDS = 3e-6
@@ -173,10 +138,14 @@ class Kernel:
 class CardRates:
     """Attainable rates of one card; what the catalogue does not know is missing."""
 
-    flop_per_second: Mapping[tuple[str, str], float] = field(hash=False)
-    """Rate by (engine, dtype). Engines are matmul and _ATTENTION_OF_PEAK's."""
-    bytes_per_second: Mapping[str, float] = field(hash=False)
-    """Rate by kind."""
+    flop_per_second: Mapping[str, float] = field(hash=False)
+    """Rate of matmuls by dtype."""
+    attention: Mapping[tuple[str, str, bool], AttentionRates] = field(hash=False)
+    """Parameters by (one of attention.KERNELS, dtype, whether it is the backward pass)."""
+    moving: MovingRates = field(hash=False)
+    """Parameters of what memory bounds."""
+    matmul_bytes_per_second: float | None
+    """Rate of the bytes of a matmul."""
     kernel_tail_seconds: float = _KERNEL_TAIL_SECONDS
     """Seconds that the GPU spends on starting and ending any kernel."""
     launch_seconds: Mapping[str, float] = field(default_factory=lambda: _LAUNCH_SECONDS, hash=False)
@@ -227,7 +196,6 @@ def peak_flop_per_second(gpu: Gpu, dtype: str) -> float | None:
 
 def ceilings(gpu: Gpu) -> CardRates:
     """Attainable rates of a card."""
-    capability = gpu.compute_capability
     peaks = {
         dtype: peak
         for dtype in (*PEAK_DTYPES, "int8")
@@ -236,46 +204,31 @@ def ceilings(gpu: Gpu) -> CardRates:
     best_of_peak = _BEST_MATMUL_OF_PEAK
     if gpu.has_bfloat16 and {"bfloat16"} <= peaks.keys() & gpu.measured_flop_per_second.keys():
         best_of_peak = gpu.measured_flop_per_second["bfloat16"] / peaks["bfloat16"]
-    engines = {"matmul": best_of_peak * _USUAL_MATMUL_OF_BEST, **_ATTENTION_OF_PEAK}
-    if capability is not None and (9, 0) <= capability < (12, 0):
-        engines |= _ATTENTION_OF_PEAK_9_TO_11
-    bytes_per_second = {}
-    if gpu.memory_bandwidth_bytes_per_second is not None:
-        for kind, share in _OF_BANDWIDTH.items():
-            bytes_per_second[kind] = share * gpu.memory_bandwidth_bytes_per_second
-    if gpu.pcie_bandwidth_bytes_per_second is not None:
-        bytes_per_second["copy_host"] = _COPY_OF_PCIE * gpu.pcie_bandwidth_bytes_per_second
+    share = best_of_peak * _USUAL_MATMUL_OF_BEST
+    bandwidth = gpu.memory_bandwidth_bytes_per_second
+    combinations = itertools.product(attention.KERNELS, _ATTENTION_DTYPES, (False, True))
     return CardRates(
-        flop_per_second={
-            (engine, dtype): share * peak
-            for engine, share in engines.items()
-            for dtype, peak in peaks.items()
+        flop_per_second={dtype: share * peak for dtype, peak in peaks.items()},
+        matmul_bytes_per_second=None if bandwidth is None else _MATMUL_OF_BANDWIDTH * bandwidth,
+        attention={
+            (kernel, dtype, is_backward): rates
+            for kernel, dtype, is_backward in combinations
+            if (rates := attention.rates_of(gpu, kernel, dtype=dtype, is_backward=is_backward))
         },
-        bytes_per_second=bytes_per_second,
+        moving=moving.rates_of(gpu),
     )
 
 
 def seconds(kernels: Iterable[Kernel], machine: CardRates) -> StepTime | None:
     """Predicted time of these kernels, run once each; None when a rate that one of them needs is unknown."""
-    flop_per_second, bytes_per_second = machine.flop_per_second, machine.bytes_per_second
+    kernels = list(kernels)
+    priced = _priced(kernels, machine)
+    if priced is None:
+        return None
     spent = dict.fromkeys(BOUNDS, 0.0)
     gpu, host = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
-    for kernel in kernels:
-        kind, count = kernel.kind, kernel.count
-        bandwidth = bytes_per_second.get(kind)
-        if bandwidth is None:
-            assert kind in KINDS, kind
-            return None
-        one, bound = kernel.bytes_moved / bandwidth, "memory bandwidth"
-        if kind == "copy_host":
-            bound = "transfer"
-        elif kind == "matmul" or kind == "attention":
-            rate = flop_per_second.get((_engine(kernel), kernel.dtype))
-            if rate is None:
-                return None
-            computing = kernel.flops / rate
-            if computing > one:
-                one, bound = computing, "compute"
+    for kernel, (one, bound) in zip(kernels, priced, strict=True):
+        count = kernel.count
         spent[bound] += count * one
         gpu[kernel.phase] += count * (one + machine.kernel_tail_seconds)
         host[kernel.phase] += count * machine.launch_seconds[kernel.phase]
@@ -299,10 +252,85 @@ def mfu(*, model_flops: float, step_seconds: float, gpu: Gpu, dtype: str) -> flo
     return None if peak is None else model_flops / step_seconds / peak
 
 
-def _engine(kernel: Kernel) -> str:
-    """Return which row of CardRates.flop_per_second gives a kernel's rate."""
-    if kernel.kind == "matmul":
-        return "matmul"
-    families = (family for family in ("efficient", "flash3", "flex") if family in kernel.name)
-    kernel_family = next(families, "flash")
-    return f"{kernel_family}_backward" if "backward" in kernel.name else kernel_family
+def _priced(kernels: Sequence[Kernel], machine: CardRates) -> list[tuple[float, str]] | None:
+    """Seconds of each kernel without its tail, and one of BOUNDS; None when a rate is unknown."""
+    priced = [(0.0, "memory bandwidth")] * len(kernels)
+    by_family: dict[str, list[int]] = {}
+    for index, kernel in enumerate(kernels):
+        kind = kernel.kind
+        if kind == "matmul":
+            one = _matmul(kernel, machine)
+        elif kind == "attention":
+            one = _attention(kernel, machine)
+        else:
+            assert kind in KINDS, kind
+            by_family.setdefault(_family(kernel, machine.moving), []).append(index)
+            continue
+        if one is None:
+            return None
+        priced[index] = one
+    for family, members in by_family.items():
+        if family not in machine.moving.bytes_per_second:
+            return None
+        shapes = [kernels[index].shape or (0, 0) for index in members]
+        times = moving.moving_seconds(
+            machine.moving,
+            family,
+            bytes_moved=[kernels[index].bytes_moved for index in members],
+            rows=[shape[0] for shape in shapes],
+            row_length=[shape[1] for shape in shapes],
+        ).tolist()
+        bound = "transfer" if family == "copy_host" else "memory bandwidth"
+        for index, seconds in zip(members, times, strict=True):
+            priced[index] = (seconds, bound)
+    return priced
+
+
+def _family(kernel: Kernel, rates: MovingRates) -> str:
+    """Which of moving.FAMILIES a kernel is priced as."""
+    if kernel.kind != "reduction":
+        return kernel.kind
+    family = moving.family_of(kernel.name)
+    return family if kernel.shape and family in rates.row_seconds else "reduction"
+
+
+def _matmul(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:
+    rate, bandwidth = machine.flop_per_second.get(kernel.dtype), machine.matmul_bytes_per_second
+    if rate is None or bandwidth is None:
+        return None
+    computing, moved = kernel.flops / rate, kernel.bytes_moved / bandwidth
+    return (computing, "compute") if computing > moved else (moved, "memory bandwidth")
+
+
+def _attention(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:
+    families = (family for family in attention.KERNELS[1:] if family in kernel.name)
+    is_backward = "backward" in kernel.name
+    rates = machine.attention.get((next(families, "flash"), kernel.dtype, is_backward))
+    bandwidth = machine.moving.bytes_per_second.get("elementwise")
+    if rates is None or bandwidth is None:
+        return None
+    computing = _attention_seconds(rates, kernel.shape, kernel.flops, is_backward)
+    moved = kernel.bytes_moved / bandwidth
+    return (computing, "compute") if computing > moved else (moved, "memory bandwidth")
+
+
+@functools.lru_cache(maxsize=4096)
+def _attention_seconds(
+    rates: AttentionRates, shape: tuple[float, ...], flops: float, is_backward: bool
+) -> float:
+    """Seconds by the shape; where that is not known, by the operations at the rate of long sequences."""
+    if not shape:
+        return float(flops / rates.rate(np.asarray(_USUAL_HEAD)))
+    samples, heads, _, queries, keys, head_dim, is_causal = shape
+    return float(
+        attention.attention_seconds(
+            rates,
+            batch=samples,
+            heads=heads,
+            query_length=queries,
+            key_length=keys,
+            head_dim=head_dim,
+            is_causal=bool(is_causal),
+            is_backward=is_backward,
+        )
+    )

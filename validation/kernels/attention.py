@@ -2,8 +2,10 @@
 
 Run: python -m validation.kernels.attention
 
-Writes studies/kernels/ATTENTION.md and attention.json. `held out by shape`: five folds of shapes, each predicted
-with the fits of the other four. `card left out`: a card's shares and block costs are the mean of the kernel's other cards;
+Writes studies/kernels/ATTENTION.md and attention.json. `held out by shape`: five folds of shapes, each
+predicted
+with the fits of the other four. `card left out`: a card's shares and block costs are the mean of the
+kernel's other cards;
 what surrounds the kernel in the table is its own, as it is no part of the kernel. `as published`: rows of
 others.csv, which are of dense calls.
 """
@@ -113,7 +115,8 @@ def _spread(ratios: NDArray) -> float:
 def spreads() -> dict[str, dict[str, list[float]]]:
     """Spread by origin, direction and regime: 80 % of what was held out lies within the 80 % interval.
 
-    Backward: the forward pass's, widened by what published backward rows of cards that no fit has seen are off by.
+    Backward: the forward pass's, widened by what published backward rows of cards that no fit has seen
+    are off by.
     [judgement] datasheet: half as wide again as cards like it.
     """
     measured, kinds = forward_table()["ms"] * 1e-3, regimes()
@@ -230,8 +233,10 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Attention kernels: predicted against published times",
         "",
-        "Made by `python -m validation.kernels.attention` (2 CPU cores, no GPU). Measured times are the public tables of"
-        " `tables/`; predicted ones are `autotune.speed.attention`, with what surrounds the kernel in the tables"
+        "Made by `python -m validation.kernels.attention` (2 CPU cores, no GPU). Measured times are"
+        " the public tables of"
+        " `tables/`; predicted ones are `autotune.speed.attention`, with what surrounds the kernel"
+        " in the tables"
         " (a start, and the writing of the key-value cache) added. Errors are shares of the measured time.",
     ]
     for name, rows in found["errors"].items():
@@ -260,7 +265,8 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         "## As published",
         "",
-        "Dense calls, from `tables/others.csv`; predicted over published, by kernel and card. Rows that a fit has seen"
+        "Dense calls, from `tables/others.csv`; predicted over published, by kernel and card. Rows"
+        " that a fit has seen"
         " are marked.",
         "",
         "| kernel | direction | card | rows | seen | median ratio | from | to |",
@@ -271,7 +277,8 @@ def markdown(found: dict[str, Any]) -> str:
         key = (row["kernel"], row["direction"], row["card"], "yes" if row["fitted"] else "no")
         groups.setdefault(key, []).append(row["predicted / published"])
     lines += [
-        f"| {key[0]} | {key[1]} | {key[2]} | {len(ratios)} | {key[3]} | {np.median(ratios):.2f} | {min(ratios):.2f}"
+        f"| {key[0]} | {key[1]} | {key[2]} | {len(ratios)} | {key[3]} | {np.median(ratios):.2f}"
+        f" | {min(ratios):.2f}"
         f" | {max(ratios):.2f} |"
         for key, ratios in sorted(groups.items(), key=lambda item: -abs(np.log(np.median(item[1]))))
     ]

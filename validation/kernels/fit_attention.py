@@ -2,9 +2,12 @@
 
 Run: python -m validation.kernels.fit_attention
 
-Forward: each card and kernel of attention_forward.csv.gz, its lengths of 512 and more counted three times. The
-tables' times hold more than the kernel: a start, and the writing of keys and values into a paged cache; both are
-fitted beside the kernel's parameters and left out of what is written. Backward, and forward where the tables have
+Forward: each card and kernel of attention_forward.csv.gz, its lengths of 512 and more counted three
+times. The
+tables' times hold more than the kernel: a start, and the writing of keys and values into a paged cache;
+both are
+fitted beside the kernel's parameters and left out of what is written. Backward, and forward where the
+tables have
 no kernel: the rows of others.csv that name one (long sequences, many heads), for the rates and the
 columns of a block's start; what few blocks cost is then the forward pass's. A head_dim that a card was not
 measured with stands in the ratio that it has on the kernel's other cards. Nothing here is a whole run.
@@ -39,7 +42,8 @@ KERNEL_NAMES = {
 
 _USUAL_START_COLUMNS = 200.0
 _WEIGHT_OF_USUAL_START = 0.05
-"""Published rows of one length say nothing of what a block's start costs: it is held near the tables' 150 to 390."""
+"""Published rows of one length say nothing of what a block's start costs: it is held near the tables'
+150 to 390."""
 
 DIMS = ("64", "128", "256")
 """Sizes of a head for which every row has a share."""

@@ -2,9 +2,12 @@
 
 Run: python -m validation.kernels.fit_moving
 
-Elementwise operations, softmax and layer norm of fp32_kernels.csv.gz, card by card. Their times hold the launch: what
-takes less than four times the card's least time says more about the host, and is left out. The rest is a start, the
-bytes of inputs and outputs at a share of the bandwidth, and a time of each row and column. The other sections of
+Elementwise operations, softmax and layer norm of fp32_kernels.csv.gz, card by card. Their times hold
+the launch: what
+takes less than four times the card's least time says more about the host, and is left out. The rest is
+a start, the
+bytes of inputs and outputs at a share of the bandwidth, and a time of each row and column. The other
+sections of
 moving.toml (published rows, judgement) are in RULES below, each with its source.
 """
 
@@ -29,7 +32,8 @@ OPERATIONS = {**dict.fromkeys(ELEMENTWISE, "elementwise"), "softmax": "softmax",
 
 SHAPE = ("b", "n")
 USUAL = ("NVIDIA A100-PCIE-40GB", "NVIDIA V100-PCIE-32GB")
-"""Cards whose mean stands for those of a generation that was not measured: high-bandwidth memory that its power
+"""Cards whose mean stands for those of a generation that was not measured: high-bandwidth memory that
+its power
 and clocks do not hold back, as they do on T4, P4 and P100. vidur.csv.gz tests it."""
 
 _STAGES: dict[str, dict[str, float]] = {
@@ -96,8 +100,10 @@ def fit(name: str, rows: Columns) -> dict[str, Any]:
         measured = np.log(of_family["ms"] * 1e-3)
         beginning = np.log(list(stage.values()))
 
-        def tried(p: NDArray, names: Iterable[str] = stage) -> dict[str, Any]:
-            return row | dict(zip(names, np.exp(p).tolist(), strict=True))
+        def tried(
+            p: NDArray, names: Iterable[str] = stage, before: dict[str, Any] = row
+        ) -> dict[str, Any]:
+            return before | dict(zip(names, np.exp(p).tolist(), strict=True))
 
         def residuals(
             p: NDArray,
@@ -106,8 +112,8 @@ def fit(name: str, rows: Columns) -> dict[str, Any]:
             beginning: NDArray = beginning,
             tried: Callable[[NDArray], dict[str, Any]] = tried,
         ) -> NDArray:
-            row = tried(p)
-            times = seconds(rates_from_rows(gpu, [row]), of_family, row["start_microseconds"])
+            found = tried(p)
+            times = seconds(rates_from_rows(gpu, [found]), of_family, found["start_microseconds"])
             off = np.log(times) - measured
             return np.append(off, _WEIGHT_OF_BEGINNING * (p - beginning))
 
@@ -127,8 +133,10 @@ RULES = """\
 # Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
 # Do not edit: what is not fitted is in that module, with its source.
 
-# L2 cache of each SM. NVIDIA's whitepapers: A100 40 MB of 108 SMs, H100 50 of 132, B200 126 of 148, L40S 96 of 142 and RTX 4090
-# 72 of 128, RTX PRO 6000 128 of 188 and RTX 5090 96 of 170, RTX 3090 6 of 82, T4 4 of 40, V100 6 of 80, P100 4 of 56, P4 2 of 20.
+# L2 cache of each SM. NVIDIA's whitepapers: A100 40 MB of 108 SMs, H100 50 of 132, B200 126 of 148,
+# L40S 96 of 142 and RTX 4090
+# 72 of 128, RTX PRO 6000 128 of 188 and RTX 5090 96 of 170, RTX 3090 6 of 82, T4 4 of 40, V100 6 of 80,
+# P100 4 of 56, P4 2 of 20.
 [l2_megabytes_per_sm]
 "6.0" = 0.07
 "6.1" = 0.1
@@ -141,21 +149,25 @@ RULES = """\
 "10.0" = 0.85
 "12.0" = 0.6
 
-# Share of bandwidth of reductions whose shape is not known. [judgement] Liger-Kernel's cross_entropy on the A100 (4,096 to
+# Share of bandwidth of reductions whose shape is not known. [judgement] Liger-Kernel's cross_entropy on
+# the A100 (4,096 to
 # 131,072 wide) has softmax and its backward at 0.55.
 [reduction]
 share = 0.55
 
-# 4-bit weights that an SM unpacks in a clock, since bitsandbytes PR 1746. B300, its PR 2051, the median of the baseline: 4096 x 4096
-# in 32.9 us and 11008 x 4096 in 68.8 us, a product with 32 rows and nested scales included: 28.3 M more weights take 35.9 us, of
-# which the product's bytes take 9.4: 1.07e12 weights a second, 3.8 for each of 148 SMs at 1.9 GHz. [judgement] 2.2, between that and
-# 0.9 before that change, 1.2 to 1.9 since (A100, LLaMA-Adapter with and without nf4, litgpt @8641822 tutorials/resource-tables.md).
+# 4-bit weights that an SM unpacks in a clock, since bitsandbytes PR 1746: the geometric mean of two.
+# - B300, its PR 2051 before that change: 4096 x 4096 in 32.9 us and 11008 x 4096 in 68.8 us, a product
+#   with 32 rows and nested scales included. 28.3 M more weights take 35.9 us, of which the product's bytes
+#   take 9.4: 1.07e12 weights a second, 3.8 for each of 148 SMs at 1.9 GHz.
+# - A100, LLaMA-Adapter with and without nf4 (litgpt @8641822 tutorials/resource-tables.md): 0.9 before PR
+#   1746, 1.2 to 1.9 since, by the gain that PR 1747 states.
 # Memory: what elementwise kernels reach at least.
 [dequantize]
-weights_per_sm_clock = 2.2
+weights_per_sm_clock = 2.4
 share = 0.75
 
-# Share of the PCIe link that pinned copies reach, in both directions' mean. others.csv: RTX 4090 (4.0 x16) 23.9 to 27.1 of 31.5 GB/s,
+# Share of the PCIe link that pinned copies reach, in both directions' mean. others.csv: RTX 4090 (4.0
+# x16) 23.9 to 27.1 of 31.5 GB/s,
 # RTX 5090 (5.0 x16) 56.3 to 57.4 of 63. [judgement] 3.0 as 4.0.
 [[copy_host]]
 up_to_bytes_per_second = 40e9

@@ -2,7 +2,8 @@
 
 Run: python -m validation.kernels.moving
 
-Writes studies/kernels/MOVING.md and moving.json. `held out by shape`: five folds of shapes, each predicted with the
+Writes studies/kernels/MOVING.md and moving.json. `held out by shape`: five folds of shapes, each
+predicted with the
 fits of the other four. `card left out`: a card by the mean of the others, with its own start, which is the
 launch. `other kernels`: vidur.csv.gz and rows of others.csv, which no fit has seen.
 """
@@ -79,7 +80,8 @@ def _spread(ratios: NDArray) -> float:
 def spreads() -> dict[str, dict[str, float]]:
     """Spread by origin and family: 80 % of what was held out lies within the 80 % interval.
 
-    [judgement] reductions without a shape 0.2; 4-bit weights 0.35, which spans what bitsandbytes' versions and the
+    [judgement] reductions without a shape 0.2; 4-bit weights 0.35, which spans what bitsandbytes'
+    versions and the
     RTX 4090 say; copies 0.1. Datasheet: as cards left out, which were predicted from other generations.
     """
     measured, families = fp32_table()["ms"] * 1e-3, _families()
@@ -101,8 +103,10 @@ def other_kernels() -> list[dict[str, Any]]:
     """Operations of vidur's profiles above 20 us, by card; vLLM's own kernels but for `add`."""
     table = columns(
         "vidur.csv.gz",
-        ("hidden", "ffn", "heads", "kv_heads", "shards", "tokens")
-        + tuple(f"{name}_ms" for name in ("input_norm", "rope", "activation", "add")),
+        (
+            *("hidden", "ffn", "heads", "kv_heads", "shards", "tokens"),
+            *("input_norm_ms", "rope_ms", "activation_ms", "add_ms"),
+        ),
     )
     tokens, hidden = table["tokens"], table["hidden"]
     heads = (table["heads"] + table["kv_heads"]) / table["heads"] / table["shards"]
@@ -148,7 +152,7 @@ def four_bit() -> list[dict[str, Any]]:
         )
         for name in ("RTX 4090", "A10G", "A100-SXM4-80GB", "H100 80GB HBM3", "B200", "T4")
     }
-    return [
+    rows = [
         {
             "card": "NVIDIA H100 80GB HBM3",
             "what": "4096 x 14336",
@@ -156,7 +160,8 @@ def four_bit() -> list[dict[str, Any]]:
             " 0.073 to 0.112 ms",
             "predicted": f"{float(h100) * 1e3:.3f} ms",
         }
-    ] + [
+    ]
+    rows += [
         {
             "card": name,
             "what": "time against 0.27 of bandwidth, the rule before",
@@ -167,6 +172,7 @@ def four_bit() -> list[dict[str, Any]]:
         }
         for name, value in ratio.items()
     ]
+    return rows
 
 
 def record() -> dict[str, Any]:
@@ -226,8 +232,10 @@ def markdown(found: dict[str, Any]) -> str:
     lines = [
         "# Kernels that memory bounds: predicted against published times",
         "",
-        "Made by `python -m validation.kernels.moving` (2 CPU cores, no GPU). Measured times are the public tables of"
-        " `tables/` that take four times a card's least and more; predicted ones are `autotune.speed.moving` and"
+        "Made by `python -m validation.kernels.moving` (2 CPU cores, no GPU). Measured times are"
+        " the public tables of"
+        " `tables/` that take four times a card's least and more; predicted ones are"
+        " `autotune.speed.moving` and"
         " the card's launch. Errors are shares of the measured time.",
     ]
     for name, rows in found["errors"].items():
@@ -244,12 +252,13 @@ def markdown(found: dict[str, Any]) -> str:
         "",
         "## Other kernels",
         "",
-        "vidur's profiles, float16, above 20 us. Only `add` is PyTorch's kernel: the others are vLLM's, and what"
+        "vidur's profiles, float16, above 20 us. Only `add` is PyTorch's kernel: the others are"
+        " vLLM's, and what"
         " they are off by is no error of a prediction for PyTorch.",
         "",
     ]
     lines += _table(sorted(found["other kernels"], key=lambda row: -row["median"]))
-    lines += ["", "## 4-bit weights", ""] + _table(found["4-bit weights"])
+    lines += ["", "## 4-bit weights", "", *_table(found["4-bit weights"])]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,167 @@
+"""Times of what memory bounds, worked out by hand, and published times that no fit has seen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from autotune.catalogue.gpus import catalogue, find_gpu
+from autotune.speed.moving import (
+    BYTES_OF_4_BIT_WEIGHT,
+    FAMILIES,
+    MovingRates,
+    clock_hertz,
+    family_of,
+    l2_bytes,
+    moving_seconds,
+    rates_of,
+)
+from autotune.speed.origin import RatesFrom
+
+RATES = MovingRates(
+    bytes_per_second=dict.fromkeys(FAMILIES, 1e9),
+    row_seconds={
+        "softmax": (2e-6, 1e-9),
+        "short_softmax": (1e-6, 0.0),
+        "layer_norm": (3e-6, 0.0),
+        "short_layer_norm": (2e-6, 0.0),
+    },
+    weights_per_second=1e8,
+    l2_bytes=0,
+    rates_from=RatesFrom.THIS_CARD,
+    spread={},
+)
+
+
+def test_bytes_and_rows() -> None:
+    def of(family: str, length: int = 0) -> float:
+        return float(moving_seconds(RATES, family, bytes_moved=1e6, rows=1000, row_length=length))
+
+    assert of("elementwise") == pytest.approx(1e-3)
+    assert of("copy_host") == pytest.approx(1e-3)
+    # 1,000 rows: 1 us each up to 1,024 long, 2 us and 1 ns for each element beyond.
+    assert of("softmax", 1024) == pytest.approx(2e-3)
+    assert of("softmax", 2000) == pytest.approx(1e-3 + 1000 * 4e-6)
+    assert of("layer_norm", 512) == pytest.approx(3e-3)
+    assert of("layer_norm", 4096) == pytest.approx(4e-3)
+
+
+def test_4_bit_weights_take_instructions_or_bytes() -> None:
+    moved = 1e6 * BYTES_OF_4_BIT_WEIGHT
+    assert moving_seconds(RATES, "dequantize", bytes_moved=moved) == pytest.approx(1e-2)
+    quick = dataclasses.replace(RATES, weights_per_second=1e12)
+    assert moving_seconds(quick, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
+    unknown = dataclasses.replace(RATES, weights_per_second=None)
+    assert moving_seconds(unknown, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
+
+
+def test_small_tensors_stay_in_the_cache() -> None:
+    cached = dataclasses.replace(RATES, l2_bytes=1e6)
+    times = moving_seconds(cached, "elementwise", bytes_moved=np.array([1.0, 5e5, 1e6, 2e6]))
+    # Twice as quick when nothing but the cache is needed, no quicker when all of it is full.
+    assert times == pytest.approx([0.5e-9, 5e-4 / 1.5, 1e-3, 2e-3])
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("_softmax_backward_data", "softmax"),
+        ("_log_softmax", "softmax"),
+        ("native_layer_norm", "layer_norm"),
+        ("_fused_rms_norm_backward", "layer_norm"),
+        ("dequantize_4bit", "dequantize"),
+        ("add_", "elementwise"),
+        ("native_dropout", "elementwise"),
+        ("embedding", "elementwise"),
+    ],
+)
+def test_family_of(name: str, family: str) -> None:
+    assert family_of(name) == family
+    assert family in FAMILIES
+
+
+# --- cards
+
+
+@pytest.mark.parametrize("name", [gpu.slug for gpu in catalogue()])
+def test_every_card(name: str) -> None:
+    card = find_gpu(name)
+    rates = rates_of(card)
+    bandwidth = card.memory_bandwidth_bytes_per_second
+    assert bandwidth is not None
+    assert all(
+        0.4 * bandwidth < rate < bandwidth
+        for family, rate in rates.bytes_per_second.items()
+        if family != "copy_host"
+    )
+    assert set(rates.spread) == set(FAMILIES)
+    assert ("copy_host" in rates.bytes_per_second) == bool(card.pcie_bandwidth_bytes_per_second)
+
+
+def test_where_rates_come_from() -> None:
+    expected = {
+        "T4": RatesFrom.THIS_CARD,
+        "A100-PCIE-40GB": RatesFrom.THIS_CARD,
+        "A100-SXM4-80GB": RatesFrom.CARDS_LIKE_IT,
+        "V100": RatesFrom.CARDS_LIKE_IT,
+        "rtx-4090": RatesFrom.DATASHEET,
+    }
+    assert {name: rates_of(find_gpu(name)).rates_from for name in expected} == expected
+
+
+def test_caches_as_nvidia_has_them() -> None:
+    for name, megabytes in (
+        ("A100-SXM4-80GB", 40),
+        ("H100 80GB HBM3", 50),
+        ("L40S", 96),
+        ("rtx-4090", 72),
+        ("rtx-5090", 96),
+        ("rtx-3090", 6),
+        ("T4", 4),
+    ):
+        assert l2_bytes(find_gpu(name)) == pytest.approx(megabytes * 1e6, rel=0.15), name
+
+
+def test_clocks_as_nvidia_has_them() -> None:
+    for name, gigahertz in (
+        ("A100-SXM4-80GB", 1.41),
+        ("H100 80GB HBM3", 1.98),
+        ("rtx-4090", 2.52),
+        ("T4", 1.59),
+        ("V100", 1.53),
+    ):
+        assert clock_hertz(find_gpu(name)) == pytest.approx(gigahertz * 1e9, rel=0.02), name
+
+
+def test_4_bit_weights_on_an_h100() -> None:
+    """4096 x 14336 in 0.152 ms with bitsandbytes 0.45.2 (others.csv), 1.36 to 2.07 times quicker since
+    its PR 1747."""
+    predicted = moving_seconds(
+        rates_of(find_gpu("H100 80GB HBM3")),
+        "dequantize",
+        bytes_moved=4096 * 14336 * BYTES_OF_4_BIT_WEIGHT,
+    )
+    assert 0.152e-3 / 2.07 < predicted < 0.152e-3 / 1.36
+
+
+def test_4_bit_weights_on_an_rtx_4090() -> None:
+    """At 0.27 of bandwidth, as on the A100, QLoRA came out at half its real speed."""
+    card = find_gpu("rtx-4090")
+    bandwidth = card.memory_bandwidth_bytes_per_second
+    assert bandwidth is not None
+    predicted = moving_seconds(rates_of(card), "dequantize", bytes_moved=1e9)
+    assert predicted < 0.5 * 1e9 / (0.27 * bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("card", "megabytes", "gigabytes_per_second"),
+    [("rtx-4090", 33.6, 3868), ("RTX 3090 Ti", 33.6, 860)],
+)
+def test_a_product_with_a_number(card: str, megabytes: float, gigabytes_per_second: float) -> None:
+    """others.csv, 4,194,304 elements: what fits the RTX 4090's cache of 72 MB never reaches memory there."""
+    predicted = moving_seconds(rates_of(find_gpu(card)), "elementwise", bytes_moved=megabytes * 1e6)
+    measured = megabytes / gigabytes_per_second * 1e-3
+    bound = {"rtx-4090": (1, 4), "RTX 3090 Ti": (0.8, 1.25)}[card]
+    assert bound[0] * measured < predicted < bound[1] * measured
