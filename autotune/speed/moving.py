@@ -2,7 +2,10 @@
 
 Elementwise work (casts, dropout, gathers, copies, optimizer steps) takes its bytes at a share of the
 datasheet's bandwidth. Softmax and norms take besides, for every row, some time of the SM that works on
-it. Unpacking 4-bit weights takes instructions for every weight, or its bytes, whichever is longer. Copies to
+it. Kernels that
+read what is scattered or broadcast, and backward passes of norms, softmax and dropout, reach a share of
+that (data/moving.toml names them). Unpacking 4-bit weights takes instructions for every weight, or its
+bytes, whichever is longer. Copies to
 and from pinned host memory take a share of the PCIe link.
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
@@ -37,7 +40,7 @@ from autotune.speed.origin import RatesFrom
 _TABLE = Path(__file__).with_name("data") / "moving.toml"
 
 FAMILIES = ("elementwise", "softmax", "layer_norm", "reduction", "dequantize", "copy_host")
-"""Kinds of kernel that are priced here; family_of(name) knows ATen's, but for copies."""
+"""Kinds of kernel that are priced here, beside those that the table names (share_of_elementwise)."""
 
 SHORT_ROW = 1024
 """Longest row that PyTorch's softmax keeps in a warp's registers
@@ -68,16 +71,22 @@ class MovingRates:
     l2_bytes: float
     rates_from: RatesFrom
     spread: Mapping[str, float] = field(hash=False)
-    """Standard deviation of ln(predicted / measured), by family."""
+    """Standard deviation of ln(predicted / measured), by family of FAMILIES or `named`: those of the
+    table."""
 
 
+@functools.cache
 def family_of(name: str) -> str:
-    """Family of an ATen operation that is neither a product nor attention."""
+    """Family of an ATen operation that is neither a product nor attention: of FAMILIES, or of the table."""
+    if name == "dequantize_4bit":
+        return "dequantize"
+    direction = "_backward" if "backward" in name else ""
     if "softmax" in name:
-        return "softmax"
-    if "layer_norm" in name or "rms_norm" in name or "batch_norm" in name:
-        return "layer_norm"
-    return "dequantize" if name == "dequantize_4bit" else "elementwise"
+        return f"softmax{direction}"
+    if "layer_norm" in name or "rms_norm" in name:
+        return f"layer_norm{direction}"
+    plain = name.rstrip("_")
+    return plain if plain in table()["share_of_elementwise"] else "elementwise"
 
 
 def moving_seconds(
@@ -162,10 +171,11 @@ def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
     if bandwidth is not None:
         moving = _mean(rows, "share") * bandwidth
         bytes_per_second = dict.fromkeys(FAMILIES[:3], moving)
+        for family, share in rules["share_of_elementwise"].items():
+            bytes_per_second[family] = share * moving
         bytes_per_second["reduction"] = rules["reduction"]["share"] * bandwidth
         bytes_per_second["dequantize"] = rules["dequantize"]["share"] * bandwidth
     pcie = gpu.pcie_bandwidth_bytes_per_second
-    bytes_per_second.pop("copy_host", None)
     if pcie is not None:
         bytes_per_second["copy_host"] = pcie * next(
             row["share"] for row in rules["copy_host"] if pcie <= row["up_to_bytes_per_second"]

@@ -271,7 +271,7 @@ def _priced(kernels: Sequence[Kernel], machine: CardRates) -> list[tuple[float, 
         priced[index] = one
     for family, members in by_family.items():
         if family not in machine.moving.bytes_per_second:
-            return None
+            return None  # The card's bandwidth is not known.
         shapes = [kernels[index].shape or (0, 0) for index in members]
         times = moving.moving_seconds(
             machine.moving,
@@ -287,11 +287,14 @@ def _priced(kernels: Sequence[Kernel], machine: CardRates) -> list[tuple[float, 
 
 
 def _family(kernel: Kernel, rates: MovingRates) -> str:
-    """Which of moving.FAMILIES a kernel is priced as."""
-    if kernel.kind != "reduction":
+    """The family that a kernel is priced as."""
+    if kernel.kind in ("dequantize", "copy_host"):
         return kernel.kind
     family = moving.family_of(kernel.name)
-    return family if kernel.shape and family in rates.row_seconds else "reduction"
+    if kernel.kind == "reduction":
+        is_known = kernel.shape and family in rates.row_seconds
+        return family if is_known or family.endswith("_backward") else "reduction"
+    return family if family not in rates.row_seconds else "elementwise"
 
 
 def _matmul(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:

@@ -67,19 +67,21 @@ def test_small_tensors_stay_in_the_cache() -> None:
 @pytest.mark.parametrize(
     ("name", "family"),
     [
-        ("_softmax_backward_data", "softmax"),
+        ("_softmax_backward_data", "softmax_backward"),
         ("_log_softmax", "softmax"),
         ("native_layer_norm", "layer_norm"),
-        ("_fused_rms_norm_backward", "layer_norm"),
+        ("_fused_rms_norm_backward", "layer_norm_backward"),
         ("dequantize_4bit", "dequantize"),
         ("add_", "elementwise"),
-        ("native_dropout", "elementwise"),
-        ("embedding", "elementwise"),
+        ("native_dropout", "native_dropout"),
+        ("mul_", "mul"),
+        ("embedding", "embedding"),
+        ("gelu_backward", "elementwise"),
     ],
 )
 def test_family_of(name: str, family: str) -> None:
     assert family_of(name) == family
-    assert family in FAMILIES
+    assert family in rates_of(find_gpu("A100-SXM4-80GB")).bytes_per_second
 
 
 # --- cards
@@ -92,11 +94,11 @@ def test_every_card(name: str) -> None:
     bandwidth = card.memory_bandwidth_bytes_per_second
     assert bandwidth is not None
     assert all(
-        0.4 * bandwidth < rate < bandwidth
+        0.2 * bandwidth < rate < bandwidth
         for family, rate in rates.bytes_per_second.items()
         if family != "copy_host"
     )
-    assert set(rates.spread) == set(FAMILIES)
+    assert set(rates.spread) == {*FAMILIES, "named"}
     assert ("copy_host" in rates.bytes_per_second) == bool(card.pcie_bandwidth_bytes_per_second)
 
 

@@ -149,6 +149,27 @@ RULES = """\
 "10.0" = 0.85
 "12.0" = 0.6
 
+# Share of what a contiguous elementwise kernel reaches, in bytes of inputs and outputs. Means of H100
+# and V100,
+# float32, PyTorch 2.1 (steps_ops.csv.gz, above 0.06 ms; elementwise reaches 0.88 of bandwidth there), of
+# native_dropout (0.75 and 0.70 of bandwidth, mask included) and its backward (0.26, 0.28), contiguous
+# (0.65, 0.71), embedding (0.43, 0.48), and the backward passes of softmax (0.43, 0.45) and layer norm (0.34,
+# 0.35). [judgement] cat as contiguous, other gathers as embedding. mul and _to_copy, which norms and rotary
+# embeddings broadcast and cast: Llama's rms_norm on the A100, 0.72 of bandwidth in 27 kernels (Liger-Kernel).
+[share_of_elementwise]
+native_dropout = 0.82
+native_dropout_backward = 0.30
+clone = 0.76
+cat = 0.76
+embedding = 0.50
+index_select = 0.50
+index = 0.50
+gather = 0.50
+softmax_backward = 0.50
+layer_norm_backward = 0.39
+mul = 0.80
+_to_copy = 0.80
+
 # Share of bandwidth of reductions whose shape is not known. [judgement] Liger-Kernel's cross_entropy on
 # the A100 (4,096 to
 # 131,072 wide) has softmax and its backward at 0.55.

@@ -80,12 +80,13 @@ def _spread(ratios: NDArray) -> float:
 def spreads() -> dict[str, dict[str, float]]:
     """Spread by origin and family: 80 % of what was held out lies within the 80 % interval.
 
-    [judgement] reductions without a shape 0.2; 4-bit weights 0.35, which spans what bitsandbytes'
+    [judgement] reductions without a shape and kernels named in the table 0.2; 4-bit weights 0.35, which
+    spans what bitsandbytes'
     versions and the
     RTX 4090 say; copies 0.1. Datasheet: as cards left out, which were predicted from other generations.
     """
     measured, families = fp32_table()["ms"] * 1e-3, _families()
-    judged = {"reduction": 0.2, "dequantize": 0.35, "copy_host": 0.1}
+    judged = {"named": 0.2, "reduction": 0.2, "dequantize": 0.35, "copy_host": 0.1}
     found = {}
     for origin, predicted in (
         (RatesFrom.THIS_CARD, held_out()),
