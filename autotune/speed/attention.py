@@ -196,14 +196,17 @@ def has_half_tensor_rate(gpu: Gpu) -> bool:
     return peaks["float16"] < 3 * peaks["float32"]
 
 
-def share_at_half_rate(share: float) -> float:
+def share_at_half_rate(share: float, kernel: str) -> float:
     """Share of the peak where products take twice as long, from the share where they do not.
 
-    Products take 1 and everything else v, overlapping to (1 + v^4)^(1/4) = 1 / share; with products of 2
-    it is (2^4 + v^4)^(1/4). [judgement] the exponent: others.csv's RTX 4090 and RTX 4060 Ti test it.
+    Products take 1 and everything else v, together (1 + v^p)^(1/p) = 1 / share; with products of 2 it is
+    (2^p + v^p)^(1/p). [judgement] p of 4, as they overlap: others.csv's RTX 4090 and RTX 4060 Ti test it; and
+    of 1 for the memory-efficient kernel, which is not pipelined: 0.55 to 0.62 of flash on a card that
+    is not named (Dao-AILab/flash-attention issue 416), 0.43 on another (NVIDIA/TileGym pull request 49).
     """
-    rest = max(share**-4 - 1, 0.0)
-    return float(2 / (16 + rest) ** 0.25)
+    overlap = 1 if kernel == "efficient" else 4
+    rest = max(share**-overlap - 1, 0.0)
+    return float(2 / (2**overlap + rest) ** (1 / overlap))
 
 
 @functools.lru_cache(maxsize=512)
@@ -286,7 +289,7 @@ def _forward_shares(
 ) -> dict[str, float]:
     shares = _mean_shares(rows, "share")
     if not is_own and has_half_tensor_rate(gpu) and kernel in _INSTRUCTIONS_OF_AMPERE:
-        return {dim: share_at_half_rate(share) for dim, share in shares.items()}
+        return {dim: share_at_half_rate(share, kernel) for dim, share in shares.items()}
     return shares
 
 

@@ -1,7 +1,8 @@
 """A step's kernels -> predicted seconds on a card: every kernel priced by what bounds it.
 
-A kernel takes the longer of its arithmetic at the attainable matmul rate and its bytes at the
-attainable bandwidth, and a few microseconds whatever it does. The GPU works through them one by
+A matmul takes the longer of its arithmetic at the attainable rate and its bytes at the attainable
+bandwidth; attention is priced by autotune.speed.attention and everything else by autotune.speed.moving.
+A few microseconds come to every kernel. The GPU works through them one by
 one while the host, ahead of it, launches the next ones. So a phase takes the sum of its kernels or
 the sum of its launches, whichever is longer. The forward pass costs the host more than the backward
 pass, and the GPU less: what the host is late with in the first, the GPU does not make good in the
@@ -10,22 +11,17 @@ second, as it is waited for in every micro-step (transformers 5.23 Trainer, logg
 `ceilings(gpu)` is worked out once per card, `seconds` once per configuration. A rate that the
 catalogue does not know makes the time None, never a guess.
 
-The constants come from publications, named at each, and from published A100 times of PyTorch's own
-operations (Liger-Kernel's benchmark table): cross_entropy, rms_norm and geglu only. The other four
-of that table were left for checking: `validation/roofline_ops.py` holds the rows and prints the
-error on both halves. [judgement] marks what nothing published settles.
+The constants here come from publications, named at each; geglu of Liger-Kernel's A100 times chose one. Its
+other operations check (`validation/roofline_ops.py`). [judgement] marks what nothing published settles.
 
 Known limitations
 - Strided and gathered access costs more than its bytes say: against the published A100 times rope
-  comes out a third too fast, layer_norm a quarter, embedding up to a half; lm_head with
+  comes out a third too fast, embedding a fifth to a half; layer_norm within 8 %, lm_head with
   cross-entropy within 3 %.
-- Shapes are not seen: a matmul that fills the card badly (few tiles, odd sizes) costs more.
-- Against whole published runs (studies/published-speed) language models of PEFT's and Qwen's programs come
-  out within 12 % (two of 38 up to a quarter too fast), litgpt's a fifth to a half too fast; BERT and
-  DistilBERT in 16 bits, with dropout and eager attention, 20 to 36 % too fast.
+- A matmul's shape is not seen: one that fills the card badly (few tiles, odd sizes) costs more.
+- Whole published runs: studies/published-speed.
 - Launch-bound and compute-bound stretches within a phase are not told apart. Price the micro-step and
   the optimizer step apart. Copies to and from the host are taken not to overlap with kernels.
-- The L2 cache is not modelled: small tensors that stay in it move faster.
 - Clocks fall under power and heat limits (small cards: T4, L4), which peaks do not show.
 - The host is one figure for every machine; a slow CPU launches more slowly.
 """

@@ -42,7 +42,7 @@ from validation.kernels.fit_attention import (
     shapes_of,
     table_seconds,
 )
-from validation.kernels.public_tables import STUDY, Columns, chosen, errors
+from validation.kernels.public_tables import STUDY, Columns, chosen, errors, fold_of
 
 NUM_FOLDS = 5
 LONG = 512
@@ -66,8 +66,6 @@ def _of(table: Columns, card: str, kernel: str) -> NDArray:
 @functools.cache
 def held_out() -> NDArray:
     """Predicted seconds of every row of the table by the fits that have not seen its shape."""
-    from validation.kernels.public_tables import fold_of
-
     table = forward_table()
     folds = fold_of(table, SHAPE, NUM_FOLDS)
     predicted = np.full(len(folds), np.nan)
