@@ -223,7 +223,7 @@ class Estimator:
         self, alone: StepSeconds, exchange: Exchange, accumulation: int
     ) -> StepSeconds | None:
         """The step's times with what several GPUs add to them, one after the other."""
-        host_link = self._machine.bytes_per_second.get("copy_host")
+        host_link = self._machine.moving.bytes_per_second.get("copy_host")
         if self._link is None or host_link is None:
             return None
         num_gpus = exchange.num_gpus

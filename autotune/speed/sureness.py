@@ -76,7 +76,7 @@ def within(value: float, spread: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
+class TimedWork:
     """A time per unit of work, to be compared with others."""
 
     parts: Parts = field(hash=False)
@@ -84,7 +84,7 @@ class Timed:
     """Work done in the time, such as tokens."""
 
 
-def odds_of_shortest(times: Sequence[Timed]) -> NDArray[np.float64]:
+def odds_of_shortest(times: Sequence[TimedWork]) -> NDArray[np.float64]:
     """Odds of each that its time per work is the shortest of all; they add up to 1."""
     causes = sorted({cause for timed in times for cause in timed.parts})
     nothing = Part(seconds=0.0, spread=0.0)

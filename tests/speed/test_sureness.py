@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autotune.speed.sureness import Part, Timed, added, odds_of_shortest, spread_of, within
+from autotune.speed.sureness import Part, TimedWork, added, odds_of_shortest, spread_of, within
 
 
 def part(seconds: float, spread: float) -> Part:
@@ -30,15 +30,18 @@ def test_the_interval_holds_80_percent() -> None:
     assert inside == pytest.approx(0.8, abs=1e-4)
 
 
-def odds(*times: Timed) -> list[float]:
+def odds(*times: TimedWork) -> list[float]:
     return odds_of_shortest(times).tolist()
 
 
 def test_times_of_one_kind_are_told_apart_by_less_than_times_of_two() -> None:
     """All times are 5 % apart and known to a fifth."""
-    alike = odds(Timed(parts={"matmul": part(1.00, 0.2)}), Timed(parts={"matmul": part(1.05, 0.2)}))
+    alike = odds(
+        TimedWork(parts={"matmul": part(1.00, 0.2)}), TimedWork(parts={"matmul": part(1.05, 0.2)})
+    )
     unlike = odds(
-        Timed(parts={"matmul": part(1.00, 0.2)}), Timed(parts={"attention": part(1.05, 0.2)})
+        TimedWork(parts={"matmul": part(1.00, 0.2)}),
+        TimedWork(parts={"attention": part(1.05, 0.2)}),
     )
     assert sum(alike) == sum(unlike) == 1
     assert 0.5 < unlike[0] < alike[0] < 0.8
@@ -46,11 +49,14 @@ def test_times_of_one_kind_are_told_apart_by_less_than_times_of_two() -> None:
 
 def test_a_long_time_is_no_rival() -> None:
     parts = {"matmul": part(1, 0.1)}
-    assert odds(Timed(parts=parts), Timed(parts={"matmul": part(3, 0.1)})) == [1, 0]
+    assert odds(TimedWork(parts=parts), TimedWork(parts={"matmul": part(3, 0.1)})) == [1, 0]
     # Twice the work in the longer time: the same speed.
-    even = odds(Timed(parts=parts), Timed(parts={"matmul": part(2, 0.1)}, work=2))
+    even = odds(TimedWork(parts=parts), TimedWork(parts={"matmul": part(2, 0.1)}, work=2))
     assert even[0] == pytest.approx(0.5, abs=0.1)
 
 
 def test_a_time_that_is_certain_wins_by_any_difference() -> None:
-    assert odds(Timed(parts={"a": part(1.001, 0)}), Timed(parts={"a": part(1, 0)})) == [0, 1]
+    assert odds(TimedWork(parts={"a": part(1.001, 0)}), TimedWork(parts={"a": part(1, 0)})) == [
+        0,
+        1,
+    ]
