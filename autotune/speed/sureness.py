@@ -25,6 +25,8 @@ how often odds that rest on it come true."""
 Z_OF_80_PERCENT = 1.2816
 """Quantile of the normal distribution that 80 % lie within, both sides."""
 _NUM_DRAWS = 400
+_DIGITS = 6
+"""Decimal places to which parts of times are compared, as shares of the first time."""
 _SEED = 0
 """Draws are the same every time: an answer does not depend on when it was asked for."""
 
@@ -84,19 +86,40 @@ class TimedWork:
     """Work done in the time, such as tokens."""
 
 
-def odds_of_shortest(times: Sequence[TimedWork]) -> NDArray[np.float64]:
-    """Odds of each that its time per work is the shortest of all; they add up to 1."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Odds:
+    """How sure it is that a time is the shortest."""
+
+    of_first: float
+    """Odds that no rival needs less by more than the tolerance."""
+    of_rivals: NDArray[np.float64]
+    """Odds of each rival that it is the shortest of all, and shorter by more than the tolerance."""
+
+
+def odds_of(first: TimedWork, rivals: Sequence[TimedWork], *, tolerance: float) -> Odds:
+    """Odds that a time per work is the shortest but for a share of `tolerance`, 0 to 1.
+
+    Times that are alike in all parts are off alike: of several such rivals the first stands for all.
+    """
+    times = [first, *rivals]
     causes = sorted({cause for timed in times for cause in timed.parts})
     nothing = Part(seconds=0.0, spread=0.0)
     table = [[timed.parts.get(cause, nothing) for cause in causes] for timed in times]
     seconds = np.array([[part.seconds for part in row] for row in table], float)
-    spreads = np.array([[part.spread for part in row] for row in table])
+    spreads = np.array([[part.spread for part in row] for row in table], float)
     seconds /= np.array([timed.work for timed in times])[:, None]
+    seconds /= seconds[0].sum()
+    _, kept = np.unique(seconds.round(_DIGITS), axis=0, return_index=True)
+    kept = np.union1d(kept, 0)
+    # The first's own likes have its time, so they are no rivals.
+    is_like_first = np.isclose(seconds[kept], seconds[0], rtol=0, atol=10.0**-_DIGITS).all(axis=1)
+    kept = kept[~is_like_first | (kept == 0)]
     draws = np.random.default_rng(_SEED)
     common = draws.standard_normal((_NUM_DRAWS, 1, len(causes)))
-    own = draws.standard_normal((_NUM_DRAWS, *seconds.shape))
+    own = draws.standard_normal((_NUM_DRAWS, len(kept), len(causes)))
     off = math.sqrt(COMMON_SHARE) * common + math.sqrt(1 - COMMON_SHARE) * own
-    drawn = (seconds * np.exp(spreads * off)).sum(axis=2)
-    wins = np.bincount(drawn.argmin(axis=1), minlength=len(times))
-    odds: NDArray[np.float64] = wins / _NUM_DRAWS
-    return odds
+    drawn = (seconds[kept] * np.exp(spreads[kept] * off)).sum(axis=2)
+    is_first = drawn[:, 0] <= (1 + tolerance) * drawn.min(axis=1)
+    of_rivals = np.zeros(len(times))
+    of_rivals[kept] = np.bincount(drawn[~is_first].argmin(axis=1), minlength=len(kept)) / _NUM_DRAWS
+    return Odds(of_first=float(is_first.mean()), of_rivals=of_rivals[1:])

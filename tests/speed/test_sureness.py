@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from autotune.speed.sureness import Part, TimedWork, added, odds_of_shortest, spread_of, within
+from autotune.speed.sureness import Odds, Part, TimedWork, added, odds_of, spread_of, within
 
 
 def part(seconds: float, spread: float) -> Part:
@@ -30,33 +30,39 @@ def test_the_interval_holds_80_percent() -> None:
     assert inside == pytest.approx(0.8, abs=1e-4)
 
 
-def odds(*times: TimedWork) -> list[float]:
-    return odds_of_shortest(times).tolist()
+def odds(*times: TimedWork, tolerance: float = 0) -> Odds:
+    return odds_of(times[0], times[1:], tolerance=tolerance)
+
+
+def of(cause: str, seconds: float, spread: float = 0.2, work: float = 1) -> TimedWork:
+    return TimedWork(parts={cause: part(seconds, spread)}, work=work)
 
 
 def test_times_of_one_kind_are_told_apart_by_less_than_times_of_two() -> None:
     """All times are 5 % apart and known to a fifth."""
-    alike = odds(
-        TimedWork(parts={"matmul": part(1.00, 0.2)}), TimedWork(parts={"matmul": part(1.05, 0.2)})
-    )
-    unlike = odds(
-        TimedWork(parts={"matmul": part(1.00, 0.2)}),
-        TimedWork(parts={"attention": part(1.05, 0.2)}),
-    )
-    assert sum(alike) == sum(unlike) == 1
-    assert 0.5 < unlike[0] < alike[0] < 0.8
+    alike = odds(of("matmul", 1.00), of("matmul", 1.05))
+    unlike = odds(of("matmul", 1.00), of("attention", 1.05))
+    assert 0.5 < unlike.of_first < alike.of_first < 0.8
+    assert unlike.of_first + unlike.of_rivals[0] == pytest.approx(1)
 
 
 def test_a_long_time_is_no_rival() -> None:
-    parts = {"matmul": part(1, 0.1)}
-    assert odds(TimedWork(parts=parts), TimedWork(parts={"matmul": part(3, 0.1)})) == [1, 0]
-    # Twice the work in the longer time: the same speed.
-    even = odds(TimedWork(parts=parts), TimedWork(parts={"matmul": part(2, 0.1)}, work=2))
-    assert even[0] == pytest.approx(0.5, abs=0.1)
+    assert odds(of("matmul", 1), of("matmul", 3)).of_first == 1
+    # Three times the work in that time: the same speed.
+    even = odds(of("matmul", 1), of("attention", 3, work=3))
+    assert even.of_first == pytest.approx(0.5, abs=0.1)
 
 
-def test_a_time_that_is_certain_wins_by_any_difference() -> None:
-    assert odds(TimedWork(parts={"a": part(1.001, 0)}), TimedWork(parts={"a": part(1, 0)})) == [
-        0,
-        1,
-    ]
+def test_a_time_that_is_certain_loses_by_any_difference_beyond_the_tolerance() -> None:
+    first, second = of("a", 1.001, spread=0), of("a", 1, spread=0)
+    beaten = odds(first, second)
+    assert (beaten.of_first, beaten.of_rivals.tolist()) == (0, [1])
+    assert odds(first, second, tolerance=0.02).of_first == 1
+
+
+def test_rivals_that_are_alike_count_once() -> None:
+    rival = of("attention", 1)
+    alone = odds(of("matmul", 1), rival)
+    many = odds(of("matmul", 1), rival, rival, rival, of("matmul", 1))
+    assert many.of_first == alone.of_first
+    assert many.of_rivals.tolist() == [alone.of_rivals[0], 0, 0, 0]
