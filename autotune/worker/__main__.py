@@ -49,7 +49,9 @@ Verb = Callable[[dict[str, Any]], Answers]
 
 
 def _trace(request: dict[str, Any]) -> Answers:
-    import_adapters()
+    from autotune.worker.trace.imports import import_libraries
+
+    import_libraries(each["spec"] for each in request["traces"])
 
     from autotune.worker.trace.step import traces
 

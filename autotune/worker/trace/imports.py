@@ -1,0 +1,116 @@
+"""Imports torch, Transformers and PEFT for a process that only traces: half of the modules are left out.
+
+A trace compiles nothing, belongs to no group of processes, and asks for torchao and Triton only where a
+setting does. Transformers imports each all the same where it is installed, torch's compiler just for marks
+on functions.
+
+Read from torch 2.13, transformers 5.23, peft 0.21. No trace changes by it: what is asked for after all is
+imported then, and a process that has the libraries already keeps them as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from importlib.machinery import PathFinder
+from types import ModuleType
+from typing import Any
+
+from autotune.space.precisions import PRECISIONS
+from autotune.worker.trace.stand_ins import replaced
+from autotune.worker.uncompiled import uncompiled
+
+Spec = Mapping[str, Any]
+"""A TraceSpec as the request has it."""
+
+_COMPILER = "torch._dynamo"
+
+_ASKED_BY: dict[str, Callable[[Spec], bool]] = {
+    "torchao": lambda spec: PRECISIONS[spec["precision"]].fp8,
+    "triton": lambda spec: spec["liger"] or spec["trainer"] == "trl-sft",
+}
+"""Libraries that Transformers imports where they are installed, and which specs need them."""
+
+
+def import_libraries(specs: Iterable[Spec]) -> None:
+    """Import what tracing these takes."""
+    if "transformers" not in sys.modules:
+        _leave_out(list(specs))
+    with uncompiled(), _no_collection():
+        with replaced([(functools, "lru_cache", _cache_of_any_size)]):
+            import transformers.models  # noqa: F401
+        import peft  # noqa: F401
+
+
+def _leave_out(specs: Collection[Spec]) -> None:
+    for name, asks in _ASKED_BY.items():
+        if not any(map(asks, specs)):
+            sys.modules[name] = None  # type: ignore[assignment]  # Python's way to say: not there
+
+    import torch
+
+    # For good: what Transformers does not import now, it must not look for later.
+    torch.distributed.is_available = lambda: False
+    sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
+
+
+class _Unloaded(ModuleType):
+    """A package whose code runs when it is asked for anything that it has not been given."""
+
+    def __getattr__(self, name: str) -> Any:
+        # Python looks for a file's name in every module, and finds submodules by itself.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name == "config":  # Checkpointing reads a setting.
+            return importlib.import_module(f"{_COMPILER}.config")
+        self.__class__ = ModuleType  # type: ignore[assignment]
+        spec = self.__spec__
+        assert spec is not None
+        assert spec.loader is not None
+        spec.loader.exec_module(self)
+        return getattr(self, name)
+
+
+def _unloaded_compiler(path: Any) -> ModuleType:
+    """Make a stand-in for torch's compiler, which marks functions: who compiles none needs no more."""
+    spec = PathFinder.find_spec(_COMPILER, path)
+    assert spec is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    module.__class__ = _Unloaded
+    module.disable = _left_as_it_is
+    module.allow_in_graph = module.assume_constant_result = _left_as_it_is
+    compiler: ModuleType = module
+    return compiler
+
+
+def _left_as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
+    """Mark a function, or return what marks one."""
+    return _left_as_it_is if function is None else function
+
+
+def _cache_of_any_size(maxsize: Any = 128, typed: bool = False) -> Any:
+    """Stand in for functools.lru_cache, without the limit that is there by default.
+
+    Transformers reads the sources of its hundreds of models twice, and would remember 128 of them.
+    """
+    if callable(maxsize):
+        return _lru_cache(None, typed)(maxsize)
+    return _lru_cache(None if maxsize == 128 else maxsize, typed)
+
+
+_lru_cache = functools.lru_cache
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Let nothing look for garbage among what is only just made."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
