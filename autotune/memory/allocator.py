@@ -142,6 +142,7 @@ def replay(
     *,
     until_steady: Sequence[Sequence[int]] = (),
     cap_bytes: int | None = None,
+    most_bytes: int | None = None,
     expandable_segments: bool = False,
 ) -> Replay:
     """Run a tape through the allocator, under a cap on reserved bytes if one is given.
@@ -153,6 +154,9 @@ def replay(
     help, the replay stops there and says so. A tensor may be allocated again after its free, so a steady step
     can be repeated. Raises KeyError when a tensor is freed that is not allocated.
 
+    most_bytes: the replay ends, as if it had failed, at the request with which more than these are reserved:
+    what does not fit is not replayed to its end.
+
     expandable_segments: as under PYTORCH_ALLOC_CONF=expandable_segments:True. Torch compares the cap with the
     segment it would ask for otherwise and then maps whole pages: reserved bytes may pass it by
     OVERSHOOT_BYTES.
@@ -163,6 +167,7 @@ def replay(
     rounded = [(nbytes + 511) & -512 for nbytes in sizes]
     expandable = _ExpandableHeap(cap_bytes) if expandable_segments else None
     heap = expandable or _Heap(cap_bytes)
+    most = 1 << _ADDRESS_BITS if most_bytes is None else most_bytes
     large_slack = 0 if expandable_segments else _LARGE_SLACK_BYTES
     small_free, large_free = heap.small_free, heap.large_free
     end_of, start_of = heap.end_of, heap.start_of
@@ -184,11 +189,14 @@ def replay(
                 slack = large_slack
             index = bisect_left(free, size << _ADDRESS_BITS)
             if index < len(free):
-                if expandable is not None:
-                    index = expandable.best_fit(free, index)
                 key = free[index]
                 address = key & _ADDRESS_MASK
                 end = address + (key >> _ADDRESS_BITS)
+                if expandable is not None and end in expandable.holes:
+                    index = expandable.best_fit(free, index)
+                    key = free[index]
+                    address = key & _ADDRESS_MASK
+                    end = address + (key >> _ADDRESS_BITS)
                 del end_of[address]
             else:
                 index = -1
@@ -196,7 +204,7 @@ def replay(
                 block = heap.grow(size)
                 if heap.num_alloc_retries > num_retries:
                     last_retry = position
-                if block is None:
+                if block is None or heap.reserved_bytes > most:
                     failed_event = position
                     failed_request = _segment_bytes(size)
                     break
@@ -365,19 +373,16 @@ class _ExpandableHeap(_Heap):
             (self.small_free, 0, _SMALL_SEGMENT_BYTES),
             (self.large_free, 2 * _RANGE_BYTES, _LARGE_SEGMENT_BYTES),
         )
-        # Start -> end of what is not mapped.
-        self._holes = {base: base + _RANGE_BYTES for _, base, _ in self._pools}
+        # Start -> end of what is not mapped. What lies before none of them cannot grow.
+        self.holes = {base: base + _RANGE_BYTES for _, base, _ in self._pools}
 
     def best_fit(self, free: list[int], index: int) -> int:
-        """Index of the block to take, from the smallest that is large enough (get_free_block).
+        """Index of the block to take, from the smallest that is large enough and lies before a hole.
 
         A block before a hole counts as large as it may grow: the next larger one that may grow to
-        less is taken in its place.
+        less is taken in its place (get_free_block).
         """
-        key = free[index]
-        if (key & _ADDRESS_MASK) + (key >> _ADDRESS_BITS) not in self._holes:
-            return index  # It cannot grow, and those behind it are no smaller.
-        room = self._room(key)
+        room = self._room(free[index])
         while index + 1 < len(free) and (next_room := self._room(free[index + 1])) < room:
             index += 1
             room = next_room
@@ -394,10 +399,10 @@ class _ExpandableHeap(_Heap):
                 behind, end = end, self.end_of[end]
                 self._remove(free, behind, end)
             else:
-                hole_end = self._holes.pop(end)
+                hole_end = self.holes.pop(end)
                 mapped_end = min(end + -(-(start + size - end) // page) * page, hole_end)
                 if mapped_end < hole_end:
-                    self._holes[mapped_end] = hole_end
+                    self.holes[mapped_end] = hole_end
                 self._reserve(mapped_end - end)
                 end = mapped_end
         return start, end
@@ -413,22 +418,22 @@ class _ExpandableHeap(_Heap):
                     self._remove(free, start, end)
                     self._insert(free, start, first)
                     self._insert(free, last, end)
-                    self._holes[first] = last
+                    self.holes[first] = last
                     self.reserved_bytes -= last - first
         merged: dict[int, int] = {}
         hole = -1
-        for start, end in sorted(self._holes.items()):
+        for start, end in sorted(self.holes.items()):
             hole = hole if merged.get(hole) == start else start
             merged[hole] = end
-        self._holes = merged
+        self.holes = merged
 
     def _lowest_room(self, base: int, size: int) -> int:
         """Start of the first holes, free blocks between and before them included, of that size."""
-        for hole in sorted(self._holes):
+        for hole in sorted(self.holes):
             if hole >= base:
                 start = end = self.start_of.get(hole, hole)
-                while end - start < size and (end in self._holes or end in self.end_of):
-                    end = self._holes.get(end) or self.end_of[end]
+                while end - start < size and (end in self.holes or end in self.end_of):
+                    end = self.holes.get(end) or self.end_of[end]
                 if end - start >= size:
                     return start
         raise AssertionError(size)
@@ -437,7 +442,7 @@ class _ExpandableHeap(_Heap):
         """Bytes of a free block and of the hole behind it."""
         size = key >> _ADDRESS_BITS
         end = (key & _ADDRESS_MASK) + size
-        return size + self._holes.get(end, end) - end
+        return size + self.holes.get(end, end) - end
 
     def _insert(self, free: list[int], start: int, end: int) -> None:
         """Put a free block into its pool, unless it is empty."""

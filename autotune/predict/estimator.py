@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.memory.allocator import Replay, replay
+from autotune.memory.allocator import Replay
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
-from autotune.predict.expandable_segments import grown, replay_within
+from autotune.predict.expandable_segments import grown
 from autotune.predict.optimizer_update import Update, kernels_of, priced_update
 from autotune.predict.sharding.rank_trace import Exchange, RankTrace
 from autotune.predict.steps import Steps, first_steps
@@ -138,8 +138,10 @@ class Estimator:
         """Estimates by configuration and budget."""
         self._replays: dict[tuple[TrainConfig, int | None], Replay] = {}
         """Replays by configuration, and by budget where segments grow."""
-        self._starts_of_misfits: dict[tuple[object, ...], bool | None] = {}
-        """Whether a start of steps that do not fit passes the room by itself; None: not replayed yet."""
+        self._misfits: set[tuple[TrainConfig, int]] = set()
+        """Configurations whose replay passed the room, by that room."""
+        self._starts_of_misfits: dict[tuple[object, ...], bool] = {}
+        """Whether a start of steps that do not fit passes the room by itself."""
 
     def with_budget(self, memory_budget_bytes: int) -> Estimator:
         """The same estimator with another budget; what is priced already is shared."""
@@ -261,22 +263,45 @@ class Estimator:
         found = self._estimates.get(key)
         if found is None:
             found = self._estimates[key] = self._find_estimate(config)
-            if not self.fits(found) and (start := self._start_of(config)) is not None:
-                self._starts_of_misfits.setdefault(start)
         return found
 
-    def is_known_not_to_fit(self, config: TrainConfig) -> bool:
-        """Whether something was replayed that does not fit and begins alike, and that start passes the room.
+    def fitting(self, config: TrainConfig) -> Estimate | None:
+        """The estimate of a configuration that fits; None where it does not, by a replay up to there."""
+        if (config, self.memory_budget_bytes) not in self._estimates:
+            misfit = config, self.room_for(config)
+            if misfit in self._misfits or self._begins_like_a_misfit(config):
+                return None
+            if not self._is_replayed_within_room(config):
+                self._misfits.add(misfit)
+                return None
+        estimate = self.estimate(config)
+        return estimate if self.fits(estimate) else None
+
+    def _is_replayed_within_room(self, config: TrainConfig) -> bool:
+        """Replay the configuration as long as it fits; note whether its start alone passes the room."""
+        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
+        key = self._replay_key(config)
+        found, steps = self._replays.get(key), None
+        if found is None:
+            steps = self._steps(config)
+            most = None if config.expandable_segments else room_bytes
+            found = self._replay(config, steps, most_bytes=most)
+        fits = found.failed_event is None and found.peak_reserved_bytes <= room_bytes
+        if fits:
+            self._replays[key] = found
+        elif steps is not None and (start := self._start_of(config)) is not None:
+            num_before = len(steps.events_before_update())
+            passes = found.failed_event is not None and found.failed_event < num_before
+            self._starts_of_misfits.setdefault(start, passes)
+        return fits
+
+    def _begins_like_a_misfit(self, config: TrainConfig) -> bool:
+        """Whether something was replayed that begins alike, and that start passes the room by itself.
 
         Optimizers differ in the first update at the earliest: one start stands for many of them.
         """
         start = self._start_of(config)
-        if start is None or start not in self._starts_of_misfits:
-            return False
-        passes = self._starts_of_misfits[start]
-        if passes is None:
-            passes = self._starts_of_misfits[start] = self._passes_room_at_start(config)
-        return passes
+        return start is not None and self._starts_of_misfits.get(start, False)
 
     def _start_of(self, config: TrainConfig) -> tuple[object, ...] | None:
         """Facts that the steps before the first update depend on; None where they are more than these."""
@@ -292,14 +317,6 @@ class Estimator:
             config.expandable_segments,
             self.room_for(config),
         )
-
-    def _passes_room_at_start(self, config: TrainConfig) -> bool:
-        steps = self._steps(config)
-        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
-        events = steps.events_before_update()
-        if config.expandable_segments:
-            return replay_within(steps.sizes, events, room_bytes).failed_event is not None
-        return replay(steps.sizes, events).peak_reserved_bytes > room_bytes
 
     def _find_estimate(self, config: TrainConfig) -> Estimate:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
@@ -388,15 +405,20 @@ class Estimator:
     def replayed(self, config: TrainConfig) -> tuple[Steps, Replay]:
         """The events of the first steps, and the allocator's replay of them within the budget."""
         steps = self._steps(config)
-        key = config, self.memory_budget_bytes if config.expandable_segments else None
+        key = self._replay_key(config)
         found = self._replays.get(key)
         if found is None:
             found = self._replays[key] = self._replay(config, steps)
         return steps, found
 
-    def _replay(self, config: TrainConfig, steps: Steps) -> Replay:
+    def _replay_key(self, config: TrainConfig) -> tuple[TrainConfig, int | None]:
+        return config, self.memory_budget_bytes if config.expandable_segments else None
+
+    def _replay(
+        self, config: TrainConfig, steps: Steps, *, most_bytes: int | None = None
+    ) -> Replay:
         if not config.expandable_segments:
-            return steps.replay()
+            return steps.replay(most_bytes)
         outside = self._outside_bytes(TraceSpec.of(config))
         return grown(steps, self.room_for(config) - outside)
 

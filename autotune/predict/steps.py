@@ -77,12 +77,15 @@ class Steps:
         """Return the events that lead up to the first optimizer step."""
         return _events_of(takewhile(lambda part: part.phase != StepPhase.OPTIMIZER, self.parts))
 
-    def replay(self) -> Replay:
-        """Replay the steps through an allocator without a cap; it may not come to the last steps."""
+    def replay(self, most_bytes: int | None = None) -> Replay:
+        """Replay the steps through an allocator without a cap; it may not come to the last steps.
+
+        It ends at the request with which more than `most_bytes` are reserved.
+        """
         sure = [part for part in self.parts if part.step <= self.sure_step]
         further = groupby(self.parts[len(sure) :], lambda part: part.step)
         steps = [_events_of(parts) for _, parts in further]
-        return replay(self.sizes, _events_of(sure), until_steady=steps)
+        return replay(self.sizes, _events_of(sure), until_steady=steps, most_bytes=most_bytes)
 
 
 def _events_of(parts: Iterable[StepPart]) -> list[int]:

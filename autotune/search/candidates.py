@@ -60,7 +60,7 @@ class Candidates:
         self._base = base
         self._estimates: dict[TrainConfig, Estimate] = {}
         self._rejected: set[TrainConfig] = set()
-        """Configurations that another one's replay shows not to fit."""
+        """Configurations that a replay shows not to fit, their own up to there or another's."""
         self._classes: dict[TrainConfig, str] = {}
         ranked = []
         for config in configs:
@@ -127,11 +127,14 @@ class Candidates:
 
     def _fitting(self, config: TrainConfig) -> Estimate | None:
         """The configuration's estimate; None where it does not fit."""
-        if config not in self._estimates and self._estimator.is_known_not_to_fit(config):
+        if config in self._rejected:
+            return None
+        estimate = self._estimates.get(config) or self._estimator.fitting(config)
+        if estimate is None or not self.fits(estimate):
             self._rejected.add(config)
             return None
-        estimate = self.estimate(config)
-        return estimate if self.fits(estimate) else None
+        self._estimates[config] = estimate
+        return estimate
 
     def in_form_of(self, config: TrainConfig) -> Callable[[TrainConfig], bool]:
         """Whether a configuration makes no further trades than this one."""
@@ -217,10 +220,10 @@ class Candidates:
             nearer = [
                 other
                 for _, config in put_back(estimate.config, self._base)
-                if config in self._possible
+                if self._speeds.get(config, 0.0) >= least
                 and wanted(config)
-                and speed_of(other := self.estimate(config)) >= least
-                and self.fits(other)
+                and (other := self._fitting(config)) is not None
+                and speed_of(other) >= least
                 and self._better_without(other) is None
             ]
             if not nearer:
@@ -238,20 +241,21 @@ class Candidates:
         for name in _SAVES_MEMORY:
             off: dict[str, Any] = {name: False}
             without = dataclasses.replace(estimate.config, **off)
-            if without == estimate.config or without not in self._possible:
+            if without == estimate.config or without not in self._speeds:
                 continue
-            other = self.estimate(without)
+            other = self._fitting(without)
             if (
-                other.peak_device_bytes < estimate.peak_device_bytes
+                other is not None
+                and other.peak_device_bytes < estimate.peak_device_bytes
                 and speed_of(other) >= speed_of(estimate)
-                and self.fits(other)
             ):
                 return other
         return None
 
     @functools.cached_property
-    def _possible(self) -> frozenset[TrainConfig]:
-        return frozenset(config for _, config in self._ranked)
+    def _speeds(self) -> dict[TrainConfig, float]:
+        """Tokens per second at most, by configuration."""
+        return {config: speed for speed, config in self._ranked}
 
     def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
         """Others known to fit at the winner's speed, fastest first."""

@@ -371,11 +371,9 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
 def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate | None:
     """The first of them that fits."""
     for config in configs:
-        if not estimator.supports(config):
-            continue
-        if estimator.may_fit(config):
-            estimate = estimator.estimate(config)
-            if estimator.fits(estimate):
+        if estimator.supports(config) and estimator.may_fit(config):
+            estimate = estimator.fitting(config)
+            if estimate is not None:
                 return estimate
     return None
 

@@ -97,7 +97,7 @@ def _next(
         if estimator.fits(estimate):
             possible.sort(key=lambda c: estimator.tokens_per_second(c[1]) or 0.0, reverse=True)
             for groups, changed_config in possible:
-                if estimator.fits(estimator.estimate(changed_config)):
+                if estimator.fitting(changed_config) is not None:
                     return groups
         return min(possible, key=lambda c: estimator.floor_bytes(c[1]))[0]
     return tuple(left)

@@ -173,6 +173,20 @@ def test_steps_run_until_one_reserves_nothing() -> None:
     assert result.peak_allocated_event == 3
 
 
+def test_a_replay_ends_at_the_request_that_reserves_more_than_is_of_use() -> None:
+    tape = Tape()
+    for _ in range(3):
+        tape.alloc(10 * MIB, "activation")
+    whole = replay(tape.sizes, tape.events)
+    assert replay(tape.sizes, tape.events, most_bytes=30 * MIB) == whole
+    ended = replay(tape.sizes, tape.events, most_bytes=30 * MIB - 1)
+    assert (ended.failed_event, ended.peak_reserved_bytes, ended.num_alloc_retries) == (
+        2,
+        30 * MIB,
+        0,
+    )
+
+
 def test_freeing_what_is_not_allocated_fails() -> None:
     with pytest.raises(KeyError):
         run(MIB, "a", "a")

@@ -297,10 +297,14 @@ class FakeEstimator:
     def fits(self, estimate: Estimate) -> bool:
         return estimate.peak_device_bytes <= self.memory_budget_bytes
 
-    def is_known_not_to_fit(self, config: TrainConfig) -> bool:
-        """Whether it does not, nor did the same with another optimizer."""
+    def fitting(self, config: TrainConfig) -> Estimate | None:
+        """The estimate, if it fits. No replay where the same with another optimizer does not fit."""
+        fits = self.prices[config][1] <= self.memory_budget_bytes
         begins_alike = (dataclasses.replace(c, optimizer=config.optimizer) for c in self.replayed)
-        return config in begins_alike and self.prices[config][1] > self.memory_budget_bytes
+        if not fits and config in begins_alike:
+            return None
+        estimate = self.estimate(config)
+        return estimate if fits else None
 
     def tokens_per_second(self, config: TrainConfig) -> float:
         return self.prices[config][2]
