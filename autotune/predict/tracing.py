@@ -49,12 +49,15 @@ def trace_all(
     server: ForkServer | None = None,
     cache: TraceCache | None = None,
     operations: bool = False,
+    found: dict[TraceSpec, Trace | RankTrace] | None = None,
 ) -> dict[TraceSpec, Trace | RankTrace]:
     """Trace a step per spec; `on_trace(done, all)` is called as they arrive.
 
     `server`: whose forks trace, for who asks again and again: the imports are then paid once.
     `cache`: what was traced before is taken from it, and what is new is kept there.
     `operations`: with what made each tensor, which is kept in no cache.
+    `found`: the result, for who looks at it before all of it is there; a trace is in it before `on_trace`
+    tells of it.
     One GPU's step is traced; what several make of it follows from that. A spec that the model does
     not support is left out of the result. Raises ConfigError when it supports none, WorkerError when
     a worker failed, HardwareError for a card without CUDA.
@@ -74,8 +77,25 @@ def trace_all(
     run = run_many if server is None else functools.partial(_run_forked, server)
     assert cache is None or not operations
     specs = set(specs)
+    found = {} if found is None else found
+    sharing: dict[TraceSpec, list[TraceSpec]] = {}
+    for spec in specs:
+        sharing.setdefault(_of_one_gpu(spec), []).append(spec)
+    hidden_size = model.text_config.get("hidden_size")
+    hidden_size = hidden_size if isinstance(hidden_size, int) else 0
+
+    def keep(of_one_gpu: TraceSpec, trace: Trace) -> None:
+        for spec in sharing[of_one_gpu]:
+            is_shared = spec.parallelism != "none"
+            found[spec] = (
+                RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size)
+                if is_shared
+                else trace
+            )
+
     jobs = _Jobs(
-        {_of_one_gpu(spec) for spec in specs},
+        sharing,
+        keep,
         on_trace,
         operations=operations,
         num_sms=shared["num_sms"],
@@ -101,19 +121,6 @@ def trace_all(
         raise jobs.crash
     if not jobs.traces:
         raise _refusal(model, specs, next(iter(jobs.refused.values())))
-    hidden_size = model.text_config.get("hidden_size")
-    found: dict[TraceSpec, Trace | RankTrace] = {}
-    for spec in specs:
-        trace = jobs.traces.get(_of_one_gpu(spec))
-        if trace is not None and spec.parallelism == "none":
-            found[spec] = trace
-        elif trace is not None:
-            found[spec] = RankTrace(
-                trace,
-                spec,
-                num_gpus=num_gpus,
-                hidden_size=hidden_size if isinstance(hidden_size, int) else 0,
-            )
     return found
 
 
@@ -156,6 +163,7 @@ class _Jobs:
     def __init__(
         self,
         specs: Iterable[TraceSpec],
+        keep: Callable[[TraceSpec, Trace], None],
         on_trace: Callable[[int, int], None] | None,
         *,
         operations: bool,
@@ -166,6 +174,7 @@ class _Jobs:
         self._specs = sorted(specs, key=repr)
         self._whole: set[int] = set()
         self._answered: set[int] = set()
+        self._keep = keep
         self._on_trace = on_trace
         self.traces: dict[TraceSpec, Trace] = {}
         self.refused: dict[int, str] = {}
@@ -240,6 +249,7 @@ class _Jobs:
                     self.refused[number] = f"{total:,} parameters are more than any machine holds"
                 else:
                     self.traces[self._specs[number]] = trace
+                    self._keep(self._specs[number], trace)
                     self._new[number] = answer
             except OverflowError:
                 self.refused[number] = "its training step is too large to be counted"

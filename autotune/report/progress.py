@@ -8,11 +8,14 @@ import sys
 from collections.abc import Iterator
 
 from autotune.common import log
+from autotune.common.units import format_bytes
+from autotune.records.estimate import Estimate
 from autotune.report import words
 from autotune.report.measuring import measuring_on_stderr
 from autotune.report.stderr import Output, output
 from autotune.search.listener import Listener
 from autotune.search.predict_best import Progress
+from autotune.space.knobs import describe
 
 _log = log.logger(__name__)
 
@@ -42,7 +45,15 @@ def on_stderr(*, quiet: bool) -> Listener:
         note=_note,
         searching=functools.partial(progress_on_stderr, quiet=quiet),
         measuring=functools.partial(measuring_on_stderr, quiet=quiet),
+        so_far=_so_far if output(quiet=quiet) in (Output.SCREEN, Output.LINES) else None,
     )
+
+
+def _so_far(best: Estimate) -> None:
+    """Say the best so far: on a terminal above the bar, which stays below what is printed."""
+    memory = format_bytes(best.peak_device_bytes)
+    text = f"best so far: {describe(best.config)}: {words.speed(best)}, {memory} (predicted)"
+    print(words.printable(text), file=sys.stderr, flush=True)
 
 
 def _note(text: str) -> None:

@@ -120,6 +120,7 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
             has=problem.base if problem.trains_elsewhere else None,
             effort=problem.question.effort,
             progress=progress,
+            so_far=listener.so_far,
             cache=TraceCache(),
             changes=problem.changes,
         )

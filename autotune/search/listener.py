@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from autotune.records.answer import Counts
+from autotune.records.estimate import Estimate
 from autotune.search.predict_best import Progress
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Listener:
     """Around the prediction."""
     measuring: OnMeasuring
     """Around the probes and the confirmation."""
+    so_far: Callable[[Estimate], None] | None = None
+    """Called with the best so far by prediction, while others are traced; None: nobody wants to hear."""
 
 
 def _nothing(*_: object) -> None:

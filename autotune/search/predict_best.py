@@ -16,8 +16,10 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.common.units import format_bytes
-from autotune.errors import ConfigError, NothingFitsError
+from autotune.errors import ConfigError, HardwareError, NothingFitsError
+from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator, least_bytes
+from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.tracing import trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
@@ -35,6 +37,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.search import waterfall
 from autotune.search.candidates import Candidates, put_back, speed_of
+from autotune.search.first_answers import FirstAnswers
 from autotune.search.tips import best_tip
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
@@ -150,13 +153,15 @@ def find(
     has: TrainConfig | None = None,
     effort: str = "normal",
     progress: Progress = lambda *_: None,
+    so_far: Callable[[Estimate], None] | None = None,
     cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
 ) -> Prediction:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
-    What `has` needs is taken for installed. `changes` is what has become of the space before.
+    What `has` needs is taken for installed. `so_far` hears of the best so far while others are traced.
+    `changes` is what has become of the space before.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
@@ -201,22 +206,34 @@ def find(
         reference = dataclasses.replace(reference, peft=points.configs[0].peft)
     baselines = [base] if base is not None else larger_micro_batches(reference)
     possible = _possible(points.configs, model, workload)
-    traces = trace_all(
-        model,
-        workload.task,
-        workload.sequence_length,
-        gpu,
-        {TraceSpec.of(config) for config in [*possible, *baselines]},
-        num_gpus=workload.num_gpus,
-        on_trace=functools.partial(progress, "trace"),
-        cache=cache,
-    )
+    traces: dict[TraceSpec, Trace | RankTrace] = {}
     estimator = Estimator(
         traces,
         gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
         useful_share=workload.useful_share,
+    )
+    first_answers = None
+    if so_far is not None:
+        look = functools.partial(_best_so_far, estimator, possible, baselines, reference, allow)
+        first_answers = FirstAnswers(look, so_far)
+
+    def on_trace(done: int, total: int) -> None:
+        progress("trace", done, total)
+        if first_answers is not None and done < total:
+            first_answers.look()
+
+    trace_all(
+        model,
+        workload.task,
+        workload.sequence_length,
+        gpu,
+        {TraceSpec.of(config) for config in [*possible, *baselines]},
+        num_gpus=workload.num_gpus,
+        on_trace=on_trace,
+        cache=cache,
+        found=traces,
     )
     supported = [config for config in possible if estimator.supports(config)]
     baseline = _baseline(estimator, baselines)
@@ -366,6 +383,27 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
         ),
         measured=measured,
     )
+
+
+def _best_so_far(
+    estimator: Estimator,
+    configs: Sequence[TrainConfig],
+    baselines: Sequence[TrainConfig],
+    reference: TrainConfig,
+    allow: str | None,
+) -> Estimate | None:
+    """Return the answer as far as steps are traced; None where nothing fits yet, or no speed is known."""
+    baseline = _baseline(estimator, baselines)
+    base = reference if baseline is None else baseline.config
+    try:
+        candidates = Candidates(estimator, filter(estimator.supports, configs), base)
+    except HardwareError:
+        return None
+    for name in (allow,) if allow else ("numerics", "recipe"):
+        best = candidates.best(candidates.at_most(name))
+        if best is not None:
+            return best[0]
+    return None
 
 
 def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate | None:

@@ -798,6 +798,17 @@ def test_notes_and_progress_of_a_search_go_to_stderr(capsys: pytest.CaptureFixtu
         ]
 
 
+def test_the_best_so_far_is_a_line_for_who_reads_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert progress.on_stderr(quiet=True).so_far is None
+    tell = progress.on_stderr(quiet=False).so_far
+    assert tell is not None
+    best = answers.estimate()
+    tell(best)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"best so far: {describe(best.config)}: {words.speed(best)}, ")
+    assert line.endswith(" (predicted)")
+
+
 def test_a_ci_job_hears_of_milestones_only(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.search import predict_best
+from autotune.search import first_answers, predict_best
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import find
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
@@ -165,9 +165,9 @@ def estimate_all(roomy: Estimator) -> EstimateAll:
 def traced(traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch) -> None:
     """find() gets the traces that were made before."""
 
-    def trace_all(*args: Any, **_: Any) -> dict[TraceSpec, Trace]:
+    def trace_all(*args: Any, found: dict[TraceSpec, Trace], **_: Any) -> None:
         *_, specs = args
-        return {spec: traces[spec] for spec in specs if spec in traces}
+        found |= {spec: traces[spec] for spec in specs if spec in traces}
 
     monkeypatch.setattr(predict_best, "trace_all", trace_all)
 
@@ -947,11 +947,37 @@ def test_a_method_that_cannot_be_traced_is_counted(
     traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = {spec: trace for spec, trace in traces.items() if spec.method == "lora"}
-    monkeypatch.setattr(predict_best, "trace_all", lambda *_, **__: some)
+    monkeypatch.setattr(predict_best, "trace_all", lambda *_, found, **__: found.update(some))
     answer = search(12_000 * MB)
     assert answer.best.config.method == "lora"
     assert answer.counts.unsupported == 160 - 48
     assert answer.baseline is None
+
+
+def test_a_first_answer_is_told_while_others_are_traced(
+    traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trace_all(
+        *_: Any,
+        found: dict[TraceSpec, Trace],
+        on_trace: Callable[[int, int], None],
+        **__: Any,
+    ) -> None:
+        for number, (spec, trace) in enumerate(sorted(traces.items(), key=repr), start=1):
+            found[spec] = trace
+            on_trace(number, len(traces))
+
+    monkeypatch.setattr(predict_best, "trace_all", trace_all)
+    monkeypatch.setattr(first_answers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(first_answers, "MOST_SHARE", 1.0)
+    told = list[Estimate]()
+    answer = search(2000 * MB, so_far=told.append)
+    assert told
+    assert all(estimate.peak_device_bytes <= 2000 * MB for estimate in told)
+    # Looking on the way changes nothing of the answer.
+    assert dataclasses.replace(answer, elapsed_seconds=0.0) == dataclasses.replace(
+        search(2000 * MB), elapsed_seconds=0.0
+    )
 
 
 @pytest.mark.usefixtures("traced")
