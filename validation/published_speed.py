@@ -86,14 +86,15 @@ class Group:
 def predict(ids: Collection[str] | None = None) -> list[Row]:
     """All rows, or those that are named, by group; without those of which a rate is unknown."""
     found = (
-        _row(name, timed) for name, timed in timed_runs().items() if ids is None or name in ids
+        row_of(name, timed) for name, timed in timed_runs().items() if ids is None or name in ids
     )
     rows = [row for row in found if row is not None]
     names = list(dict.fromkeys(row.group for row in rows))
     return sorted(rows, key=lambda row: names.index(row.group))
 
 
-def _row(name: str, timed: Timed) -> Row | None:
+def row_of(name: str, timed: Timed) -> Row | None:
+    """None where the card's rate for a kernel is unknown."""
     plan = timed.plan
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None

@@ -157,7 +157,7 @@ def _taken(run: Fields, record: type) -> Fields:
 
 def _plan(run: Fields, study: Path) -> Plan:
     config = TrainConfig(**_taken(run, TrainConfig))
-    model = _model(run.pop("model"), study)
+    model = model_of(run.pop("model"), study)
     tokens = config.micro_batch_size * config.sequence_length
     program = _taken(run, Program)
     program["kept"] = sum(
@@ -173,7 +173,8 @@ def _plan(run: Fields, study: Path) -> Plan:
     )
 
 
-def _model(name: str, study: Path) -> ModelSource:
+def model_of(name: str, study: Path) -> ModelSource:
+    """A model that a study's runs.toml describes, or else one by its name."""
     config = _read(study).get("models", {}).get(name)
     if config is None:
         return resolve(name)
