@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from autotune.catalogue.gpus import Gpu
+from autotune.speed.arrays import Numbers, Truths, either, larger, smaller
 from autotune.speed.origin import RatesFrom
 
 _TABLE = Path(__file__).with_name("data") / "attention.toml"
@@ -85,77 +85,71 @@ class AttentionRates:
     spread: Mapping[str, float] = field(hash=False)
     """Standard deviation of ln(predicted / measured), by regime_of."""
 
-    def rate(self, head_dim: NDArray[np.float64]) -> NDArray[np.float64]:
+    def rate(self, head_dim: Numbers) -> Numbers:
         """FLOP/s of long sequences. Below the smallest known head_dim it falls with the root of it.
 
         The softmax takes as long for a small head: from 128 to 64 the rate falls to 0.76, and that
         goes on to 0.68 from 64 to 32.
         """
         dims, rates = zip(*self.flop_per_second, strict=True)
-        known = np.interp(head_dim, dims, rates) * np.sqrt(np.minimum(head_dim / dims[0], 1))
-        return np.asarray(known, float)
+        known: Numbers = np.interp(head_dim, dims, rates)
+        return known * smaller(head_dim / dims[0], 1.0) ** 0.5
 
 
 def columns(
-    query_length: ArrayLike, key_length: ArrayLike, window: ArrayLike, is_causal: ArrayLike
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    query_length: Numbers, key_length: Numbers, window: Numbers, is_causal: Truths
+) -> tuple[Numbers, Numbers, Numbers]:
     """Blocks of a head, columns of all of them together, and columns of the longest one.
 
     `window`: keys that a query sees, itself included; 0 is all. A window without causality is taken to lie
     before the query, as every windowed model of Transformers has it.
     """
-    queries, keys = np.asarray(query_length, float), np.asarray(key_length, float)
     rows = float(BLOCK_ROWS)
-    num_blocks = np.ceil(queries / rows)
-    seen = np.where(np.asarray(window, float) > 0, np.minimum(window, keys), keys)
+    num_blocks = -(-query_length // rows)
+    seen = either(window > 0, smaller(window, key_length), key_length)
     # The last query sees the last key; block i then sees offset + (i + 1) rows, at most window + rows.
-    offset = np.maximum(keys - queries, 0)
-    most = np.minimum(seen + rows, offset + num_blocks * rows)
-    growing = np.clip(np.floor((most - offset) / rows), 0, num_blocks)
+    offset = larger(key_length - query_length, 0.0)
+    most = smaller(seen + rows, offset + num_blocks * rows)
+    growing = smaller(larger((most - offset) // rows, 0.0), num_blocks)
     causal = growing * offset + rows * growing * (growing + 1) / 2 + (num_blocks - growing) * most
-    everything = np.minimum(seen, keys)
     return (
         num_blocks,
-        np.where(is_causal, causal, num_blocks * everything),
-        np.where(is_causal, most, everything),
+        either(is_causal, causal, num_blocks * seen),
+        either(is_causal, most, seen),
     )
 
 
 def attention_seconds(
     rates: AttentionRates,
     *,
-    batch: ArrayLike,
-    heads: ArrayLike,
-    query_length: ArrayLike,
-    key_length: ArrayLike,
-    head_dim: ArrayLike,
-    is_causal: ArrayLike = True,
-    window: ArrayLike = 0,
+    batch: Numbers,
+    heads: Numbers,
+    query_length: Numbers,
+    key_length: Numbers,
+    head_dim: Numbers,
+    is_causal: Truths = True,
+    window: Numbers = 0.0,
     is_backward: bool = False,
-) -> NDArray[np.float64]:
-    """Seconds of one kernel, by shape; all arguments broadcast. A launch is not in it."""
+) -> Numbers:
+    """Seconds of one kernel, by shape: numbers or arrays that broadcast. A launch is not in it."""
     num_blocks, total, longest = columns(query_length, key_length, window, is_causal)
-    dim = np.asarray(head_dim, float)
     products = BACKWARD_PRODUCTS if is_backward else 1.0
-    column_seconds = products * 4 * BLOCK_ROWS * dim / rates.rate(dim)
-    start = rates.start_columns
-    num_heads = np.asarray(batch, float) * heads
-    busy = num_heads * (total + num_blocks * start) * column_seconds
+    column_seconds = products * 4 * BLOCK_ROWS * head_dim / rates.rate(head_dim)
+    busy = batch * heads * (total + num_blocks * rates.start_columns) * column_seconds
     chain = longest * rates.num_sms * rates.alone * column_seconds + rates.chain_seconds
     blend = rates.blend
-    return np.asarray((busy**blend + chain**blend) ** (1 / blend), float)
+    return (busy**blend + chain**blend) ** (1 / blend)
 
 
 REGIMES = ("short", "few blocks", "many blocks")
 
 
 def regime_of(
-    rates: AttentionRates, *, batch: ArrayLike, heads: ArrayLike, query_length: ArrayLike
-) -> NDArray[np.int64]:
+    rates: AttentionRates, *, batch: Numbers, heads: Numbers, query_length: Numbers
+) -> Numbers:
     """Index into REGIMES: shorter than 512, fewer than four blocks for each SM, or more."""
-    queries = np.asarray(query_length, float)
-    blocks = np.asarray(batch, float) * heads * np.ceil(queries / BLOCK_ROWS)
-    return np.where(queries < 512, 0, np.where(blocks < 4 * rates.num_sms, 1, 2))
+    blocks = batch * heads * -(-query_length // BLOCK_ROWS)
+    return either(query_length < 512, 0, either(blocks < 4 * rates.num_sms, 1, 2))
 
 
 # --- parameters of a card

@@ -31,10 +31,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
 from autotune.catalogue.gpus import Gpu
+from autotune.speed.arrays import Numbers, either, larger
 from autotune.speed.origin import RatesFrom
 
 _TABLE = Path(__file__).with_name("data") / "moving.toml"
@@ -93,32 +91,32 @@ def moving_seconds(
     rates: MovingRates,
     family: str,
     *,
-    bytes_moved: ArrayLike,
-    rows: ArrayLike = 0,
-    row_length: ArrayLike = 0,
-) -> NDArray[np.float64]:
-    """Seconds of one kernel; arguments broadcast. `rows` of 0: its shape is not known, and rows cost nothing.
+    bytes_moved: Numbers,
+    rows: Numbers = 0.0,
+    row_length: Numbers = 0.0,
+) -> Numbers:
+    """Seconds of one kernel: numbers or arrays. `rows` of 0: its shape is not known, and rows cost nothing.
 
     Raises KeyError where the card's bandwidth is not known.
     """
-    moved = np.asarray(bytes_moved, float)
-    seconds: NDArray[np.float64] = moved / rates.bytes_per_second[family]
+    seconds: Numbers = bytes_moved / rates.bytes_per_second[family]
     if family == "copy_host":
         return seconds
     if family == "dequantize":
         if rates.weights_per_second is None:
             return seconds
-        instructions = moved / BYTES_OF_4_BIT_WEIGHT / rates.weights_per_second
-        return np.maximum(seconds, instructions)
+        return larger(seconds, bytes_moved / BYTES_OF_4_BIT_WEIGHT / rates.weights_per_second)
     if rates.l2_bytes:
-        seconds = seconds / (1 + np.clip(1 - moved / rates.l2_bytes, 0, 1))
+        seconds = seconds / (1 + larger(1 - bytes_moved / rates.l2_bytes, 0.0))
     if family in rates.row_seconds:
-        length = np.asarray(row_length, float)
         first, each = rates.row_seconds[family]
-        of_row = first + each * length
         short_first, short_each = rates.row_seconds[f"short_{family}"]
-        of_row = np.where(length <= SHORT_ROW, short_first + short_each * length, of_row)
-        seconds = seconds + np.asarray(rows, float) * of_row
+        of_row = either(
+            row_length <= SHORT_ROW,
+            short_first + short_each * row_length,
+            first + each * row_length,
+        )
+        seconds = seconds + rows * of_row
     return seconds
 
 

@@ -30,10 +30,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
 from autotune.catalogue.gpus import Gpu
@@ -217,13 +215,13 @@ def ceilings(gpu: Gpu) -> CardRates:
 
 def seconds(kernels: Iterable[Kernel], machine: CardRates) -> StepTime | None:
     """Predicted time of these kernels, run once each; None when a rate that one of them needs is unknown."""
-    kernels = list(kernels)
-    priced = _priced(kernels, machine)
-    if priced is None:
-        return None
     spent = dict.fromkeys(BOUNDS, 0.0)
     gpu, host = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
-    for kernel, (one, bound) in zip(kernels, priced, strict=True):
+    for kernel in kernels:
+        priced = _priced(kernel, machine)
+        if priced is None:
+            return None
+        one, bound = priced
         count = kernel.count
         spent[bound] += count * one
         gpu[kernel.phase] += count * (one + machine.kernel_tail_seconds)
@@ -248,38 +246,26 @@ def mfu(*, model_flops: float, step_seconds: float, gpu: Gpu, dtype: str) -> flo
     return None if peak is None else model_flops / step_seconds / peak
 
 
-def _priced(kernels: Sequence[Kernel], machine: CardRates) -> list[tuple[float, str]] | None:
-    """Seconds of each kernel without its tail, and one of BOUNDS; None when a rate is unknown."""
-    priced = [(0.0, "memory bandwidth")] * len(kernels)
-    by_family: dict[str, list[int]] = {}
-    for index, kernel in enumerate(kernels):
-        kind = kernel.kind
-        if kind == "matmul":
-            one = _matmul(kernel, machine)
-        elif kind == "attention":
-            one = _attention(kernel, machine)
-        else:
-            assert kind in KINDS, kind
-            by_family.setdefault(_family(kernel, machine.moving), []).append(index)
-            continue
-        if one is None:
-            return None
-        priced[index] = one
-    for family, members in by_family.items():
-        if family not in machine.moving.bytes_per_second:
-            return None  # The card's bandwidth is not known.
-        shapes = [kernels[index].shape or (0, 0) for index in members]
-        times = moving.moving_seconds(
-            machine.moving,
-            family,
-            bytes_moved=[kernels[index].bytes_moved for index in members],
-            rows=[shape[0] for shape in shapes],
-            row_length=[shape[1] for shape in shapes],
-        ).tolist()
-        bound = "transfer" if family == "copy_host" else "memory bandwidth"
-        for index, seconds in zip(members, times, strict=True):
-            priced[index] = (seconds, bound)
-    return priced
+def _priced(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:
+    """Seconds of a kernel without its tail, and one of BOUNDS; None when a rate is unknown."""
+    kind = kernel.kind
+    if kind == "matmul":
+        return _matmul(kernel, machine)
+    if kind == "attention":
+        return _attention(kernel, machine)
+    assert kind in KINDS, kind
+    family = _family(kernel, machine.moving)
+    if family not in machine.moving.bytes_per_second:
+        return None  # The card's bandwidth is not known.
+    rows, row_length = kernel.shape or (0.0, 0.0)
+    seconds = moving.moving_seconds(
+        machine.moving,
+        family,
+        bytes_moved=kernel.bytes_moved,
+        rows=rows,
+        row_length=row_length,
+    )
+    return float(seconds), "transfer" if kind == "copy_host" else "memory bandwidth"
 
 
 def _family(kernel: Kernel, rates: MovingRates) -> str:
@@ -319,7 +305,7 @@ def _attention_seconds(
 ) -> float:
     """Seconds by the shape; where that is not known, by the operations at the rate of long sequences."""
     if not shape:
-        return float(flops / rates.rate(np.asarray(_USUAL_HEAD)))
+        return float(flops / rates.rate(_USUAL_HEAD))
     samples, heads, _, queries, keys, head_dim, is_causal = shape
     return float(
         attention.attention_seconds(

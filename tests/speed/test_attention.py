@@ -175,7 +175,7 @@ def test_the_memory_efficient_kernel_gains_only_by_sms_and_clock() -> None:
     def rate(name: str, is_backward: bool) -> float:
         rates = rates_of(find_gpu(name), "efficient", is_backward=is_backward)
         assert rates is not None
-        return float(rates.rate(np.asarray(128.0)))
+        return float(rates.rate(128.0))
 
     for is_backward in (False, True):
         a100 = rate("A100-SXM4-80GB", is_backward)
@@ -206,7 +206,7 @@ def test_flex_attention_against_flash_attention() -> None:
         )
         assert flex is not None
         assert flash is not None
-        dim = np.asarray(128.0)
+        dim = 128.0
         assert flex.rate(dim) == pytest.approx(share * flash.rate(dim))
 
 
