@@ -28,7 +28,12 @@ def op(name: str, nbytes: float) -> Kernel:
 def matmul(m: int, n: int, k: int) -> Kernel:
     nbytes = 2 * (m * k + k * n + m * n)
     return Kernel(
-        name="mm", kind="matmul", dtype="bfloat16", flops=2 * m * n * k, bytes_moved=nbytes
+        name="mm",
+        kind="matmul",
+        dtype="bfloat16",
+        flops=2 * m * n * k,
+        bytes_moved=nbytes,
+        shape=(1, m, n, k),
     )
 
 

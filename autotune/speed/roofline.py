@@ -1,28 +1,28 @@
 """A step's kernels -> predicted seconds on a card: every kernel priced by what bounds it.
 
-A matmul takes the longer of its arithmetic at the attainable rate and its bytes at the attainable
-bandwidth; attention is priced by autotune.speed.attention and everything else by autotune.speed.moving.
-A few microseconds come to every kernel. The GPU works through them one by
-one while the host, ahead of it, launches the next ones. So a phase takes the sum of its kernels or
-the sum of its launches, whichever is longer. The forward pass costs the host more than the backward
-pass, and the GPU less: what the host is late with in the first, the GPU does not make good in the
-second, as it is waited for in every micro-step (transformers 5.23 Trainer, logging_nan_inf_filter).
+Matrix products are priced by autotune.speed.matmul, attention by autotune.speed.attention and everything
+else by autotune.speed.moving. A product of unknown shape, or on a card whose SMs are unknown, takes the
+longer of its arithmetic at the attainable rate and its bytes at the attainable bandwidth. A few microseconds
+come to every kernel. The GPU works through them one by one while the host, ahead of it, launches the next
+ones. So a phase takes the sum of its kernels or the sum of its launches, whichever is longer. The
+forward pass costs the host more than the backward pass, and the GPU less: what the host is late with in
+the first, the GPU does not make good in the second, as it is waited for in every micro-step (transformers
+5.23 Trainer, logging_nan_inf_filter).
 
 `ceilings(gpu)` is worked out once per card, `seconds` once per configuration. A rate that the
 catalogue does not know makes the time None, never a guess.
 
-The constants here come from publications, named at each; geglu of Liger-Kernel's A100 times chose one. Its
-other operations check (`validation/roofline_ops.py`). [judgement] marks what nothing published settles.
+The constants here come from publications, named at each. Liger-Kernel's A100 times of operations check
+(`validation/roofline_ops.py`). [judgement] marks what nothing published settles.
 
 Known limitations
 - Strided and gathered access costs more than its bytes say: against the published A100 times rope
   comes out a third too fast, embedding a fifth to a half; layer_norm within 8 %, lm_head with
   cross-entropy within 3 %.
-- A matmul's shape is not seen: one that fills the card badly (few tiles, odd sizes) costs more.
+- The shape of a convolution is not seen.
 - Whole published runs: studies/published-speed.
 - Launch-bound and compute-bound stretches within a phase are not told apart. Price the micro-step and
   the optimizer step apart. Copies to and from the host are taken not to overlap with kernels.
-- Clocks fall under power and heat limits (small cards: T4, L4), which peaks do not show.
 - The host is one figure for every machine; a slow CPU launches more slowly.
 """
 
@@ -33,10 +33,14 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
 from autotune.catalogue.gpus import Gpu
 from autotune.speed import attention, moving
 from autotune.speed.attention import AttentionRates
+from autotune.speed.matmul import MatmulCard, matmul_seconds
+from autotune.speed.matmul_cards import attainable_flop_per_second, matmul_card
 from autotune.speed.moving import MovingRates
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
@@ -73,12 +77,6 @@ _REDUCTIONS = frozenset(
     }
 )
 
-# Share of the datasheet's dense peak that the best large matmul reaches, where nobody measured it:
-# between A100 271 of 312 and H100 794 of 989 TFLOP/s (stas00/ml-engineering, compute/accelerator).
-_BEST_MATMUL_OF_PEAK = 0.83
-# A training step's matmuls reach this share of the best one: geglu on the A100, nine products of
-# 4096 x 11008 with 8,192 to 65,536 tokens.
-_USUAL_MATMUL_OF_BEST = 0.95
 # NVIDIA's datasheets, T4 to B200: int8 products run at twice float16's rate (GeForce cards at four
 # times: float16 is counted with float32 sums, which halves it there). bitsandbytes' own kernels on an
 # A100 (its benchmarking/switchback/info_a100_py2.jsonl, commit 59a7c3a): 468 to 533 TOP/s at widths of
@@ -133,17 +131,19 @@ class CardRates:
     """Attainable rates of one card; what the catalogue does not know is missing."""
 
     flop_per_second: Mapping[str, float] = field(hash=False)
-    """Rate of matmuls by dtype."""
+    """Rate of matmuls of unknown shape by dtype."""
     attention: Mapping[tuple[str, str, bool], AttentionRates] = field(hash=False)
     """Parameters by (one of attention.KERNELS, dtype, whether it is the backward pass)."""
     moving: MovingRates = field(hash=False)
     """Parameters of what memory bounds."""
     matmul_bytes_per_second: float | None
-    """Rate of the bytes of a matmul."""
+    """Rate of the bytes of a matmul of unknown shape."""
     kernel_tail_seconds: float = _KERNEL_TAIL_SECONDS
     """Seconds that the GPU spends on starting and ending any kernel."""
     launch_seconds: Mapping[str, float] = field(default_factory=lambda: _LAUNCH_SECONDS, hash=False)
     """Seconds that the host spends on one operation, by phase."""
+    products: MatmulCard | None = None
+    """Parameters of matmuls by shape; None where too little is known of the card."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +158,10 @@ class StepTime:
     """The longer of the two, or more where the host is late in the forward pass."""
     bound: str
     """One of BOUNDS: what most of the time goes to."""
+
+
+_Products = dict[tuple[str, tuple[float, ...]], float]
+"""Seconds of matmuls by dtype and shape."""
 
 
 def kind_of(name: str) -> str:
@@ -188,21 +192,20 @@ def peak_flop_per_second(gpu: Gpu, dtype: str) -> float | None:
     return gpu.peak_flop_per_second.get(dtype)
 
 
+def peaks_of(gpu: Gpu) -> dict[str, float]:
+    """Dense peak by dtype of a product's operands, of those that are known."""
+    peaks = {dtype: peak_flop_per_second(gpu, dtype) for dtype in (*PEAK_DTYPES, "int8")}
+    return {dtype: peak for dtype, peak in peaks.items() if peak is not None}
+
+
 def ceilings(gpu: Gpu) -> CardRates:
     """Attainable rates of a card."""
-    peaks = {
-        dtype: peak
-        for dtype in (*PEAK_DTYPES, "int8")
-        if (peak := peak_flop_per_second(gpu, dtype)) is not None
-    }
-    best_of_peak = _BEST_MATMUL_OF_PEAK
-    if gpu.has_bfloat16 and {"bfloat16"} <= peaks.keys() & gpu.measured_flop_per_second.keys():
-        best_of_peak = gpu.measured_flop_per_second["bfloat16"] / peaks["bfloat16"]
-    share = best_of_peak * _USUAL_MATMUL_OF_BEST
+    peaks = peaks_of(gpu)
     bandwidth = gpu.memory_bandwidth_bytes_per_second
     combinations = itertools.product(attention.KERNELS, _ATTENTION_DTYPES, (False, True))
     return CardRates(
-        flop_per_second={dtype: share * peak for dtype, peak in peaks.items()},
+        flop_per_second={d: attainable_flop_per_second(gpu, d, peaks)[0] for d in peaks},
+        products=matmul_card(gpu, peaks),
         matmul_bytes_per_second=None if bandwidth is None else _MATMUL_OF_BANDWIDTH * bandwidth,
         attention={
             (kernel, dtype, is_backward): rates
@@ -215,10 +218,12 @@ def ceilings(gpu: Gpu) -> CardRates:
 
 def seconds(kernels: Iterable[Kernel], machine: CardRates) -> StepTime | None:
     """Predicted time of these kernels, run once each; None when a rate that one of them needs is unknown."""
+    kernels = tuple(kernels)
+    products = _product_seconds(kernels, machine.products)
     spent = dict.fromkeys(BOUNDS, 0.0)
     gpu, host = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
     for kernel in kernels:
-        priced = _priced(kernel, machine)
+        priced = _priced(kernel, machine, products)
         if priced is None:
             return None
         one, bound = priced
@@ -246,11 +251,11 @@ def mfu(*, model_flops: float, step_seconds: float, gpu: Gpu, dtype: str) -> flo
     return None if peak is None else model_flops / step_seconds / peak
 
 
-def _priced(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:
+def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[float, str] | None:
     """Seconds of a kernel without its tail, and one of BOUNDS; None when a rate is unknown."""
     kind = kernel.kind
     if kind == "matmul":
-        return _matmul(kernel, machine)
+        return _matmul(kernel, machine, products.get((kernel.dtype, kernel.shape)))
     if kind == "attention":
         return _attention(kernel, machine)
     assert kind in KINDS, kind
@@ -279,12 +284,35 @@ def _family(kernel: Kernel, rates: MovingRates) -> str:
     return family if family not in rates.row_seconds else "elementwise"
 
 
-def _matmul(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:
+def _matmul(
+    kernel: Kernel, machine: CardRates, by_shape_seconds: float | None
+) -> tuple[float, str] | None:
     rate, bandwidth = machine.flop_per_second.get(kernel.dtype), machine.matmul_bytes_per_second
     if rate is None or bandwidth is None:
         return None
     computing, moved = kernel.flops / rate, kernel.bytes_moved / bandwidth
-    return (computing, "compute") if computing > moved else (moved, "memory bandwidth")
+    bound = "compute" if computing > moved else "memory bandwidth"
+    if by_shape_seconds is None:
+        return max(computing, moved), bound
+    # The start of a product is in its time.
+    return max(by_shape_seconds - machine.kernel_tail_seconds, 0), bound
+
+
+def _product_seconds(kernels: Iterable[Kernel], card: MatmulCard | None) -> _Products:
+    """Seconds of each distinct matmul, of those that the card has a rate for."""
+    found: _Products = {}
+    if card is None:
+        return found
+    shapes: dict[str, dict[tuple[float, ...], None]] = {}
+    for kernel in kernels:
+        if kernel.kind == "matmul" and kernel.shape and kernel.flops > 0:
+            shapes.setdefault(kernel.dtype, {})[kernel.shape] = None
+    for dtype in shapes.keys() & card.flop_per_second.keys():
+        distinct = tuple(shapes[dtype])
+        batch, m, n, k = np.array(distinct, float).T
+        times = matmul_seconds(card, dtype, batch, m, n, k).tolist()
+        found.update(zip(((dtype, shape) for shape in distinct), times, strict=True))
+    return found
 
 
 def _attention(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:

@@ -1,0 +1,154 @@
+"""Cards for autotune.speed.matmul: data/matmul.toml and the catalogue's rows -> MatmulCard.
+
+`data/matmul.toml` is written by `python -m validation.kernels.fit_matmul`, which names the sources. What
+a card's products reach is, in this order: the best rate of large products that the catalogue has of such a
+card in this dtype; the share of the peak that it reached in another tensor dtype; the share that the cards
+of its class reach. The classes: on GeForce cards, whose tensor rate is halved, the peak itself lasts, on all
+others power or heat ends it before; float32 is slower where half of its lanes are shared with integers;
+bfloat16 is emulated before capability 8.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autotune.catalogue.gpus import Gpu
+from autotune.speed.matmul import (
+    ELEMENT_BYTES,
+    REGIMES,
+    Behaviour,
+    Floats,
+    MatmulCard,
+    matmul_seconds,
+    regime_of,
+)
+from autotune.speed.origin import RatesFrom
+
+DATA = Path(__file__).with_name("data") / "matmul.toml"
+
+_SQUARES: Floats = np.arange(1, 11, dtype=np.float64) * 1024
+"""Sizes of square products whose best rate the catalogue's measured rates are."""
+
+_HALF = ("bfloat16", "float16")
+_OWN_LANES = frozenset({(7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3)})
+_WITH_HBM = _OWN_LANES - {(7, 5)}
+# NVIDIA's whitepapers: GeForce cards sum float16 products in float32 at half rate, which is twice
+# float32's; the others at four times float32's and more.
+_HALVED_OF_FLOAT32 = 2.5
+
+
+@functools.cache
+def data() -> dict[str, Any]:
+    """Return data/matmul.toml as it is."""
+    return tomllib.loads(DATA.read_text(encoding="utf-8"))
+
+
+def matmul_card(gpu: Gpu, peaks: Mapping[str, float]) -> MatmulCard | None:
+    """Return the card for matmul_seconds; None where its SMs, bandwidth, L2 size or float16 rate is unknown.
+
+    `peaks`: dense peak by dtype of the operands, those that the card emulates included
+    (roofline.peak_flop_per_second).
+    """
+    rates = {d: attainable_flop_per_second(gpu, d, peaks) for d in peaks if d in ELEMENT_BYTES}
+    if (
+        gpu.num_sms is None
+        or gpu.memory_bandwidth_bytes_per_second is None
+        or gpu.l2_bytes is None
+        or "float16" not in rates
+    ):
+        return None
+    table = data()["behaviour"]
+    has_table = gpu.name in table
+    figures = table[gpu.name] if has_table else table["HBM" if has_hbm(gpu) else "GDDR"]
+    card = MatmulCard(
+        name=gpu.name,
+        num_sms=gpu.num_sms,
+        l2_bytes=gpu.l2_bytes,
+        memory_bytes_per_second=gpu.memory_bandwidth_bytes_per_second,
+        tensor_flop_per_second=rates["float16"][0],
+        behaviour=Behaviour(**figures),
+        flop_per_second={dtype: rate for dtype, (rate, _) in rates.items()},
+        rates_from={
+            dtype: RatesFrom.THIS_CARD if has_table and dtype in _HALF else rates_from
+            for dtype, (_, rates_from) in rates.items()
+        },
+    )
+    return _no_faster_than(rested_flop_per_second(gpu.name), without_end(card))
+
+
+def attainable_flop_per_second(
+    gpu: Gpu, dtype: str, peaks: Mapping[str, float]
+) -> tuple[float, RatesFrom]:
+    """Return the rate of the best square product in a dtype of `peaks`, and its evidence."""
+    best = gpu.measured_flop_per_second
+    if dtype in best:
+        return best[dtype], RatesFrom.CARDS_LIKE_IT
+    of_peak = data()["of_peak"]
+    if dtype == "float32" or (dtype == "tf32" and not gpu.has_bfloat16):
+        lanes = "own" if has_own_lanes(gpu) else "shared"
+        return of_peak[f"float32_{lanes}_lanes"] * peaks[dtype], RatesFrom.DATASHEET
+    if dtype == "bfloat16" and not gpu.has_bfloat16:
+        return of_peak["bfloat16_emulated"] * peaks[dtype], RatesFrom.DATASHEET
+    known = "bfloat16" if gpu.has_bfloat16 and "bfloat16" in peaks else "float16"
+    if known in peaks and known in best:
+        return best[known] / peaks[known] * peaks[dtype], RatesFrom.CARDS_LIKE_IT
+    return of_peak["tensor" + ("_halved" if is_halved(gpu) else "")] * peaks[dtype], (
+        RatesFrom.DATASHEET
+    )
+
+
+def without_end(card: MatmulCard) -> MatmulCard:
+    """Return the card with the rates at which its best square product reaches what they say now."""
+    ones, flops = np.ones(len(_SQUARES)), 2 * _SQUARES**3
+
+    def share(dtype: str) -> float:
+        seconds = matmul_seconds(card, dtype, ones, _SQUARES, _SQUARES, _SQUARES, num_weights=1)
+        return float((flops / seconds).max()) / card.flop_per_second[dtype]
+
+    rates = {dtype: rate / share(dtype) for dtype, rate in card.flop_per_second.items()}
+    return replace(card, flop_per_second=rates, tensor_flop_per_second=rates["float16"])
+
+
+def _no_faster_than(rested: float | None, card: MatmulCard) -> MatmulCard:
+    """A card that lasts at a rate no higher than the one it had rested."""
+    if rested is None:
+        return card
+    rates = {d: min(r, rested) if d in _HALF else r for d, r in card.flop_per_second.items()}
+    return replace(card, flop_per_second=rates, tensor_flop_per_second=rates["float16"])
+
+
+def rested_flop_per_second(name: str) -> float | None:
+    """Rate without end that the tables' 16-bit products had on a rested card; None without a table."""
+    rested = data()["rested_tflop_per_second"].get(name)
+    return None if rested is None else rested * 1e12
+
+
+def log_spread(card: MatmulCard, dtype: str, m: Floats, n: Floats, k: Floats) -> Floats:
+    """Return the standard deviation of each time's logarithm: 80 % of held-out rows are within 1.28 of it."""
+    rates_from, spreads = card.rates_from[dtype], data()["log_spread"]
+    of_regime = spreads[card.name if rates_from is RatesFrom.THIS_CARD else rates_from.name]
+    by_row: Floats = np.array([of_regime[regime] for regime in REGIMES])[regime_of(m, n, k)]
+    return by_row
+
+
+def is_halved(gpu: Gpu) -> bool:
+    """Whether its tensor cores run at half their rate where sums are float32: GeForce cards."""
+    half, single = map(gpu.peak_flop_per_second.get, ("float16", "float32"))
+    return half is not None and single is not None and half <= _HALVED_OF_FLOAT32 * single
+
+
+def has_own_lanes(gpu: Gpu) -> bool:
+    """Whether its float32 lanes are all float32's own, rather than half of them shared with integers."""
+    return gpu.compute_capability in _OWN_LANES
+
+
+def has_hbm(gpu: Gpu) -> bool:
+    """Whether its memory is stacked on its package."""
+    return gpu.compute_capability in _WITH_HBM
