@@ -142,18 +142,20 @@ def spreads() -> dict[str, dict[str, list[float]]]:
 def as_published(rows: list[Published]) -> list[dict[str, Any]]:
     """Published rows beside predicted times, without a launch."""
     found = []
+    parameters = all_rows(fits().values())
     for row in rows:
         rates = rates_from_rows(
             find_gpu(row.card),
             row.kernel,
-            all_rows(fits().values()),
+            parameters,
             dtype="float16",
             is_backward=row.direction == "backward",
         )
         assert rates is not None
-        predicted = attention_seconds(
+        times = attention_seconds(
             rates, **shapes_of([row]), is_backward=row.direction == "backward"
-        )[0]
+        )
+        predicted = np.asarray(times).item()
         found.append(
             {
                 "card": row.card,

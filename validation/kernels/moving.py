@@ -134,7 +134,7 @@ def other_kernels() -> list[dict[str, Any]]:
             )
             found.append(
                 {"card": name, "operation": operation, "rates from": str(rates.rates_from)}
-                | errors(predicted, times[mask])
+                | errors(np.asarray(predicted), times[mask])
             )
     return found
 
