@@ -78,7 +78,7 @@ class AttentionRates:
     blend: float
     """Exponent of the power mean of busy and longest."""
     chain_seconds: float
-    """What the longest block takes beside its columns."""
+    """Seconds of the longest block beside its columns."""
     num_sms: int
     """Streaming multiprocessors; 0 where they are not known, and few blocks then cost no more."""
     rates_from: RatesFrom
@@ -157,7 +157,7 @@ def regime_of(
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """What data/attention.toml says."""
+    """Return the content of data/attention.toml."""
     return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
 
 

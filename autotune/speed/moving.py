@@ -46,10 +46,7 @@ SHORT_ROW = 1024
 norm's rows cost more beyond the same length (fp32_kernels.csv.gz)."""
 
 ROWWISE = ("softmax", "short_softmax", "layer_norm", "short_layer_norm")
-"""What has a time of each row and column in data/moving.toml."""
-
-_FP32_LANES = {(7, 0): 64, (7, 5): 64, (8, 0): 64, (10, 0): 128, (9, 0): 128, (6, 0): 64}
-"""Multiply-add lanes of an SM for float32, by compute capability: NVIDIA's whitepapers; others have 128."""
+"""Kernels with a time of each row and column in data/moving.toml."""
 
 BYTES_OF_4_BIT_WEIGHT = 0.5 + 2 + 4 / 64
 """Bytes that a 4-bit weight's unpacking moves: the code, 16 bits of result, float32 scales of blocks of
@@ -67,6 +64,7 @@ class MovingRates:
     weights_per_second: float | None
     """4-bit weights that its instructions unpack."""
     l2_bytes: float
+    """Size of the L2 cache; 0 where it is not known."""
     rates_from: RatesFrom
     spread: Mapping[str, float] = field(hash=False)
     """Standard deviation of ln(predicted / measured), by family of FAMILIES or `named`: those of the
@@ -125,25 +123,8 @@ def moving_seconds(
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """What data/moving.toml says."""
+    """Return the content of data/moving.toml."""
     return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
-
-
-def l2_bytes(gpu: Gpu) -> float:
-    """Bytes of the L2 cache, by its size for each SM in that generation; 0 where it is not known."""
-    if gpu.num_sms is None or gpu.compute_capability is None:
-        return 0.0
-    major, minor = gpu.compute_capability
-    per_sm: dict[str, float] = table()["l2_megabytes_per_sm"]
-    return 1e6 * gpu.num_sms * per_sm.get(f"{major}.{minor}", 0.0)
-
-
-def clock_hertz(gpu: Gpu) -> float | None:
-    """Boost clock that the datasheet's float32 peak stands for; None when it is not known."""
-    peak = gpu.peak_flop_per_second.get("float32")
-    if peak is None or gpu.num_sms is None or gpu.compute_capability is None:
-        return None
-    return peak / (2 * gpu.num_sms * _FP32_LANES.get(gpu.compute_capability, 128))
 
 
 @functools.lru_cache(maxsize=64)
@@ -178,7 +159,7 @@ def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
         bytes_per_second["copy_host"] = pcie * next(
             row["share"] for row in rules["copy_host"] if pcie <= row["up_to_bytes_per_second"]
         )
-    clock = clock_hertz(gpu)
+    clock = gpu.boost_clock_hertz
     weights_per_second = None
     if clock is not None and gpu.num_sms is not None:
         weights_per_second = rules["dequantize"]["weights_per_sm_clock"] * gpu.num_sms * clock
@@ -193,7 +174,7 @@ def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
         bytes_per_second=bytes_per_second,
         row_seconds=row_seconds,
         weights_per_second=weights_per_second,
-        l2_bytes=l2_bytes(gpu),
+        l2_bytes=gpu.l2_bytes or 0,
         rates_from=rates_from,
         spread=rules["spread"][rates_from.name.lower()],
     )

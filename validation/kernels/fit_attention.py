@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.speed import attention, moving
+from autotune.speed import attention
 from autotune.speed.attention import AttentionRates, attention_seconds
 from autotune.speed.origin import RatesFrom
 from validation.kernels import least_squares
@@ -129,7 +129,7 @@ def table_seconds(fitted: Fitted, rows: Columns, rates: AttentionRates | None = 
     tokens = rows["batch"] * rows["seq"] * rows["head_dim"]
     written = 8 * tokens * rows["kv_heads"]  # keys and values, 16 bits, read and written
     in_l2 = np.minimum(
-        1, moving.l2_bytes(find_gpu(fitted.card)) / (written + 4 * tokens * rows["heads"])
+        1, (find_gpu(fitted.card).l2_bytes or 0) / (written + 4 * tokens * rows["heads"])
     )
     rate = fitted.cache_gigabytes_per_second * 1e9 * (1 + fitted.cache_gain_in_l2 * in_l2)
     total: NDArray = fitted.table_start_microseconds * 1e-6 + written / rate + kernel

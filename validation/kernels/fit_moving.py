@@ -133,22 +133,6 @@ RULES = """\
 # Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
 # Do not edit: what is not fitted is in that module, with its source.
 
-# L2 cache of each SM. NVIDIA's whitepapers: A100 40 MB of 108 SMs, H100 50 of 132, B200 126 of 148,
-# L40S 96 of 142 and RTX 4090
-# 72 of 128, RTX PRO 6000 128 of 188 and RTX 5090 96 of 170, RTX 3090 6 of 82, T4 4 of 40, V100 6 of 80,
-# P100 4 of 56, P4 2 of 20.
-[l2_megabytes_per_sm]
-"6.0" = 0.07
-"6.1" = 0.1
-"7.0" = 0.075
-"7.5" = 0.1
-"8.0" = 0.37
-"8.6" = 0.073
-"8.9" = 0.6
-"9.0" = 0.38
-"10.0" = 0.85
-"12.0" = 0.6
-
 # Share of what a contiguous elementwise kernel reaches, in bytes of inputs and outputs. Means of H100
 # and V100,
 # float32, PyTorch 2.1 (steps_ops.csv.gz, above 0.06 ms; elementwise reaches 0.88 of bandwidth there), of

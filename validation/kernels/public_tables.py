@@ -45,7 +45,10 @@ def fold_of(table: Columns, names: Sequence[str], num_folds: int) -> NDArray:
 
 
 def card(name: str) -> Gpu:
-    """A card of the tables. NVIDIA's datasheets: those of V100 PCIe, P100 PCIe 16 GB and P4."""
+    """A card of the tables. NVIDIA's datasheets: those of V100 PCIe, P100 PCIe 16 GB and P4.
+
+    The tables' rows are too large for a cache of a few megabytes to matter.
+    """
     if name in {gpu.name for gpu in catalogue()}:
         return find_gpu(name)
     base = find_gpu("V100 32GB")
