@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
@@ -41,6 +41,7 @@ from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.speed import links, roofline
+from autotune.speed.host import USUAL, Host, Stretches
 
 _BREAKDOWN_OF_CATEGORY = {
     "parameter": "parameters_bytes",
@@ -116,6 +117,7 @@ class Estimator:
         memory_budget_bytes: int,
         headroom: Headroom = NO_HEADROOM,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
+        host: Host = USUAL,
     ) -> None:
         assert gpu.context_bytes is not None
         self.gpu = gpu
@@ -124,8 +126,11 @@ class Estimator:
         self._traces = traces
         self._useful_share = useful_share
         self._context_bytes = gpu.context_bytes
-        self._machine = roofline.ceilings(gpu)
+        self._host = host
+        self._machine = replace(roofline.ceilings(gpu), launch_seconds=host.launch_seconds)
         self._link = links.link_of(gpu)
+        self._stretches = functools.cache(self._find_stretches)
+        self._between_micro_steps = functools.cache(self._find_between_micro_steps)
         self._micro_step = functools.cache(self._price_micro_step)
         self._priced_update = functools.cache(self._price_update)
         self._interned: dict[tuple[TensorSpec, ...], _Trainable] = {}
@@ -205,11 +210,12 @@ class Estimator:
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
         paged = self._paged_out_bytes(config, optimizer, resident_bytes)
-        update = roofline.seconds(kernels_of(optimizer.cost, paged), self._machine)
+        update = self._update_seconds(optimizer, spec, rank, paged)
         if micro is None or added is None or update is None:
             return None
         accumulation = config.gradient_accumulation_steps
-        steps = accumulation * micro.total_seconds + (accumulation - 1) * added.total_seconds
+        steps = accumulation * (micro.total_seconds + self._between_micro_steps(spec, rank))
+        steps += (accumulation - 1) * added.total_seconds
         if config.torch_empty_cache_steps:
             steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
         alone = StepSeconds(
@@ -220,6 +226,25 @@ class Estimator:
         )
         exchange = self._exchange(spec, rank)
         return alone if exchange is None else self._shared(alone, exchange, accumulation)
+
+    def _update_seconds(
+        self, optimizer: Update, spec: TraceSpec, rank: int, paged_out_bytes: int
+    ) -> roofline.StepTime | None:
+        """Price the update, with what the host does beside its launches."""
+        found = roofline.seconds(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
+        if found is None:
+            return None
+        host_seconds = (
+            found.launch_seconds
+            + self._host.step_seconds
+            + len(self._trainable(spec, rank).specs) * self._host.tensor_seconds
+        )
+        return replace(
+            found,
+            launch_seconds=host_seconds,
+            total_seconds=max(found.total_seconds, host_seconds),
+            bound="launch" if host_seconds >= found.total_seconds else found.bound,
+        )
 
     def _shared(
         self, alone: StepSeconds, exchange: Exchange, accumulation: int
@@ -484,7 +509,19 @@ class Estimator:
     def _price_forward_backward(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
     ) -> roofline.StepTime | None:
-        return roofline.seconds(self._kernels(spec, micro_batch, rank, precision), self._machine)
+        kernels = self._kernels(spec, micro_batch, rank, precision)
+        return roofline.seconds(kernels, self._machine, self._stretches(spec))
+
+    def _find_between_micro_steps(self, spec: TraceSpec, rank: int) -> float:
+        num_adapter_weights = 0
+        if spec.method != "full":
+            num_adapter_weights = len(self._trainable(spec, rank).specs)
+        num_weights = self._traces[spec].num_weights
+        return self._host.between_micro_steps_seconds(num_weights, num_adapter_weights)
+
+    def _find_stretches(self, spec: TraceSpec) -> Stretches:
+        shares, order = self._traces[spec].stretches
+        return Stretches(shares=shares, order=order)
 
     def _kernels(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str

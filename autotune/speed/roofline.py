@@ -4,10 +4,7 @@ Matrix products are priced by autotune.speed.matmul, attention by autotune.speed
 else by autotune.speed.moving. A product of unknown shape, or on a card whose SMs are unknown, takes the
 longer of its arithmetic at the attainable rate and its bytes at the attainable bandwidth. A few microseconds
 come to every kernel. The GPU works through them one by one while the host, ahead of it, launches the next
-ones. So a phase takes the sum of its kernels or the sum of its launches, whichever is longer. The
-forward pass costs the host more than the backward pass, and the GPU less: what the host is late with in
-the first, the GPU does not make good in the second, as it is waited for in every micro-step (transformers
-5.23 Trainer, logging_nan_inf_filter).
+ones; autotune.speed.host says when it waits.
 
 `ceilings(gpu)` is worked out once per card, `seconds` once per configuration. A rate that the
 catalogue does not know makes the time None, never a guess.
@@ -21,9 +18,8 @@ Known limitations
   cross-entropy within 3 %.
 - The shape of a convolution is not seen.
 - Whole published runs: studies/published-speed.
-- Launch-bound and compute-bound stretches within a phase are not told apart. Price the micro-step and
-  the optimizer step apart. Copies to and from the host are taken not to overlap with kernels.
-- The host is one figure for every machine; a slow CPU launches more slowly.
+- Price the micro-step and the optimizer step apart. Copies to and from the host are taken not to overlap
+  with kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ import numpy as np
 
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
 from autotune.catalogue.gpus import Gpu
-from autotune.speed import attention, moving
+from autotune.speed import attention, host, moving
 from autotune.speed.attention import AttentionRates
 from autotune.speed.matmul import MatmulCard, matmul_seconds
 from autotune.speed.matmul_cards import attainable_flop_per_second, matmul_card
@@ -94,12 +90,6 @@ HOST_UPDATE_SECONDS_PER_ELEMENT = 30 / 50e9
 # A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows
 # with its width.
 _KERNEL_TAIL_SECONDS = 3e-6
-# Host time of one eager operation. Python and dispatch of Llama's layers: 10.7 us in the forward pass,
-# 8.4 in the backward pass (validation/timing/host_time.py on an AMD EPYC, torch 2.13, transformers 5.23, peft
-# 0.21); [judgement] 3 more for a launch on the GPU. Recomputed ones: chosen with Qwen 1's LoRA at 256
-# tokens on the A100, which the host bounds (studies/published-speed, the rows `chosen with`); on that CPU
-# they take 28 to 31, as each tensor that is saved passes through Python. Other hosts are up to twice as slow.
-_LAUNCH_SECONDS = {"forward": 14e-6, "backward": 11e-6, "recompute": 22e-6, "update": 10e-6}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +130,9 @@ class CardRates:
     """Rate of the bytes of a matmul of unknown shape."""
     kernel_tail_seconds: float = _KERNEL_TAIL_SECONDS
     """Seconds that the GPU spends on starting and ending any kernel."""
-    launch_seconds: Mapping[str, float] = field(default_factory=lambda: _LAUNCH_SECONDS, hash=False)
+    launch_seconds: Mapping[str, float] = field(
+        default_factory=lambda: host.USUAL.launch_seconds, hash=False
+    )
     """Seconds that the host spends on one operation, by phase."""
     products: MatmulCard | None = None
     """Parameters of matmuls by shape; None where too little is known of the card."""
@@ -155,7 +147,7 @@ class StepTime:
     launch_seconds: float
     """Time of the host to launch them all."""
     total_seconds: float
-    """The longer of the two, or more where the host is late in the forward pass."""
+    """Time until the GPU is through: its own, and what it waits for the host."""
     bound: str
     """One of BOUNDS: what most of the time goes to."""
 
@@ -216,12 +208,17 @@ def ceilings(gpu: Gpu) -> CardRates:
     )
 
 
-def seconds(kernels: Iterable[Kernel], machine: CardRates) -> StepTime | None:
-    """Predicted time of these kernels, run once each; None when a rate that one of them needs is unknown."""
+def seconds(
+    kernels: Iterable[Kernel], machine: CardRates, stretches: host.Stretches | None = None
+) -> StepTime | None:
+    """Predicted time of these kernels, run once each; None when a rate that one of them needs is unknown.
+
+    `stretches`: the order in which they run; without it, host and GPU are taken to go on evenly.
+    """
     kernels = tuple(kernels)
     products = _product_seconds(kernels, machine.products)
     spent = dict.fromkeys(BOUNDS, 0.0)
-    gpu, host = dict.fromkeys(PHASES, 0.0), dict.fromkeys(PHASES, 0.0)
+    on_gpu, on_host = list[float](), list[float]()
     for kernel in kernels:
         priced = _priced(kernel, machine, products)
         if priced is None:
@@ -229,15 +226,16 @@ def seconds(kernels: Iterable[Kernel], machine: CardRates) -> StepTime | None:
         one, bound = priced
         count = kernel.count
         spent[bound] += count * one
-        gpu[kernel.phase] += count * (one + machine.kernel_tail_seconds)
-        host[kernel.phase] += count * machine.launch_seconds[kernel.phase]
-    gpu_seconds, launch_seconds = sum(gpu.values()), sum(host.values())
-    # Of the forward pass, whose kernels come first, nothing is left to the GPU before the host is through.
-    late_seconds = max(host["forward"] - gpu["forward"], 0.0)
+        on_gpu.append(count * (one + machine.kernel_tail_seconds))
+        on_host.append(count * machine.launch_seconds[kernel.phase])
+    gpu_seconds, launch_seconds = sum(on_gpu), sum(on_host)
+    late_seconds = max(launch_seconds - gpu_seconds, 0.0)
+    if stretches is not None:
+        late_seconds = host.late_seconds(np.array(on_gpu), np.array(on_host), stretches)
     return StepTime(
         gpu_seconds=gpu_seconds,
         launch_seconds=launch_seconds,
-        total_seconds=max(gpu_seconds + late_seconds, launch_seconds),
+        total_seconds=gpu_seconds + late_seconds,
         bound="launch" if launch_seconds >= gpu_seconds else max(spent, key=lambda b: spent[b]),
     )
 

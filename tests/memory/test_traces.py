@@ -248,6 +248,26 @@ def test_a_period_of_two_alternates() -> None:
     }
 
 
+def test_the_number_of_weights_is_that_of_the_whole_model() -> None:
+    for full in (3, 5, 40):
+        trace = step(full=full).trace()
+        assert trace.num_weights == len(trace.parameters()) == full + 1
+
+
+def test_kernels_in_the_order_of_the_blocks() -> None:
+    """Five layers of three traced ones: each has a fifth of what a layer launches."""
+    trace = step(full=5).trace()
+    shares, order = trace.stretches
+    in_order = shares[order]
+    names = [(k.name, tuple(k.flops)) for k in trace.kernels]
+    forward, head, backward = (names.index(("mm", (n, 1, 0))) for n in (10, 70, 20))
+    assert in_order.sum(axis=0).tolist() == pytest.approx([1] * len(names))
+    assert in_order[:, forward].tolist() == pytest.approx([0.2] * 5 + [0] * 6)
+    assert in_order[:, names.index(("add", (0, 0, 0)))].tolist() == in_order[:, forward].tolist()
+    assert in_order[:, head].tolist() == [0] * 5 + [1] + [0] * 5
+    assert in_order[:, backward].tolist() == pytest.approx([0] * 6 + [0.2] * 5)
+
+
 def test_equal_kernels_are_counted_together() -> None:
     trace = step(full=5).trace()
     counts = {(k.name, tuple(k.flops)): k.count for k in trace.kernels}

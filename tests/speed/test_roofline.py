@@ -9,6 +9,7 @@ import pytest
 
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.speed.attention import AttentionRates
+from autotune.speed.host import Stretches
 from autotune.speed.matmul import matmul_seconds
 from autotune.speed.moving import MovingRates
 from autotune.speed.origin import RatesFrom
@@ -194,7 +195,8 @@ def of_phase(phase: str, count: float, nbytes: float) -> Kernel:
 def test_what_the_host_is_late_with_in_the_forward_pass(
     kernels: list[Kernel], expected_seconds: float, bound: str
 ) -> None:
-    time = seconds(kernels, MACHINE)
+    in_order = Stretches(shares=np.eye(2), order=np.arange(2))
+    time = seconds(kernels, MACHINE, in_order)
     assert time is not None
     assert time.total_seconds == pytest.approx(expected_seconds)
     assert time.bound == bound

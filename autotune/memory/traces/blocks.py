@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from autotune.memory.traces.copies import Layers
+import numpy as np
+import numpy.typing as npt
+
+from autotune.memory.traces.copies import Layers, order_of
 from autotune.memory.traces.phases import (
     FETCH_PHASES,
     FORWARD_PHASES,
@@ -121,3 +124,22 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             repeated,
         ), count in counts.items()
     ]
+
+
+def stretches(
+    blocks: Sequence[Mapping[str, Any]], layers: Layers, kernels: Sequence[TracedKernel]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return the share of each kernel's launches in each block, and the blocks in order of execution.
+
+    `kernels` are those of count_kernels. Shares: blocks x kernels; of a layer that stands for many, in one.
+    """
+    index_of = {replace(kernel, count=0): index for index, kernel in enumerate(kernels)}
+    shares = np.zeros((len(blocks), len(kernels)))
+    for position, block in enumerate(blocks):
+        copies = layers.copies(block["layer"])
+        for kernel in count_kernels([block], layers):
+            index = index_of[replace(kernel, count=0)]
+            shares[position, index] = kernel.count / copies / kernels[index].count
+    empty = {position for position, of_block in enumerate(shares) if not of_block.any()}
+    order = [position for position, _ in order_of(blocks, layers) if position not in empty]
+    return shares, np.asarray(order, dtype=np.int64)

@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces.blocks import TracedKernel, adding, count_kernels, cut, giving_up
+from autotune.memory.traces.blocks import (
+    TracedKernel,
+    adding,
+    count_kernels,
+    cut,
+    giving_up,
+    stretches,
+)
 from autotune.memory.traces.copies import BrokenTrace, Copies, Events, Layers, numbers_of
 from autotune.memory.traces.phases import (
     FETCH_PHASES,
@@ -128,6 +135,7 @@ class Trace:
         self.gradients: list[int] = made[self._categories[made] == "gradient"].tolist()
         self.workspaces: list[int] = made[self._categories[made] == "workspace"].tolist()
         self.kernels = count_kernels(blocks, layers)
+        self._make_stretches = functools.partial(stretches, blocks, layers, self.kernels)
         self.flops = Terms([kernel.flops for kernel in self.kernels])
         self.moved = Sums([kernel.moved for kernel in self.kernels])
         self._shapes = Terms([size[:3] for kernel in self.kernels for size in kernel.shape])
@@ -276,6 +284,18 @@ class Trace:
         name, tokens, beyond, constant = self._chunks
         num_tokens = evaluate(tokens, micro_batch, 1) + beyond
         return CHUNK_ROWS[name](num_tokens, constant), num_tokens
+
+    @functools.cached_property
+    def num_weights(self) -> int:
+        """Return how many weights the whole model has, adapters' among them: tensors, not elements."""
+        is_weight = np.array(["shape" in tensor for tensor in self._tensors])
+        made = self._setup[self._setup >= 0]
+        return int(is_weight[self._template[made]].sum())
+
+    @functools.cached_property
+    def stretches(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Return the share of each kernel's launches in each traced block, and the order of the blocks."""
+        return self._make_stretches()
 
     def launches(self, micro_batch: int, rank: int) -> list[Launch]:
         """The kernels of a micro-step."""

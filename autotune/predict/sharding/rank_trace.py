@@ -36,6 +36,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Phase, Trace
@@ -134,6 +135,16 @@ class RankTrace:
     def layers(self) -> dict[int, int]:
         """The layers of the trace, as Trace.layers."""
         return self._trace.layers
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights of the whole model, as Trace.num_weights."""
+        return self._trace.num_weights
+
+    @property
+    def stretches(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Order of the kernels, as Trace.stretches."""
+        return self._trace.stretches
 
     def sizes(self, micro_batch: int, rank: int) -> list[int]:
         """Bytes of each tensor."""
