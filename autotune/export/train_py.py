@@ -122,7 +122,9 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         if config.quantization == "none"
         else quantization_fields(config, workload.task),
         "unpacked_by": UNPACKED_BY,
+        "kbit_preparation": config.kbit_preparation,
         "adapter": peft_fields(config) if config.method in ADAPTERS else None,
+        "adapter_in_base_dtype": config.adapter_in_base_dtype,
         "data": _data(workload.dataset),
         "environment": environment(config),
         # The newest names; the program translates them where it runs.

@@ -55,6 +55,8 @@ class TraceSpec:
     """How samples fill a batch. padded: some places hold no token, and the mask says so; padding-free;
     packed: neither."""
     quantization_storage: str = "uint8"
+    kbit_preparation: bool = False
+    adapter_in_base_dtype: bool = False
 
     @property
     def lora_alpha_ratio(self) -> float:

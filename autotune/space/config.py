@@ -169,6 +169,10 @@ class TrainConfig:
     """A key of QUANTIZATIONS."""
     quantization_storage: str = "uint8"
     """One of QUANTIZATION_STORAGES."""
+    kbit_preparation: bool = False
+    """Whether PEFT's prepare_model_for_kbit_training copies what is not quantised to float32."""
+    adapter_in_base_dtype: bool = False
+    """Whether an adapter stays in the base's 16 bits (PEFT's autocast_adapter_dtype=False)."""
     batching: str = "packed"
     """One of lengths.BATCHINGS."""
     parallelism: str = "none"

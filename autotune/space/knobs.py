@@ -103,6 +103,7 @@ def _sized_by(setting: str) -> tuple[str, ...]:
 
 _TARGETED = tuple(name for name, row in ADAPTERS.items() if row.takes_targets)
 _QUANTIZABLE = tuple(name for name, row in ADAPTERS.items() if row.quantization != "refused")
+_CAST = tuple(name for name, row in ADAPTERS.items() if row.is_float32 and row.takes_targets)
 _LORA = tuple(name for name, row in ADAPTERS.items() if row.peft_type == "LORA")
 
 KNOBS: dict[str, Knob] = {
@@ -280,6 +281,29 @@ KNOBS: dict[str, Knob] = {
             words=lambda name: f"packed in {name}",
             flag="--quant-storage",
             summary="dtype that holds the packed 4-bit weights [default: uint8].",
+        ),
+        Knob(
+            # Norms, embeddings, head and what is computed between quantised layers round otherwise.
+            name="kbit_preparation",
+            tradeoff="numerics",
+            read=values.flag,
+            default=False,
+            choices=(False, True),
+            methods=_QUANTIZABLE,
+            words=lambda on: "prepared for k-bit training" if on else "no k-bit preparation",
+            flag="--kbit-preparation",
+            summary="PEFT's prepare_model_for_kbit_training: norms, embeddings and head in float32.",
+        ),
+        Knob(
+            name="adapter_in_base_dtype",
+            tradeoff="numerics",
+            read=values.flag,
+            default=False,
+            choices=(False, True),
+            methods=_CAST,
+            words=lambda on: "adapter in the base's dtype" if on else "adapter in float32",
+            flag="--adapter-in-base-dtype",
+            summary="The adapter stays in the base's 16 bits (PEFT's autocast_adapter_dtype=False).",
         ),
         Knob(
             name="batching",

@@ -115,6 +115,17 @@ QUANTIZATIONS: dict[str, Quantization] = {
 int8 is LLM.int8."""
 
 
+def dtype_beside(precision: str, quantization: str, quantization_storage: str) -> str:
+    """Return the dtype of an adapter beside such weights, before PEFT casts 16 bits to float32.
+
+    Codes in integers leave it in float32 (peft 0.21 tuners/tuners_utils.py,
+    _move_adapter_to_device_of_base_layer).
+    """
+    if quantization == "none":
+        return PRECISIONS[precision].parameter_dtype
+    return "float32" if quantization_storage == "uint8" else quantization_storage
+
+
 QUANTIZATION_STORAGES = ("uint8", "bfloat16", "float16", "float32")
 """Types that hold the packed codes of 4-bit weights (`bnb_4bit_quant_storage`): the same bytes in each. Only
 those of a floating dtype can be shared out (accelerate 1.15 utils/fsdp_utils.py)."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from autotune.catalogue.attention import FLASH_ATTENTIONS
 from autotune.catalogue.checkpoint import Checkpoint
+from autotune.common.dtypes import DTYPE_BYTES
 from autotune.space.adapters import ADAPTERS, adapter_of, peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.
@@ -81,6 +82,15 @@ def _shards_its_codes(config: TrainConfig) -> bool:
 
 def _computes_in_float32(config: TrainConfig) -> bool:
     return PRECISIONS[config.precision].compute_dtype == "float32"
+
+
+def _adapter_bytes(config: TrainConfig) -> int | None:
+    """Bytes of an element of the adapter's weights as PEFT makes them; None: there is none to leave so."""
+    if config.method not in KNOBS["adapter_in_base_dtype"].methods:
+        return None
+    return DTYPE_BYTES[
+        dtype_beside(config.precision, config.quantization, config.quantization_storage)
+    ]
 
 
 def _is_prompt(config: TrainConfig) -> bool:
@@ -153,6 +163,28 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: (
             c.quantization_storage != "uint8" and not QUANTIZATIONS[c.quantization].codes
         ),
+    ),
+    Rule(
+        name="preparation-needs-quantization",
+        reason="prepare_model_for_kbit_training is for a quantised base: any other would become float32",
+        breaks=lambda c, _: c.kbit_preparation and c.quantization == "none",
+    ),
+    Rule(
+        name="preparation-is-not-shared-out",
+        reason="weights of two dtypes, float32 ones among them, are shared out by no library as predicted",
+        breaks=lambda c, _: c.kbit_preparation and c.parallelism not in ("none", "ddp"),
+    ),
+    Rule(
+        name="adapter-dtype-needs-16-bits",
+        reason="an adapter takes the dtype of the weight beside it where that is a float of 16 bits; 4-bit "
+        "and 8-bit codes leave it in float32 unless they are packed in one (quantization_storage)",
+        breaks=lambda c, _: c.adapter_in_base_dtype and _adapter_bytes(c) != 2,
+    ),
+    Rule(
+        # torch 2.13 amp/grad_scaler.py, _unscale_grads_.
+        name="scaler-needs-float32-gradients",
+        reason="the loss scaler of float16 autocast refuses gradients in float16",
+        breaks=lambda c, _: c.adapter_in_base_dtype and PRECISIONS[c.precision].grad_scaler,
     ),
     Rule(
         name="qlora-needs-quantization",

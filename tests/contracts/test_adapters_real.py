@@ -108,6 +108,9 @@ def test_other_adapters_have_no_alpha(kind: Any) -> None:
 TARGETS: dict[str, Any] = {"lora_targets": "all-linear"}
 CASES = {
     "lora": case("lora", lora(), checkpointing=1),
+    "lora, left in bfloat16": case(
+        "lora", lora(), {**TARGETS, "adapter_in_base_dtype": True}, precision="bf16-true"
+    ),
     "lora, DoRA": case("lora", lora(use_dora=True), {"lora_variant": "dora"}),
     "lora, DoRA, checkpointed": case(
         "lora", lora(use_dora=True), {"lora_variant": "dora"}, checkpointing=1

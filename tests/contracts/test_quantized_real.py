@@ -63,6 +63,21 @@ CASES = {
     "fp4-double, packed in float32": case(
         "fp4-double", settings={**TARGETS, "quantization_storage": "float32"}
     ),
+    **{
+        f"{name}, prepared": case(
+            name,
+            settings={**TARGETS, "kbit_preparation": True},
+            checkpointing=int(name == "nf4"),
+        )
+        for name in ("nf4", "int8")
+    },
+    "nf4, prepared, biases": case(
+        "nf4", architecture="gpt_neox", settings={**TARGETS, "kbit_preparation": True}
+    ),
+    "nf4 in bfloat16, adapter left in it": case(
+        "nf4",
+        settings={**TARGETS, "quantization_storage": "bfloat16", "adapter_in_base_dtype": True},
+    ),
     "int8": case("int8", accumulation=2),
     "int8, checkpointed": case("int8", checkpointing=1),
     "int8, biases": case("int8", architecture="gpt_neox", precision="bf16-mixed"),
@@ -110,7 +125,10 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         model = trainer_test.models.build_base(case.config, case.task, spec)
         quantize.quantize(model, case.task, spec)
         build.materialize(model, dtype, torch.device("cpu"))
-        adapted = peft.get_peft_model(model, case.peft)
+        if spec.kbit_preparation:
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        casts = not spec.adapter_in_base_dtype
+        adapted = peft.get_peft_model(model, case.peft, autocast_adapter_dtype=casts)
         if case.architecture == "gpt_neox":
             settle(adapted.train(), case)
         return adapted

@@ -427,7 +427,8 @@ def real_model(case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", bias="none")
-    return get_peft_model(model, case.peft or lora)
+    casts = not case.spec.adapter_in_base_dtype
+    return get_peft_model(model, case.peft or lora, autocast_adapter_dtype=casts)
 
 
 def collator(case: Case) -> dict[str, Any]:

@@ -81,6 +81,8 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("num_virtual_tokens", TOKENS, (4, 8)),
     ("quantization", QLORA, tuple(set(QUANTIZATIONS) - {"none"})),
     ("quantization_storage", QLORA, QUANTIZATION_STORAGES),
+    ("kbit_preparation", QLORA, (False, True)),
+    ("adapter_in_base_dtype", LORA, (False, True)),
     ("batching", FULL, BATCHINGS),
     ("parallelism", DDP, tuple(set(PARALLELISMS) - {"none"})),
     ("num_gpus", DDP, (2, 4)),

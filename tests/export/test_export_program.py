@@ -34,9 +34,11 @@ QLORA = TrainConfig(
     activation_checkpointing=1,
     batching="padded",
     trainer="trl-sft",
+    kbit_preparation=True,
 )
 UNSLOTH = dataclasses.replace(
     QLORA,
+    kbit_preparation=False,
     lora_alpha_ratio=1.0,
     quantization="nf4-double",
     lora_targets="q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj",
@@ -83,6 +85,19 @@ def test_a_script_is_read(tmp_path: Path) -> None:
     said = " ".join(run.notes)
     assert "learning_rate: args.lr (line 40)" in said
     assert "prepare_model_for_kbit_training (line 26)" in said
+
+
+def test_a_script_says_the_dtype_of_its_adapter(tmp_path: Path) -> None:
+    path = theirs(tmp_path, "qlora")
+    text = path.read_text(encoding="utf-8").replace(
+        "    tokenizer = AutoTokenizer",
+        "    model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)\n"
+        "    tokenizer = AutoTokenizer",
+    )
+    path.write_text(text, encoding="utf-8")
+    assert read_base(path).config.adapter_in_base_dtype
+    path.write_text(text.replace("=False)", "=True)"), encoding="utf-8")
+    assert not read_base(path).config.adapter_in_base_dtype
 
 
 def test_a_script_is_given_back(tmp_path: Path) -> None:

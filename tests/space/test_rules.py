@@ -73,6 +73,24 @@ BREAKERS = {
         dataclasses.replace(QLORA, quantization="fp4"),
         dataclasses.replace(ADA, checkpoint=Checkpoint(quantization="nf4")),
     ),
+    "preparation-needs-quantization": (dataclasses.replace(LORA, kbit_preparation=True), ADA),
+    "preparation-is-not-shared-out": (
+        dataclasses.replace(
+            ON_TWO_QLORA,
+            precision="bf16-autocast",
+            quantization_storage="bfloat16",
+            kbit_preparation=True,
+        ),
+        ADA,
+    ),
+    "adapter-dtype-needs-16-bits": (
+        dataclasses.replace(QLORA, adapter_in_base_dtype=True),
+        ADA,
+    ),
+    "scaler-needs-float32-gradients": (
+        dataclasses.replace(LORA, adapter_in_base_dtype=True, precision="fp16-autocast"),
+        ADA,
+    ),
     "storage-needs-4-bits": (dataclasses.replace(LORA, quantization_storage="bfloat16"), ADA),
     "qlora-needs-quantization": (dataclasses.replace(QLORA, quantization="none"), ADA),
     "adapter-has-no-such-setting": (dataclasses.replace(LORA, num_virtual_tokens=8), ADA),

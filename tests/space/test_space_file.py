@@ -148,6 +148,8 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "lora_dropout": (0.0,),
         "quantization": ("nf4",),
         "quantization_storage": ("uint8",),
+        "kbit_preparation": (False,),
+        "adapter_in_base_dtype": (False,),
     }
     assert qlora.domains == {**full.domains, **of_adapters}
 
@@ -269,10 +271,15 @@ def test_the_defaults_of_other_methods(write: Callable[..., Path]) -> None:
         {key: value for key, value in row.domains.items() if key not in space.methods[0].domains}
         for row in sorted(space.methods[1:], key=lambda row: names.index(row.method))
     )
-    plain = {"quantization": ("none",), "quantization_storage": ("uint8",)}
+    plain = {
+        "quantization": ("none",),
+        "quantization_storage": ("uint8",),
+        "kbit_preparation": (False,),
+    }
     assert vera == {
         "lora_rank": (256,),
         "lora_targets": ("all-linear",),
+        "adapter_in_base_dtype": (False,),
         **plain,
     }
     assert prompt == {"num_virtual_tokens": (20,), **plain}

@@ -119,6 +119,8 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "lora_dropout": 0.0,
         "quantization": "none",
         "quantization_storage": "uint8",
+        "kbit_preparation": False,
+        "adapter_in_base_dtype": False,
         "batching": "packed",
         "parallelism": "none",
         "liger": False,

@@ -50,9 +50,10 @@ OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
 """Keywords that TrainingArguments lack: SFTConfig's, or those of an older SFTTrainer."""
 _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
 """Keywords of an older SFTTrainer that are SFTConfig's."""
+_PREPARATION = "prepare_model_for_kbit_training"
 _CHECKPOINTS = {
     "gradient_checkpointing_enable": "",
-    "prepare_model_for_kbit_training": "use_gradient_checkpointing",
+    _PREPARATION: "use_gradient_checkpointing",
 }
 """Functions that switch checkpointing on by themselves, with the keyword that keeps them from it."""
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
@@ -71,6 +72,8 @@ class _Found:
     has_sft_defaults: bool = False
     loads_by_name: bool = False
     is_unsloth: bool = False
+    kbit_preparation: bool = False
+    adapter_in_base_dtype: bool = False
 
 
 def find_calls(program: Program, tree: ast.Module) -> None:
@@ -110,6 +113,8 @@ def find_calls(program: Program, tree: ast.Module) -> None:
             name in VARIABLES and is_expandable(value) for name, value in variables
         ),
         keeps_checkpointing=bool(found.switches),
+        kbit_preparation=found.kbit_preparation,
+        adapter_in_base_dtype=found.adapter_in_base_dtype,
         is_part=MODEL not in sections and not loads_by_name,
     )
     _check_switches(program, found.switches)
@@ -122,6 +127,10 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
     owner = name_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     owner = aliases.get(owner, owner)
     prefix = _section(function, owner)
+    # Unsloth's of that name is another function.
+    found.kbit_preparation |= function == _PREPARATION
+    if function == "get_peft_model" and prefix is None:
+        found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
     if prefix is not None:
         found.lines.setdefault(prefix, []).append(node.lineno)
         program.boxes[prefix] = node
@@ -184,10 +193,12 @@ def _take_trainer(program: Program, node: ast.Call) -> bool:
 
 
 def _switches_on(program: Program, node: ast.Call, keyword: str) -> bool:
-    values = [
-        program.value(each.value) for each in node.keywords if keyword and each.arg == keyword
-    ]
-    return values != [False]
+    return not keyword or _given(program, node, keyword) != [False]
+
+
+def _given(program: Program, node: ast.Call, keyword: str) -> list[Any]:
+    """Return the value that a call gives to a keyword; nothing where it gives none."""
+    return [program.value(each.value) for each in node.keywords if each.arg == keyword]
 
 
 def _check_switches(program: Program, switches: list[tuple[str, int]]) -> None:
@@ -195,9 +206,10 @@ def _check_switches(program: Program, switches: list[tuple[str, int]]) -> None:
     said = (program.content.get(name) for name in _CHECKPOINTING)
     is_on = any(value is True for value in said) or program.shape.is_unsloth
     for function, line in switches:
-        if function == "prepare_model_for_kbit_training":
+        if function == _PREPARATION:
             program.notes.append(
-                f"{function} (line {line}) copies what is not quantised to float32, which is not predicted"
+                f"{function} (line {line}) keeps norms, embeddings and head in float32, and is kept: ask "
+                "again without that line to see what it costs"
             )
         if not is_on:
             program.problems.append(

@@ -26,7 +26,8 @@ OF_RECIPE = {
     **{
         f"{RECIPE}{name}": name
         for name in (
-            "sequence_length", "batching", "trainer", "parallelism", "num_processes", "environment"
+            "sequence_length", "batching", "trainer", "parallelism", "num_processes", "environment",
+            "kbit_preparation", "adapter_in_base_dtype",
         )
     },
 }  # fmt: skip

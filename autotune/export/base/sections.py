@@ -61,6 +61,10 @@ class Shape:
     """Whether it sets the allocator's variable."""
     keeps_checkpointing: bool = False
     """Whether something beside the arguments switches it on."""
+    kbit_preparation: bool = False
+    """Whether the program calls PEFT's prepare_model_for_kbit_training."""
+    adapter_in_base_dtype: bool = False
+    """Whether it tells get_peft_model to leave the adapter's dtype as it is."""
     is_part: bool = False
     """Whether what is missing is made elsewhere, and open."""
 
@@ -144,6 +148,10 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
     if shape.expandable_segments:
         fixed["expandable_segments"] = True
+    if shape.kbit_preparation:
+        fixed["kbit_preparation"] = True
+    if shape.adapter_in_base_dtype:
+        fixed["adapter_in_base_dtype"] = True
     return TrainerFile(
         name=shape.name,
         source="transformers 5.23",
@@ -208,6 +216,8 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{loading}attn_implementation": "sdpa",
         f"{RECIPE}num_processes": 1,
         f"{RECIPE}parallelism": "none",
+        f"{RECIPE}kbit_preparation": False,
+        f"{RECIPE}adapter_in_base_dtype": False,
         "max_length": SFT.defaults["max_length"],
     }
     if shape.has_sft_defaults:
@@ -245,6 +255,10 @@ def _recipe_rows() -> list[Row]:
             "batching",
             f"{RECIPE}batching train_sampling_strategy",
             *((n, n, "group_by_length" if n == "grouped" else "random") for n in BATCHINGS),
+        ),
+        *(
+            of_values(name, f"{RECIPE}{name}", {False: False, True: True})
+            for name in ("kbit_preparation", "adapter_in_base_dtype")
         ),
         of_values("trainer", f"{RECIPE}trainer", {name: name for name in TRAINERS}),
         of_values("parallelism", f"{RECIPE}parallelism", {name: name for name in PARALLELISMS}),

@@ -15,6 +15,8 @@ class Phase(StrEnum):
 
     WEIGHTS = "weights"
     ADAPTER = "adapter"
+    PREPARED = "prepared"
+    """What is not quantised is copied to float32."""
     SETTLED = "settled"
     """Changes that the first step makes for good."""
     BATCH = "batch"
@@ -31,7 +33,7 @@ class Phase(StrEnum):
     """Tensors that go when the micro-step is over."""
 
 
-SETUP_PHASES = (Phase.WEIGHTS, Phase.ADAPTER, Phase.SETTLED)
+SETUP_PHASES = (Phase.WEIGHTS, Phase.PREPARED, Phase.ADAPTER, Phase.SETTLED)
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
 FORWARD_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.HEAD)
 EMBED_PHASES = (Phase.EMBED, Phase.EMBED_BACKWARD)

@@ -29,7 +29,8 @@ def add_adapter(
 ) -> nn.Module:
     """Add PEFT's adapter to the model, on the model's device; its weights are fp32 where PEFT casts them.
 
-    `rank` replaces the choice's. Raises UnsupportedModel where PEFT has no such adapter for the model.
+    Where the choice says so they stay in the base's dtype. `rank` replaces the choice's. Raises
+    UnsupportedModel where PEFT has no such adapter for the model.
     """
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -48,14 +49,41 @@ def add_adapter(
     unshuffled = [(torch, "randperm", _in_order)] if on_meta else []
     try:
         with place, replaced(unshuffled):
-            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+            adapted: nn.Module = get_peft_model(
+                model,
+                config,
+                autocast_adapter_dtype=not choice.adapter_in_base_dtype,
+                low_cpu_mem_usage=on_meta,
+            )
     except Exception as error:
         raise UnsupportedModel(
             f"PEFT cannot add its {config.peft_type.value} adapter ({reason_of(error)})"
         ) from error
     if on_meta:
         _leave_no_values(adapted)
+    if on_meta and choice.adapter_in_base_dtype:
+        _cast_as_beside(adapted)
     return adapted
+
+
+def _cast_as_beside(model: nn.Module) -> None:
+    """Cast each adapter to the dtype of the weight beside it, where that is a float.
+
+    PEFT does so but for weights on `meta` (peft 0.21 tuners/tuners_utils.py,
+    _move_adapter_to_device_of_base_layer).
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        beside: Any = module.get_base_layer()
+        if not beside.weight.dtype.is_floating_point:
+            continue
+        for name in (*module.adapter_layer_names, *module.other_param_names):
+            held: Any = getattr(module, name, None)
+            if isinstance(held, (nn.ModuleDict, nn.ParameterDict)):
+                held.to(beside.weight.dtype)
 
 
 def _in_order(count: int, *, generator: Any = None, **place: Any) -> torch.Tensor:

@@ -58,6 +58,17 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
                 module.bias = nn.Parameter(module.bias.to(compute), requires_grad=False)
 
 
+def prepare(module: Any) -> None:
+    """Copy what is not quantised to float32, by PEFT's own function; checkpointing is left to the Trainer.
+
+    Called without `use_gradient_checkpointing=False` it makes the embeddings' output require a gradient too,
+    which a base with checkpointed layers need not have, and which is not priced.
+    """
+    from peft import prepare_model_for_kbit_training
+
+    prepare_model_for_kbit_training(module, use_gradient_checkpointing=False)
+
+
 def is_quantized(module: nn.Module) -> bool:
     """Whether a module is bitsandbytes' layer, and not PEFT's of the same name around it."""
     kind = type(module)

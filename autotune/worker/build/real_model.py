@@ -35,6 +35,8 @@ def build(
     if train_config.quantization != "none":
         quantize.quantize(model, task, spec)
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
+    if train_config.kbit_preparation:
+        quantize.prepare(model)
     if train_config.method == "full":
         return model
     return adapters.add_adapter(model, task, train_config)

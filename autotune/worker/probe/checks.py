@@ -21,7 +21,7 @@ from autotune.space import requirements
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.worker.build.quantize import is_quantized
 from autotune.worker.trace.tracker import in_backward
 
@@ -77,11 +77,9 @@ def _adapter_dtype(config: TrainConfig) -> str:
 
     float32 where PEFT casts it; else that of the weights beside it, where they are of a float one.
     """
-    if ADAPTERS[config.method].is_float32:
+    if ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
         return "float32"
-    if config.quantization == "none":
-        return PRECISIONS[config.precision].parameter_dtype
-    return "float32" if config.quantization_storage == "uint8" else config.quantization_storage
+    return dtype_beside(config.precision, config.quantization, config.quantization_storage)
 
 
 def _check_adapter(model: Any, config: TrainConfig) -> list[str]:

@@ -72,6 +72,8 @@ class MetaStep:
                     quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device="meta"))
             for tensor in _tensors_of(module):
                 self._own(tensor)
+        if spec.kbit_preparation:
+            self._prepare(place_of)
         if spec.method in ADAPTERS:
             rank = self._rank if ADAPTERS[spec.method].scales and spec.lora_rank is None else None
             self.model = adapters.add_adapter(self.model, self.task, spec, rank)
@@ -92,15 +94,33 @@ class MetaStep:
         if precision.autocast:
             _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
 
+    def _prepare(self, place_of: Callable[[str], Place]) -> None:
+        """Prepare the model for k-bit training, a module at a time: each block has its layer's copies.
+
+        The last call is for weights of modules that hold others besides.
+        """
+        leaves = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if next(module.children(), None) is None
+        ]
+        for name, module in [*leaves, ("", self.model)]:
+            self._mark_change(Phase.PREPARED, place_of(name))
+            with self.tracker:
+                quantize.prepare(module)
+        self.parameters = {self.tracker.index_of(p): p for p in self.parameters.values()}
+
     def settle(self, micro_batch: int, sequence_length: int) -> None:
         """Make the changes that the first step makes for good.
 
-        LLM.int8 converts its biases to its input's dtype.
+        LLM.int8 converts its biases to its input's dtype, 4-bit layers those that are in float32 to the dtype
+        of their products.
 
-        Source: bitsandbytes 0.50 nn/modules.py, Linear8bitLt.forward.
+        Source: bitsandbytes 0.50 nn/modules.py, Linear8bitLt.forward and Linear4bit.forward.
         """
         linears: list[Any] = [m for m in self.model.modules() if quantize.is_quantized(m)]
-        if self.spec.quantization != "int8" or all(linear.bias is None for linear in linears):
+        converts = self.spec.quantization == "int8" or self.spec.kbit_preparation
+        if not converts or all(linear.bias is None for linear in linears):
             return
         self.mark(Phase.SETTLED)
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
