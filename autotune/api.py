@@ -370,6 +370,12 @@ def limits(
     odds: float | None = None,
     headroom: str | None = None,
     seq_len: int | None = None,
+    dataset: StrPath | None = None,
+    format: str | None = None,  # noqa: A002
+    text_field: str | None = None,
+    answer_field: str | None = None,
+    loss_on: str | None = None,
+    tokenizer: StrPath | None = None,
     multiple_of: int = 64,
     method: str | Sequence[str] = (),
     accumulation: int = 1,

@@ -11,6 +11,7 @@ from autotune.cli import completion
 from autotune.cli.options import (
     COUNT,
     LENGTH,
+    dataset_options,
     gpu_mem_option,
     gpu_option,
     headroom_options,
@@ -52,6 +53,7 @@ _NOT_WITH = {
 @gpu_mem_option
 @headroom_options
 @click.option("--seq-len", type=LENGTH, help="Tokens per sample [default: 1024].")
+@dataset_options
 @click.option(
     "--multiple-of", type=COUNT, default=64, help="Of which a sequence length is a multiple."
 )

@@ -179,6 +179,17 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
             help="GPUs of that kind in the machine: a prediction for each.",
         ),
         click.option("--seq-len", type=LENGTH, default=SEQUENCE_LENGTH, help="Tokens per sample."),
+        dataset_options,
+        json_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def dataset_options(command: Command) -> Command:
+    """Options that name a dataset, and say how it is read."""
+    options = (
         click.option(
             "--dataset",
             metavar="NAME",
@@ -208,7 +219,6 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
             metavar="FOLDER",
             help="Of the dataset, from local files [default: the model's].",
         ),
-        json_option,
     )
     for option in reversed(options):
         command = option(command)

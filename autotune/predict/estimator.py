@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.memory.allocator import Replay
+from autotune.memory.allocator import PAGE_BYTES, Replay
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
 from autotune.predict.expandable_segments import grown
@@ -57,6 +57,10 @@ _BREAKDOWN_OF_CATEGORY = {
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
 _EMPTY_CACHE_SHARE = 0.10
+
+
+_MOST_BUDGETS = 8
+"""Most budgets under which growing segments are replayed to find one that they fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +166,44 @@ class Estimator:
     def fits(self, estimate: Estimate) -> bool:
         """Whether the predicted peak leaves the headroom."""
         return estimate.peak_device_bytes <= self.room_for(estimate.config)
+
+    def smallest(self, configs: Iterable[TrainConfig]) -> Estimate | None:
+        """The estimate of what needs least, its headroom included, by a full replay; None of none.
+
+        Segments that grow are replayed under the least budget that they fit, to within some MiB.
+        """
+        least: Estimate | None = None
+        # Growing segments need hardly more than what is live: after them few others are left to replay.
+        for config in sorted(
+            configs, key=lambda c: (self._least_needed(c), not c.expandable_segments, repr(c))
+        ):
+            if least is not None and self._least_needed(config) >= self._needed(least):
+                break
+            found = self._as_it_fits(config)
+            if least is None or self._needed(found) < self._needed(least):
+                least = found
+        return least
+
+    def _least_needed(self, config: TrainConfig) -> int:
+        """A lower bound of the budget that the configuration fits into: no replay is made."""
+        floor_bytes = self.floor_bytes(config)
+        reserved_bytes = floor_bytes - self._outside_bytes(TraceSpec.of(config))
+        return floor_bytes + self._headroom.room_bytes(reserved_bytes, config.batching)
+
+    def _needed(self, estimate: Estimate) -> int:
+        return estimate.over_bytes(0, self._headroom)
+
+    def _as_it_fits(self, config: TrainConfig) -> Estimate:
+        """The estimate under a budget that it fits, where what is reserved depends on that."""
+        estimator = self
+        for tries in range(_MOST_BUDGETS):
+            found = estimator.estimate(config)
+            over_bytes = found.over_bytes(estimator.memory_budget_bytes, self._headroom)
+            if over_bytes <= 0 or not config.expandable_segments:
+                break
+            more_bytes = max(over_bytes, PAGE_BYTES << tries)
+            estimator = estimator.with_budget(estimator.memory_budget_bytes + more_bytes)
+        return found
 
     def may_fit(self, config: TrainConfig) -> bool:
         """Whether live tensors alone fit: no replay is made."""

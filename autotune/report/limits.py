@@ -42,6 +42,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
         ("next", _next(answer)),
         *(("left out", words.printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),
+        *([] if answer.workload is None else [("data", words.data(answer.workload))]),
     ]
     if best.state.optimizer_state_managed_bytes:
         rows.append(("", words.paging(best)))
@@ -108,4 +109,6 @@ def command(answer: Limit) -> str:
         parts += ["--odds", str(answer.headroom.odds)]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
     parts += ["--accumulation", str(config.gradient_accumulation_steps)]
+    for name, value in answer.dataset_options.items():
+        parts += [f"--{name.replace('_', '-')}", value]
     return shlex.join([*parts, *as_options(config)])

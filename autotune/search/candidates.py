@@ -150,9 +150,12 @@ class Candidates:
     def further(self, wanted: Callable[[TrainConfig], bool], *others: Estimate) -> Estimate | None:
         """The fastest of any form, where it is faster than these; of those tied the least is given up."""
         fastest = self._fastest(self._ranked, wanted)
-        if fastest is None or speed_of(fastest) * (1 - NOISE) <= max(map(speed_of, others)):
+        if fastest is None:
             return None
-        return self._giving_up_least(self._ranked, wanted, speed_of(fastest) * (1 - NOISE))
+        least = speed_of(fastest) * (1 - NOISE)
+        if least <= max(map(speed_of, others), default=0.0):
+            return None
+        return self._giving_up_least(self._ranked, wanted, least)
 
     def _fastest(self, ranked: _Ranked, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
         best: Estimate | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +51,19 @@ class Lengths:
         A stream of tokens is cut into blocks whole; samples of their own lose what is too long.
         """
         return self.num_tokens if batching == "packed" else self.num_kept_tokens
+
+    def cut(self, limit: int) -> Lengths:
+        """The lengths with samples cut off at fewer tokens.
+
+        Percentiles are exact; the tokens that are kept follow from them, and are as coarse as they are.
+        """
+        if limit >= self.longest:
+            return self
+        percentiles = tuple(min(length, limit) for length in self.percentiles)
+        share = sum(percentiles) / sum(self.percentiles)
+        return dataclasses.replace(
+            self, percentiles=percentiles, num_kept_tokens=round(share * self.num_kept_tokens)
+        )
 
     @classmethod
     def of(

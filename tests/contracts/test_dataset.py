@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,34 @@ def test_find_counts_no_padding_and_takes_the_longest_sample_for_the_worst(folde
     # One sample of nine is thirty times as long: what is padded to it is mostly padding.
     assert found["best"]["useful_share"] > 0.9
     assert found["counts"]["enumerated"] == 9
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_max_takes_lengths_and_format_from_the_dataset(folder: Path) -> None:
+    (folder / "space.yaml").write_text(
+        "methods:\n  full:\n    micro_batch_size: [1]\n    precision: [bf16-true]\n"
+        "    optimizer: [adamw_torch_fused]\n    attention: [eager]\n    batching: [padded]\n",
+        encoding="utf-8",
+    )
+    arguments = [
+        *("max", "--what", "micro-batch", "--model", str(folder / "tiny"), "--gpu", "rtx-4070"),
+        *("--dataset", str(folder / "data.jsonl"), "--format", "text", "--gpu-mem", "1GB"),
+        *("--space", "space.yaml", "--method", "full", "--seq-len", "200", "--json"),
+    ]
+    ran = here.command(*arguments, cwd=folder)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["best"]["config"]["sequence_length"] == 120
+    assert found["best"]["config"]["batching"] == "padded"
+    assert found["best"]["useful_share"] < 0.5
+    _, *check = shlex.split(found["check"])
+    checked = json.loads(here.command(*check, "--json", cwd=folder).stdout)
+    assert checked["peak_device_bytes"] == found["best"]["peak_device_bytes"]
+    assert checked["useful_share"] == pytest.approx(found["best"]["useful_share"])
+
+    refused = here.command("max", "--what", "model", *arguments[5:-1], cwd=folder)
+    assert refused.returncode == 2
+    assert "--dataset does not go with --what model" in refused.stderr
 
 
 @pytest.mark.usefixtures("forked_workers")

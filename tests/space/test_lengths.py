@@ -14,6 +14,17 @@ HALF_AND_HALF = Lengths.of({100: 500, 300: 500}, 1000, num_samples=1000, longest
 """Every other sample is three times as long."""
 
 
+def test_cut_off_they_are_as_if_read_so() -> None:
+    read = {2 * n: 10 for n in range(1, 101)}
+    whole = Lengths.of(read, 1000, num_samples=1000, longest=200)
+    cut = whole.cut(150)
+    assert cut.percentiles == Lengths.of(read, 150, num_samples=1000, longest=200).percentiles
+    again = Lengths.of(read, 150, num_samples=1000, longest=200)
+    assert cut.num_kept_tokens == pytest.approx(again.num_kept_tokens, rel=0.01)
+    assert cut.num_tokens == again.num_tokens
+    assert whole.cut(200) is whole
+
+
 def share(lengths: Lengths, batching: str, micro_batch_size: int, accumulation: int = 8) -> float:
     return useful_share(
         lengths,

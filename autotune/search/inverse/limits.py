@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from autotune.catalogue import models
+from autotune.errors import ConfigError
 from autotune.records.question import SEQUENCE_LENGTH, Question
 from autotune.search import budget
+from autotune.search.dataset import read_dataset
 from autotune.search.inverse import questions
 from autotune.search.inverse.pricing import LimitProblem
-from autotune.search.inverse.questions import Limit
+from autotune.search.inverse.questions import Limit, positions
 from autotune.search.predict_best import Progress
 from autotune.space import space_file
 from autotune.space.config import METHODS
 from autotune.space.requirements import predictable
-from autotune.space.search_space import with_peft
+from autotune.space.search_space import may_pack, with_peft
 from autotune.worker.client.forkserver import ForkServer
 
 
@@ -40,6 +42,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
     if source is not None and what != "sequence-length":
         length = budget.possible_length(source, length, is_given=question.seq_len is not None)
         budget.check_length(question.task or source.task, length)
+    task = question.task or (None if source is None else source.task)
     space, _ = predictable(space_file.load(question.space))
     methods = question.methods
     if question.peft is not None:
@@ -49,6 +52,18 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
     if source is not None:
         methods = budget.methods_for(source, methods)
     space_file.require_method(space, methods)
+    dataset, lengths = None, None
+    if question.dataset is not None:
+        if source is None or task is None:
+            raise ConfigError(
+                "--dataset does not go with --what model",
+                why="Each model cuts its samples into tokens of its own",
+                remedy="Leave --dataset out, or name the --model with another --what",
+            )
+        longest = positions(source)[0] if what == "sequence-length" else length
+        dataset, lengths = read_dataset(question, source, task, longest)
+        if not may_pack(space, task):
+            length = min(length, lengths.longest)
     return LimitProblem(
         question=question,
         source=source,
@@ -58,4 +73,6 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         methods=methods,
         space=space,
         multiple_of=multiple_of,
+        dataset=dataset,
+        lengths=lengths,
     )

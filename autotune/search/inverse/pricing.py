@@ -8,6 +8,7 @@ made where the fastest is looked for. Every trace is made once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +26,16 @@ from autotune.search.budget import ChosenCard
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import Progress
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.dataset import Dataset
 from autotune.space.defaults import default_base
 from autotune.space.headroom import Headroom
+from autotune.space.lengths import Lengths
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import (
     SearchSpace,
     enumerate_configs,
     with_attentions,
+    with_batchings,
     with_checkpoint,
 )
 from autotune.store.trace_cache import TraceCache
@@ -52,6 +56,8 @@ class Case:
     sequence_length: int
     fixed: Mapping[str, Any] = field(hash=False)
     """Settings by their name in TrainConfig; the others are free."""
+    bounds_rank: bool = False
+    """Whether adapters are left out whose rank is more than their narrowest layer is wide."""
 
     def of(self, config: TrainConfig) -> TrainConfig:
         """The same configuration with this case's length and settings."""
@@ -74,6 +80,9 @@ class LimitProblem:
     space: SearchSpace
     multiple_of: int = 64
     """Step in which sequence lengths are tried."""
+    dataset: Dataset | None = None
+    lengths: Lengths | None = None
+    """The samples of the dataset; None: every one is as long as the sequence."""
 
 
 class Pricer:
@@ -89,6 +98,9 @@ class Pricer:
         self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
         self._estimators: dict[tuple[object, ...], Estimator] = {}
         self._refusals: dict[tuple[object, ...], ConfigError] = {}
+        self._points: dict[tuple[object, ...], tuple[list[TrainConfig], dict[str, int]]] = {}
+        """Valid configurations by all that they depend on: cards of one compute capability share them."""
+        self._narrowest = functools.cache(narrowest_layer)
         self._num_tried = 0
 
     @property
@@ -117,6 +129,8 @@ class Pricer:
             for config in configs:
                 if not estimator.may_fit(config):
                     break
+                if estimator.is_known_not_to_fit(config):
+                    continue
                 estimate = estimator.estimate(config)
                 if estimator.fits(estimate):
                     return estimate
@@ -128,11 +142,22 @@ class Pricer:
         return None if self._traces.get(key) else self._refusals.get(key)
 
     def smallest(self, case: Case) -> Estimate:
-        """Return the estimate that needs least. Raises ConfigError where there is nothing to price."""
-        estimator, configs = self._thriftiest(case, self._ladders(case, prune=False))
-        if not configs:
+        """Return the estimate that needs least by a full replay, its room included.
+
+        Raises ConfigError where there is nothing to price.
+        """
+        ladders = self._ladders(case, prune=False)
+        # What weighs least often needs least: of the others only those are traced that could need less.
+        estimator, configs = self._thriftiest(case, ladders[:1])
+        least = estimator.smallest(configs)
+        if least is not None:
+            needed = dataclasses.replace(case, budget_bytes=least.over_bytes(0, self.headroom))
+            ladders = [each for each in ladders if not self._is_hopeless(needed, each[0][1][0])]
+        estimator, configs = self._thriftiest(case, ladders)
+        least = estimator.smallest(configs)
+        if least is None:
             raise self.refusal(case) or self._no_configuration(case)
-        return estimator.estimate(configs[0])
+        return least
 
     def room_for(self, case: Case, config: TrainConfig) -> int:
         """Bytes of the case's budget that the configuration's peak may take."""
@@ -147,17 +172,17 @@ class Pricer:
         return estimator.estimate(config).peak_device_bytes
 
     def best(self, case: Case) -> tuple[Estimate, Estimate | None]:
-        """The fastest that fits, then the same with a second micro-batch per step, where that goes.
+        """The fastest that fits, of any form, then the same with a second micro-batch per step.
 
-        Where the card's rates are unknown: the one that needs least.
+        The second is None where it cannot be. Where the card's rates are unknown: the one that needs least.
         """
         estimator, configs = self._possible(case)
-        base = default_base(self._workload(case, 1), case.gpu, case.source)
+        base = default_base(self.workload(case, 1), case.gpu, case.source)
         try:
-            found = Candidates(estimator, configs, base).best(lambda _: True)
+            best = Candidates(estimator, configs, base).further(lambda _: True)
         except HardwareError:
-            found = None
-        best = self.fitting(case) if found is None else found[0]
+            best = None
+        best = best or self.fitting(case)
         assert best is not None
         accumulation = max(2, best.config.gradient_accumulation_steps)
         config = dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
@@ -167,11 +192,35 @@ class Pricer:
         )
         return best, None if broken_rules(config, context) else estimator.estimate(config)
 
-    def full_rank(self, case: Case) -> int:
-        """Beyond the smaller side of the largest matrix, a rank adds nothing."""
+    def widest(self, case: Case) -> int:
+        """Width of the narrowest layer that is adapted, where the settings leave it widest.
+
+        A layer's width is the lesser of its inputs and outputs: a higher rank adds nothing to it. Raises
+        ConfigError where nothing can be traced.
+        """
         _, configs = self._thriftiest(case, self._ladders(case, prune=False))
+        if not configs:
+            raise self.refusal(case) or self._no_configuration(case)
         traces = self._traces[self._key(case)]
-        return max((_full_rank(traces[TraceSpec.of(config)]) for config in configs), default=1)
+        return max(self._narrowest(traces[TraceSpec.of(config)]) for config in configs)
+
+    def holds_weights(self, case: Case) -> bool:
+        """Whether the budget holds the weights of any valid configuration, and its gradients."""
+        return not all(self._is_hopeless(case, config) for config in self._enumerate(case)[0])
+
+    def _supported(
+        self, case: Case, estimator: Estimator, configs: Iterable[TrainConfig]
+    ) -> list[TrainConfig]:
+        """Those that the model could be traced with, and whose rank adds something to every layer."""
+        supported = list(filter(estimator.supports, configs))
+        if not case.bounds_rank:
+            return supported
+        traces = self._traces[self._key(case)]
+        return [
+            config
+            for config in supported
+            if (config.lora_rank or 0) <= self._narrowest(traces[TraceSpec.of(config)])
+        ]
 
     def _thriftiest(
         self, case: Case, ladders: list[_Ladder]
@@ -182,7 +231,7 @@ class Pricer:
             estimator = self._estimator(case, _first_rungs(ladders))
             left = []
             for (_, configs), *later in ladders:
-                supported = list(filter(estimator.supports, configs))
+                supported = self._supported(case, estimator, configs)
                 thriftiest += supported
                 if later and not supported:
                     left.append(later)
@@ -198,7 +247,8 @@ class Pricer:
             estimator = self._estimator(case, _first_rungs(ladders))
             left = []
             for (needs, configs), *later in ladders:
-                supported = sorted(filter(estimator.supports, configs), key=estimator.floor_bytes)
+                supported = self._supported(case, estimator, configs)
+                supported.sort(key=estimator.floor_bytes)
                 possible += filter(estimator.may_fit, supported)
                 if supported and not _fits(estimator, supported[0]):
                     later = [(more, rest) for more, rest in later if not _covers(more, needs)]
@@ -228,10 +278,22 @@ class Pricer:
 
     def _enumerate(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
         """Valid configurations, and how many break which rule."""
+        key = (
+            case.source.name,
+            case.sequence_length,
+            case.gpu.compute_capability,
+            *case.fixed.items(),
+        )
+        found = self._points.get(key)
+        if found is None:
+            found = self._points[key] = self._find_points(case)
+        return found
+
+    def _find_points(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
+        space = with_checkpoint(self._asked.space, case.source.checkpoint)
+        space = with_attentions(space, case.source.attentions)
         space = narrowed(
-            with_attentions(
-                with_checkpoint(self._asked.space, case.source.checkpoint), case.source.attentions
-            ),
+            with_batchings(space, self.workload(case)),
             {**self._asked.question.settings, **case.fixed},
         )
         configs: list[TrainConfig] = []
@@ -241,7 +303,7 @@ class Pricer:
         ):
             points = enumerate_configs(
                 narrowed(space, {"micro_batch_size": size}, only_where_offered=True),
-                self._workload(case, size),
+                self.workload(case, size),
                 num_layers=case.source.num_layers,
                 compute_capability=case.gpu.compute_capability,
                 head_size=case.source.head_size,
@@ -252,7 +314,9 @@ class Pricer:
                 invalid[name] = invalid.get(name, 0) + count
         return configs, invalid
 
-    def _workload(self, case: Case, micro_batch: int) -> Workload:
+    def workload(self, case: Case, micro_batch: int = 1) -> Workload:
+        """The case as a workload with so many samples in a micro-batch."""
+        lengths = self._asked.lengths
         return Workload(
             model=case.source.name,
             task=self.task(case),
@@ -260,6 +324,8 @@ class Pricer:
             effective_batch_size=micro_batch * self._asked.question.accumulation,
             methods=self._asked.methods,
             memory_budget_bytes=case.budget_bytes,
+            dataset=self._asked.dataset,
+            lengths=None if lengths is None else lengths.cut(case.sequence_length),
         )
 
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
@@ -288,6 +354,7 @@ class Pricer:
                     missing,
                     server=self._server,
                     cache=self._cache,
+                    on_trace=functools.partial(self._progress, "trace"),
                 )
             except ConfigError as error:
                 self._refusals[key] = error
@@ -300,6 +367,7 @@ class Pricer:
                 case.gpu,
                 memory_budget_bytes=case.budget_bytes,
                 headroom=self._asked.headroom,
+                useful_share=self.workload(case).useful_share,
             )
             self._estimators[*key, case.gpu.name] = estimator
         return estimator
@@ -354,7 +422,17 @@ def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(more, needs, strict=True))
 
 
-def _full_rank(trace: Trace | RankTrace) -> int:
-    """The largest rank that a target's matrix can have: A is (rank, in), then B is (out, rank)."""
-    sides = [max(spec.shape) for spec in trace.trainable(1) if len(spec.shape) == 2]
-    return max(map(min, zip(sides[::2], sides[1::2], strict=False)), default=1)
+def narrowest_layer(trace: Trace | RankTrace) -> int:
+    """The fewest inputs or outputs of a layer that has an adapter with a rank; 0 where none has.
+
+    They are the sides of the matrices A (rank, inputs) and B (outputs, rank) that the rank leaves alone.
+    """
+    once, twice = trace.trainable(1), trace.trainable(2)
+    sides = [
+        side
+        for one, two in zip(once, twice, strict=True)
+        if one.shape != two.shape
+        for side, other in zip(one.shape, two.shape, strict=True)
+        if side == other
+    ]
+    return min(sides, default=0)

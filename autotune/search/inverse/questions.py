@@ -9,7 +9,7 @@ value fits by a full replay, and at the next one no configuration does.
 What makes that cheap is two assumptions, which tests/search/test_inverse.py holds against a full search:
 - Fewer samples, more recomputation and a lower rank need no more memory (the pricing module's `thrift`).
   What else may fit is tried at the answer's value alone, where the fastest configuration is looked for.
-- What does not fit does not fit at a larger value either.
+- What does not fit does not fit at a larger value either, nor on a card of the same kernels with less room.
 """
 
 from __future__ import annotations
@@ -25,16 +25,23 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
+from autotune.predict.tracing import of_card
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.search.inverse.pricing import Case, LimitProblem, Pricer
 from autotune.search.predict_best import Progress
+from autotune.space.config import Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import describe
+from autotune.space.search_space import may_pack
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_MICRO_BATCH = 65_536
 MAX_SEQUENCE_LENGTH = 1_048_576
 """Longest length that is tried where the configuration names no number of positions."""
+
+
+DATASET = ("dataset", "format", "text_field", "answer_field", "loss_on", "tokenizer")
+"""Fields of Question that name a dataset, and say how it is read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +84,7 @@ class Limit:
     fixed: Mapping[str, Any] = field(hash=False)
     """Settings that the user gave; the others were free."""
     best: Estimate
-    """The fastest that fits at the value; among equals the one that gives up least."""
+    """The fastest of any form that fits at the value; among equals the one that gives up least."""
     accumulated: Estimate | None
     """The same with a second micro-batch per step: more of them need their token ids besides. None where
     it cannot be."""
@@ -93,6 +100,10 @@ class Limit:
     elapsed_seconds: float
     card_is_here: bool = False
     """Whether the card was found on this machine."""
+    workload: Workload | None = None
+    """The answer's workload, where a dataset was named."""
+    dataset_options: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Options that name the dataset and say how it is read, by the fields of Question, as they were given."""
 
     def to_dict(self) -> dict[str, object]:
         """The object of `max --json`."""
@@ -112,6 +123,7 @@ class Limit:
             "headroom": dataclasses.asdict(self.headroom),
             "space": self.space,
             "fixed": dict(self.fixed),
+            "dataset": dict(self.dataset_options),
             "best": self.best.to_dict(budget_bytes),
             "accumulated": None
             if self.accumulated is None
@@ -155,6 +167,10 @@ def answer(
         multiple_of=asked.multiple_of if what == "sequence-length" else 1,
         num_traces=pricer.num_traces,
         card_is_here=card is not None and card.is_here,
+        workload=None if asked.lengths is None else pricer.workload(case),
+        dataset_options={
+            name: value for name, value in asked.question.given.items() if name in DATASET
+        },
         elapsed_seconds=time.monotonic() - started,
     )
 
@@ -174,6 +190,10 @@ def _longest(asked: LimitProblem, pricer: Pricer) -> Reached:
     case = _case(asked)
     step = asked.multiple_of
     limit, why = positions(case.source)
+    lengths, task = asked.lengths, pricer.task(case)
+    if lengths is not None and lengths.longest < limit and not may_pack(asked.space, task):
+        limit, why = lengths.longest, "no sample of the dataset is longer"
+        step = min(step, limit)
     if limit < step:
         raise ConfigError(
             f"No multiple of {step} is a length of {case.source.short_name}",
@@ -206,10 +226,12 @@ def _highest_rank(asked: LimitProblem, pricer: Pricer) -> Reached:
     case = _case(asked)
 
     def at(rank: int) -> Case:
-        return dataclasses.replace(case, value=rank, fixed={"lora_rank": rank})
+        fixed = {"lora_rank": rank}
+        return dataclasses.replace(case, value=rank, fixed=fixed, bounds_rank=True)
 
-    why = "a higher rank than a matrix has sides adds nothing"
-    return _largest(at, pricer.full_rank(at(1)), why, pricer)
+    widest = pricer.widest(at(1))
+    why = f"the narrowest layer that is adapted has {widest:,} inputs or outputs: more rank adds nothing"
+    return _largest(at, widest, why, pricer)
 
 
 def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
@@ -249,12 +271,56 @@ def _smallest_card(asked: LimitProblem, pricer: Pricer) -> Reached:
             sequence_length=asked.sequence_length,
             fixed={},
         )
-        for card in _unlike_cards()
+        for card in unlike_cards()
     ]
-    return _first(cases, "the catalogue has no smaller card", pricer)
+    cases = list(filter(pricer.is_possible, cases))
+    number = first_card(cases, pricer)
+    if number is None:
+        raise _nothing_fits(cases[-1], pricer)
+    left_out: dict[str, str] = {}
+    beyond = _nearest_beyond(cases[:number], pricer, left_out)
+    why = "memory" if beyond is not None else "the catalogue has no smaller card"
+    return Reached(case=cases[number], beyond=beyond, limit=why, left_out=left_out)
 
 
-def _unlike_cards() -> list[Gpu]:
+def first_card(cases: Sequence[Case], pricer: Pricer) -> int | None:
+    """Return the place of the first that fits, of cards from the smallest up; None where none does.
+
+    Cards that share their traces are halved by the room that they leave to torch.
+    """
+    first: int | None = None
+    kinds: dict[object, list[int]] = {}
+    for number, case in enumerate(cases):
+        if pricer.holds_weights(case):
+            kinds.setdefault(kind_of(case.gpu), []).append(number)
+    for numbers in kinds.values():
+        numbers.sort(key=lambda number: room_for_torch(cases[number].gpu))
+        left = [number for number in numbers if first is None or number < first]
+        if first is not None and left and pricer.fitting(cases[left[-1]]) is None:
+            continue
+        start, end = 0, len(left) - (first is not None)
+        while start < end:
+            middle = (start + end) // 2
+            if pricer.fitting(cases[left[middle]]) is None:
+                start = middle + 1
+            else:
+                end = middle
+        first = min([*left[start:], *([] if first is None else [first])], default=None)
+    return first
+
+
+def kind_of(card: Gpu) -> object:
+    """Return what cards agree in that run the same kernels: the number of their multiprocessors aside."""
+    return tuple({**of_card(card), "num_sms": None}.values())
+
+
+def room_for_torch(card: Gpu) -> int:
+    """Bytes of the card beside CUDA's context."""
+    assert card.context_bytes is not None
+    return card.capacity_bytes - card.context_bytes
+
+
+def unlike_cards() -> list[Gpu]:
     """Return the cards that run CUDA, smallest first; one of those that hold and can do the same."""
     cards: dict[object, Gpu] = {}
     for card in sorted(gpus.catalogue(), key=lambda card: card.capacity_bytes):
