@@ -1,4 +1,4 @@
-"""examples/notebook.ipynb runs: its code cells, one after the other, in this process.
+"""The notebooks of examples/ run: their code cells, one after the other, in this process.
 
 Not through nbclient, which brings a kernel, its protocol and twenty packages: what a cell shows is asked
 of its last value, as a notebook does.
@@ -9,18 +9,26 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from autotune.catalogue import models
 
 pytestmark = pytest.mark.worker
 
-NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+NOTEBOOK = EXAMPLES / "notebook.ipynb"
+COLAB = EXAMPLES / "colab_t4.ipynb"
 
 
-def cells(kind: str) -> list[dict[str, Any]]:
-    content = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+def cells(kind: str, notebook: Path = NOTEBOOK) -> list[dict[str, Any]]:
+    content = json.loads(notebook.read_text(encoding="utf-8"))
     assert (content["nbformat"], content["nbformat_minor"]) == (4, 4)
     return [cell for cell in content["cells"] if cell["cell_type"] == kind]
 
@@ -35,9 +43,10 @@ def run(source: str, names: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(last.value), NOTEBOOK.name, "eval"), names)
 
 
-def test_it_is_kept_without_outputs() -> None:
-    assert cells("markdown")
-    for cell in cells("code"):
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
+def test_it_is_kept_without_outputs(notebook: Path) -> None:
+    assert cells("markdown", notebook)
+    for cell in cells("code", notebook):
         assert cell["outputs"] == []
         assert cell["execution_count"] is None
 
@@ -66,3 +75,53 @@ def test_every_cell_runs(
     )
     assert names["watch"].lines[-1] in capfd.readouterr().err
     assert {path.name for path in shown[-1]} >= {"train.py", "training_args.json"}
+
+
+def made_model(folder: Path) -> Path:
+    """A folder with examples/tiny-llama.json and a tokenizer of words, but no weights."""
+    folder.mkdir()
+    shutil.copy(EXAMPLES / "tiny-llama.json", folder / "config.json")
+    special = {"unk_token": "[UNK]", "eos_token": "[EOS]", "pad_token": "[PAD]"}
+    words = ["How", "much", "is", "plus", *map(str, range(40))]
+    vocabulary = {word: number for number, word in enumerate([*special.values(), *words])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, "[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_the_walk_through_on_a_t4_runs_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a model of three layers in the place of the parameters at its top, and few steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    monkeypatch.setattr("autotune.catalogue.gpus.detect", list)
+    install, *sources = ["".join(cell["source"]) for cell in cells("code", COLAB)]
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    assert install == f"%pip install -q {project['name']}"
+    names: dict[str, Any] = {}
+    run(sources[0], names)
+    assert names["MODEL"] in {entry.hub_id for entry in models.catalogue()}
+    names |= {
+        "MODEL": str(made_model(tmp_path / "tiny")),
+        "LENGTH": 64,
+        "METHODS": ("lora",),
+        "SPACE": "quick",
+        "TRAIN": ["--max-steps", "2", "--from-config"],
+    }
+    shown = [run(source, names) for source in sources[1:]]
+    same, other = names["same"], names["other"]
+    assert same in shown
+    assert other in shown
+    for result in (same, other):
+        assert result.answer.gpu == "NVIDIA T4"
+        assert result.answer.is_base_offered
+        assert result.answer.speedup >= 1
+        assert "PREDICTED" in result._repr_html_()
+    assert same.answer.best_class == "exact"
+    assert same.config.precision == "fp16-autocast"
+    assert "adapter_model.safetensors" in shown[-1]
