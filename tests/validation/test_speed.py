@@ -6,8 +6,11 @@ time and the whole.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from autotune.store import trace_cache
 from validation.timing import speed
 
 pytestmark = pytest.mark.slow
@@ -22,6 +25,16 @@ def test_help_is_instant() -> None:
     assert command.target_seconds == 0.25
     cost = speed.best_of(command.arguments, 3)
     assert cost.cpu_seconds <= BUSY * command.target_seconds
+
+
+def test_no_command_finds_what_the_user_has_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "traces-1.db"
+    kept.touch()
+    monkeypatch.setenv(trace_cache.VARIABLE, str(tmp_path))
+    speed.cost_of(("cache", "--clear"))
+    assert kept.exists()
 
 
 def test_one_estimate() -> None:

@@ -2,9 +2,9 @@
 
 Run on an idle machine: python -m validation.timing.speed [--repeats 3]
 
-A command's seconds are the best of the repeats: wall, and the CPU time (user and system) of all its
-processes, which another load disturbs less. Memory is the largest single process's peak. Results of
-one machine are in studies/speed/.
+No command finds traces that another kept. A command's seconds are the best of the repeats: wall, and the
+CPU time (user and system) of all its processes, which another load disturbs less. Memory is the largest
+single process's peak. Results of one machine are in studies/speed/.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.store import trace_cache
 from validation.timing.commands import environment
 
 if TYPE_CHECKING:
@@ -62,13 +63,13 @@ class Cost:
 
 
 def cost_of(arguments: Sequence[str]) -> Cost:
-    """Run `autotune` once, in an empty folder."""
+    """Run `autotune` once, in an empty folder and with no traces kept."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-m", "autotune", *arguments],
             cwd=folder,
-            env=environment(),
+            env={**environment(), trace_cache.VARIABLE: folder},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
