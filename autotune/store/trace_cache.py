@@ -55,7 +55,7 @@ DELETE FROM traces WHERE key IN (
 
 _CODE = (
     *("errors.py", "common", "memory", "catalogue", "space", "records"),
-    *("worker/__init__.py", "worker/build", "worker/trace"),
+    *("worker/__init__.py", "worker/uncompiled.py", "worker/build", "worker/trace"),
     *("worker/client/__init__.py", "worker/client/orphans.py"),
 )
 """Files and folders of the package that a process which traces imports from."""

@@ -7,6 +7,7 @@ accelerate 1.15 Accelerator.prepare_model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -22,7 +23,17 @@ from autotune.worker.build import adapters, fp8, quantize
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.trace import liger, sft
-from autotune.worker.trace.tracker import Tracker, in_backward
+from autotune.worker.trace.tracker import Recording, Tracker, in_backward
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetUp:
+    """A model whose weights have reached the device, and what was recorded on the way."""
+
+    model: nn.Module
+    parameters: dict[int, nn.Parameter]
+    recording: Recording
+    alive: dict[int, torch.UntypedStorage]
 
 
 class MetaStep:
@@ -47,6 +58,23 @@ class MetaStep:
         """Tensors that the Trainer keeps after the micro-step: its list of micro-batches, and the loss."""
         self.loss = -1
         """Number of the loss's tensor."""
+
+    def go_on_from(self, ready: SetUp) -> None:
+        """Take over a model that has been set up, perhaps run already."""
+        self.model = ready.model
+        self.parameters = dict(ready.parameters)
+        self.tracker.go_on_from(ready.recording, ready.alive)
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def ready(self) -> SetUp:
+        """The model as it is set up, for another step than this one."""
+        return SetUp(
+            model=self.model,
+            parameters=dict(self.parameters),
+            recording=self.tracker.recording.copy(),
+            alive=self.tracker.alive(),
+        )
 
     def mark(self, phase: Phase, place: Place = OUTSIDE) -> None:
         self._last = phase, place

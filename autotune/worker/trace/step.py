@@ -16,9 +16,11 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import json
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
 from autotune.worker.trace.encode import Symbols, encode
 from autotune.worker.trace.kernel_buffers import hidden_buffers
-from autotune.worker.trace.meta_step import MetaStep
+from autotune.worker.trace.meta_step import MetaStep, SetUp
 from autotune.worker.trace.meta_values import labelled_rows
 from autotune.worker.trace.naming import NamingTracker, with_weights
 from autotune.worker.trace.tracker import TrackedKernel, Tracker
@@ -48,8 +50,20 @@ MICRO_BATCH = 1_000_003
 """Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
 
 
+_Group = list[dict[str, Any]]
+"""Requests for traces that share a model."""
+
 _OF_THE_MACHINE = (MemoryError, OSError)
 """Exceptions of the machine, no fault of the model: what a model does not support is remembered."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Shared:
+    """A model for traces whose specs differ in `single` alone; empty until the first has begun."""
+
+    model: nn.Module | None = None
+    layers: dict[str, int] = field(default_factory=dict)
+    ready: SetUp | None = None
 
 
 def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -67,18 +81,45 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     gc.collect()
     gc.freeze()
     num_processes = forks.num_processes(len(wanted))
+    groups = _groups(wanted)
+    if len(groups) < num_processes:
+        groups = [[each] for each in wanted]
     if num_processes == 1:
-        for each in wanted:
-            yield _answer(request, each, device)
+        for group in groups:
+            yield from _answers(request, group, device)
         return
+    yield from _forked(request, groups, device, num_processes)
+
+
+def _forked(
+    request: dict[str, Any], groups: list[_Group], device: Device, num_processes: int
+) -> Iterator[dict[str, Any]]:
+    """Trace in forks; where one has died of a group, each of the group by itself."""
+    alone: list[_Group] = []
     answers = forks.forked(
-        lambda number: _answer(request, wanted[number], device), len(wanted), num_processes
+        lambda number: {"answers": list(_answers(request, groups[number], device))},
+        len(groups),
+        num_processes,
     )
     for answer in answers:
-        if isinstance(answer, forks.Died):
-            yield {"id": wanted[answer.piece]["id"], "died": answer.exit_code}
+        if not isinstance(answer, forks.Died):
+            yield from answer["answers"]
+        elif len(groups[answer.piece]) == 1:
+            yield {"id": groups[answer.piece][0]["id"], "died": answer.exit_code}
         else:
-            yield answer
+            alone += ([each] for each in groups[answer.piece])
+    if alone:
+        yield from _forked(request, alone, device, num_processes)
+
+
+def _groups(wanted: Sequence[dict[str, Any]]) -> list[_Group]:
+    """Put those together whose model may be the same: all but the micro-batch is."""
+    groups: dict[str, _Group] = {}
+    for each in wanted:
+        may_share = not each.get("operations") and _is_left_as_it_was(TraceSpec(**each["spec"]))
+        spec = {**each["spec"], "single": None} if may_share else each["spec"]
+        groups.setdefault(json.dumps({**each, "id": None, "spec": spec}), []).append(each)
+    return list(groups.values())
 
 
 def _prepare(request: dict[str, Any], spec: TraceSpec) -> None:
@@ -86,7 +127,34 @@ def _prepare(request: dict[str, Any], spec: TraceSpec) -> None:
     _kinds_of_whole(models.load_config(request["config"]), request["task"], spec)
 
 
-def _answer(request: dict[str, Any], wanted: dict[str, Any], device: Device) -> dict[str, Any]:
+def _answers(request: dict[str, Any], group: _Group, device: Device) -> Iterator[dict[str, Any]]:
+    """The answers for a group, whose model is built anew only after a step that failed."""
+    shared = Shared()
+    for each in group:
+        answer = _answer(request, each, device, shared)
+        if "trace" not in answer:
+            shared = Shared()
+        yield answer
+
+
+def _is_left_as_it_was(spec: TraceSpec) -> bool:
+    """Whether a step leaves the model as it was before, but for gradients.
+
+    LLM.int8 moves its codes in the first step, fp8 keeps scales; Liger, TRL and FlexAttention are put in for
+    the length of one trace.
+    """
+    return (
+        spec.quantization != "int8"
+        and not PRECISIONS[spec.precision].fp8
+        and not spec.liger
+        and spec.trainer == "transformers"
+        and spec.attention != flex.FLEX
+    )
+
+
+def _answer(
+    request: dict[str, Any], wanted: dict[str, Any], device: Device, shared: Shared
+) -> dict[str, Any]:
     """The answer for one trace."""
     try:
         trace = trace_step(
@@ -97,6 +165,7 @@ def _answer(request: dict[str, Any], wanted: dict[str, Any], device: Device) -> 
             device=device,
             whole=wanted["whole"],
             operations=wanted.get("operations", False),
+            shared=shared,
         )
     except CrashedStep as error:
         return _crashed(wanted["id"], str(error))
@@ -127,10 +196,13 @@ def trace_step(
     device: Device,
     whole: bool = False,
     operations: bool = False,
+    shared: Shared | None = None,
 ) -> dict[str, Any]:
     """Trace one micro-step.
 
-    `whole`: every layer, nothing extrapolated. `operations`: with what made each tensor.
+    `whole`: every layer, nothing extrapolated. `operations`: with what made each tensor. `shared`: between
+    traces whose specs differ in `single` alone, the first of which sets the model up; not for models
+    of which a step changes more than gradients (`_is_left_as_it_was`).
 
     Raises UnsupportedModel where the model cannot be built or run on `meta`: CrashedStep where that
     may be a mistake.
@@ -138,8 +210,10 @@ def trace_step(
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
-    with attention.without_library(spec.attention):
-        model, traced_layers = _whole(config, task, spec) if whole else _few(config, task, spec)
+    shared = Shared() if shared is None else shared
+    if shared.model is None:
+        with attention.without_library(spec.attention):
+            shared.model, shared.layers = (_whole if whole else _few)(config, task, spec)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
     tracker = (NamingTracker if operations else Tracker)(
@@ -161,10 +235,14 @@ def trace_step(
     )
     tracker.has_padding = spec.batching == "padded"
     chunks = Chunks(tracker, is_symbolic=not spec.single)
-    step = MetaStep(model, task, spec, tracker, rank=RANK)
+    step = MetaStep(shared.model, task, spec, tracker, rank=RANK)
     with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
         try:
-            step.set_up()
+            if shared.ready is None:
+                step.set_up()
+                shared.ready = step.ready()
+            else:
+                step.go_on_from(shared.ready)
             with device_choices(device):
                 step.settle(micro_batch, sequence_length)
             with device_choices(device), tracker:
@@ -182,7 +260,7 @@ def trace_step(
     made_by = {}
     if isinstance(tracker, NamingTracker):
         made_by = with_weights(tracker.operations, step.model, step.parameters)
-    return encode(step, workspaces, chunks, symbols, traced_layers, made_by)
+    return encode(step, workspaces, chunks, symbols, shared.layers, made_by)
 
 
 def _whole(

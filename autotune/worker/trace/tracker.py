@@ -126,6 +126,12 @@ class Recording:
     def mark(self, label: Any) -> None:
         self.marks.append((len(self.events), len(self.kernels), label))
 
+    def copy(self) -> Recording:
+        """Another one that goes on from here."""
+        return Recording(
+            list(self.tensors), list(self.events), list(self.kernels), list(self.marks)
+        )
+
 
 class Tracker(TorchDispatchMode):
     """Record allocations, frees and kernels on `device_type` while active."""
@@ -176,8 +182,13 @@ class Tracker(TorchDispatchMode):
         return index
 
     def _allocate(self, storage: torch.UntypedStorage, tensor: torch.Tensor) -> int:
-        recording = self.recording
         index = self._record_allocation(storage.nbytes(), tuple(tensor.shape), tensor.dtype)
+        self._watch(storage, index)
+        return index
+
+    def _watch(self, storage: torch.UntypedStorage, index: int) -> None:
+        """Record when the storage is freed."""
+        recording = self.recording
         address = storage._cdata
         self._index_of[address] = index
 
@@ -188,7 +199,20 @@ class Tracker(TorchDispatchMode):
                 del self._references[address]
 
         self._references[address] = weakref.ref(storage, freed)
-        return index
+
+    def go_on_from(self, recording: Recording, alive: Mapping[int, torch.UntypedStorage]) -> None:
+        """Take over what another one has recorded, and these storages with their numbers."""
+        self.recording = recording.copy()
+        for index, storage in alive.items():
+            self._watch(storage, index)
+
+    def alive(self) -> dict[int, torch.UntypedStorage]:
+        """The storages that are allocated now, by their numbers."""
+        return {
+            index: storage
+            for address, index in self._index_of.items()
+            if (storage := self._references[address]()) is not None
+        }
 
     def _record_allocation(
         self, size_bytes: int, shape: tuple[int, ...], dtype: torch.dtype

@@ -1,0 +1,125 @@
+"""Traces that share a model are those that are made alone, and none answers for what befell another."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.records.estimate import TraceSpec
+from autotune.worker.build import model as models
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.cuda import Device
+
+CONFIG = json.loads((Path(__file__).parents[2] / "examples" / "tiny-llama.json").read_text())
+ADA = Device(compute_capability=(8, 9), cublas_workspace_bytes=8_519_680)
+FULL = TraceSpec(
+    method="full",
+    lora_targets=None,
+    quantization="none",
+    precision="bf16-true",
+    activation_checkpointing=0,
+    activation_offloading=False,
+    attention="sdpa",
+    single=False,
+)
+LORA = dataclasses.replace(
+    FULL, method="lora", lora_targets="all-linear", precision="bf16-autocast"
+)
+QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4-double")
+SHARING = {
+    "full": FULL,
+    "full, in float16 with NEFTune": dataclasses.replace(
+        FULL, precision="fp16-mixed", neftune_noise_alpha=5.0
+    ),
+    "lora, layers checkpointed": dataclasses.replace(LORA, activation_checkpointing=1),
+    "lora, every other layer offloaded": dataclasses.replace(
+        LORA, activation_checkpointing=2, activation_offloading=True
+    ),
+    "dora": dataclasses.replace(LORA, lora_variant="dora"),
+    "qlora": QLORA,
+}
+
+
+def request(*specs: TraceSpec) -> dict[str, Any]:
+    fields = [{name: getattr(spec, name) for name in TraceSpec.__slots__} for spec in specs]
+    return {
+        "config": CONFIG,
+        "task": "causal-lm",
+        "sequence_length": 64,
+        "traces": [{"id": n, "spec": spec, "whole": False} for n, spec in enumerate(fields)],
+    }
+
+
+def of_one_group(spec: TraceSpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A request for both micro-batches, and the traces that it puts into the one group."""
+    asked = request(spec, dataclasses.replace(spec, single=True))
+    (group,) = trace_module._groups(asked["traces"])
+    return asked, group
+
+
+@pytest.mark.parametrize("spec", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize("order", [1, -1], ids=["many first", "one first"])
+def test_a_trace_is_the_same_with_a_model_that_another_has_used(
+    spec: TraceSpec, order: int
+) -> None:
+    asked, group = of_one_group(spec)
+    answers = trace_module._answers(asked, group[::order], ADA)
+    for answer in answers:
+        alone = trace_module.trace_step(
+            models.load_config(CONFIG),
+            "causal-lm",
+            TraceSpec(**asked["traces"][answer["id"]]["spec"]),
+            sequence_length=64,
+            device=ADA,
+        )
+        assert json.dumps(answer["trace"]) == json.dumps(alone)
+
+
+def test_a_model_is_not_shared_that_a_step_changes() -> None:
+    changed = [
+        dataclasses.replace(QLORA, quantization="int8"),
+        dataclasses.replace(LORA, precision="fp8-autocast"),
+        dataclasses.replace(LORA, liger=True),
+        dataclasses.replace(LORA, trainer="trl-sft"),
+        dataclasses.replace(LORA, attention="flex_attention"),
+    ]
+    specs = [
+        dataclasses.replace(spec, single=single) for spec in changed for single in (True, False)
+    ]
+    assert len(trace_module._groups(request(*specs)["traces"])) == len(specs)
+
+
+def test_after_a_step_that_failed_the_model_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, group = of_one_group(FULL)
+    given = []
+
+    def answer(_: Any, wanted: dict[str, Any], __: Any, shared: Any) -> dict[str, Any]:
+        given.append(shared)
+        return {"id": wanted["id"], "crashed": "", "traceback": ""}
+
+    monkeypatch.setattr(trace_module, "_answer", answer)
+    assert len(list(trace_module._answers(asked, group, ADA))) == 2
+    assert given[0] is not given[1]
+
+
+@pytest.mark.worker
+def test_who_ends_the_process_ends_it_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, group = of_one_group(FULL)
+
+    def answer(_: Any, wanted: dict[str, Any], *__: Any) -> dict[str, Any]:
+        if wanted["spec"]["single"]:
+            os._exit(7)
+        return {"id": wanted["id"], "trace": {}}
+
+    monkeypatch.setattr(trace_module, "_answer", answer)
+    for ordered in (group, group[::-1]):
+        answers = list(trace_module._forked(asked, [ordered], ADA, 2))
+        assert sorted(answers, key=lambda said: said["id"]) == [
+            {"id": 0, "trace": {}},
+            {"id": 1, "died": 7},
+        ]
