@@ -148,7 +148,8 @@ def replay(
     """Run a tape through the allocator, under a cap on reserved bytes if one is given.
 
     `until_steady`: the events of further steps, which run until one ends with as much reserved as it began
-    with. Where nothing is given back in between, it leaves what it found: all others are alike.
+    with, and did not come to the cap. Where nothing is given back in between, it leaves what it found: all
+    others are alike.
 
     A request whose segment would pass the cap releases cached segments and tries again; if that does not
     help, the replay stops there and says so. A tensor may be allocated again after its free, so a steady step
@@ -275,9 +276,9 @@ def _steps(
 ) -> Iterator[Sequence[int]]:
     yield events
     for step in until_steady:
-        reserved_bytes = heap.reserved_bytes
+        before = heap.reserved_bytes, heap.num_alloc_retries
         yield step
-        if heap.reserved_bytes == reserved_bytes:
+        if (heap.reserved_bytes, heap.num_alloc_retries) == before:
             return
 
 

@@ -16,6 +16,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
@@ -390,7 +391,8 @@ class Estimator:
         trace, precision = self._traces[spec], PRECISIONS[config.precision]
         optimizer = self._update(spec, rank, config.optimizer)
         steps, result = self.replayed(config)
-        sizes, categories, events = steps.sizes, steps.categories, steps.events()
+        sizes, categories = steps.sizes, steps.categories
+        events = chain.from_iterable(part.events for part in steps.parts)
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(config, optimizer, resident)
@@ -416,7 +418,7 @@ class Estimator:
             breakdown=_breakdown(
                 sizes,
                 categories,
-                events[: result.peak_allocated_event + 1],
+                islice(events, result.peak_allocated_event + 1),
                 result.peak_allocated_bytes,
             ),
             state=state,

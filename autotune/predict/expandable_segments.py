@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from autotune.memory.traces.running import in_blocks, running
 from autotune.predict.steps import Steps
 
 _NUM_STEADY = 2
-"""Number of steps that are replayed behind those in which all state is made."""
+"""Most steps that are replayed behind those in which all state is made: one, where it is steady."""
 
 
 def grown(steps: Steps, room_bytes: int) -> Replay:
@@ -28,16 +29,22 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
     steps, and its reserved bytes pass the room: by what is live, or by what that request lacked, or by a page
     where the last of two steady steps still has to give back what is cached. The steps may need more.
     """
-    most = max(steps.sure_step, 1) + _NUM_STEADY
-    parts = [part for part in steps.parts if part.step <= most]
-    events = [event for part in parts for event in part.events]
-    settled = sum(len(part.events) for part in parts if part.step < parts[-1].step)
-    within = replay_within(steps.sizes, events, room_bytes)
+    last_to_settle = max(steps.sure_step, 1)
+    together, *further = steps.by_step(last_to_settle)[: 1 + _NUM_STEADY]
+    within = replay(
+        steps.sizes,
+        together,
+        until_steady=further,
+        cap_bytes=max(room_bytes - OVERSHOOT_BYTES, 0),
+        expandable_segments=True,
+    )
+    last = min(steps.parts[-1].step, last_to_settle + _NUM_STEADY)
+    settled = sum(len(part.events) for part in steps.parts if part.step < last)
     if within.last_retry_event is None or (
         within.failed_request_bytes is None and within.last_retry_event < settled
     ):
         return within
-    live_bytes, event = _live_peak(steps.sizes, events)
+    live_bytes, event = _live_peak(steps.sizes, list(chain(together, *further)))
     needed = room_bytes + PAGE_BYTES
     if within.failed_request_bytes is not None:
         needed = within.final_reserved_bytes + within.failed_request_bytes + OVERSHOOT_BYTES
@@ -47,12 +54,6 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
         peak_allocated_event=event,
         peak_reserved_bytes=max(needed, live_bytes + OVERSHOOT_BYTES),
     )
-
-
-def replay_within(sizes: Sequence[int], events: Sequence[int], room_bytes: int) -> Replay:
-    """Replay events in segments that grow, and end where they would reserve more than there is room for."""
-    cap_bytes = max(room_bytes - OVERSHOOT_BYTES, 0)
-    return replay(sizes, events, cap_bytes=cap_bytes, expandable_segments=True)
 
 
 def _live_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:

@@ -82,10 +82,14 @@ class Steps:
 
         It ends at the request with which more than `most_bytes` are reserved.
         """
-        sure = [part for part in self.parts if part.step <= self.sure_step]
-        further = groupby(self.parts[len(sure) :], lambda part: part.step)
-        steps = [_events_of(parts) for _, parts in further]
-        return replay(self.sizes, _events_of(sure), until_steady=steps, most_bytes=most_bytes)
+        sure, *further = self.by_step(self.sure_step)
+        return replay(self.sizes, sure, until_steady=further, most_bytes=most_bytes)
+
+    def by_step(self, last: int) -> list[list[int]]:
+        """Return the events up to the step of that number, then those of each step behind it."""
+        together = [part for part in self.parts if part.step <= last]
+        further = groupby(self.parts[len(together) :], lambda part: part.step)
+        return [_events_of(together), *(_events_of(parts) for _, parts in further)]
 
 
 def _events_of(parts: Iterable[StepPart]) -> list[int]:
