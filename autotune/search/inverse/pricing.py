@@ -129,10 +129,7 @@ class Pricer:
             for config in configs:
                 if not estimator.may_fit(config):
                     break
-                if estimator.is_known_not_to_fit(config):
-                    continue
-                estimate = estimator.estimate(config)
-                if estimator.fits(estimate):
+                if (estimate := estimator.fitting(config)) is not None:
                     return estimate
         return None
 
