@@ -19,6 +19,7 @@ from autotune.predict.steps import Steps, first_steps
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.speed.host import USUAL, Host
 
 pytestmark = pytest.mark.worker
 
@@ -282,6 +283,26 @@ def test_accumulation_keeps_gradients_through_the_next_micro_step(roomy: Estimat
     assert bandwidth is not None
     addition_seconds = 3 * once.state.gradients_bytes / bandwidth
     assert two_apart < twice.step_seconds < two_apart + 3 * addition_seconds
+
+
+def test_a_short_micro_step_takes_what_the_host_takes(
+    traces: Mapping[TraceSpec, Trace],
+) -> None:
+    """Beside the launches: for 5 layers of 9 weights and 14 of adapters, 3 us a module (13 and 70)."""
+
+    def micro_step_seconds(host: Host) -> float:
+        estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=ROOMY, host=host)
+        seconds = estimator.seconds(split(LORA, 1, 1))
+        assert seconds is not None
+        return seconds.micro_step_seconds
+
+    bare = dataclasses.replace(USUAL, module_seconds=0, micro_step_seconds=0)
+    more = micro_step_seconds(USUAL) - micro_step_seconds(bare)
+    layers = tiny_model.MODEL.config["num_hidden_layers"]
+    assert more == pytest.approx(0.3e-3 + layers * 83 * 3e-6, rel=0.05)
+    # On a host that takes three times as long this small model is bound by it.
+    slow, slower = (micro_step_seconds(USUAL.times(factor)) for factor in (3, 6))
+    assert slower == pytest.approx(2 * slow, rel=0.02)
 
 
 def test_a_paged_optimizer_lives_outside_the_allocator(roomy: Estimator) -> None:
