@@ -5,7 +5,7 @@
 Llama's layers of next to no size run on the CPU, so that their arithmetic costs little. The time of a layer
 is the difference of two depths, over as many operations as a trace of the same configuration launches.
 A CUDA launch (some microseconds) takes the place of the CPU's kernels (about one): the absolute figures
-are no prediction, but their proportions are those of roofline._LAUNCH_SECONDS.
+are no prediction, but their proportions are those of autotune.speed.host.USUAL.
 """
 
 from __future__ import annotations
