@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +167,7 @@ def peaks(trace: Trace, config: TrainConfig, *, empties_cache: bool) -> Peaks:
         states = algorithm.write_step(tape, specs, states)
         borders.append(len(tape.events))
         tape.events += held
-    parts = [_peak(tape, start, end) for start, end in zip(borders, borders[1:], strict=False)]
+    parts = [_peak(tape, start, end) for start, end in itertools.pairwise(borders)]
     forward, backward, optimizer = parts
     return Peaks(
         before_step_bytes=replay(tape.sizes, tape.events[:loaded]).final_allocated_bytes,
