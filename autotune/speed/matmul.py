@@ -159,8 +159,11 @@ def matmul_seconds(
     busy *= waves
     summing = 4 * entries / l2_bytes_per_second * splits
     summing += how.split_seconds
-    summing *= splits > 1
-    busy += summing
+    summing += busy
+    # What can be split leaves half of the SMs idle: unsplit it takes one wave.
+    unsplit = k * step_seconds
+    unsplit += fill_seconds
+    busy = np.where(splits > 1, np.minimum(summing, unsplit), busy)
     busy = busy.min(axis=0)
 
     weight_bytes = size_bytes * batch * k * n

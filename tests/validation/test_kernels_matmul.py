@@ -15,7 +15,8 @@ from autotune.speed.matmul_cards import data
 from validation.kernels import matmul
 from validation.kernels.matmul_held_out import by_shape, cards_of_kind
 from validation.kernels.matmul_rates import shares_by_class
-from validation.kernels.tables import TABLES, Products, bfloat16_products
+from validation.kernels.measured_products import Products, bfloat16_products
+from validation.kernels.public_tables import STUDY, TABLES
 
 PROJECTIONS = ("qkv", "out", "up", "down")
 
@@ -27,7 +28,7 @@ def test_the_layers_of_a_card_without_a_table() -> None:
     assert now["large"].num_rows == 1935
     assert now["large"].median < 0.06
     assert now["large"].percentile_90 < 0.15
-    recorded = json.loads((matmul.STUDY / "matmul.json").read_text())
+    recorded = json.loads((STUDY / "matmul.json").read_text())
     for row in recorded:
         if row["card"] == "NVIDIA A40" and row["regime"] == "large":
             assert row["median"] == pytest.approx(now["large"].median, abs=1e-3)

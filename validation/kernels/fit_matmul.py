@@ -1,6 +1,6 @@
 """Fit autotune/speed/data/matmul.toml to the tables of studies/kernels/tables.
 
-Run: python -m validation.kernels.fit_matmul   (two minutes on two CPU cores, no GPU)
+Run: python -m validation.kernels.fit_matmul   (half a minute on two CPU cores, no GPU)
 
 Nothing is fitted to a training step. The spreads are those of rows that were held out: by shape for the
 cards with a table, whole cards for those without, and the spread of rates within a class of cards on top for
@@ -20,7 +20,7 @@ from autotune.speed.origin import RatesFrom
 from validation.kernels import matmul_held_out as held_out
 from validation.kernels.matmul_behaviour import RATE, fit
 from validation.kernels.matmul_rates import log_spread_80, shares_by_class
-from validation.kernels.tables import bfloat16_products
+from validation.kernels.measured_products import bfloat16_products
 
 HEAD = """\
 # Written by `python -m validation.kernels.fit_matmul`. Sources, commits and licences:

@@ -16,7 +16,7 @@ studies/kernels/matmul.json and the tables of studies/kernels/matmul.md. An erro
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -26,10 +26,10 @@ from autotune.speed.matmul import REGIMES, Floats, matmul_seconds, regime_of
 from autotune.speed.matmul_cards import matmul_card
 from autotune.speed.roofline import peaks_of
 from validation.kernels import matmul_held_out as held_out
-from validation.kernels.tables import TABLES, Products, bfloat16_products, float32_products, rows
+from validation.kernels.measured_products import Products, bfloat16_products, float32_products
+from validation.kernels.public_tables import STUDY, columns
 from validation.published.tables import write_section
 
-STUDY = TABLES.parent
 _OF_NORMAL_80 = 1.2816
 _WITH_LAUNCH_SECONDS = 2e-4
 
@@ -176,25 +176,21 @@ def priced(gpu: Gpu, dtype: str, table: Products) -> Floats:
 def vidur(card: str) -> Products:
     """The four products of each layer of vidur's table, as m = tokens, n = features of the result."""
 
-    def each() -> Iterator[tuple[float, float, float, float]]:
-        for row in rows("vidur.csv.gz"):
-            if row["card"] != card:
-                continue
-            hidden, ffn, shards = (int(row[c]) for c in ("hidden", "ffn", "shards"))
-            heads, kv_heads, tokens = (int(row[c]) for c in ("heads", "kv_heads", "tokens"))
-            wide = (heads + 2 * kv_heads) * hidden // heads // shards
-            ffn, up = ffn // shards, (2 if row["gated"] == "1" else 1) * ffn // shards
-            for column, n, k in (
-                ("qkv_proj_ms", wide, hidden),
-                ("out_proj_ms", hidden, hidden // shards),
-                ("up_proj_ms", up, hidden),
-                ("down_proj_ms", hidden, ffn),
-            ):
-                if row[column]:
-                    yield tokens, n, k, float(row[column]) / 1e3
-
-    m, n, k, seconds = np.array(list(each())).T
-    return Products(batch=np.ones(len(m)), m=m, n=n, k=k, seconds=seconds)
+    names = ("hidden", "ffn", "heads", "kv_heads", "tokens", "shards", "gated")
+    parts = ("qkv", "out", "up", "down")
+    times = tuple(f"{part}_proj_ms" for part in parts)
+    table = columns("vidur.csv.gz", (*names, *times), keep=("card", frozenset({card})))
+    hidden, ffn, heads, kv_heads, tokens, shards, gated = (table[name] for name in names)
+    wide = (heads + 2 * kv_heads) * hidden / heads / shards
+    n = np.stack([wide, hidden, (1 + gated) * ffn / shards, hidden], axis=1).ravel()
+    k = np.stack([hidden, hidden / shards, hidden, ffn / shards], axis=1).ravel()
+    return Products(
+        batch=np.ones(len(n)),
+        m=np.repeat(tokens, len(parts)),
+        n=n,
+        k=k,
+        seconds=np.stack([table[time] for time in times], axis=1).ravel() / 1e3,
+    )
 
 
 def table_of(found: list[Errors]) -> str:

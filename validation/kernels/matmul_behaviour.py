@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from autotune.catalogue.gpus import find_gpu
 from autotune.speed.matmul import Behaviour, Floats, MatmulCard, matmul_seconds
 from autotune.speed.origin import RatesFrom
-from validation.kernels.tables import Products
+from validation.kernels import least_squares
+from validation.kernels.measured_products import Products
 
 NUM_WEIGHTS = 6.0
 """Layers that took turns where gemm_bf16.csv.gz was measured."""
@@ -36,9 +37,8 @@ _START = {
 _PRIOR_DEVIATION = 2.0
 _OVERLAP_DEVIATION = 0.3
 """What the overlap tells cannot be told from the rates on the B200, where computing is seldom the limit."""
-# Rows that a training step has more of count more; residuals above this many logarithms count less.
-_WEIGHT_LARGE, _WEIGHT_FEW_ROWS = 1.5, 0.4
-_HUBER = 0.3
+# Rows that a training step has more of count more.
+_WEIGHT_LARGE, _WEIGHT_FEW_ROWS = 2.0, 0.2
 _ROWS_PER_CARD = 3000
 
 
@@ -86,12 +86,14 @@ def fit(tables: Mapping[str, Products]) -> dict[str, dict[str, float]]:
     def residuals(x: Floats) -> Floats:
         found = figures(x)
         errors = [
-            _weights(rows) * np.log(predicted(rested_card(card, found[card]), rows) / rows.seconds)
+            np.log(predicted(rested_card(card, found[card]), rows) / rows.seconds)
             for card, rows in zip(cards, samples, strict=True)
         ]
         return np.concatenate([*errors, (x - start) / deviations])
 
-    return figures(_least_squares(residuals, start))
+    weights = [_weights(rows) for rows in samples]
+    found = least_squares.fit(residuals, start, np.concatenate([*weights, np.ones(len(start))]))
+    return figures(found)
 
 
 def _weights(rows: Products) -> Floats:
@@ -111,33 +113,3 @@ def _from_search(x: Floats, num_cards: int) -> list[float]:
     at = num_cards + _NAMES[1:].index("whole_waves")
     values[at] = 1 / (1 + np.exp(-x[at]))
     return [float(value) for value in values]
-
-
-def _least_squares(
-    residuals: Callable[[Floats], Floats], x: Floats, *, num_steps: int = 25, width: float = 0.02
-) -> Floats:
-    """Levenberg and Marquardt's steps with numeric slopes; residuals beyond _HUBER count linearly."""
-    damping = 1.0
-    r = residuals(x)
-    cost = _cost(r)
-    for _ in range(num_steps):
-        slopes = np.stack([(residuals(x + width * e) - r) / width for e in np.eye(len(x))], axis=1)
-        weights = np.minimum(1, _HUBER / np.maximum(np.abs(r), 1e-9))
-        normal, gradient = slopes.T @ (slopes * weights[:, None]), slopes.T @ (r * weights)
-        before = cost
-        for _ in range(8):
-            damped = normal + damping * np.diag(np.diag(normal) + 1e-3)
-            tried = x + np.clip(np.linalg.solve(damped, -gradient), -0.5, 0.5)
-            tried_r = residuals(tried)
-            if _cost(tried_r) < cost:
-                x, r, cost, damping = tried, tried_r, _cost(tried_r), max(damping / 5, 1e-4)
-                break
-            damping *= 4
-        if before - cost < 1e-4 * before:
-            break
-    return x
-
-
-def _cost(r: Floats) -> float:
-    size = np.abs(r)
-    return float(np.where(size < _HUBER, r * r / 2, _HUBER * (size - _HUBER / 2)).sum())

@@ -12,7 +12,7 @@ from autotune.speed.matmul import REGIMES, Floats, regime_of
 from autotune.speed.matmul_cards import has_hbm, without_end
 from validation.kernels.matmul_behaviour import RATE, fit, predicted, rested_card
 from validation.kernels.matmul_rates import log_spread_80
-from validation.kernels.tables import Products
+from validation.kernels.measured_products import Products
 
 NUM_FOLDS = 5
 
