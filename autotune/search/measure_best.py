@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem
 from autotune.space.config import Workload
 from autotune.space.dataset import Dataset
+from autotune.space.requirements import LeftOut, Reason
+from autotune.space.tradeoffs import tradeoff_class
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 
@@ -44,7 +47,7 @@ def measured(
     answer = prediction.answer
     workload = answer.workload
     confirm_steps, train_steps = question.confirm_steps, question.train_steps
-    if train_steps is None and (train_steps := predict_best.steps_per_epoch(answer)) is not None:
+    if train_steps is None and (train_steps := steps_per_epoch(answer)) is not None:
         listener.note(
             f"the run is taken to be an epoch of the dataset: --train-steps {train_steps}."
         )
@@ -98,7 +101,7 @@ def measured(
         for variant in prediction.variants(estimate)
         if (reason := compiled.why_not(variant.config, backend))
     )
-    told = predict_best.with_measured(answer, found, not_compiled=next(not_compiled, ""))
+    told = with_measured(answer, found, not_compiled=next(not_compiled, ""))
     return dataclasses.replace(told, loader=loader)
 
 
@@ -117,3 +120,41 @@ def _time_loaders(
     except WorkerError as error:
         listener.note(f"the loader was not timed, and its settings stay. {error}")
         return None
+
+
+def steps_per_epoch(answer: Answer) -> int | None:
+    """Optimizer steps in which the answer sees all of the dataset once; None without a dataset."""
+    lengths, config = answer.workload.lengths, answer.best.config
+    if lengths is None:
+        return None
+    useful_tokens = answer.best.useful_share * config.tokens_per_step
+    return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
+
+
+def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "") -> Answer:
+    """The answer that probes gave: the prediction of the measured winner, and what was measured.
+
+    `not_compiled`: why nothing could be compiled here, where it was to be.
+    """
+    best = measured.predicted
+    return dataclasses.replace(
+        answer,
+        best=best,
+        best_class=tradeoff_class(best.config, answer.base),
+        tied=(),
+        changes=(),
+        more_memory=None,
+        reaches_experts=answer.reaches_experts
+        if best.config.lora_targets == answer.best.config.lora_targets
+        else None,
+        tip=answer.tip if best.config == answer.best.config else None,
+        # What is not predicted was measured.
+        left_out=tuple(
+            LeftOut(each.words, Reason.NOT_COMPILED, not_compiled)
+            if not_compiled and each.reason is Reason.NOT_PREDICTED
+            else each
+            for each in answer.left_out
+            if not (measured.num_compiled and each.reason is Reason.NOT_PREDICTED)
+        ),
+        measured=measured,
+    )

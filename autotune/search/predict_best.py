@@ -7,43 +7,37 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
-from autotune.common.units import format_bytes
-from autotune.errors import ConfigError, HardwareError, NothingFitsError
+from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator, least_bytes
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.tracing import trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
-    MORE_MEMORY,
     MORE_MEMORY_BYTES,
     TRAINER_DEFAULTS,
     USERS_BASE,
     Answer,
-    Change,
     Counts,
-    Measured,
 )
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
-from autotune.records.measurement import NOISE
-from autotune.search import waterfall
-from autotune.search.candidates import Candidates, put_back, speed_of
+from autotune.search import beside, waterfall
+from autotune.search.candidates import Candidates
 from autotune.search.first_answers import FirstAnswers
+from autotune.search.nothing_fits import none_of_class, nothing_fits
 from autotune.search.tips import best_tip
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
-from autotune.space.knobs import describe
-from autotune.space.requirements import LeftOut, Reason, predictable
-from autotune.space.rules import Context, broken_rules
+from autotune.space.requirements import predictable
+from autotune.space.rules import Context
 from autotune.space.search_space import (
     SearchSpace,
     enumerate_configs,
@@ -54,7 +48,6 @@ from autotune.space.search_space import (
     with_precision_of,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.tradeoffs import loses_small_updates, tradeoff_class
 from autotune.store.trace_cache import TraceCache
 
 _log = log.logger(__name__)
@@ -261,8 +254,8 @@ def find(
         allowed = list(filter(candidates.at_most(chosen), supported))
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
-            raise _none_of_class(chosen, wanted, reference, model, workload, best_by_class)
-        raise _nothing_fits(estimator, allowed, workload, best_by_class)
+            raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
+        raise nothing_fits(estimator, allowed, workload, best_by_class)
     best, *tied = ranked
     context = _context(workload, gpu, model)
     progress("replayed", candidates.num_replayed, num_possible)
@@ -280,10 +273,12 @@ def find(
         best_by_class=best_by_class,
         further=candidates.further(lambda _: True, best, *best_by_class.values()),
         tied=tuple(tied),
-        changes=_changes(estimator, best, reference, context),
-        safer=_safer(estimator, candidates, supported, best.config),
-        more_memory=_more_memory(estimator, supported, reference, best, candidates.at_most(chosen)),
-        reaches_experts=_reaches_experts(best, model),
+        changes=beside.changes(estimator, best, reference, context),
+        safer=beside.safer(estimator, candidates, supported, best.config),
+        more_memory=beside.more_memory(
+            estimator, supported, reference, best, candidates.at_most(chosen)
+        ),
+        reaches_experts=beside.reaches_experts(best, model),
         tip=best_tip(best, model, changing.space, context, chosen),
         counts=Counts(
             enumerated=points.num_enumerated,
@@ -347,44 +342,6 @@ def _is_possible(config: TrainConfig, model: ModelSource, workload: Workload) ->
     return least_bytes(config, count) <= workload.memory_budget_bytes + MORE_MEMORY_BYTES
 
 
-def steps_per_epoch(answer: Answer) -> int | None:
-    """Optimizer steps in which the answer sees all of the dataset once; None without a dataset."""
-    lengths, config = answer.workload.lengths, answer.best.config
-    if lengths is None:
-        return None
-    useful_tokens = answer.best.useful_share * config.tokens_per_step
-    return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
-
-
-def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "") -> Answer:
-    """The answer that probes gave: the prediction of the measured winner, and what was measured.
-
-    `not_compiled`: why nothing could be compiled here, where it was to be.
-    """
-    best = measured.predicted
-    return dataclasses.replace(
-        answer,
-        best=best,
-        best_class=tradeoff_class(best.config, answer.base),
-        tied=(),
-        changes=(),
-        more_memory=None,
-        reaches_experts=answer.reaches_experts
-        if best.config.lora_targets == answer.best.config.lora_targets
-        else None,
-        tip=answer.tip if best.config == answer.best.config else None,
-        # What is not predicted was measured.
-        left_out=tuple(
-            LeftOut(each.words, Reason.NOT_COMPILED, not_compiled)
-            if not_compiled and each.reason is Reason.NOT_PREDICTED
-            else each
-            for each in answer.left_out
-            if not (measured.num_compiled and each.reason is Reason.NOT_PREDICTED)
-        ),
-        measured=measured,
-    )
-
-
 def _best_so_far(
     estimator: Estimator,
     configs: Sequence[TrainConfig],
@@ -414,162 +371,3 @@ def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate 
             if estimate is not None:
                 return estimate
     return None
-
-
-def _changes(
-    estimator: Estimator, best: Estimate, base: TrainConfig, context: Context
-) -> tuple[Change, ...]:
-    """The answer with one setting put back to the base's, where that is valid and was traced.
-
-    Of another method nothing can be put back: there it is the base itself.
-    """
-    changes = []
-    if best.config.method != base.method and estimator.supports(base):
-        estimate = estimator.estimate(base)
-        fits = estimator.fits(estimate)
-        changes.append(Change(setting="method", value=base.method, estimate=estimate, fits=fits))
-    for setting, config in put_back(best.config, base):
-        if setting == "micro_batch_size":
-            continue
-        if broken_rules(config, context) or not estimator.supports(config):
-            continue
-        estimate = estimator.estimate(config)
-        fits = estimator.fits(estimate)
-        value = getattr(base, setting)
-        changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
-    return tuple(changes)
-
-
-def _reaches_experts(best: Estimate, model: ModelSource) -> bool | None:
-    """Whether the adapters are so many that a mixture's experts must have some.
-
-    An expert has two matrices at least, and an adapter of each as many weights as rank x hidden size.
-    PEFT 0.21 (utils/transformers_weight_conversion.py) reaches the experts of some families only.
-    """
-    inputs, rank = model.expert_inputs, best.config.lora_rank
-    if inputs is None or rank is None or best.config.lora_targets != "all-linear":
-        return None
-    return best.parameters.trainable >= 2 * rank * inputs
-
-
-def _safer(
-    estimator: Estimator,
-    candidates: Candidates,
-    supported: Iterable[TrainConfig],
-    config: TrainConfig,
-) -> Change | None:
-    """The best, of any class, that keeps the small updates which the answer loses.
-
-    None where none are lost, or nothing that keeps them was traced.
-    """
-    if not loses_small_updates(config):
-        return None
-
-    def keeps_updates(other: TrainConfig) -> bool:
-        return other.method == config.method and not loses_small_updates(other)
-
-    best = candidates.best(keeps_updates)
-    if best is None:
-        smallest = min(filter(keeps_updates, supported), key=estimator.floor_bytes, default=None)
-        if smallest is None:
-            return None
-        best = (estimator.estimate(smallest),)
-    return Change(
-        setting="precision",
-        value=best[0].config.precision,
-        estimate=best[0],
-        fits=estimator.fits(best[0]),
-    )
-
-
-def _more_memory(
-    estimator: Estimator,
-    configs: Iterable[TrainConfig],
-    base: TrainConfig,
-    best: Estimate,
-    wanted: Callable[[TrainConfig], bool],
-) -> Change | None:
-    """The fastest under a larger budget, where that is faster by more than the noise."""
-    budget = estimator.memory_budget_bytes + MORE_MEMORY_BYTES
-    roomier = Candidates(estimator.with_budget(budget), configs, base)
-    fastest = roomier.fastest(wanted)
-    if fastest is None or speed_of(fastest) < speed_of(best) * (1 + NOISE):
-        return None
-    return Change(setting=MORE_MEMORY, value=budget, estimate=fastest, fits=True)
-
-
-def _none_of_class(
-    allow: str,
-    wanted: Sequence[TrainConfig],
-    base: TrainConfig,
-    model: ModelSource,
-    workload: Workload,
-    best_by_class: dict[str, Estimate],
-) -> NothingFitsError:
-    """Return the error where none could be priced: none in the space, none that fits, none that runs."""
-    if not wanted:
-        return NothingFitsError(
-            f"No configuration of the class {allow} is in the space",
-            why=f"The base is {describe(base)}",
-            remedy="Raise --allow, or name a --space with the base's settings (autotune spaces)",
-        )
-    budget = format_bytes(workload.memory_budget_bytes)
-    why, count = "The model cannot be trained so", model.num_parameters_known
-    if count is not None:
-        smallest = min(wanted, key=lambda config: least_bytes(config, count))
-        if (least := least_bytes(smallest, count)) > workload.memory_budget_bytes:
-            parts = "weights and gradients" if smallest.method == "full" else "weights"
-            why = f"The {parts} alone of {describe(smallest)} take {format_bytes(least)}"
-    return NothingFitsError(
-        f"Nothing of the class {allow} fits into {budget}",
-        why=why,
-        remedy=_higher_class(best_by_class) or "Raise --allow",
-    )
-
-
-def _higher_class(best_by_class: dict[str, Estimate]) -> str:
-    """Say what would fit if more were given up; empty where nothing would."""
-    for name, other in best_by_class.items():
-        return (
-            f"--allow {name}: {describe(other.config)} is predicted to need "
-            f"{format_bytes(other.peak_device_bytes)}"
-        )
-    return ""
-
-
-def _nothing_fits(
-    estimator: Estimator,
-    allowed: Sequence[TrainConfig],
-    workload: Workload,
-    best_by_class: dict[str, Estimate],
-) -> NothingFitsError:
-    """The smallest configuration, and the one change that lowers it most."""
-    budget = format_bytes(estimator.memory_budget_bytes)
-    smallest = estimator.estimate(min(allowed, key=estimator.floor_bytes))
-    why = (
-        f"The smallest, {describe(smallest.config)}, is predicted to need "
-        f"{format_bytes(smallest.peak_device_bytes)}"
-    )
-    if best_by_class:
-        remedy = _higher_class(best_by_class)
-    elif "qlora" not in workload.methods:
-        remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
-    else:
-        remedy = _lower_most(smallest, workload)
-    return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
-
-
-def _lower_most(smallest: Estimate, workload: Workload) -> str:
-    """Say which part of the peak to go for."""
-    parts = smallest.breakdown
-    grows_with_length = parts.activations_bytes + parts.logits_bytes + parts.temporaries_bytes
-    if grows_with_length > parts.parameters_bytes:
-        half = workload.sequence_length // 2
-        return (
-            f"--seq-len {half} lowers it most: {format_bytes(grows_with_length)} of the peak grow "
-            "with the length"
-        )
-    return (
-        "A smaller model lowers it most: the weights alone take "
-        f"{format_bytes(parts.parameters_bytes)}. {smallest.unquantized_note}"
-    )

@@ -15,7 +15,7 @@ from autotune.records.answer import Measured
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.report import words
-from autotune.search.predict_best import steps_per_epoch, with_measured
+from autotune.search.measure_best import steps_per_epoch, with_measured
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
 from autotune.space.requirements import LeftOut, Reason

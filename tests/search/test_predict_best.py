@@ -20,7 +20,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.search import first_answers, predict_best
+from autotune.search import beside, first_answers, predict_best
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import find
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
@@ -627,7 +627,7 @@ def more_memory(of_more: TrainConfig, speed_of_more: float, allow: str) -> Any:
     best = search.best(search.at_most(allow))
     assert best is not None
     assert best[0].config == exact
-    return predict_best._more_memory(
+    return beside.more_memory(
         estimator,  # type: ignore[arg-type]
         list(table),
         BASE,

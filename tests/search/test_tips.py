@@ -14,7 +14,7 @@ from autotune.common.units import GIB
 from autotune.records.answer import Tip
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount
 from autotune.report import tips
-from autotune.search import predict_best
+from autotune.search import beside
 from autotune.search.tips import best_tip
 from autotune.space.rules import Context
 
@@ -97,9 +97,9 @@ def test_experts_are_reached_where_adapters_are_many(
     config = dataclasses.replace(answers.ADAPTER, lora_rank=16)
     count = ParameterCount(total=50 * 10**9, trainable=trainable)
     best = answers.estimate(config, parameters=count)
-    assert predict_best._reaches_experts(best, models.resolve(model)) is expected
+    assert beside.reaches_experts(best, models.resolve(model)) is expected
     attention = dataclasses.replace(best, config=dataclasses.replace(config, lora_targets="q_proj"))
-    assert predict_best._reaches_experts(attention, models.resolve(model)) is None
+    assert beside.reaches_experts(attention, models.resolve(model)) is None
 
 
 @pytest.mark.parametrize("tip", Tip)

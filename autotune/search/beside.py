@@ -1,0 +1,97 @@
+"""Facts beside an answer: settings put back, what is safer, what a little more memory would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from autotune.catalogue.models import ModelSource
+from autotune.predict.estimator import Estimator
+from autotune.records.answer import MORE_MEMORY, MORE_MEMORY_BYTES, Change
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import NOISE
+from autotune.search.candidates import Candidates, put_back, speed_of
+from autotune.space.config import TrainConfig
+from autotune.space.rules import Context, broken_rules
+from autotune.space.tradeoffs import loses_small_updates
+
+
+def changes(
+    estimator: Estimator, best: Estimate, base: TrainConfig, context: Context
+) -> tuple[Change, ...]:
+    """The answer with one setting put back to the base's, where that is valid and was traced.
+
+    Of another method nothing can be put back: there it is the base itself.
+    """
+    changes = []
+    if best.config.method != base.method and estimator.supports(base):
+        estimate = estimator.estimate(base)
+        fits = estimator.fits(estimate)
+        changes.append(Change(setting="method", value=base.method, estimate=estimate, fits=fits))
+    for setting, config in put_back(best.config, base):
+        if setting == "micro_batch_size":
+            continue
+        if broken_rules(config, context) or not estimator.supports(config):
+            continue
+        estimate = estimator.estimate(config)
+        fits = estimator.fits(estimate)
+        value = getattr(base, setting)
+        changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
+    return tuple(changes)
+
+
+def reaches_experts(best: Estimate, model: ModelSource) -> bool | None:
+    """Whether the adapters are so many that a mixture's experts must have some.
+
+    An expert has two matrices at least, and an adapter of each as many weights as rank x hidden size.
+    PEFT 0.21 (utils/transformers_weight_conversion.py) reaches the experts of some families only.
+    """
+    inputs, rank = model.expert_inputs, best.config.lora_rank
+    if inputs is None or rank is None or best.config.lora_targets != "all-linear":
+        return None
+    return best.parameters.trainable >= 2 * rank * inputs
+
+
+def safer(
+    estimator: Estimator,
+    candidates: Candidates,
+    supported: Iterable[TrainConfig],
+    config: TrainConfig,
+) -> Change | None:
+    """The best, of any class, that keeps the small updates which the answer loses.
+
+    None where none are lost, or nothing that keeps them was traced.
+    """
+    if not loses_small_updates(config):
+        return None
+
+    def keeps_updates(other: TrainConfig) -> bool:
+        return other.method == config.method and not loses_small_updates(other)
+
+    best = candidates.best(keeps_updates)
+    if best is None:
+        smallest = min(filter(keeps_updates, supported), key=estimator.floor_bytes, default=None)
+        if smallest is None:
+            return None
+        best = (estimator.estimate(smallest),)
+    return Change(
+        setting="precision",
+        value=best[0].config.precision,
+        estimate=best[0],
+        fits=estimator.fits(best[0]),
+    )
+
+
+def more_memory(
+    estimator: Estimator,
+    configs: Iterable[TrainConfig],
+    base: TrainConfig,
+    best: Estimate,
+    wanted: Callable[[TrainConfig], bool],
+) -> Change | None:
+    """The fastest under a larger budget, where that is faster by more than the noise."""
+    budget = estimator.memory_budget_bytes + MORE_MEMORY_BYTES
+    roomier = Candidates(estimator.with_budget(budget), configs, base)
+    fastest = roomier.fastest(wanted)
+    if fastest is None or speed_of(fastest) < speed_of(best) * (1 + NOISE):
+        return None
+    return Change(setting=MORE_MEMORY, value=budget, estimate=fastest, fits=True)

@@ -1,0 +1,90 @@
+"""The errors where nothing fits: what is lacking, and the change that would lower it most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autotune.catalogue.models import ModelSource
+from autotune.common.units import format_bytes
+from autotune.errors import NothingFitsError
+from autotune.predict.estimator import Estimator, least_bytes
+from autotune.records.estimate import Estimate
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import describe
+
+
+def none_of_class(
+    allow: str,
+    wanted: Sequence[TrainConfig],
+    base: TrainConfig,
+    model: ModelSource,
+    workload: Workload,
+    best_by_class: dict[str, Estimate],
+) -> NothingFitsError:
+    """Return the error where none could be priced: none in the space, none that fits, none that runs."""
+    if not wanted:
+        return NothingFitsError(
+            f"No configuration of the class {allow} is in the space",
+            why=f"The base is {describe(base)}",
+            remedy="Raise --allow, or name a --space with the base's settings (autotune spaces)",
+        )
+    budget = format_bytes(workload.memory_budget_bytes)
+    why, count = "The model cannot be trained so", model.num_parameters_known
+    if count is not None:
+        smallest = min(wanted, key=lambda config: least_bytes(config, count))
+        if (least := least_bytes(smallest, count)) > workload.memory_budget_bytes:
+            parts = "weights and gradients" if smallest.method == "full" else "weights"
+            why = f"The {parts} alone of {describe(smallest)} take {format_bytes(least)}"
+    return NothingFitsError(
+        f"Nothing of the class {allow} fits into {budget}",
+        why=why,
+        remedy=_higher_class(best_by_class) or "Raise --allow",
+    )
+
+
+def _higher_class(best_by_class: dict[str, Estimate]) -> str:
+    """Say what would fit if more were given up; empty where nothing would."""
+    for name, other in best_by_class.items():
+        return (
+            f"--allow {name}: {describe(other.config)} is predicted to need "
+            f"{format_bytes(other.peak_device_bytes)}"
+        )
+    return ""
+
+
+def nothing_fits(
+    estimator: Estimator,
+    allowed: Sequence[TrainConfig],
+    workload: Workload,
+    best_by_class: dict[str, Estimate],
+) -> NothingFitsError:
+    """The smallest configuration, and the one change that lowers it most."""
+    budget = format_bytes(estimator.memory_budget_bytes)
+    smallest = estimator.estimate(min(allowed, key=estimator.floor_bytes))
+    why = (
+        f"The smallest, {describe(smallest.config)}, is predicted to need "
+        f"{format_bytes(smallest.peak_device_bytes)}"
+    )
+    if best_by_class:
+        remedy = _higher_class(best_by_class)
+    elif "qlora" not in workload.methods:
+        remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
+    else:
+        remedy = _lower_most(smallest, workload)
+    return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
+
+
+def _lower_most(smallest: Estimate, workload: Workload) -> str:
+    """Say which part of the peak to go for."""
+    parts = smallest.breakdown
+    grows_with_length = parts.activations_bytes + parts.logits_bytes + parts.temporaries_bytes
+    if grows_with_length > parts.parameters_bytes:
+        half = workload.sequence_length // 2
+        return (
+            f"--seq-len {half} lowers it most: {format_bytes(grows_with_length)} of the peak grow "
+            "with the length"
+        )
+    return (
+        "A smaller model lowers it most: the weights alone take "
+        f"{format_bytes(parts.parameters_bytes)}. {smallest.unquantized_note}"
+    )
