@@ -14,23 +14,23 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from autotune.catalogue.gpus import Gpu
-from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.allocator import PAGE_BYTES, Replay
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
+from autotune.predict.breakdown import breakdown, sum_of
 from autotune.predict.expandable_segments import grown
+from autotune.predict.floors import MicroStep, micro_step_of
 from autotune.predict.optimizer_update import Update, kernels_of, priced_update
 from autotune.predict.sharding.rank_trace import Exchange, RankTrace
 from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
 from autotune.records.charts import Timeline
 from autotune.records.estimate import (
-    Breakdown,
     Estimate,
     ParameterCount,
     PerGpu,
@@ -40,20 +40,9 @@ from autotune.records.estimate import (
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.precisions import PRECISIONS
 from autotune.speed import links, roofline
 from autotune.speed.host import USUAL, Host, Stretches
-
-_BREAKDOWN_OF_CATEGORY = {
-    "parameter": "parameters_bytes",
-    "gradient": "gradients_bytes",
-    "optimizer_state": "optimizer_state_bytes",
-    "activation": "activations_bytes",
-    "logits": "logits_bytes",
-    "temporary": "temporaries_bytes",
-    "workspace": "workspace_bytes",
-}
-
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -62,22 +51,6 @@ _EMPTY_CACHE_SHARE = 0.10
 
 _MOST_BUDGETS = 8
 """Most budgets under which growing segments are replayed to find one that they fit."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _MicroStep:
-    """Memory of one (trace, micro-batch, rank) in bytes, rounded as the allocator rounds."""
-
-    weights_bytes: int
-    workspace_bytes: int
-    batch_bytes: int
-    gradients_bytes: int
-    step_buffers_bytes: int
-    peak_first_bytes: int
-    """Peak of the first micro-batch above weights, workspaces and optimizer state. Where weights are updated
-    in the backward pass, gradients are given up as soon as they are there, and `gradients_bytes` is 0."""
-    peak_next_bytes: int
-    """Peak above all those and the gradients, while a second micro-batch adds to them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,18 +70,6 @@ class StepSeconds:
     bound: str
     communication_seconds: float = 0.0
     """Part of the total that goes into communication with the other GPUs."""
-
-
-def least_bytes(config: TrainConfig, num_parameters: int) -> int:
-    """Bytes that are there however the step runs: the weights, and the gradients of full fine-tuning.
-
-    A lower bound of peak_device_bytes that needs no trace.
-    """
-    weight_bytes = DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
-    if config.quantization != "none":
-        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8
-    keeps_gradients = config.method == "full" and not OPTIMIZERS[config.optimizer].updates
-    return num_parameters * weight_bytes * (2 if keeps_gradients else 1)
 
 
 class Estimator:
@@ -136,7 +97,7 @@ class Estimator:
         self._link = links.link_of(gpu)
         self._stretches = functools.cache(self._find_stretches)
         self._between_micro_steps = functools.cache(self._find_between_micro_steps)
-        self._micro_step = functools.cache(self._price_micro_step)
+        self._micro_step = functools.cache(self._find_micro_step)
         self._priced_update = functools.cache(self._price_update)
         self._interned: dict[tuple[TensorSpec, ...], _Trainable] = {}
         self._trainable = functools.cache(self._find_trainable)
@@ -400,11 +361,11 @@ class Estimator:
         flops, model_flops = self._flops(config, spec, rank)
         total, trainable = trace.num_parameters(rank)
         state = StateBytes(
-            parameters_bytes=_sum_of(sizes, categories, trace.setup, "parameter"),
-            gradients_bytes=_sum_of(sizes, categories, trace.setup, "gradient")
+            parameters_bytes=sum_of(sizes, categories, trace.setup, "parameter"),
+            gradients_bytes=sum_of(sizes, categories, trace.setup, "gradient")
             + sum(sizes[number] for number in trace.gradients),
             optimizer_state_bytes=optimizer.managed_bytes
-            + _sum_of(sizes, categories, trace.setup, "optimizer_state")
+            + sum_of(sizes, categories, trace.setup, "optimizer_state")
             + optimizer.device_state_bytes,
             optimizer_state_managed_bytes=optimizer.managed_bytes,
         )
@@ -415,7 +376,7 @@ class Estimator:
             peak_reserved_bytes=result.peak_reserved_bytes,
             nontorch_bytes=outside + managed,
             paged_in_bytes=managed,
-            breakdown=_breakdown(
+            breakdown=breakdown(
                 sizes,
                 categories,
                 islice(events, result.peak_allocated_event + 1),
@@ -519,25 +480,10 @@ class Estimator:
         room = max(self.room_for(config) - resident_bytes, 0)
         return max(optimizer.managed_bytes - room, 0)
 
-    def _price_micro_step(
+    def _find_micro_step(
         self, spec: TraceSpec, micro_batch: int, rank: int, in_backward: bool
-    ) -> _MicroStep:
-        trace = self._traces[spec]
-
-        def peak_bytes(events: str) -> int:
-            return int(trace.running_bytes(events, micro_batch, rank).max())
-
-        return _MicroStep(
-            weights_bytes=int(trace.running_bytes("setup", micro_batch, rank)[-1]),
-            workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
-            batch_bytes=trace.bytes_of(trace.batch, micro_batch, rank),
-            gradients_bytes=0
-            if in_backward
-            else trace.bytes_of(trace.gradients, micro_batch, rank),
-            step_buffers_bytes=trace.bytes_of(trace.step_buffers, micro_batch, rank),
-            peak_first_bytes=peak_bytes("released" if in_backward else "again"),
-            peak_next_bytes=peak_bytes("next"),
-        )
+    ) -> MicroStep:
+        return micro_step_of(self._traces[spec], micro_batch, rank, in_backward=in_backward)
 
     def _find_trainable(self, spec: TraceSpec, rank: int) -> _Trainable:
         specs = tuple(self._traces[spec].trainable(rank))
@@ -621,24 +567,3 @@ def _rate_dtype(dtype: str, *, tf32: bool) -> str:
     if dtype.startswith("float8"):  # e4m3 by e4m3 or by e5m2, at one rate
         return "float8"
     return "tf32" if tf32 and dtype == "float32" else dtype
-
-
-def _sum_of(
-    sizes: Sequence[int], categories: Sequence[str], events: Iterable[int], category: str
-) -> int:
-    return sum(sizes[e] for e in events if e >= 0 and categories[e] == category)
-
-
-def _breakdown(
-    sizes: Sequence[int], categories: Sequence[str], events: Iterable[int], peak_bytes: int
-) -> Breakdown:
-    live: set[int] = set()
-    for event in events:
-        if event >= 0:
-            live.add(event)
-        else:
-            live.discard(~event)
-    totals = dict.fromkeys(_BREAKDOWN_OF_CATEGORY.values(), 0)
-    for number in live:
-        totals[_BREAKDOWN_OF_CATEGORY[categories[number]]] += sizes[number]
-    return Breakdown(**totals, rounding_bytes=peak_bytes - sum(totals.values()))

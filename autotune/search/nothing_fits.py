@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import NothingFitsError
-from autotune.predict.estimator import Estimator, least_bytes
+from autotune.predict.estimator import Estimator
+from autotune.predict.floors import least_bytes
 from autotune.records.estimate import Estimate
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe

@@ -16,7 +16,8 @@ from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
-from autotune.predict.estimator import Estimator, least_bytes
+from autotune.predict.estimator import Estimator
+from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.tracing import trace_all
 from autotune.probe import compiled

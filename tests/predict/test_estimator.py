@@ -13,7 +13,8 @@ import tiny_model
 
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
-from autotune.predict.estimator import Estimator, least_bytes
+from autotune.predict.estimator import Estimator
+from autotune.predict.floors import least_bytes
 from autotune.predict.optimizer_update import Update, priced_update
 from autotune.predict.steps import Steps, first_steps
 from autotune.records.estimate import TraceSpec

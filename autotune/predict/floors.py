@@ -1,0 +1,59 @@
+"""Lower bounds of a configuration's memory: what is alive, however the allocator places it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.common.dtypes import DTYPE_BYTES
+from autotune.memory.traces import Trace
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroStep:
+    """Memory of one (trace, micro-batch, rank) in bytes, rounded as the allocator rounds."""
+
+    weights_bytes: int
+    workspace_bytes: int
+    batch_bytes: int
+    gradients_bytes: int
+    step_buffers_bytes: int
+    peak_first_bytes: int
+    """Peak of the first micro-batch above weights, workspaces and optimizer state. Where weights are updated
+    in the backward pass, gradients are given up as soon as they are there, and `gradients_bytes` is 0."""
+    peak_next_bytes: int
+    """Peak above all those and the gradients, while a second micro-batch adds to them."""
+
+
+def micro_step_of(
+    trace: Trace | RankTrace, micro_batch: int, rank: int, *, in_backward: bool
+) -> MicroStep:
+    """Return the memory of a micro-step. `in_backward`: weights are updated in the backward pass."""
+
+    def peak_bytes(events: str) -> int:
+        return int(trace.running_bytes(events, micro_batch, rank).max())
+
+    return MicroStep(
+        weights_bytes=int(trace.running_bytes("setup", micro_batch, rank)[-1]),
+        workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
+        batch_bytes=trace.bytes_of(trace.batch, micro_batch, rank),
+        gradients_bytes=0 if in_backward else trace.bytes_of(trace.gradients, micro_batch, rank),
+        step_buffers_bytes=trace.bytes_of(trace.step_buffers, micro_batch, rank),
+        peak_first_bytes=peak_bytes("released" if in_backward else "again"),
+        peak_next_bytes=peak_bytes("next"),
+    )
+
+
+def least_bytes(config: TrainConfig, num_parameters: int) -> int:
+    """Bytes that are there however the step runs: the weights, and the gradients of full fine-tuning.
+
+    A lower bound of peak_device_bytes that needs no trace.
+    """
+    weight_bytes = DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
+    if config.quantization != "none":
+        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8
+    keeps_gradients = config.method == "full" and not OPTIMIZERS[config.optimizer].updates
+    return num_parameters * weight_bytes * (2 if keeps_gradients else 1)
