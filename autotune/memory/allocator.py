@@ -13,7 +13,7 @@ Known limitations
   no `max_split_size_mb`, `roundup_power2_divisions` or `garbage_collection_threshold`.
 - One stream. Blocks of other streams, and those that `record_stream` holds back, are not modelled.
 - Addresses. Among free blocks of equal size torch takes the lowest address. Here a later segment
-  has a higher address; cudaMalloc may reuse the address of a segment that was released.
+  has a lower address (SEGMENTS_FALL); cudaMalloc may reuse the address of a segment that was released.
 - The cap is one number. Fragmentation of physical memory, other processes and memory outside the
   allocator are the caller's: subtract them from the cap. It is a memory fraction's: where the card
   itself has no page left, expandable segments fail otherwise.
@@ -63,6 +63,12 @@ _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
 # Addresses of an expandable segment, one per pool; those of the two never touch.
 _RANGE_BYTES = _LARGE_SEGMENT_BYTES << 28
+
+SEGMENTS_FALL = True
+"""Whether a later segment lies below an earlier one. No document says where cudaMalloc takes addresses; of
+steps on a T4 whose allocated bytes are predicted to the byte, reserved ones are so with falling addresses
+alone (studies/published-t4)."""
+_TOP_ADDRESS = 1 << 55
 
 EMPTY_CACHE = -(1 << 62)
 """The event at which torch.cuda.empty_cache() runs: no tensor's allocation or free."""
@@ -315,7 +321,7 @@ class _Heap:
     def __init__(self, cap_bytes: int | None) -> None:
         self._cap = 1 << _ADDRESS_BITS if cap_bytes is None else cap_bytes
         self._segments: dict[int, int] = {}
-        self._next_address = _BLOCK_BYTES
+        self._next_address = _TOP_ADDRESS
         self.small_free: list[int] = []
         self.large_free: list[int] = []
         self.end_of: dict[int, int] = {}
@@ -329,8 +335,9 @@ class _Heap:
         segment = _segment_bytes(size)
         if not self._has_room(segment):
             return None
-        start = self._next_address
-        self._next_address += segment + _BLOCK_BYTES
+        step = segment + _BLOCK_BYTES
+        start = self._next_address - step if SEGMENTS_FALL else self._next_address
+        self._next_address += -step if SEGMENTS_FALL else step
         self._segments[start] = segment
         self._reserve(segment)
         return start, start + segment

@@ -344,8 +344,8 @@ class SlowAllocator:
                 self.retries += 1
                 if not self.fits(size):
                     return None
+            self.frontier -= self.segment(size)
             block = Block(self.frontier, self.segment(size), False)
-            self.frontier += block.size
             self.pools[small].append(block)
             self.reserved += block.size
             self.peak_reserved = max(self.peak_reserved, self.reserved)
@@ -540,3 +540,17 @@ def test_together_they_reserve_what_they_do_alone(size: int, num: int, before: i
 def test_many_small_ones_together_are_few() -> None:
     assert len(together(4096, 100_000)) < 1000
     assert together(2 * MIB, 3) == [2 * MIB] * 3
+
+
+def test_of_equal_blocks_that_of_the_later_segment_is_taken() -> None:
+    """It has the lower address: what is left of the earlier one can be given back."""
+    tape = Tape()
+    whole = tape.alloc(24 * MIB, "temporary")
+    tape.free(whole)
+    first, second, other = (tape.alloc(12 * MIB, "temporary") for _ in range(3))
+    tape.free(second)
+    tape.free(other)
+    tape.alloc(12 * MIB, "temporary")
+    tape.free(first)
+    tape.events.append(EMPTY_CACHE)
+    assert replay(tape.sizes, tape.events).final_reserved_bytes == 12 * MIB
