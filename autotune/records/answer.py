@@ -243,6 +243,8 @@ class Answer:
     """Results of probes; `best` is then the prediction for the measured winner."""
     base_name: str = TRAINER_DEFAULTS
     """Name of the base in messages, in the plural."""
+    is_base_offered: bool = True
+    """Whether the base is a point of the space that was searched; where not, the answer may be slower."""
     space_changes: tuple[str, ...] = ()
     """Changes of the space between the file that was named and the search, in words and in order."""
     loader: LoaderTimes | None = None

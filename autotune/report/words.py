@@ -302,7 +302,10 @@ def against_baseline(answer: Answer) -> str:
     if baseline.config == answer.best.config:
         return f"{answer.base_name}, at the largest micro-batch that fits"
     assert answer.speedup is not None
-    return f"{answer.speedup:.2f} x {baseline_speed(answer, baseline)}"
+    said = f"{answer.speedup:.2f} x {baseline_speed(answer, baseline)}"
+    if answer.speedup < 1 and not answer.is_base_offered:
+        return f"{said}, which this --space does not offer"
+    return said
 
 
 def baseline_speed(answer: Answer, baseline: Estimate) -> str:

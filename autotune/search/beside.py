@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from autotune.catalogue.models import ModelSource
 from autotune.predict.estimator import Estimator
@@ -27,16 +27,29 @@ def changes(
         estimate = estimator.estimate(base)
         fits = estimator.fits(estimate)
         changes.append(Change(setting="method", value=base.method, estimate=estimate, fits=fits))
-    for setting, config in put_back(best.config, base):
-        if setting == "micro_batch_size":
+    without_batch = put_back_one(estimator, best.config, base, context, leaves="micro_batch_size")
+    return *changes, *without_batch
+
+
+def put_back_one(
+    estimator: Estimator,
+    config: TrainConfig,
+    base: TrainConfig,
+    context: Context,
+    *,
+    leaves: str = "",
+) -> Iterator[Change]:
+    """Yield the configuration with each setting as in the base, where that can be priced; one is left."""
+    for setting, changed in put_back(config, base):
+        if setting == leaves or broken_rules(changed, context) or not estimator.supports(changed):
             continue
-        if broken_rules(config, context) or not estimator.supports(config):
-            continue
-        estimate = estimator.estimate(config)
-        fits = estimator.fits(estimate)
-        value = getattr(base, setting)
-        changes.append(Change(setting=setting, value=value, estimate=estimate, fits=fits))
-    return tuple(changes)
+        estimate = estimator.estimate(changed)
+        yield Change(
+            setting=setting,
+            value=getattr(base, setting),
+            estimate=estimate,
+            fits=estimator.fits(estimate),
+        )
 
 
 def reaches_experts(best: Estimate, model: ModelSource) -> bool | None:

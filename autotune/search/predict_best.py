@@ -120,6 +120,14 @@ class Prediction:
         is_allowed = self._candidates.at_most(answer.allow)
         return self._candidates.fallbacks(answer.best, is_allowed)
 
+    def put_back(self, answer: Answer) -> tuple[Change, ...]:
+        """Return the answer with each setting that differs from the base's put back, one at a time.
+
+        The micro-batch is one of them. What is not valid so, or was not traced, is left out.
+        """
+        base = answer.base
+        return tuple(beside.put_back_one(self._estimator, answer.best.config, base, self._context))
+
     def details(self, answer: Answer) -> Details:
         """Return what a report draws of this answer, or of the measured one: ten replays or so.
 
@@ -233,7 +241,7 @@ def find(
     baseline = _baseline(estimator, baselines)
     if baseline is not None:
         reference = baseline.config
-    is_offered = changing.space.offers(reference) and _is_possible(reference, model, workload)
+    is_offered = changing.space.offers(reference)
     # The base's micro-batch may be larger than those of the space.
     adds_base = baseline is not None and reference not in supported and is_offered
     candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
@@ -302,6 +310,7 @@ def find(
         left_out=left_out,
         elapsed_seconds=time.monotonic() - started,
         base_name=TRAINER_DEFAULTS if base is None else USERS_BASE,
+        is_base_offered=is_offered,
         space_changes=tuple(map(str, changing.changes)),
     )
     return Prediction(

@@ -146,6 +146,17 @@ def test_an_answer_that_is_the_base_claims_no_gain() -> None:
     assert "4,096 tokens/s; the Trainer's defaults, at the largest micro-batch that fits" in shown
 
 
+def test_an_answer_slower_than_a_base_outside_the_space_says_so() -> None:
+    faster = answers.estimate(answers.BASE, step_seconds=1.0)
+    outside = answers.answer(baseline=faster, is_base_offered=False)
+    assert "which this --space does not offer" in one_line(drawn(outside))
+    assert "0.50 x the" in one_line(drawn(outside))
+    slower = answers.estimate(answers.BASE, step_seconds=4.0)
+    for is_offered, baseline in ((False, slower), (True, faster)):
+        shown = drawn(answers.answer(baseline=baseline, is_base_offered=is_offered))
+        assert "does not offer" not in one_line(shown)
+
+
 def test_a_base_of_the_user_is_called_so() -> None:
     file = io.StringIO()
     terminal.draw_answer(answers.answer(base_name=USERS_BASE), file)
