@@ -209,7 +209,7 @@ class Pricer:
     def _supported(
         self, case: Case, estimator: Estimator, configs: Iterable[TrainConfig]
     ) -> list[TrainConfig]:
-        """Those that the model could be traced with, and whose rank adds something to every layer."""
+        """List what the model could be traced with, and whose rank adds something to every layer."""
         supported = list(filter(estimator.supports, configs))
         if not case.bounds_rank:
             return supported
