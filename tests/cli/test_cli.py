@@ -150,6 +150,12 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--context": None,
     },
     "max": {
+        "--dataset": None,
+        "--format": None,
+        "--text-field": None,
+        "--answer-field": None,
+        "--loss-on": None,
+        "--tokenizer": None,
         "--odds": None,
         "--headroom": None,
         "--what": None,

@@ -101,6 +101,7 @@ def test_nothing_fits_is_exit_code_4(main: Main) -> None:
         (("--what", "model", "--model", TINY), "--model does not go"),
         (("--what", "gpu", "--model", TINY), "--gpu does not go"),
         (("--what", "micro-batch"), "needs a model"),
+        (("--what", "micro-batch", "--model", TINY, "--accumulation", "100000"), "is more than `max` tries"),
         (("--what", "lora-rank", "--model", TINY, "--method", "full"), "has no rank"),
         (("--what", "sequence-length", "--model", TINY, "--multiple-of", "512"), "No multiple of 512"),
         (("--what", "model", "--seq-len", "99999", "--task", "masked-lm"), "No model of the catalogue"),

@@ -17,6 +17,9 @@ from autotune.space.requirements import predictable
 from autotune.space.search_space import may_pack, with_peft
 from autotune.worker.client.forkserver import ForkServer
 
+MAX_ACCUMULATION = 1024
+"""Most micro-batches per step. [judgement] With 3,000 an answer took a minute of a CPU."""
+
 
 def limits(
     question: Question,
@@ -36,6 +39,12 @@ def limits(
 
 def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitProblem:
     """Look up what the question names. Raises ConfigError, HardwareError."""
+    if question.accumulation > MAX_ACCUMULATION:
+        raise ConfigError(
+            f"--accumulation {question.accumulation:,} is more than `max` tries",
+            why="Every micro-batch of a step is replayed, for every value",
+            remedy=f"Give {MAX_ACCUMULATION:,} or less; `autotune estimate` prices one such configuration",
+        )
     card = None if what == "gpu" else budget.choose_card(question.gpu, question.gpu_mem)
     source = None if question.model is None else models.resolve(question.model)
     length = question.seq_len or SEQUENCE_LENGTH
