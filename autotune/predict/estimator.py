@@ -24,7 +24,7 @@ from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
 from autotune.predict.breakdown import breakdown, sum_of
 from autotune.predict.expandable_segments import grown
-from autotune.predict.floors import MicroStep, micro_step_of
+from autotune.predict.floors import MicroStepBytes, micro_step_of
 from autotune.predict.optimizer_update import Update, kernels_of, priced_update
 from autotune.predict.sharding.rank_trace import Exchange, RankTrace
 from autotune.predict.steps import Steps, first_steps
@@ -482,7 +482,7 @@ class Estimator:
 
     def _find_micro_step(
         self, spec: TraceSpec, micro_batch: int, rank: int, in_backward: bool
-    ) -> MicroStep:
+    ) -> MicroStepBytes:
         return micro_step_of(self._traces[spec], micro_batch, rank, in_backward=in_backward)
 
     def _find_trainable(self, spec: TraceSpec, rank: int) -> _Trainable:

@@ -13,7 +13,7 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MicroStep:
+class MicroStepBytes:
     """Memory of one (trace, micro-batch, rank) in bytes, rounded as the allocator rounds."""
 
     weights_bytes: int
@@ -30,13 +30,13 @@ class MicroStep:
 
 def micro_step_of(
     trace: Trace | RankTrace, micro_batch: int, rank: int, *, in_backward: bool
-) -> MicroStep:
+) -> MicroStepBytes:
     """Return the memory of a micro-step. `in_backward`: weights are updated in the backward pass."""
 
     def peak_bytes(events: str) -> int:
         return int(trace.running_bytes(events, micro_batch, rank).max())
 
-    return MicroStep(
+    return MicroStepBytes(
         weights_bytes=int(trace.running_bytes("setup", micro_batch, rank)[-1]),
         workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
         batch_bytes=trace.bytes_of(trace.batch, micro_batch, rank),
