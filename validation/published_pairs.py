@@ -213,10 +213,12 @@ def old_sides(rows: Sequence[Row]) -> list[Side]:
 
 
 def setting_that_differs(one: Side, other: Side) -> str | None:
-    """A key of SETTINGS; None where nothing does, or more than one."""
+    """A key of SETTINGS; None where nothing does, or more than one, or lengths that are guesses."""
     left, right = one.fields, other.fields
     changed = {name for name, value in left.items() if value != right[name]}
     if not changed or one.group != other.group:
+        return None
+    if "sequence_length" in changed and not (one.knows_length and other.knows_length):
         return None
     for setting, together in SETTINGS.items():
         if changed <= together and _is_that(setting, changed, left, right):

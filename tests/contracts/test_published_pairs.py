@@ -108,6 +108,13 @@ def test_an_assumed_length_is_no_setting() -> None:
     assert setting_that_differs(one, other) == "micro-batch"
 
 
+def test_lengths_that_are_guessed_make_no_pair() -> None:
+    one, other = side("one"), side("other", sequence_length=2048)
+    guessed = replace(other, knows_length=False)
+    assert setting_that_differs(one, other) == "sequence length"
+    assert setting_that_differs(one, guessed) is None
+
+
 def test_a_pair_names_the_faster_one_first() -> None:
     slow = side("slow", published=3.0, predicted=2.0)
     fast = side("fast", published=2.0, predicted=2.5, attention="eager")
