@@ -26,6 +26,7 @@ from autotune.records.answer import (
     TRAINER_DEFAULTS,
     USERS_BASE,
     Answer,
+    Change,
     Counts,
 )
 from autotune.records.charts import Details
