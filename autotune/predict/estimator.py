@@ -41,8 +41,9 @@ from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
-from autotune.speed import links, roofline
+from autotune.speed import links, roofline, step_parts
 from autotune.speed.host import USUAL, Host, Stretches
+from autotune.speed.sureness import Part, Parts, added, spread_of
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -103,6 +104,7 @@ class Estimator:
         self._trainable = functools.cache(self._find_trainable)
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
+        self._micro_parts = functools.cache(self._price_micro_parts)
         self._exchange = functools.cache(self._find_exchange)
         self._floor = functools.cache(self._find_floor)
         self._estimates: dict[tuple[TrainConfig, int], Estimate] = {}
@@ -279,6 +281,32 @@ class Estimator:
             communication_seconds=sent,
         )
 
+    def parts(self, config: TrainConfig) -> Parts | None:
+        """The predicted time of an optimizer step by cause, and how sure each is; None as of `seconds`."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        whole = self.seconds(config)
+        micro = self._micro_parts(spec, config.micro_batch_size, rank, config.precision)
+        optimizer = self._update(spec, rank, config.optimizer)
+        resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
+        paged_bytes = self._paged_out_bytes(config, optimizer, resident_bytes)
+        update = step_parts.parts(kernels_of(optimizer.cost, paged_bytes), self._machine)
+        if whole is None or micro is None or update is None:
+            return None
+        accumulation = config.gradient_accumulation_steps
+        found = added({cause: part.times(accumulation) for cause, part in micro.items()}, update)
+        # What the host does between micro-steps, adding gradients, and emptying the cache.
+        rest_seconds = whole.total_seconds - whole.communication_seconds
+        rest_seconds -= sum(part.seconds for part in found.values())
+        rest = Part(seconds=max(rest_seconds, 0.0), spread=step_parts.HOST_SPREAD)
+        sent = Part(seconds=whole.communication_seconds, spread=step_parts.LINK_SPREAD)
+        return added(found, {"host": rest, "links": sent})
+
+    def _price_micro_parts(
+        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
+    ) -> Parts | None:
+        kernels = self._kernels(spec, micro_batch, rank, precision)
+        return step_parts.parts(kernels, self._machine, self._stretches(spec))
+
     def tokens_per_second(self, config: TrainConfig) -> float | None:
         """Predicted speed, an upper bound where a paged optimizer has to page."""
         seconds = self.seconds(config)
@@ -357,7 +385,7 @@ class Estimator:
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(config, optimizer, resident)
-        seconds = self.seconds(config, resident)
+        seconds, parts = self.seconds(config, resident), self.parts(config)
         flops, model_flops = self._flops(config, spec, rank)
         total, trainable = trace.num_parameters(rank)
         state = StateBytes(
@@ -397,6 +425,7 @@ class Estimator:
                 dtype=_rate_dtype(precision.compute_dtype, tf32=precision.tf32),
             ),
             bound=None if seconds is None else seconds.bound,
+            step_spread=None if parts is None else spread_of(parts),
             useful_share=self._useful_share(config),
             per_gpu=self._per_gpu(config, self._exchange(spec, rank), state, seconds),
         )

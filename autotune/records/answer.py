@@ -195,6 +195,17 @@ class Tip(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sureness:
+    """How sure a prediction is that its answer is the fastest."""
+
+    odds: float
+    """Odds, 0 to 1, that nothing else that is allowed and may fit is faster by more than the noise."""
+    rival: Estimate | None
+    """What else is the likeliest to be the fastest; None where nothing is likely to be."""
+    rival_odds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
     """The numbers of an answer: what the terminal draws and `find --json` prints.
 
@@ -245,6 +256,8 @@ class Answer:
     """Name of the base in messages, in the plural."""
     is_base_offered: bool = True
     """Whether the base is a point of the space that was searched; where not, the answer may be slower."""
+    sureness: Sureness | None = None
+    """How sure it is that the answer is the fastest; None where it was measured."""
     space_changes: tuple[str, ...] = ()
     """Changes of the space between the file that was named and the search, in words and in order."""
     loader: LoaderTimes | None = None
@@ -341,6 +354,15 @@ class Answer:
                 for change in [*self.changes, *([self.more_memory] if self.more_memory else [])]
             ],
             "safer": None if self.safer is None else self.safer.to_dict(budget),
+            "sureness": None
+            if self.sureness is None
+            else {
+                "odds": self.sureness.odds,
+                "rival": None
+                if self.sureness.rival is None
+                else self.sureness.rival.to_dict(budget),
+                "rival_odds": self.sureness.rival_odds,
+            },
             "tip": self.tip,
             "reaches_experts": self.reaches_experts,
             "counts": dataclasses.asdict(self.counts),

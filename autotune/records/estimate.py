@@ -190,6 +190,8 @@ class Estimate:
     mfu: float | None
     bound: str | None
     """Limit of the step, one of autotune.speed.roofline.BOUNDS."""
+    step_spread: float | None = None
+    """Standard deviation of the logarithm of real over predicted step seconds."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
     paged_in_bytes: int = 0
@@ -287,6 +289,7 @@ class Estimate:
             "model_flops_per_step": self.model_flops_per_step,
             "mfu": self.mfu,
             "bound": self.bound,
+            "step_spread": self.step_spread,
             "per_gpu": None
             if self.per_gpu is None
             else {

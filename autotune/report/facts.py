@@ -112,7 +112,7 @@ def _speed(answer: Answer) -> Tile:
     best, found = answer.best, answer.measured
     if found is None:
         speed = best.tokens_per_second
-        note = f"a step takes {words.step(best)}"
+        note = f"{words.speed_range(best)}. A step takes {words.step(best)}"
     else:
         speed = found.final.tokens_per_second
         spread = found.final.spread
@@ -326,6 +326,8 @@ def reasons(answer: Answer) -> list[str]:
     said += filter(None, (words.rounding(answer), words.experts(answer), best.unquantized_note))
     if tip := tips.tip(answer):
         said.append(f"Tip: {tip}")
+    if sure := words.sureness(answer):
+        said.append(f"How sure: {sure}.")
     if answer.tied:
         said.append(f"Tied: {words.tied(answer)}.")
     said.append(f"Learning rate: {words.learning_rate(answer)}.")

@@ -85,7 +85,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
             ("", "What follows is predicted."),
         ]
     rows += [
-        ("speed", f"{words.speed(best)}; {words.against_baseline(answer)}"),
+        ("speed", f"{words.speed_range(best)}; {words.against_baseline(answer)}"),
         ("step", words.step(best)),
         *([("epoch", words.epoch(answer))] if answer.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
@@ -98,6 +98,8 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     rows += words.of_each_gpu(best)
     if answer.measured is None:
         rows.append(("why", words.why(answer)))
+    if text := words.sureness(answer):
+        rows.append(("sure", text))
     if answer.widened:
         rows.append(("", words.widened(answer)))
     if best.state.optimizer_state_managed_bytes:
@@ -227,7 +229,7 @@ def draw_estimate(
         ),
         *words.of_each_gpu(estimate),
         ("trains", f"{count.trainable:,} of {count.total:,} parameters"),
-        ("speed", words.speed(estimate)),
+        ("speed", words.speed_range(estimate)),
         ("step", words.step(estimate)),
     ]
     if state.optimizer_state_managed_bytes:

@@ -16,6 +16,7 @@ from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.tradeoffs import loses_small_updates
+from autotune.speed.sureness import within
 
 CLASS_MEANINGS = {
     "exact": "the mathematics of the base",
@@ -73,6 +74,20 @@ def speed(estimate: Estimate) -> str:
     return (
         "unknown: the card's rates are not known" if tokens is None else f"{tokens:,.0f} tokens/s"
     )
+
+
+def speed_range(estimate: Estimate) -> str:
+    """The predicted speed with the range that holds it with 80 %."""
+    tokens, spread = estimate.tokens_per_second, estimate.step_spread
+    if tokens is None or spread is None:
+        return speed(estimate)
+    low, high = within(tokens, spread)
+    return f"{speed(estimate)} (with 80 % {_rounded(low)} to {_rounded(high)})"
+
+
+def _rounded(tokens: float) -> str:
+    """The figure to two digits: a range has no more."""
+    return f"{float(f'{tokens:.2g}'):,.0f}"
 
 
 def measured_speed(measurement: Measurement) -> str:
@@ -530,6 +545,19 @@ def unfused_casts(config: TrainConfig) -> str:
         "very wide layers, more time than with bfloat16 (pytorch/ao issue 685). TrainingArguments has "
         "no field for it: train.py and accelerate_config.yaml switch it on."
     )
+
+
+def sureness(answer: Answer) -> str:
+    """How sure the prediction is that its answer is the fastest; empty where nothing is known."""
+    sure = answer.sureness
+    if sure is None:
+        return ""
+    share = 100 * NOISE
+    said = f"{100 * sure.odds:.0f} % that nothing else is faster by more than {share:.0f} %"
+    if sure.rival is None:
+        return said
+    rival = difference(sure.rival.config, answer.best.config)
+    return f"{said}; with {100 * sure.rival_odds:.0f} % the fastest is {rival}"
 
 
 def tied(answer: Answer) -> str:

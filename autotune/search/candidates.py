@@ -15,12 +15,14 @@ from typing import Any
 
 from autotune.errors import HardwareError
 from autotune.predict.estimator import Estimator
+from autotune.records.answer import Sureness
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import vary
 from autotune.space.tradeoffs import LEVEL, form, gives_up, tradeoff_class
+from autotune.speed.sureness import TimedWork, odds_of
 
 _SAVES_MEMORY = ("expandable_segments", "activation_offloading")
 """Settings that are switched on for memory alone, and with which PyTorch's allocator may reserve more
@@ -37,6 +39,11 @@ _KEPT_ON_THE_WAY = (
     *("method", "sequence_length", "num_gpus"),
     *(name for name in KNOBS if name not in _CHANGES_ON_THE_WAY),
 )
+
+_MOST_RIVALS = 100
+"""Configurations that an answer's odds are taken against, the fastest first."""
+_LIKELY = 0.05
+"""Odds from which a rival is named."""
 
 FALLBACKS = 3
 FALLBACK_SHARE = 0.1
@@ -146,6 +153,38 @@ class Candidates:
         return next(
             (best for _, ranked in self._by_form if (best := self._fastest(ranked, wanted))), None
         )
+
+    def sureness(self, best: Estimate, wanted: Callable[[TrainConfig], bool]) -> Sureness | None:
+        """How sure an estimate is to be the fastest of what is wanted; None where its time is not known."""
+        first = self._timed_work(best.config)
+        if first is None:
+            return None
+        rivals, works = list[TrainConfig](), list[TimedWork]()
+        for _, config in self._ranked:
+            if len(rivals) == _MOST_RIVALS:
+                break
+            if config == best.config or config in self._rejected or not wanted(config):
+                continue
+            work = self._timed_work(config)
+            if work is not None:
+                rivals.append(config)
+                works.append(work)
+        odds = odds_of(first, works, tolerance=NOISE)
+        likely = sorted(
+            (chance, number) for number, chance in enumerate(odds.of_rivals) if chance >= _LIKELY
+        )
+        for chance, number in reversed(likely):
+            rival = self._fitting(rivals[number])
+            if rival is not None:
+                return Sureness(odds=odds.of_first, rival=rival, rival_odds=float(chance))
+        return Sureness(odds=odds.of_first, rival=None)
+
+    def _timed_work(self, config: TrainConfig) -> TimedWork | None:
+        parts, speed = self._estimator.parts(config), self._estimator.tokens_per_second(config)
+        if parts is None or speed is None:
+            return None
+        seconds = sum(part.seconds for part in parts.values())
+        return TimedWork(parts=parts, work=speed * seconds)
 
     def further(self, wanted: Callable[[TrainConfig], bool], *others: Estimate) -> Estimate | None:
         """The fastest of any form, where it is faster than these; of those tied the least is given up."""

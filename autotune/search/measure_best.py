@@ -142,6 +142,7 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
         best=best,
         best_class=tradeoff_class(best.config, answer.base),
         tied=(),
+        sureness=None,
         changes=(),
         more_memory=None,
         reaches_experts=answer.reaches_experts

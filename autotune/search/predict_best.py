@@ -267,6 +267,7 @@ def find(
             raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
         raise nothing_fits(estimator, allowed, workload, best_by_class)
     best, *tied = ranked
+    is_in_form = candidates.in_form_of(best.config)
     context = _context(workload, gpu, model)
     progress("replayed", candidates.num_replayed, num_possible)
     answer = Answer(
@@ -312,6 +313,9 @@ def find(
         elapsed_seconds=time.monotonic() - started,
         base_name=TRAINER_DEFAULTS if base is None else USERS_BASE,
         is_base_offered=is_offered,
+        sureness=candidates.sureness(
+            best, lambda c: is_in_form(c) and candidates.at_most(chosen)(c)
+        ),
         space_changes=tuple(map(str, changing.changes)),
     )
     return Prediction(

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -216,18 +216,15 @@ def seconds(
     `stretches`: the order in which they run; without it, host and GPU are taken to go on evenly.
     """
     kernels = tuple(kernels)
-    products = _product_seconds(kernels, machine.products)
+    each = kernel_seconds(kernels, machine)
+    if each is None:
+        return None
     spent = dict.fromkeys(BOUNDS, 0.0)
     on_gpu, on_host = list[float](), list[float]()
-    for kernel in kernels:
-        priced = _priced(kernel, machine, products)
-        if priced is None:
-            return None
-        one, bound = priced
-        count = kernel.count
-        spent[bound] += count * one
-        on_gpu.append(count * (one + machine.kernel_tail_seconds))
-        on_host.append(count * machine.launch_seconds[kernel.phase])
+    for kernel, (one, bound) in zip(kernels, each, strict=True):
+        spent[bound] += kernel.count * (one - machine.kernel_tail_seconds)
+        on_gpu.append(kernel.count * one)
+        on_host.append(kernel.count * machine.launch_seconds[kernel.phase])
     gpu_seconds, launch_seconds = sum(on_gpu), sum(on_host)
     late_seconds = max(launch_seconds - gpu_seconds, 0.0)
     if stretches is not None:
@@ -249,6 +246,18 @@ def mfu(*, model_flops: float, step_seconds: float, gpu: Gpu, dtype: str) -> flo
     return None if peak is None else model_flops / step_seconds / peak
 
 
+def kernel_seconds(kernels: Sequence[Kernel], machine: CardRates) -> list[tuple[float, str]] | None:
+    """Seconds of one launch of each, and one of BOUNDS; None when a rate that one needs is unknown."""
+    products = _product_seconds(kernels, machine.products)
+    found = []
+    for kernel in kernels:
+        priced = _priced(kernel, machine, products)
+        if priced is None:
+            return None
+        found.append((priced[0] + machine.kernel_tail_seconds, priced[1]))
+    return found
+
+
 def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[float, str] | None:
     """Seconds of a kernel without its tail, and one of BOUNDS; None when a rate is unknown."""
     kind = kernel.kind
@@ -257,7 +266,7 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
     if kind == "attention":
         return _attention(kernel, machine)
     assert kind in KINDS, kind
-    family = _family(kernel, machine.moving)
+    family = family_of(kernel, machine.moving)
     if family not in machine.moving.bytes_per_second:
         return None  # The card's bandwidth is not known.
     rows, row_length = kernel.shape or (0.0, 0.0)
@@ -271,7 +280,7 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
     return float(seconds), "transfer" if kind == "copy_host" else "memory bandwidth"
 
 
-def _family(kernel: Kernel, rates: MovingRates) -> str:
+def family_of(kernel: Kernel, rates: MovingRates) -> str:
     """The family that a kernel is priced as."""
     if kernel.kind in ("dequantize", "copy_host"):
         return kernel.kind
@@ -314,15 +323,23 @@ def _product_seconds(kernels: Iterable[Kernel], card: MatmulCard | None) -> _Pro
 
 
 def _attention(kernel: Kernel, machine: CardRates) -> tuple[float, str] | None:
-    families = (family for family in attention.KERNELS[1:] if family in kernel.name)
-    is_backward = "backward" in kernel.name
-    rates = machine.attention.get((next(families, "flash"), kernel.dtype, is_backward))
+    rates = machine.attention.get(attention_key(kernel))
     bandwidth = machine.moving.bytes_per_second.get("elementwise")
     if rates is None or bandwidth is None:
         return None
-    computing = _attention_seconds(rates, kernel.shape, kernel.flops, is_backward)
+    computing = _attention_seconds(rates, kernel.shape, kernel.flops, _is_backward(kernel))
     moved = kernel.bytes_moved / bandwidth
     return (computing, "compute") if computing > moved else (moved, "memory bandwidth")
+
+
+def attention_key(kernel: Kernel) -> tuple[str, str, bool]:
+    """The key in CardRates.attention of an attention kernel."""
+    families = (family for family in attention.KERNELS[1:] if family in kernel.name)
+    return next(families, "flash"), kernel.dtype, _is_backward(kernel)
+
+
+def _is_backward(kernel: Kernel) -> bool:
+    return "backward" in kernel.name
 
 
 @functools.lru_cache(maxsize=4096)
