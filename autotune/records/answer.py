@@ -201,7 +201,7 @@ class Sureness:
     odds: float
     """Odds, 0 to 1, that nothing else that is allowed and may fit is faster by more than the noise."""
     rival: Estimate | None
-    """What else is the likeliest to be the fastest; None where nothing is likely to be."""
+    """The likeliest to be the fastest beside the answer; None where none is likely."""
     rival_odds: float = 0.0
 
 

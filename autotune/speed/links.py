@@ -48,7 +48,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """What connects the GPUs of one machine."""
+    """The connection between the GPUs of one machine."""
 
     bytes_per_second: float
     """Rate of one GPU's link in one direction, as NVIDIA or PCI-SIG state it."""

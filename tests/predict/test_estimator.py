@@ -21,6 +21,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.speed.host import USUAL, Host
+from autotune.speed.sureness import spread_of
 
 pytestmark = pytest.mark.worker
 
@@ -304,6 +305,19 @@ def test_a_short_micro_step_takes_what_the_host_takes(
     # On a host that takes three times as long this small model is bound by it.
     slow, slower = (micro_step_seconds(USUAL.times(factor)) for factor in (3, 6))
     assert slower == pytest.approx(2 * slow, rel=0.02)
+
+
+@pytest.mark.parametrize("config", [split(LORA, 1, 4), split(FULL, 4, 2), PAGED], ids=str)
+def test_the_parts_of_a_time_add_up_to_it(roomy: Estimator, config: TrainConfig) -> None:
+    seconds, parts = roomy.seconds(config), roomy.parts(config)
+    assert seconds is not None
+    assert parts is not None
+    total = sum(part.seconds for part in parts.values())
+    assert total == pytest.approx(seconds.total_seconds)
+    assert all(part.seconds >= 0 and part.spread > 0 for part in parts.values())
+    assert parts["matmul"].seconds > 0
+    spread = roomy.estimate(config).step_spread
+    assert spread == pytest.approx(spread_of(parts))
 
 
 def test_a_paged_optimizer_lives_outside_the_allocator(roomy: Estimator) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
-from autotune.records.answer import USERS_BASE, Answer, Change, Tip
+from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
@@ -155,6 +155,22 @@ def test_an_answer_slower_than_a_base_outside_the_space_says_so() -> None:
     for is_offered, baseline in ((False, slower), (True, faster)):
         shown = drawn(answers.answer(baseline=baseline, is_base_offered=is_offered))
         assert "does not offer" not in one_line(shown)
+
+
+def test_how_sure_a_prediction_is() -> None:
+    best = answers.estimate(step_spread=0.1)
+    rival = dataclasses.replace(answers.CONFIG, activation_checkpointing=0)
+    sure = Sureness(odds=0.72, rival=answers.estimate(rival), rival_odds=0.06)
+    shown = one_line(drawn(answers.answer(best=best, sureness=sure)))
+    # 4,096 tokens/s, 1.28 standard deviations down and up.
+    assert "speed 4,096 tokens/s (with 80 % 3,600 to 4,700);" in shown
+    assert (
+        "sure 72 % that nothing else is faster by more than 2 %; with 6 % the fastest is" in shown
+    )
+    alone = Sureness(odds=1.0, rival=None)
+    shown = one_line(drawn(answers.answer(sureness=alone)))
+    assert "sure 100 % that nothing else is faster by more than 2 % " in shown
+    assert "the fastest is" not in shown
 
 
 def test_a_base_of_the_user_is_called_so() -> None:

@@ -836,6 +836,19 @@ def test_better_odds_leave_more_room_and_cost_speed_at_most() -> None:
 
 
 @pytest.mark.usefixtures("traced")
+def test_a_likely_rival_is_allowed_fits_and_is_not_the_answer() -> None:
+    answer = search(1500 * MB)
+    sure = answer.sureness
+    assert sure is not None
+    assert 0 < sure.odds <= 1
+    assert sure.odds + sure.rival_odds <= 1
+    if sure.rival is not None:
+        assert sure.rival.config != answer.best.config
+        assert sure.rival.peak_device_bytes <= 1500 * MB
+        assert LEVELS[tradeoff_class(sure.rival.config, answer.base)] <= LEVELS[answer.allow]
+
+
+@pytest.mark.usefixtures("traced")
 def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
     tight, roomy_enough = 980 * MB, 4000 * MB
     answer = search(tight)

@@ -16,7 +16,7 @@ class Phase(StrEnum):
     WEIGHTS = "weights"
     ADAPTER = "adapter"
     PREPARED = "prepared"
-    """What is not quantised is copied to float32."""
+    """Copying to float32 whatever is not quantised."""
     SETTLED = "settled"
     """Changes that the first step makes for good."""
     BATCH = "batch"
