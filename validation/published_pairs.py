@@ -80,6 +80,8 @@ class Side:
     """Runs that may be compared: of one program and one time."""
     timed: Timed
     predicted_seconds: float
+    is_within: bool
+    """Whether the published time lies in the predicted interval of 80 %."""
     stated_length: int | None
     """The setting, where the tokens of the mean sample are another number; None: not to be compared."""
     knows_length: bool
@@ -183,6 +185,7 @@ def new_sides(ids: Collection[str] | None = None) -> list[Side]:
                     group=timed.group,
                     timed=timed,
                     predicted_seconds=predicted.predicted_seconds,
+                    is_within=predicted.is_within,
                     stated_length=int(row["sequence_length"]),
                     knows_length=row["length_known"] == "yes",
                 )
@@ -205,6 +208,7 @@ def old_sides(rows: Sequence[Row]) -> list[Side]:
                 group=row.group,
                 timed=timed,
                 predicted_seconds=row.predicted_seconds,
+                is_within=row.is_within,
                 stated_length=None if row.group.startswith("litgpt") else stated,
                 knows_length=not takes_mean,
             )
@@ -316,14 +320,14 @@ def _counted(members: Sequence[Pair]) -> str:
 
 def markdown_ratios(names: Mapping[str, Sequence[Side]], title: str) -> str:
     lines = [
-        f"| {title} | rows | predicted / published, median | from | to |",
-        "|---|---:|---:|---:|---:|",
+        f"| {title} | rows | predicted / published, median | from | to | within 80 % |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for name, members in names.items():
         ratios = [side.ratio for side in members]
         lines.append(
             f"| {name} | {len(ratios)} | {statistics.median(ratios):.2f} | {min(ratios):.2f}"
-            f" | {max(ratios):.2f} |"
+            f" | {max(ratios):.2f} | {sum(side.is_within for side in members)} |"
         )
     return "\n".join(lines)
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from unittest import mock
 
@@ -31,6 +32,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import TraceSpec
 from autotune.speed.host import USUAL
+from autotune.speed.sureness import STEP_SPREAD, Parts, TimedWork, odds_of, spread_of, within
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
@@ -59,6 +61,19 @@ class Row:
     published_seconds: float
     predicted_seconds: float
     bound: str
+    parts: Parts
+    """Predicted seconds by cause, and how sure each is."""
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the published time lies in the interval that should hold it with 80 %."""
+        return self.is_within_with(STEP_SPREAD)
+
+    def is_within_with(self, step_spread: float) -> bool:
+        """The same with another spread of whole steps."""
+        spread = math.hypot(spread_of(self.parts), step_spread)
+        low, high = within(self.predicted_seconds, spread)
+        return low <= self.published_seconds <= high
 
     @property
     def ratio(self) -> float:
@@ -107,8 +122,8 @@ def row_of(name: str, timed: Timed) -> Row | None:
     if timed.group not in TRAINERS:
         host = replace(USUAL, module_seconds=0, micro_step_seconds=0, step_seconds=0)
     estimator = Estimator(traces, gpu, memory_budget_bytes=gpu.capacity_bytes, host=host)
-    seconds = estimator.seconds(plan.config)
-    if seconds is None:
+    seconds, parts = estimator.seconds(plan.config), estimator.parts(plan.config)
+    if seconds is None or parts is None:
         return None
     return Row(
         id=name,
@@ -118,6 +133,7 @@ def row_of(name: str, timed: Timed) -> Row | None:
         published_seconds=timed.published_seconds,
         predicted_seconds=seconds.total_seconds,
         bound=seconds.bound,
+        parts=parts,
     )
 
 
@@ -156,16 +172,34 @@ def predicted_rate(row: Row) -> float:
 
 def pairs(rows: Sequence[Row]) -> tuple[int, int]:
     """(pairs whose published throughputs differ, of these those predicted in that order)."""
-    num_pairs = num_ordered = 0
+    found = list(_told_apart(rows))
+    return len(found), sum(predicted_rate(one) > predicted_rate(other) for one, other in found)
+
+
+def ordered_by_odds(rows: Sequence[Row]) -> dict[str, tuple[int, int]]:
+    """(pairs, those predicted in the published order) by the odds that the prediction gives its order."""
+    counts = dict.fromkeys(_ODDS, (0, 0))
+    for pair in _told_apart(rows):
+        first, second = sorted(pair, key=predicted_rate, reverse=True)
+        timed = [TimedWork(parts=row.parts, work=_tokens(row)) for row in (first, second)]
+        odds = odds_of(timed[0], timed[1:], tolerance=0).of_first
+        name = next(name for name, least in _ODDS.items() if odds >= least)
+        num_pairs, num_ordered = counts[name]
+        counts[name] = num_pairs + 1, num_ordered + (first is pair[0])
+    return counts
+
+
+_ODDS = {"95 % and more": 0.95, "80 to 95 %": 0.8, "less than 80 %": 0.0}
+
+
+def _told_apart(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+    """Pairs whose published throughputs differ, the faster one first."""
     for one, other in itertools.combinations(rows, 2):
         rates = [published_rate(row) for row in (one, other)]
         noise = sum(timed_runs()[row.id].resolution for row in (one, other))
         if abs(rates[0] / rates[1] - 1) <= max(TIED, noise):
             continue
-        num_pairs += 1
-        is_first = predicted_rate(one) > predicted_rate(other)
-        num_ordered += is_first == (rates[0] > rates[1])
-    return num_pairs, num_ordered
+        yield (one, other) if rates[0] > rates[1] else (other, one)
 
 
 def groups(rows: Sequence[Row]) -> list[Group]:
@@ -212,19 +246,45 @@ def summary(rows: Sequence[Row]) -> str:
         ratios = {row.id: row.ratio for row in members}
         fastest = min(ratios, key=lambda row: ratios[row])
         slowest = max(ratios, key=lambda row: ratios[row])
-        within = sum(0.8 <= ratio <= 1.25 for ratio in ratios.values())
+        num_near = sum(0.8 <= ratio <= 1.25 for ratio in ratios.values())
+        num_within = sum(row.is_within for row in members)
         lines.append(
             f"- {name}: predicted over published, median {statistics.median(ratios.values()):.2f} of"
             f" {len(ratios)}, from {ratios[fastest]:.2f} ({fastest}) to {ratios[slowest]:.2f}"
-            f" ({slowest}); {within} within a quarter"
+            f" ({slowest}); {num_near} within a quarter, {num_within} within their 80 % interval"
         )
+    lines.append(
+        f"- spread of whole steps: {step_spread(tests):.3f} puts 80 % of the latter into their interval;"
+        f" with the figure that the other groups give, {within_left_out(tests)} of {len(tests)}"
+    )
     per_group = groups(rows)
     num_pairs = sum(group.num_pairs for group in per_group)
     num_ordered = sum(group.num_ordered for group in per_group)
     lines.append(
         f"- which of two is the faster one, within a group: {num_ordered} of {num_pairs} pairs"
     )
+    by_group = itertools.groupby(rows, lambda row: row.group)
+    by_odds = [ordered_by_odds(list(members)) for _, members in by_group]
+    for name in _ODDS:
+        told = [sum(counts[name][i] for counts in by_odds) for i in (0, 1)]
+        lines.append(f"- of pairs whose order is predicted with {name}: {told[1]} of {told[0]}")
     return "\n".join(lines)
+
+
+def step_spread(rows: Sequence[Row]) -> float:
+    """The least spread of whole steps, to 0.005, with which 80 % of these rows lie in their interval."""
+    tried = itertools.count(0, 5)
+    found = (each / 1000 for each in tried)
+    return next(
+        each for each in found if sum(row.is_within_with(each) for row in rows) >= 0.8 * len(rows)
+    )
+
+
+def within_left_out(rows: Sequence[Row]) -> int:
+    """Number of rows within the interval that the other groups' step_spread gives."""
+    names = {row.group for row in rows}
+    others = {name: step_spread([row for row in rows if row.group != name]) for name in names}
+    return sum(row.is_within_with(others[row.group]) for row in rows)
 
 
 def markdown_groups(found: Sequence[Group]) -> str:

@@ -43,7 +43,7 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 from autotune.speed import links, roofline, step_parts
 from autotune.speed.host import USUAL, Host, Stretches
-from autotune.speed.sureness import Part, Parts, added, spread_of
+from autotune.speed.sureness import Part, Parts, added, step_spread_of
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -425,7 +425,7 @@ class Estimator:
                 dtype=_rate_dtype(precision.compute_dtype, tf32=precision.tf32),
             ),
             bound=None if seconds is None else seconds.bound,
-            step_spread=None if parts is None else spread_of(parts),
+            step_spread=None if parts is None else step_spread_of(parts),
             useful_share=self._useful_share(config),
             per_gpu=self._per_gpu(config, self._exchange(spec, rank), state, seconds),
         )
