@@ -106,6 +106,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
         rows.append(("note", words.paging(best)))
     rows += [("note", words.bound(text)) for text in requirements.unpredicted(best.config)]
     notes = (
+        words.quantized_room(answer),
         words.rounding(answer),
         words.experts(answer),
         words.unfused_casts(best.config),

@@ -11,10 +11,10 @@ from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import NOISE, Measurement
 from autotune.space import learning_rates
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
-from autotune.space.headroom import DEFAULT_ODDS
+from autotune.space.headroom import DEFAULT_ODDS, QUANTIZED_OVER_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.lengths import Lengths
-from autotune.space.precisions import PRECISIONS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates
 from autotune.speed.sureness import within
 
@@ -486,6 +486,19 @@ def rounding(answer: Answer) -> str:
     what = describe(safer.estimate.config) if safer.fits else KNOBS["precision"].words(safer.value)
     lost = _outcome(safer, best, answer.workload.memory_budget_bytes)
     return f"{said} Safe: {what} ({lost}{'' if safer.fits else ' at least'})."
+
+
+def quantized_room(answer: Answer) -> str:
+    """The odds' weakness with 4-bit weights, and what is safer; empty with others and where it was measured."""
+    best = answer.best
+    if answer.measured is not None or QUANTIZATIONS[best.config.quantization].bits != 4:
+        return ""
+    safer_mb = math.ceil(QUANTIZED_OVER_SHARE * best.peak_reserved_bytes / 1e7) * 10
+    return (
+        "4-bit weights: the odds rest on weights of 16 bits and more. Of 43 measured steps on a T4 30 stayed "
+        f"within such a room, the worst took {100 * QUANTIZED_OVER_SHARE:.0f} % more than predicted: "
+        f"--headroom {safer_mb}MB is safer."
+    )
 
 
 def gain(estimate: Estimate, best: Estimate) -> str:

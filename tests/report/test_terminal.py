@@ -173,6 +173,16 @@ def test_how_sure_a_prediction_is() -> None:
     assert "the fastest is" not in shown
 
 
+def test_the_odds_of_4_bit_weights_are_said_to_be_weak() -> None:
+    config = dataclasses.replace(answers.ADAPTER, method="qlora", quantization="nf4")
+    best = answers.estimate(config)
+    shown = one_line(drawn(answers.answer(best=best)))
+    # 6 % of 8.5 GiB reserved.
+    assert "30 stayed within such a room" in shown
+    assert "--headroom 550MB is safer" in shown
+    assert "4-bit weights" not in drawn(answers.answer())
+
+
 def test_a_base_of_the_user_is_called_so() -> None:
     file = io.StringIO()
     terminal.draw_answer(answers.answer(base_name=USERS_BASE), file)
