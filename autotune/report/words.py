@@ -489,7 +489,7 @@ def rounding(answer: Answer) -> str:
 
 
 def quantized_room(answer: Answer) -> str:
-    """The odds' weakness with 4-bit weights, and what is safer; empty with others and where it was measured."""
+    """The weakness of the odds with 4-bit weights, and what is safer; empty with others, or if measured."""
     best = answer.best
     if answer.measured is not None or QUANTIZATIONS[best.config.quantization].bits != 4:
         return ""
