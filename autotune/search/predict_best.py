@@ -244,7 +244,12 @@ def find(
         reference = baseline.config
     is_offered = changing.space.offers(reference)
     # The base's micro-batch may be larger than those of the space.
-    adds_base = baseline is not None and reference not in supported and is_offered
+    adds_base = (
+        baseline is not None
+        and reference not in supported
+        and is_offered
+        and _is_possible(reference, model, workload)
+    )
     candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))

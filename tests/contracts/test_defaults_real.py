@@ -320,6 +320,8 @@ def test_every_default_of_a_section_has_its_test() -> None:
         f"{MODEL}attn_implementation",
         f"{RECIPE}num_processes",
         f"{RECIPE}parallelism",
+        f"{RECIPE}kbit_preparation",
+        f"{RECIPE}adapter_in_base_dtype",
     }
 
 

@@ -408,6 +408,8 @@ def test_the_recipe_of_qlora() -> None:
             "bnb_4bit_use_double_quant": True,
             "bnb_4bit_compute_dtype": "float16",
         },
+        "kbit_preparation": False,
+        "adapter_in_base_dtype": False,
         "unpacked_by": {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"},
         "adapter": {
             "peft_type": "LORA",
