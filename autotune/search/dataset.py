@@ -6,6 +6,7 @@ Tokenizers, collators and loaders are Transformers'.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from autotune.catalogue.models import ModelSource
 from autotune.common import json_records
@@ -34,7 +35,10 @@ def read_dataset(
     assert question.dataset is not None
     asked = {name: getattr(question, name) for name in _READ_AS}
     tokenizer = question.tokenizer or source.folder_or_id
-    request = {**asked, "dataset": question.dataset, "task": task, "tokenizer": tokenizer}
+    # The child may have begun in another folder.
+    here = Path(question.dataset)
+    dataset = str(here.absolute()) if here.exists() else question.dataset
+    request = {**asked, "dataset": dataset, "task": task, "tokenizer": tokenizer}
     end = run("lengths", request, deadline_seconds=DEADLINE_SECONDS)
     if end.how != "ok" or not end.answers:
         raise end.to_error("lengths")
