@@ -93,6 +93,16 @@ class Gpu:
         return "cpu" if self.vendor == "cpu" else "cuda"
 
     @property
+    def has_half_tensor_rate(self) -> bool:
+        """Whether products with float32 sums run at half rate, as on GeForce cards.
+
+        Their float16 peak is then twice the float32 peak, and otherwise four times and more (NVIDIA's
+        whitepapers). False where a peak is not known.
+        """
+        half, single = map(self.peak_flop_per_second.get, ("float16", "float32"))
+        return half is not None and single is not None and half < 3 * single
+
+    @property
     def has_bfloat16(self) -> bool:
         """Whether the card computes in bfloat16; taken for granted where the capability is unknown.
 

@@ -49,19 +49,18 @@ within a tile is skipped in part."""
 BACKWARD_PRODUCTS = 2.5
 """Matrix products of the backward pass for each of the forward pass: five to two (arXiv 2307.08691)."""
 
-# flex_attention against FlashAttention-2 on the A100, causal (pytorch.org/blog/flexattention):
-# [judgement] on other
-# cards too, for which nothing was found.
+# flex_attention against FlashAttention-2 on the A100, causal (pytorch.org/blog/flexattention): [judgement] on
+# other cards too, for which nothing was found.
 _FLEX_OF_FLASH = {False: 0.90, True: 0.85}
 # The memory-efficient kernel takes float32 through tensor cores in several products: 208 ms against 49.8 for
-# 160 heads of 128, 8,096 long, and 105 against 25.5 causal (facebookresearch/xformers pull request 389,
-# A100).
+# 160 heads of 128, 8,096 long, and 105 against 25.5 causal (facebookresearch/xformers pull request
+# 389, A100).
 _FLOAT32_OF_FLOAT16 = 0.24
 _INSTRUCTIONS_OF_AMPERE = ("flash", "efficient", "flex")
-# What such instructions reach of the dense peak: wgmma runs at twice mma.sync's rate on Hopper, tcgen05 at
-# four times on 10.x: 1,024, 2,048 and 8,192 products per SM and clock of A100, H100 and B200 datasheets.
 _DATA_CENTRE = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 """Compute capabilities whose SMs have 164 KiB of shared memory and more; the others have 100 or less."""
+# What such instructions reach of the dense peak: wgmma runs at twice mma.sync's rate on Hopper, tcgen05 at
+# four times on 10.x: 1,024, 2,048 and 8,192 products per SM and clock of A100, H100 and B200 datasheets.
 _OF_PEAK_BY_MAJOR = {9: 1 / 2, 10: 1 / 4}
 
 
@@ -179,17 +178,6 @@ def instruction_peak(gpu: Gpu, kernel: str, dtype: str) -> float | None:
     return peak * _OF_PEAK_BY_MAJOR.get(capability[0], 1.0)
 
 
-def has_half_tensor_rate(gpu: Gpu) -> bool:
-    """Whether products with float32 sums run at half rate, as on GeForce cards from Ampere on.
-
-    Their float16 peak is then twice the float32 peak, and otherwise four times (gpus.toml).
-    """
-    peaks, capability = gpu.peak_flop_per_second, gpu.compute_capability
-    if capability not in ((8, 6), (8, 9), (12, 0)) or not {"float16", "float32"} <= peaks.keys():
-        return False
-    return peaks["float16"] < 3 * peaks["float32"]
-
-
 def share_at_half_rate(share: float, kernel: str) -> float:
     """Share of the peak where products take twice as long, from the share where they do not.
 
@@ -282,7 +270,7 @@ def _forward_shares(
     gpu: Gpu, kernel: str, rows: Sequence[Mapping[str, Any]], is_own: bool
 ) -> dict[str, float]:
     shares = _mean_shares(rows, "share")
-    if not is_own and has_half_tensor_rate(gpu) and kernel in _INSTRUCTIONS_OF_AMPERE:
+    if not is_own and gpu.has_half_tensor_rate and kernel in _INSTRUCTIONS_OF_AMPERE:
         return {dim: share_at_half_rate(share, kernel) for dim, share in shares.items()}
     return shares
 

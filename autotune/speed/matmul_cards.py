@@ -39,9 +39,6 @@ _SQUARES: Floats = np.arange(1, 11, dtype=np.float64) * 1024
 _HALF = ("bfloat16", "float16")
 _OWN_LANES = frozenset({(7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3)})
 _WITH_HBM = _OWN_LANES - {(7, 5)}
-# NVIDIA's whitepapers: GeForce cards sum float16 products in float32 at half rate, which is twice
-# float32's; the others at four times float32's and more.
-_HALVED_OF_FLOAT32 = 2.5
 
 
 @functools.cache
@@ -99,7 +96,7 @@ def attainable_flop_per_second(
     known = "bfloat16" if gpu.has_bfloat16 and "bfloat16" in peaks else "float16"
     if known in peaks and known in best:
         return best[known] / peaks[known] * peaks[dtype], RatesFrom.CARDS_LIKE_IT
-    return of_peak["tensor" + ("_halved" if is_halved(gpu) else "")] * peaks[dtype], (
+    return of_peak["tensor" + ("_halved" if gpu.has_half_tensor_rate else "")] * peaks[dtype], (
         RatesFrom.DATASHEET
     )
 
@@ -136,12 +133,6 @@ def log_spread(card: MatmulCard, dtype: str, m: Floats, n: Floats, k: Floats) ->
     of_regime = spreads[card.name if rates_from is RatesFrom.THIS_CARD else rates_from.name]
     by_row: Floats = np.array([of_regime[regime] for regime in REGIMES])[regime_of(m, n, k)]
     return by_row
-
-
-def is_halved(gpu: Gpu) -> bool:
-    """Whether its tensor cores run at half their rate where sums are float32: GeForce cards."""
-    half, single = map(gpu.peak_flop_per_second.get, ("float16", "float32"))
-    return half is not None and single is not None and half <= _HALVED_OF_FLOAT32 * single
 
 
 def has_own_lanes(gpu: Gpu) -> bool:

@@ -2,11 +2,10 @@
 
 Elementwise work (casts, dropout, gathers, copies, optimizer steps) takes its bytes at a share of the
 datasheet's bandwidth. Softmax and norms take besides, for every row, some time of the SM that works on
-it. Kernels that
-read what is scattered or broadcast, and backward passes of norms, softmax and dropout, reach a share of
-that (data/moving.toml names them). Unpacking 4-bit weights takes instructions for every weight, or its
-bytes, whichever is longer. Copies to
-and from pinned host memory take a share of the PCIe link.
+it. Kernels that read what is scattered or broadcast, and backward passes of norms, softmax and dropout,
+reach a share of that (data/moving.toml names them). Unpacking 4-bit weights takes instructions for every
+weight, or its bytes, whichever is longer. Copies to and from pinned host memory take a share of the PCIe
+link.
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
@@ -41,16 +40,14 @@ FAMILIES = ("elementwise", "softmax", "layer_norm", "reduction", "dequantize", "
 """Kinds of kernel that are priced here, beside those that the table names (share_of_elementwise)."""
 
 SHORT_ROW = 1024
-"""Longest row that PyTorch's softmax keeps in a warp's registers
-(aten/native/cuda/PersistentSoftmax.cuh). Layer
-norm's rows cost more beyond the same length (fp32_kernels.csv.gz)."""
+"""Longest row that PyTorch's softmax keeps in a warp's registers (aten/native/cuda/PersistentSoftmax.cuh).
+Layer norm's rows cost more beyond the same length (fp32_kernels.csv.gz)."""
 
 ROWWISE = ("softmax", "short_softmax", "layer_norm", "short_layer_norm")
 """Kernels with a time of each row and column in data/moving.toml."""
 
 BYTES_OF_4_BIT_WEIGHT = 0.5 + 2 + 4 / 64
-"""Bytes that a 4-bit weight's unpacking moves: the code, 16 bits of result, float32 scales of blocks of
-64."""
+"""Bytes that unpacking a 4-bit weight moves: the code, 16 bits of result, float32 scales of blocks of 64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ from autotune.speed.attention import (
     AttentionRates,
     attention_seconds,
     columns,
-    has_half_tensor_rate,
     instruction_peak,
     rates_of,
     regime_of,
@@ -185,10 +184,10 @@ def test_the_memory_efficient_kernel_gains_only_by_sms_and_clock() -> None:
 
 
 def test_cards_with_half_the_tensor_rate() -> None:
-    assert has_half_tensor_rate(find_gpu("rtx-4090"))
-    assert has_half_tensor_rate(find_gpu("rtx-3060"))
-    assert not has_half_tensor_rate(find_gpu("L40S"))
-    assert not has_half_tensor_rate(find_gpu("A100-SXM4-80GB"))
+    assert find_gpu("rtx-4090").has_half_tensor_rate
+    assert find_gpu("rtx-3060").has_half_tensor_rate
+    assert not find_gpu("L40S").has_half_tensor_rate
+    assert not find_gpu("A100-SXM4-80GB").has_half_tensor_rate
     # Nothing but products: all of the peak, at half the rate too.
     assert share_at_half_rate(1.0, "flash") == pytest.approx(1)
     # Products of 1 and as much besides, one after the other: 2 of 3.

@@ -6,7 +6,7 @@ import numpy as np
 
 from autotune.catalogue.gpus import Gpu, catalogue
 from autotune.speed.matmul import Floats
-from autotune.speed.matmul_cards import has_own_lanes, is_halved
+from autotune.speed.matmul_cards import has_own_lanes
 from autotune.speed.roofline import peaks_of
 
 
@@ -27,7 +27,7 @@ def class_of(gpu: Gpu, dtype: str) -> str:
         return "float32_own_lanes" if has_own_lanes(gpu) else "float32_shared_lanes"
     if dtype == "bfloat16" and not gpu.has_bfloat16:
         return "bfloat16_emulated"
-    return "tensor_halved" if is_halved(gpu) else "tensor"
+    return "tensor_halved" if gpu.has_half_tensor_rate else "tensor"
 
 
 def log_spread_80(errors_log: Floats) -> float:
