@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from autotune.errors import EXIT_INTERRUPTED
 
-_OBJECTS_BEFORE_COLLECTING = 50_000
+_OBJECTS_BEFORE_COLLECTING = 500_000
 """New objects after which cycles are looked for. [judgement] With Python's own, some hundreds, it looks
 through the many lists of kept traces again and again; none is in a cycle."""
 

@@ -8,12 +8,14 @@ writes the tables of studies/headroom/README.md. Nothing here was measured by th
 * reserved: by how much runs on cards reserved more than was predicted of their programs
   (studies/published-memory: peaks alone, equal runs once, and those predicted before the figure was known).
   A run that needed less counts as no excess; the excesses are taken to be exponential.
+* reserved with 4-bit weights: the same of the 43 steps with NF4 of studies/published-t4, as predicted today.
 * context: what processes held outside torch's allocator (contexts.csv), as a line through the threads
   that the card can hold, by least squares.
 
 Coverage is counted where nothing was fitted: each source of runs with the tail of the others, each
 card with the line of the others; with the tail of the cards PyTorch's own allocator without a card, and
-67 steps on a T4 (studies/published-t4), from which nothing is derived.
+24 steps on a T4 in float16; 4-bit steps of each model with the tail of the other models', and 20 further
+ones of six models more with the tail of the 43.
 """
 
 from __future__ import annotations
@@ -114,13 +116,29 @@ def reserved_without_card() -> list[float]:
     return [1 / (1 + error) - 1 for error in summary.errors(records, "peak_reserved_bytes")]
 
 
-def reserved_of_t4(name: str) -> list[float]:
-    """The same of steps on a T4 that no constant was derived from: held_out.json or rows.json."""
+def reserved_of_t4(name: str, quantization: str) -> dict[str, list[float]]:
+    """The same of steps on a T4, by model: a record of studies/published-t4, its rows of one quantisation."""
     stored = json.loads((STUDIES / "published-t4" / name).read_text())
-    return [
-        row["measured"]["reserved_bytes"] / row["predicted"]["reserved_bytes"] - 1
-        for row in stored["rows"]
+    found: dict[str, list[float]] = {}
+    for row in stored["rows"]:
+        model, kind, *_ = row["run"].split()
+        if kind == quantization:
+            share = row["measured"]["reserved_bytes"] / row["predicted"]["reserved_bytes"] - 1
+            found.setdefault(model, []).append(share)
+    return found
+
+
+def quantized_tail(by_model: Mapping[str, Sequence[float]]) -> Tail:
+    return Tail.of(_flat(by_model))
+
+
+def held_out_models(by_model: Mapping[str, Sequence[float]]) -> list[int]:
+    """Steps of all models that the tail of the other models covers, at each of ODDS."""
+    counts = [
+        _covered(shares, quantized_tail({m: s for m, s in by_model.items() if m != model}).share)
+        for model, shares in by_model.items()
     ]
+    return [sum(each) for each in zip(*counts, strict=True)]
 
 
 def contexts() -> list[Context]:
@@ -158,6 +176,10 @@ def held_out_contexts(every: Sequence[Context]) -> dict[str, list[int]]:
     return covered
 
 
+def _flat(by_model: Mapping[str, Sequence[float]]) -> list[float]:
+    return [share for shares in by_model.values() for share in shares]
+
+
 def _covered(shares: Sequence[float], most: Callable[[float], float]) -> list[int]:
     return [sum(share <= most(odds) for share in shares) for odds in ODDS]
 
@@ -169,11 +191,14 @@ def tables() -> dict[str, str]:
     every = contexts()
     line = Line.of(every)
     without = reserved_without_card()
+    nf4 = reserved_of_t4("rows.json", "nf4")
+    of_4_bits = quantized_tail(nf4)
     rooms = [
-        "| odds | share of what is predicted to be reserved | of the context |",
-        "|---|---:|---:|",
+        "| odds | share of what is predicted to be reserved | with 4-bit weights | of the context |",
+        "|---|---:|---:|---:|",
         *(
             f"| {100 * odds:g} % | {tail.share(odds):.2%} |"
+            f" {max(tail.share(odds), of_4_bits.share(odds)):.2%} |"
             f" {line.most_mib(0, odds) - line.mib:.0f} MiB |"
             for odds in ODDS
         ),
@@ -183,23 +208,26 @@ def tables() -> dict[str, str]:
         *((f"{name}, by the others", len(by_source[name]), runs[name]) for name in runs),
         ("without a card, by the cards", len(without), _covered(without, tail.share)),
     ]
+    halves = _flat(reserved_of_t4("rows.json", "float16"))
+    further = _flat(reserved_of_t4("further_rows.json", "nf4"))
     steps = [
-        (words, len(shares), _covered(shares, tail.share))
-        for words, shares in (
-            ("as first predicted", reserved_of_t4("held_out.json")),
-            ("as predicted today", reserved_of_t4("rows.json")),
-        )
+        ("float16, by the cards", len(halves), _covered(halves, tail.share)),
+        ("NF4, by the cards", len(_flat(nf4)), _covered(_flat(nf4), tail.share)),
+        ("NF4, each model by the other models", len(_flat(nf4)), held_out_models(nf4)),
+        ("NF4, 20 further, by the 43", len(further), _covered(further, of_4_bits.share)),
     ]
     cards = held_out_contexts(every)
     of_card = {card: sum(c.card == card for c in every) for card in cards}
     return {
         "constants": f"- reserved: {tail.over_odds:.2f} of {sum(map(len, by_source.values()))} runs "
         f"reserved more than predicted, by {tail.mean_share:.2%} on average\n"
+        f"- reserved with 4-bit weights: {of_4_bits.over_odds:.2f} of {len(_flat(nf4))} steps, by "
+        f"{of_4_bits.mean_share:.2%} on average\n"
         f"- context: {line.mib:.0f} MiB and {line.bytes_per_thread:.0f} bytes a thread, spread "
         f"{line.spread_mib:.0f} MiB, of {len(every)} processes on {len(cards)} kinds of card",
         "rooms": "\n".join(rooms),
         "runs": _table("runs held out", rows),
-        "t4": _table("steps on a T4, by the cards", steps, is_summed=False),
+        "t4": _table("steps on a T4", steps, is_summed=False),
         "contexts": _table(
             "contexts held out", [(card, of_card[card], cards[card]) for card in cards]
         ),

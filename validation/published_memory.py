@@ -35,6 +35,7 @@ from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.memory.allocator import EMPTY_CACHE, Tape, replay
 from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
 from autotune.memory.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace
+from autotune.predict import steps
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
@@ -254,7 +255,8 @@ def loop_bytes(plan: Plan, program: Program) -> int:
         return replay(loop.tape.sizes, loop.tape.events).final_allocated_bytes
     loop.between_steps()
     loop.step()
-    return replay(loop.tape.sizes, loop.tape.events).peak_reserved_bytes
+    # These runs are older than torch 2.12.
+    return replay(loop.tape.sizes, loop.tape.events, by_address=True).peak_reserved_bytes
 
 
 def step_end_bytes(plan: Plan, tokens: int | None = None) -> int:
@@ -280,14 +282,15 @@ def trainable(plan: Plan) -> list[TensorSpec]:
 
 
 def estimate(plan: Plan) -> Estimate:
-    """What autotune says of the row's configuration."""
+    """What autotune says of the row's configuration, with the allocator of torch before 2.12."""
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None
     traced = _traced(plan, gpu, Program())
     estimator = Estimator(
         {TraceSpec.of(plan.config): traced.trace}, gpu, memory_budget_bytes=gpu.capacity_bytes
     )
-    return estimator.estimate(plan.config)
+    with mock.patch.object(steps, "takes_lowest_address", return_value=True):
+        return estimator.estimate(plan.config)
 
 
 def predict(ids: Collection[str] | None = None) -> list[Row]:

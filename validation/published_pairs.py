@@ -24,6 +24,8 @@ import transformers
 
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig
+from autotune.speed.sureness import Parts
+from validation.published import ties
 from validation.published.plan import SPEED, STUDIES, Plan, Timed
 from validation.published.runs import chosen_with, model_of, timed_runs
 from validation.published.tables import write_section
@@ -47,6 +49,7 @@ SAME_BATCH = "micro-batch, same effective batch"
 QUANTIZED = "LoRA or QLoRA"
 FULL = "full or an adapter"
 ADAPTER = "adapter's type or its own setting"
+_OF_FORM = {"LoRA's rank", "LoRA's targets", "LoRA's variant"}
 _LORA = {"lora_rank", "lora_targets", "lora_variant", "lora_dropout"}
 SETTINGS: dict[str, set[str]] = {
     "card": {"card"},
@@ -69,6 +72,8 @@ SETTINGS: dict[str, set[str]] = {
     ADAPTER: {"method", "peft", *_LORA},
 }
 """What a setting is called, and the fields that change with it; the first that fits counts."""
+CHOSEN_BY_SPEED = set(SETTINGS) - {"card", "sequence length", ADAPTER, FULL, QUANTIZED, *_OF_FORM}
+"""Settings that a search chooses by speed alone: no other run, and no further trade."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +85,8 @@ class Side:
     """Runs that may be compared: of one program and one time."""
     timed: Timed
     predicted_seconds: float
+    parts: Parts
+    """Predicted seconds by cause, and how sure each is."""
     is_within: bool
     """Whether the published time lies in the predicted interval of 80 %."""
     stated_length: int | None
@@ -185,6 +192,7 @@ def new_sides(ids: Collection[str] | None = None) -> list[Side]:
                     group=timed.group,
                     timed=timed,
                     predicted_seconds=predicted.predicted_seconds,
+                    parts=predicted.parts,
                     is_within=predicted.is_within,
                     stated_length=int(row["sequence_length"]),
                     knows_length=row["length_known"] == "yes",
@@ -208,6 +216,7 @@ def old_sides(rows: Sequence[Row]) -> list[Side]:
                 group=row.group,
                 timed=timed,
                 predicted_seconds=row.predicted_seconds,
+                parts=row.parts,
                 is_within=row.is_within,
                 stated_length=None if row.group.startswith("litgpt") else stated,
                 knows_length=not takes_mean,
@@ -293,6 +302,13 @@ def _work(side: Side, other: Side) -> int:
     if side.stated_length != other.stated_length:
         return config.tokens_per_step
     return config.effective_batch_size
+
+
+def markdown_ties(sides: Sequence[Side]) -> str:
+    """What other rules of ties would cost and save."""
+    found = ties.choices(sides, setting_that_differs, _ratios, _work)
+    by_speed = [each for each in found if each.setting in CHOSEN_BY_SPEED]
+    return ties.markdown({"all pairs": found, "settings chosen by speed": by_speed})
 
 
 def markdown_settings(kinds: Mapping[str, Sequence[Pair]]) -> str:
@@ -396,6 +412,7 @@ def main() -> None:
         "cards": markdown_ratios(by(known, lambda side: side.timed.plan.gpu), "card"),
         "groups": markdown_ratios(by(new, lambda side: side.group), "group"),
         "wrong": markdown_wrong([*added, *before]),
+        "ties": markdown_ties([*new, *old]),
         "left out": markdown_left_out(new),
     }
     readme = STUDY / "README.md"

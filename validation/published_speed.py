@@ -31,8 +31,17 @@ from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import TraceSpec
+from autotune.speed import roofline, step_parts
 from autotune.speed.host import USUAL
-from autotune.speed.sureness import STEP_SPREAD, Parts, TimedWork, odds_of, spread_of, within
+from autotune.speed.sureness import (
+    STEP_SPREAD,
+    Parts,
+    TimedWork,
+    added,
+    odds_of,
+    spread_of,
+    within,
+)
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
@@ -125,16 +134,37 @@ def row_of(name: str, timed: Timed) -> Row | None:
     seconds, parts = estimator.seconds(plan.config), estimator.parts(plan.config)
     if seconds is None or parts is None:
         return None
+    kept = _of_kept_gradients(plan, traces[TraceSpec.of(plan.config)], gpu)
     return Row(
         id=name,
         group=timed.group,
         run=describe(plan),
         evidence=timed.evidence,
         published_seconds=timed.published_seconds,
-        predicted_seconds=seconds.total_seconds,
+        predicted_seconds=seconds.total_seconds + sum(part.seconds for part in kept.values()),
         bound=seconds.bound,
-        parts=parts,
+        parts=added(parts, kept),
     )
+
+
+def _of_kept_gradients(plan: Plan, trace: Trace, gpu: Gpu) -> Parts:
+    """The time of a program that fills gradients with zeros: for that, and for adding the first to them."""
+    if plan.program.gradients != "kept":
+        return {}
+    kernels = [
+        roofline.Kernel(
+            name=name,
+            kind="elementwise",
+            dtype=spec.dtype,
+            flops=0,
+            bytes_moved=num_passes * spec.size_bytes,
+        )
+        for spec in trace.trainable(plan.config.lora_rank or 0)
+        for name, num_passes in (("zero_", 1), ("add_", 3))
+    ]
+    found = step_parts.parts(kernels, roofline.ceilings(gpu))
+    assert found is not None
+    return found
 
 
 def _trace(plan: Plan, gpu: Gpu) -> Trace:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from autotune.catalogue.own_rates import OwnRates
 from autotune.common import files, json_records
 from autotune.common.units import GIB, KIB, MIB
 from autotune.errors import ConfigError
@@ -69,6 +70,8 @@ class CardFile:
     l2_mib: _Positive | None = None
     measured_tflop_per_second: Mapping[str, _Positive] | None = None
     """Best rates of large matrix products, by keys of PEAK_DTYPES."""
+    rates: OwnRates | None = None
+    """Rates that `autotune calibrate` measured on it."""
 
 
 def read_card(path: Path) -> dict[str, Any]:
@@ -92,6 +95,7 @@ def read_card(path: Path) -> dict[str, Any]:
             remedy="docs/how-to/another-card.md has an example",
         ) from error
     row = {name: value for name, value in json_records.plain(values).items() if value is not None}
+    row |= {"rates": values.rates}
     context_mib = row.pop("context_mib", None)
     row.setdefault("capacity_gib", 0.95 * values.memory_nominal_gib)
     fields = fields_of(
@@ -170,6 +174,14 @@ def _most_sms(major: int) -> int:
         for row in (*_tables()["gpu"], *rows_by_rule())
         if row.get("compute_capability", "").startswith(f"{major}.")
     )
+
+
+def pcie_lane_bytes_per_second(capability: tuple[int, int] | None) -> float | None:
+    """Return what a PCIe lane of cards of this compute capability moves; None where that is unknown."""
+    for row in _tables()["family"]:
+        if capability is not None and row["compute_capability_major"] == capability[0]:
+            return _PCIE_LANE_BYTES_PER_SECOND[row["pcie_generation"]]
+    return None
 
 
 def family_facts(

@@ -16,6 +16,7 @@ from typing import Any
 
 from autotune.catalogue import gpu_rows, nvml
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
+from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
 
@@ -81,6 +82,8 @@ class Gpu:
     confidence: str
     """How sure the row is: high, medium, low; `detected` for a card that is here but not in the catalogue."""
     notes: str = ""
+    rates: OwnRates | None = field(default=None, hash=False)
+    """Rates that were measured on this very card; None: its times follow from the facts above."""
 
     @property
     def slug(self) -> str:

@@ -7,6 +7,8 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+from packaging.version import Version
+
 
 @functools.cache
 def version(library: str) -> str | None:
@@ -20,6 +22,16 @@ def version(library: str) -> str | None:
 def is_installed(library: str) -> bool:
     """Return whether a library, named as pip names it, is installed."""
     return version(library) is not None
+
+
+@functools.cache
+def takes_lowest_address() -> bool:
+    """Return whether torch's CUDA allocator takes the lowest address of free blocks of equal size.
+
+    The version alone tells: builds up to 2.11 do, 2.12 to 2.15 take the oldest (studies/no-card).
+    """
+    torch = version("torch")
+    return torch is not None and Version(torch) < Version("2.12")
 
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")

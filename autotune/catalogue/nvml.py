@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -175,6 +175,54 @@ class CardState:
     driver: str
     cuda: tuple[int, int] | None
     """The newest CUDA version that the driver runs, (major, minor)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardIdentity:
+    """The first visible card, and what decides how fast it is. None where the driver does not tell."""
+
+    name: str
+    driver: str
+    power_limit_watts: float | None = None
+    """The limit in force, which its owner may have lowered."""
+    sm_clock_mhz: int | None = None
+    """Highest clock of the multiprocessors."""
+    memory_clock_mhz: int | None = None
+
+    def is_like(self, other: CardIdentity) -> bool:
+        """Whether rates of one are those of the other: the same kind with the same limits."""
+        return replace(self, driver="") == replace(other, driver="")
+
+
+def identity() -> CardIdentity:
+    """Return which card the first visible one is. Raises NoCard."""
+    with opened() as pynvml:
+        handle = visible(pynvml)[0]
+
+        def told(ask: Callable[[], Any]) -> Any:
+            with contextlib.suppress(pynvml.NVMLError, AttributeError):
+                return ask()
+            return None
+
+        milliwatts = told(lambda: pynvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        return CardIdentity(
+            name=text(pynvml.nvmlDeviceGetName(handle)),
+            driver=text(pynvml.nvmlSystemGetDriverVersion()),
+            power_limit_watts=None if milliwatts is None else round(milliwatts) / 1000,
+            # nvml.h: NVML_CLOCK_SM is 1, NVML_CLOCK_MEM 2.
+            sm_clock_mhz=told(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, 1))),
+            memory_clock_mhz=told(lambda: int(pynvml.nvmlDeviceGetMaxClockInfo(handle, 2))),
+        )
+
+
+def busy_share() -> float | None:
+    """Return the share of the last second in which the first visible card ran kernels; None: not told."""
+    try:
+        with opened() as pynvml, contextlib.suppress(AttributeError):
+            return float(pynvml.nvmlDeviceGetUtilizationRates(visible(pynvml)[0]).gpu) / 100
+    except NoCard:
+        pass
+    return None
 
 
 def card_state() -> CardState:

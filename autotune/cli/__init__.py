@@ -22,6 +22,7 @@ import click
 
 from autotune.cli import (
     cache,
+    calibrate,
     completion,
     debug,
     doctor,
@@ -167,6 +168,7 @@ for command in (
     nightly.nightly,
     completion.completion,
     cache.cache,
+    calibrate.calibrate,
     doctor.doctor,
     debug.debug,
     tables.gpus,

@@ -88,8 +88,8 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     KNOBS["torch_compile"].flag,
     "compile_mode",
     type=one_of(CHOICES["compile_mode"]),
-    help="Compile the best few with torch.compile in this mode, too: only a measurement tells what that "
-    "is worth [default: as the space says].",
+    help="Compile the best few with torch.compile in this mode, too. Mode default is predicted; what others "
+    "are worth, only a measurement tells [default: as the space says].",
 )
 @click.option(
     "--train-steps",

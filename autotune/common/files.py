@@ -96,13 +96,20 @@ class Carried:
         return text
 
 
-def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind: str) -> None:
+def write_all(
+    texts: Mapping[Path, Iterable[str]],
+    *,
+    what: str,
+    to: Path,
+    kind: str,
+    option: str = "--out",
+) -> None:
     """Write all of the files, each in pieces, or none; their folders are created.
 
     Moving starts when all are written: a full disk leaves the earlier files as they were. So does a file
     that cannot be moved, and an interrupt: what was moved before it is undone. A cut of the power while
     files are moved may leave some of each. Raises StorageError: "`what` cannot be written to `to`", and
-    the remedy to name another `kind` with --out.
+    the remedy to name another `kind` with the option.
     """
     places, earlier = _beside(texts), _beside(texts)
     try:
@@ -117,7 +124,7 @@ def write_all(texts: Mapping[Path, Iterable[str]], *, what: str, to: Path, kind:
         raise StorageError(
             f"{what} cannot be written to {str(to)[:200]}",
             why=getattr(error, "strerror", None) or str(error),
-            remedy=f"Free some space, check the permissions, or name another {kind} with --out",
+            remedy=f"Free some space, check the permissions, or name another {kind} with {option}",
         ) from error
     finally:
         for place in (*places.values(), *earlier.values()):

@@ -72,6 +72,7 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
 
 
 _OF_OPTIMIZERS = {
+    "optim_args": ("optim_args", "bf16_stochastic_round=True"),
     "optim_target_modules": ("optim_target_modules", "all_linear"),
     "lr_scheduler_type": ("lr_scheduler", "constant"),
 }
@@ -81,7 +82,7 @@ _OF_OPTIMIZERS = {
 def _say_optimizer(optimizer: str) -> dict[str, Any]:
     arguments = (name for name, _ in OPTIMIZERS[optimizer].arguments)
     added = dict(_OF_OPTIMIZERS[argument] for argument in arguments)
-    return {"optimizer": optimizer, "optim_target_modules": None, **added}
+    return {"optimizer": optimizer, "optim_args": None, "optim_target_modules": None, **added}
 
 
 TARGET = TrainerFile(
@@ -114,10 +115,10 @@ TARGET = TrainerFile(
         of_key("gradient_accumulation_steps"),
         Row(
             ours=("optimizer",),
-            keys=("optimizer", "optim_target_modules", "lr_scheduler"),
+            keys=("optimizer", "optim_args", "optim_target_modules", "lr_scheduler"),
             say=_say_optimizer,
             hear=lambda said: said["optimizer"],
-            unheard=("optim_target_modules", "lr_scheduler"),
+            unheard=("optim_args", "optim_target_modules", "lr_scheduler"),
         ),
         # With bf16 or fp16 the weights are loaded in 16 bits, whatever trains; else in float32.
         # "auto" is for bf16 what the card has, and off beside fp16.

@@ -44,11 +44,15 @@ def families() -> tuple[_Family, ...]:
     return tuple(_Family(**row) for row in tomllib.loads(text)["families"])
 
 
+def _torchao(name: str) -> dict[str, object]:
+    return {"_component_": f"torchao.optim.{name}", "bf16_stochastic_round": True}
+
+
 OPTIMIZERS: dict[str, dict[str, object]] = {
     "adamw_torch": {"_component_": "torch.optim.AdamW"},
     "adamw_torch_fused": {"_component_": "torch.optim.AdamW", "fused": True},
-    "adamw_torch_8bit": {"_component_": "torchao.optim.AdamW8bit"},
-    "adamw_torch_4bit": {"_component_": "torchao.optim.AdamW4bit"},
+    "adamw_torch_8bit": _torchao("AdamW8bit"),
+    "adamw_torch_4bit": _torchao("AdamW4bit"),
     "adamw_bnb_8bit": {"_component_": "bitsandbytes.optim.AdamW8bit"},
     "adamw_8bit": {"_component_": "bitsandbytes.optim.AdamW8bit"},
     "paged_adamw_8bit": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"},

@@ -49,15 +49,15 @@ PARALLELISM = table(
 
 def _say_optimizer(optimizer: str) -> dict[str, Any]:
     arguments = dict(OPTIMIZERS[optimizer].arguments)
-    return {"optim": optimizer, "optim_target_modules": None, **arguments}
+    return {"optim": optimizer, "optim_args": None, "optim_target_modules": None, **arguments}
 
 
 OPTIMIZER = Row(
     ours=("optimizer",),
-    keys=("optim", "optim_target_modules", "lr_scheduler_type"),
+    keys=("optim", "optim_args", "optim_target_modules", "lr_scheduler_type"),
     say=_say_optimizer,
     hear=lambda said: said["optim"],
-    unheard=("optim_target_modules", "lr_scheduler_type"),
+    unheard=("optim_args", "optim_target_modules", "lr_scheduler_type"),
 )
 
 

@@ -12,8 +12,9 @@ Known limitations
 - PYTORCH_ALLOC_CONF is not read: settings are torch's defaults, or these and expandable segments;
   no `max_split_size_mb`, `roundup_power2_divisions` or `garbage_collection_threshold`.
 - One stream. Blocks of other streams, and those that `record_stream` holds back, are not modelled.
-- Addresses. Among free blocks of equal size torch takes the lowest address. Here a later segment
-  has a lower address (SEGMENTS_FALL); cudaMalloc may reuse the address of a segment that was released.
+- Addresses. Where they decide (`by_address`) a later segment lies below an earlier one; cudaMalloc may
+  reuse the address of a segment that was released. torch 2.12 alone orders free blocks of equal size by
+  when each was cut, not by when its segment came.
 - The cap is one number. Fragmentation of physical memory, other processes and memory outside the
   allocator are the caller's: subtract them from the cap. It is a memory fraction's: where the card
   itself has no page left, expandable segments fail otherwise.
@@ -57,18 +58,14 @@ OVERSHOOT_BYTES = PAGE_BYTES - _SEGMENT_ROUNDING_BYTES
 say, and maps two pages of 20."""
 
 # A free block is one integer, size << _ADDRESS_BITS | address: sorted integers are then in torch's
-# best-fit order (size, address), and bisect compares them at C speed.
+# best-fit order (size, address or age of the segment), and bisect compares them at C speed.
 _ADDRESS_BITS = 56
 _ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
 # Addresses of an expandable segment, one per pool; those of the two never touch.
 _RANGE_BYTES = _LARGE_SEGMENT_BYTES << 28
 
-SEGMENTS_FALL = True
-"""Whether a later segment lies below an earlier one. No document says where cudaMalloc takes addresses; of
-steps on a T4 whose allocated bytes are predicted to the byte, reserved ones are so with falling addresses
-alone (studies/published-t4)."""
-_TOP_ADDRESS = 1 << 55
+_FIRST_ADDRESS = 1 << 55
 
 EMPTY_CACHE = -(1 << 62)
 """The event at which torch.cuda.empty_cache() runs: no tensor's allocation or free."""
@@ -150,6 +147,7 @@ def replay(
     cap_bytes: int | None = None,
     most_bytes: int | None = None,
     expandable_segments: bool = False,
+    by_address: bool = False,
 ) -> Replay:
     """Run a tape through the allocator, under a cap on reserved bytes if one is given.
 
@@ -168,12 +166,17 @@ def replay(
     segment it would ask for otherwise and then maps whole pages: reserved bytes may pass it by
     OVERSHOOT_BYTES.
 
+    by_address: of free blocks of equal size the one with the lowest address is taken, as before torch 2.12,
+    and later segments lie below earlier ones. Since then it is the one in the oldest segment, wherever that
+    lies. Both orders are those of PyTorch's own builds (studies/no-card); no document says where cudaMalloc
+    takes addresses, but steps on a T4 reserve what they did with falling ones alone (studies/published-t4).
+
     One long function on purpose: it runs for every configuration near the budget, at about half a microsecond
     an event, and a call per event would show. What is rare lives in _Heap.
     """
     rounded = [(nbytes + 511) & -512 for nbytes in sizes]
     expandable = _ExpandableHeap(cap_bytes) if expandable_segments else None
-    heap = expandable or _Heap(cap_bytes)
+    heap = expandable or _Heap(cap_bytes, by_address=by_address)
     most = 1 << _ADDRESS_BITS if most_bytes is None else most_bytes
     large_slack = 0 if expandable_segments else _LARGE_SLACK_BYTES
     small_free, large_free = heap.small_free, heap.large_free
@@ -307,6 +310,7 @@ class _Heap:
 
     __slots__ = (
         "_cap",
+        "_falls",
         "_next_address",
         "_segments",
         "end_of",
@@ -318,10 +322,11 @@ class _Heap:
         "start_of",
     )
 
-    def __init__(self, cap_bytes: int | None) -> None:
+    def __init__(self, cap_bytes: int | None, *, by_address: bool = False) -> None:
         self._cap = 1 << _ADDRESS_BITS if cap_bytes is None else cap_bytes
         self._segments: dict[int, int] = {}
-        self._next_address = _TOP_ADDRESS
+        self._falls = by_address
+        self._next_address = _FIRST_ADDRESS
         self.small_free: list[int] = []
         self.large_free: list[int] = []
         self.end_of: dict[int, int] = {}
@@ -336,8 +341,8 @@ class _Heap:
         if not self._has_room(segment):
             return None
         step = segment + _BLOCK_BYTES
-        start = self._next_address - step if SEGMENTS_FALL else self._next_address
-        self._next_address += -step if SEGMENTS_FALL else step
+        start = self._next_address - step if self._falls else self._next_address
+        self._next_address += -step if self._falls else step
         self._segments[start] = segment
         self._reserve(segment)
         return start, start + segment

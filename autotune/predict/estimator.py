@@ -6,7 +6,7 @@ micro-step and of an optimizer step go through the roofline, apart, so that any 
 A full replay takes milliseconds; `floor_bytes` takes microseconds and cannot be too high, `seconds`
 likewise is exact but for paging. A search needs the replay only of what could win.
 
-Not modelled: torch.compile, several streams, kernels outside the trace (data loading, logging,
+Not modelled: several streams, kernels outside the trace (data loading, logging,
 evaluation, checkpoints), fragmentation left by earlier work in the process.
 """
 
@@ -35,15 +35,17 @@ from autotune.records.estimate import (
     ParameterCount,
     PerGpu,
     StateBytes,
+    TimeShare,
     TraceSpec,
 )
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
-from autotune.speed import links, roofline, step_parts
+from autotune.speed import compiling, links, roofline, step_parts
 from autotune.speed.host import USUAL, Host, Stretches
-from autotune.speed.sureness import Part, Parts, added, step_spread_of
+from autotune.speed.origin import RatesFrom
+from autotune.speed.sureness import Parts, added, step_spread_of
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -84,7 +86,7 @@ class Estimator:
         memory_budget_bytes: int,
         headroom: Headroom = NO_HEADROOM,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
-        host: Host = USUAL,
+        host: Host | None = None,
     ) -> None:
         assert gpu.context_bytes is not None
         self.gpu = gpu
@@ -93,13 +95,19 @@ class Estimator:
         self._traces = traces
         self._useful_share = useful_share
         self._context_bytes = gpu.context_bytes
-        self._host = host
-        self._machine = replace(roofline.ceilings(gpu), launch_seconds=host.launch_seconds)
+        factor = None if gpu.rates is None else gpu.rates.host_factor
+        self._host = host or USUAL.times(factor or 1.0)
+        self._machine = replace(
+            roofline.ceilings(gpu),
+            launch_seconds=self._host.launch_seconds,
+            host_from=RatesFrom.CARDS_LIKE_IT if factor is None else RatesFrom.THIS_CARD,
+        )
         self._link = links.link_of(gpu)
         self._stretches = functools.cache(self._find_stretches)
         self._between_micro_steps = functools.cache(self._find_between_micro_steps)
         self._micro_step = functools.cache(self._find_micro_step)
         self._priced_update = functools.cache(self._price_update)
+        self._update_seconds = functools.cache(self._price_update_seconds)
         self._interned: dict[tuple[TensorSpec, ...], _Trainable] = {}
         self._trainable = functools.cache(self._find_trainable)
         self._forward_backward = functools.cache(self._price_forward_backward)
@@ -111,10 +119,10 @@ class Estimator:
         """Estimates by configuration and budget."""
         self._replays: dict[tuple[TrainConfig, int | None], Replay] = {}
         """Replays by configuration, and by budget where segments grow."""
-        self._misfits: set[tuple[TrainConfig, int]] = set()
-        """Configurations whose replay passed the room, by that room."""
+        self._misfits: set[tuple[TrainConfig, int, int]] = set()
+        """Configurations whose replay reserved more than some bytes, by the budget and those bytes."""
         self._starts_of_misfits: dict[tuple[object, ...], bool] = {}
-        """Whether a start of steps that do not fit passes the room by itself."""
+        """Whether a start of steps that reserve more than some bytes does so by itself."""
 
     def with_budget(self, memory_budget_bytes: int) -> Estimator:
         """The same estimator with another budget; what is priced already is shared."""
@@ -125,7 +133,7 @@ class Estimator:
     def room_for(self, config: TrainConfig) -> int:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
         outside = self._context_bytes + (self.gpu.nccl_bytes if config.num_gpus > 1 else 0)
-        return self._headroom.within(self.memory_budget_bytes, outside, config.batching)
+        return self._headroom.within(self.memory_budget_bytes, outside, config)
 
     def fits(self, estimate: Estimate) -> bool:
         """Whether the predicted peak leaves the headroom."""
@@ -152,7 +160,7 @@ class Estimator:
         """A lower bound of the budget that the configuration fits into: no replay is made."""
         floor_bytes = self.floor_bytes(config)
         reserved_bytes = floor_bytes - self._outside_bytes(TraceSpec.of(config))
-        return floor_bytes + self._headroom.room_bytes(reserved_bytes, config.batching)
+        return floor_bytes + self._headroom.room_bytes(reserved_bytes, config)
 
     def _needed(self, estimate: Estimate) -> int:
         return estimate.over_bytes(0, self._headroom)
@@ -176,6 +184,11 @@ class Estimator:
     def supports(self, config: TrainConfig) -> bool:
         """Whether the model could be traced with this configuration."""
         return TraceSpec.of(config) in self._traces
+
+    def is_compiled_step(self, config: TrainConfig) -> bool:
+        """Whether the configuration is priced by the trace of a compiled step."""
+        trace = self._traces[TraceSpec.of(config)]
+        return isinstance(trace, Trace) and trace.is_compiled
 
     def floor_bytes(self, config: TrainConfig) -> int:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""
@@ -216,7 +229,7 @@ class Estimator:
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
         paged = self._paged_out_bytes(config, optimizer, resident_bytes)
-        update = self._update_seconds(optimizer, spec, rank, paged)
+        update = self._update_seconds(spec, rank, config.optimizer, paged)
         if micro is None or added is None or update is None:
             return None
         accumulation = config.gradient_accumulation_steps
@@ -233,10 +246,11 @@ class Estimator:
         exchange = self._exchange(spec, rank)
         return alone if exchange is None else self._shared(alone, exchange, accumulation)
 
-    def _update_seconds(
-        self, optimizer: Update, spec: TraceSpec, rank: int, paged_out_bytes: int
+    def _price_update_seconds(
+        self, spec: TraceSpec, rank: int, name: str, paged_out_bytes: int
     ) -> roofline.StepTime | None:
         """Price the update, with what the host does beside its launches."""
+        optimizer = self._update(spec, rank, name)
         found = roofline.seconds(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
         if found is None:
             return None
@@ -297,9 +311,10 @@ class Estimator:
         # What the host does between micro-steps, adding gradients, and emptying the cache.
         rest_seconds = whole.total_seconds - whole.communication_seconds
         rest_seconds -= sum(part.seconds for part in found.values())
-        rest = Part(seconds=max(rest_seconds, 0.0), spread=step_parts.HOST_SPREAD)
-        sent = Part(seconds=whole.communication_seconds, spread=step_parts.LINK_SPREAD)
-        return added(found, {"host": rest, "links": sent})
+        rest = step_parts.of_host(max(rest_seconds, 0.0), self._machine)
+        sent = step_parts.of_links(whole.communication_seconds)
+        parts = added(found, {"host": rest, "links": sent})
+        return compiling.less_sure(parts) if self.is_compiled_step(config) else parts
 
     def _price_micro_parts(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
@@ -324,43 +339,48 @@ class Estimator:
 
     def fitting(self, config: TrainConfig) -> Estimate | None:
         """The estimate of a configuration that fits; None where it does not, by a replay up to there."""
+        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
+        estimate = self.reserving(config, room_bytes)
+        return estimate if estimate is not None and self.fits(estimate) else None
+
+    def reserving(self, config: TrainConfig, most_bytes: int) -> Estimate | None:
+        """The estimate where no more is reserved; None where more is, by a replay up to there."""
         if (config, self.memory_budget_bytes) not in self._estimates:
-            misfit = config, self.room_for(config)
-            if misfit in self._misfits or self._begins_like_a_misfit(config):
+            misfit = config, self.memory_budget_bytes, most_bytes
+            if misfit in self._misfits or self._begins_like_a_misfit(config, most_bytes):
                 return None
-            if not self._is_replayed_within_room(config):
+            if not self._is_replayed_within(config, most_bytes):
                 self._misfits.add(misfit)
                 return None
         estimate = self.estimate(config)
-        return estimate if self.fits(estimate) else None
+        return estimate if estimate.peak_reserved_bytes <= most_bytes else None
 
-    def _is_replayed_within_room(self, config: TrainConfig) -> bool:
-        """Replay the configuration as long as it fits; note whether its start alone passes the room."""
-        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
+    def _is_replayed_within(self, config: TrainConfig, most_bytes: int) -> bool:
+        """Replay the configuration as long as it reserves no more; note whether its start alone does."""
         key = self._replay_key(config)
         found, steps = self._replays.get(key), None
         if found is None:
             steps = self._steps(config)
-            most = None if config.expandable_segments else room_bytes
+            most = None if config.expandable_segments else most_bytes
             found = self._replay(config, steps, most_bytes=most)
-        fits = found.failed_event is None and found.peak_reserved_bytes <= room_bytes
+        fits = found.failed_event is None and found.peak_reserved_bytes <= most_bytes
         if fits:
             self._replays[key] = found
-        elif steps is not None and (start := self._start_of(config)) is not None:
+        elif steps is not None and (start := self._start_of(config, most_bytes)) is not None:
             num_before = len(steps.events_before_update())
             passes = found.failed_event is not None and found.failed_event < num_before
             self._starts_of_misfits.setdefault(start, passes)
         return fits
 
-    def _begins_like_a_misfit(self, config: TrainConfig) -> bool:
-        """Whether something was replayed that begins alike, and that start passes the room by itself.
+    def _begins_like_a_misfit(self, config: TrainConfig, most_bytes: int) -> bool:
+        """Whether something was replayed that begins alike, and that start reserves more by itself.
 
         Optimizers differ in the first update at the earliest: one start stands for many of them.
         """
-        start = self._start_of(config)
+        start = self._start_of(config, most_bytes)
         return start is not None and self._starts_of_misfits.get(start, False)
 
-    def _start_of(self, config: TrainConfig) -> tuple[object, ...] | None:
+    def _start_of(self, config: TrainConfig, most_bytes: int) -> tuple[object, ...] | None:
         """Facts that the steps before the first update depend on; None where they are more than these."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         if OPTIMIZERS[config.optimizer].updates or self._update(spec, rank, config.optimizer).made:
@@ -372,7 +392,8 @@ class Estimator:
             config.gradient_accumulation_steps,
             config.torch_empty_cache_steps,
             config.expandable_segments,
-            self.room_for(config),
+            self.memory_budget_bytes,
+            most_bytes,
         )
 
     def _find_estimate(self, config: TrainConfig) -> Estimate:
@@ -426,9 +447,20 @@ class Estimator:
             ),
             bound=None if seconds is None else seconds.bound,
             step_spread=None if parts is None else step_spread_of(parts),
+            time_shares=() if parts is None else _time_shares(parts),
             useful_share=self._useful_share(config),
             per_gpu=self._per_gpu(config, self._exchange(spec, rank), state, seconds),
+            is_bound=config.is_compiled and not self.is_compiled_step(config),
+            compile_seconds=self._compile_seconds(config, spec, rank),
         )
+
+    def _compile_seconds(
+        self, config: TrainConfig, spec: TraceSpec, rank: int
+    ) -> tuple[float, float] | None:
+        if not self.is_compiled_step(config):
+            return None
+        launches = self._traces[spec].launches(config.micro_batch_size, rank)
+        return compiling.compile_seconds(sum(launch.count for launch in launches))
 
     def _per_gpu(
         self,
@@ -589,6 +621,18 @@ class Estimator:
             model += 0 if launch.kernel.phase == "recompute" else flops
         accumulation = config.gradient_accumulation_steps
         return float(total * accumulation), float(model * accumulation)
+
+
+def _time_shares(parts: Parts) -> tuple[TimeShare, ...]:
+    """Shares of a time by cause and evidence, largest first."""
+    total = sum(part.seconds for part in parts.values())
+    shares = (
+        TimeShare(cause=cause, rates_from=rates_from, share=seconds / total)
+        for cause, part in parts.items()
+        for rates_from, seconds in part.seconds_from.items()
+        if seconds
+    )
+    return tuple(sorted(shares, key=lambda each: -each.share))
 
 
 def _rate_dtype(dtype: str, *, tf32: bool) -> str:

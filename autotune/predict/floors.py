@@ -37,7 +37,7 @@ def micro_step_of(
         return int(trace.running_bytes(events, micro_batch, rank).max())
 
     return MicroStepBytes(
-        weights_bytes=int(trace.running_bytes("setup", micro_batch, rank)[-1]),
+        weights_bytes=trace.left_bytes("setup", micro_batch, rank),
         workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
         batch_bytes=trace.bytes_of(trace.batch, micro_batch, rank),
         gradients_bytes=0 if in_backward else trace.bytes_of(trace.gradients, micro_batch, rank),

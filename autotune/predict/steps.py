@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, takewhile
 
+from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, together
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
@@ -83,7 +84,13 @@ class Steps:
         It ends at the request with which more than `most_bytes` are reserved.
         """
         sure, *further = self.by_step(self.sure_step)
-        return replay(self.sizes, sure, until_steady=further, most_bytes=most_bytes)
+        return replay(
+            self.sizes,
+            sure,
+            until_steady=further,
+            most_bytes=most_bytes,
+            by_address=takes_lowest_address(),
+        )
 
     def by_step(self, last: int) -> list[list[int]]:
         """Return the events up to the step of that number, then those of each step behind it."""
@@ -107,8 +114,12 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
         tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
     behind = len(sizes) + len(tape.sizes)
     kept = _KeptByTrainer(trace, sizes, config, num_before=behind)
+    prepared = trace.num_prepared_events
     setup = [
-        *trace.setup,
+        *trace.setup[:prepared],
+        # prepare_model_for_kbit_training empties the cache (peft 0.20 and later, utils/other.py).
+        *([EMPTY_CACHE] if config.kbit_preparation else []),
+        *trace.setup[prepared:],
         # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
         EMPTY_CACHE,
         *_shifted(update.made, len(sizes)),

@@ -30,6 +30,8 @@ from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_many
 _log = log.logger(__name__)
 
 DEADLINE_SECONDS = 600.0
+"""Longest time between two answers. [judgement] A group of traces of a model whose layers all differ takes
+25 s of a core: all of them take minutes, and far longer on a busy machine."""
 
 # One round for all, one for traces that need every layer, one each for two crashes.
 MAX_PARAMETERS = 10**13
@@ -102,20 +104,24 @@ def trace_all(
     )
     if cache is not None:
         jobs.take_known(cache, shared)
-    for _ in range(_MAX_ROUNDS):
-        left = jobs.left()
-        if not left:
-            break
-        (end,) = run(
-            "trace",
-            [{**shared, "traces": left}],
-            deadline_seconds=DEADLINE_SECONDS,
-            on_answer=jobs.take,
-        )
-        if end.how != "ok":
-            jobs.blame(left, end)
-    if cache is not None:
-        jobs.keep_new(cache, shared)
+    try:
+        for _ in range(_MAX_ROUNDS):
+            left = jobs.left()
+            if not left:
+                break
+            (end,) = run(
+                "trace",
+                [{**shared, "traces": left}],
+                deadline_seconds=DEADLINE_SECONDS,
+                answers_renew=True,
+                on_answer=jobs.take,
+            )
+            if end.how != "ok":
+                jobs.blame(left, end)
+    finally:
+        # What came before a failure, too: the next attempt goes on from there.
+        if cache is not None:
+            jobs.keep_new(cache, shared)
     jobs.log_refused()
     if jobs.crash is not None and (jobs.left() or not jobs.traces):
         raise jobs.crash
@@ -189,8 +195,10 @@ class _Jobs:
         known = cache.find(requests.values())
         for number, request in requests.items():
             if request in known:
-                self.take({**known[request], "id": number})
+                self._keep_answer({**known[request], "id": number})
         self._new.clear()
+        if known:  # All at once: who looks at what is there so far need not look at a part of it.
+            self._tell()
 
     def keep_new(self, cache: TraceCache, shared: Mapping[str, Any]) -> None:
         if self._new:
@@ -228,6 +236,14 @@ class _Jobs:
 
     def take(self, answer: dict[str, Any]) -> None:
         """Take an answer of a worker: a trace, or why there is none."""
+        self._keep_answer(answer)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._on_trace is not None:
+            self._on_trace(len(self.traces) + len(self.refused), len(self._specs))
+
+    def _keep_answer(self, answer: dict[str, Any]) -> None:
         number = answer["id"]
         self._answered.add(number)
         if "unsupported" in answer:
@@ -257,8 +273,6 @@ class _Jobs:
                 if number in self._whole:
                     self.refused[number] = f"the trace does not add up: {error}"
                 self._whole.add(number)
-        if self._on_trace is not None:
-            self._on_trace(len(self.traces) + len(self.refused), len(self._specs))
 
     def blame(self, asked: list[dict[str, Any]], end: WorkerEnd) -> None:
         """Set aside the spec that the worker died of: answers come in order, so the first without one.

@@ -1,8 +1,8 @@
-"""torch.compile in a search: never predicted, so measured beside the best eager configurations.
+"""torch.compile in a search that measures: a few variants of the best eager configurations.
 
-What compilation saves is not known beforehand, and a probe of it is long: a few variants of the fastest
-eager configurations that were measured are candidates too, once those are known. Until one is measured
-its estimate is eager's, as a bound on time and memory: no prediction ranks it above its eager twin.
+A probe of a compiled step is long: a few variants of the fastest eager configurations that were measured
+are candidates too, once those are known. What autotune.space.compilation does not predict has eager's
+estimate until it is measured, as a bound on time and memory: no prediction ranks it above its eager twin.
 (CUDA graphs, of reduce-overhead and max-autotune, keep memory of their own beyond it.)
 
 Packed batches alone, which have one shape: a probe's rows are all of full length, so that it would not
@@ -56,12 +56,13 @@ def settings_of(space: SearchSpace) -> dict[str, tuple[Settings, ...]]:
     }
 
 
-def variants(estimate: Estimate, settings: Mapping[str, Sequence[Settings]]) -> list[Estimate]:
-    """The same configuration compiled, in each of these ways that its method has; the figures stay eager's.
+def configs_of(
+    config: TrainConfig, settings: Mapping[str, Sequence[Settings]]
+) -> list[TrainConfig]:
+    """The configuration compiled, in each of these ways that its method has.
 
     The list is empty where batches have different lengths.
     """
-    config = estimate.config
     if config.batching != "packed":
         return []
     context = Context(effective_batch_size=config.effective_batch_size)
@@ -69,11 +70,12 @@ def variants(estimate: Estimate, settings: Mapping[str, Sequence[Settings]]) -> 
         dataclasses.replace(config, torch_compile=mode, torch_compile_backend=backend)
         for mode, backend in settings.get(config.method, ())
     )
-    return [
-        dataclasses.replace(estimate, config=variant)
-        for variant in compiled
-        if not broken_rules(variant, context)
-    ]
+    return [variant for variant in compiled if not broken_rules(variant, context)]
+
+
+def bound_of(eager: Estimate, config: TrainConfig) -> Estimate:
+    """Eager's estimate as that of the same configuration compiled: a bound."""
+    return dataclasses.replace(eager, config=config, is_bound=True)
 
 
 def why_not(config: TrainConfig, backend: str) -> str:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from autotune.common import json_records
+from autotune.records.compilation import Compilation
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import Measurement
@@ -260,6 +261,8 @@ class Answer:
     """How sure it is that the answer is the fastest; None where it was measured."""
     space_changes: tuple[str, ...] = ()
     """Changes of the space between the file that was named and the search, in words and in order."""
+    compilation: Compilation | None = None
+    """Worth of torch.compile as predicted; None where nothing compiled was predicted."""
     loader: LoaderTimes | None = None
     """The loader of the measured answer's train.py; None: it was not timed."""
     fallbacks: tuple[Estimate, ...] = ()
@@ -371,6 +374,7 @@ class Answer:
             "left_out": [str(each) for each in self.left_out],
             "space_changes": list(self.space_changes),
             "base_name": self.base_name,
+            "compilation": None if self.compilation is None else self.compilation.to_dict(budget),
             "loader": None if self.loader is None else self.loader.to_dict(),
             "learning_rate": self.learning_rate,
             "fallbacks": [

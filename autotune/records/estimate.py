@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from autotune.space.adapters import ADAPTERS
+from autotune.space.compilation import why_not_predicted
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import Headroom, odds_of
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.speed.origin import RatesFrom
 
 SCHEMA_VERSION = 1
 """Version of result.json and of the worker's request and result files."""
@@ -57,6 +59,9 @@ class TraceSpec:
     quantization_storage: str = "uint8"
     kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
+    is_compiled: bool = False
+    """Whether the step is traced as Inductor compiles it; False for what runs eagerly, and for what is
+    compiled in a way that is not modelled (autotune.space.compilation)."""
 
     @property
     def lora_alpha_ratio(self) -> float:
@@ -65,16 +70,24 @@ class TraceSpec:
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
-        return _spec_of(_traced_settings(config), single=config.micro_batch_size == 1)
+        return _spec_of(
+            _traced_settings(config),
+            single=config.micro_batch_size == 1,
+            is_compiled=config.is_compiled and not why_not_predicted(config),
+        )
 
 
-_TRACED = tuple(field.name for field in dataclasses.fields(TraceSpec) if field.name != "single")
+_TRACED = tuple(
+    field.name
+    for field in dataclasses.fields(TraceSpec)
+    if field.name not in ("single", "is_compiled")
+)
 _traced_settings = operator.attrgetter(*_TRACED)
 """The values of a TrainConfig, in the order of _TRACED."""
 
 
 @functools.cache
-def _spec_of(values: tuple[Any, ...], *, single: bool) -> TraceSpec:
+def _spec_of(values: tuple[Any, ...], *, single: bool, is_compiled: bool) -> TraceSpec:
     shared = dict(zip(_TRACED, values, strict=True))
     precision, method = shared["precision"], shared["method"]
     # TF32 changes the rate of a matrix product, not what is allocated or launched.
@@ -97,7 +110,7 @@ def _spec_of(values: tuple[Any, ...], *, single: bool) -> TraceSpec:
     # A sample alone is padded to its own length.
     if single and shared["batching"] == "padded":
         shared["batching"] = "packed"
-    return TraceSpec(**shared, single=single)
+    return TraceSpec(**shared, single=single, is_compiled=is_compiled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +177,16 @@ class ParameterCount:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TimeShare:
+    """A share of a step's predicted time, and the evidence that it rests on."""
+
+    cause: str
+    """Kind of work: matmul, attention, memory, dequantize, transfer, links (between GPUs), or host."""
+    rates_from: RatesFrom
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """Predicted memory and time of one TrainConfig on one Gpu. Never measured."""
 
@@ -192,6 +215,8 @@ class Estimate:
     """Limit of the step, one of autotune.speed.roofline.BOUNDS."""
     step_spread: float | None = None
     """Standard deviation of the logarithm of real over predicted step seconds."""
+    time_shares: tuple[TimeShare, ...] = ()
+    """Evidence that the step's time rests on, largest share first; they add up to 1. Empty where unknown."""
     useful_share: float = 1.0
     """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
     paged_in_bytes: int = 0
@@ -200,11 +225,11 @@ class Estimate:
     per_gpu: PerGpu | None = None
     """Figures of each GPU; None: there is one. Memory, FLOPs and mfu above are those of each; tokens of
     all."""
-
-    @property
-    def is_bound(self) -> bool:
-        """Whether the step is a bound: the figures are eager's, what torch.compile saves is not predicted."""
-        return self.config.is_compiled
+    is_bound: bool = False
+    """Whether the configuration is compiled in a way that is not predicted: the figures are eager's."""
+    compile_seconds: tuple[float, float] | None = None
+    """Least and most seconds that torch.compile takes before the first step; None: the step is not predicted
+    as compiled."""
 
     @property
     def overlapped_step_seconds(self) -> float | None:
@@ -228,11 +253,11 @@ class Estimate:
     def fits_with(self, budget_bytes: int) -> float:
         """Odds that a run fits into a budget, 0 to MOST_ODDS."""
         spare_bytes = budget_bytes - self.resident_bytes
-        return odds_of(spare_bytes, self.peak_reserved_bytes, self.config.batching)
+        return odds_of(spare_bytes, self.peak_reserved_bytes, self.config)
 
     def over_bytes(self, budget_bytes: int, headroom: Headroom) -> int:
         """Bytes by which a budget is too small for the peak and its headroom; below 0 where it is not."""
-        room_bytes = headroom.room_bytes(self.peak_reserved_bytes, self.config.batching)
+        room_bytes = headroom.room_bytes(self.peak_reserved_bytes, self.config)
         return self.resident_bytes + room_bytes - budget_bytes
 
     @property
@@ -270,6 +295,7 @@ class Estimate:
             "fits": self.resident_bytes <= budget_bytes,
             "fits_with_odds": self.fits_with(budget_bytes),
             "bounded_by_eager": self.is_bound,
+            "compile_seconds": None if self.compile_seconds is None else list(self.compile_seconds),
             "peak_allocated_bytes": self.peak_allocated_bytes,
             "peak_reserved_bytes": self.peak_reserved_bytes,
             "nontorch_bytes": self.nontorch_bytes,
@@ -290,6 +316,7 @@ class Estimate:
             "mfu": self.mfu,
             "bound": self.bound,
             "step_spread": self.step_spread,
+            "time_shares": [dataclasses.asdict(each) for each in self.time_shares],
             "per_gpu": None
             if self.per_gpu is None
             else {

@@ -12,7 +12,7 @@ from autotune.records.answer import Answer
 from autotune.records.charts import Step
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
-from autotune.report import tips, words
+from autotune.report import measured_words, tips, words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
 from autotune.space.config import TrainConfig
@@ -116,10 +116,10 @@ def _speed(answer: Answer) -> Tile:
     else:
         speed = found.final.tokens_per_second
         spread = found.final.spread
-        off = words.off(best.tokens_per_second, speed)
+        off = measured_words.off(best.tokens_per_second, speed)
         note = (
             "" if spread is None else f"\N{PLUS-MINUS SIGN} {100 * spread:.1f} %, "
-        ) + f"{words.confirmation(found)}. Predicted: {words.speed(best)}, off by {off}"
+        ) + f"{measured_words.confirmation(found)}. Predicted: {words.speed(best)}, off by {off}"
     figure = "unknown" if speed is None else f"{speed:,.0f}"
     return Tile(label="Speed", figure=figure, unit="tokens/s", evidence=answer.evidence, note=note)
 
@@ -134,7 +134,7 @@ def _memory(answer: Answer) -> Tile:
     if found is not None:
         peak_bytes = found.final.peak_device_bytes
         at_full_length = found.final.full_length_device_bytes
-        off = words.off(best.peak_device_bytes, at_full_length)
+        off = measured_words.off(best.peak_device_bytes, at_full_length)
         where = "" if peak_bytes == at_full_length else ", at full length"
         note = f"Predicted{where}: {format_bytes(best.peak_device_bytes)}, off by {off}"
     figure, unit = ("unknown", "") if peak_bytes is None else figure_and_unit(peak_bytes)
@@ -157,7 +157,7 @@ def _against_base(answer: Answer) -> Tile:
         )
     else:
         note, speedup, baseline = (
-            words.against_measured_baseline(found, answer.base_name),
+            measured_words.against_measured_baseline(found, answer.base_name),
             found.speedup,
             None if found.baseline is None else found.baseline.config,
         )
@@ -168,7 +168,7 @@ def _against_base(answer: Answer) -> Tile:
         figure, unit = f"{speedup:.2f}", "\N{MULTIPLICATION SIGN} as fast"
         evidence = answer.evidence
         if found is not None and found.baseline is not None:
-            note = words.measured_baseline_speed(found.baseline, answer.base_name)
+            note = measured_words.measured_baseline_speed(found.baseline, answer.base_name)
         elif answer.baseline is not None:
             note = words.baseline_speed(answer, answer.baseline)
     elif baseline is None:
@@ -313,12 +313,12 @@ def reasons(answer: Answer) -> list[str]:
     if found is None:
         said.append(words.why(answer))
     else:
-        said.append(f"Probes: {words.probes(found)}")
-        said += [f"Rejected: {words.rejected(failed)}" for failed in found.rejected]
-        said.append(f"The run: {words.run(found)}.")
+        said.append(f"Probes: {measured_words.probes(found)}")
+        said += [f"Rejected: {measured_words.rejected(failed)}" for failed in found.rejected]
+        said.append(f"The run: {measured_words.run(found)}.")
         if found.num_compiled:
-            said.append(f"{words.compilation(found)}.")
-        said.append(f"The loader: {words.loader(answer)}.")
+            said.append(f"{measured_words.compilation(found)}.")
+        said.append(f"The loader: {measured_words.loader(answer)}.")
     if answer.widened:
         said.append(words.widened(answer))
     if best.state.optimizer_state_managed_bytes:
@@ -373,6 +373,8 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         rows += [("allocator", seen.allocator)] if seen.allocator else []
     else:
         rows.append(("libraries", _versions(stored.versions.items())))
+    if rates := words.rates(answer.best):
+        rows.append(("rates of the prediction", rates))
     rows.append(("not modelled", words.LIMITS))
     if found is not None and found.final.spec.backend == "cpu":
         rows.append(("limits", "Measured on a CPU: it says nothing about a GPU's speed"))

@@ -38,6 +38,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
         ("config", describe(best.config), "bold"),
         ("speed", words.speed(best)),
         ("step", words.step(best)),
+        *terminal.rates_row(best),
         ("memory", words.memory(best, budget_bytes)),
         ("next", _next(answer)),
         *(("left out", words.printable(f"{v}: {why}")) for v, why in answer.left_out.items()),

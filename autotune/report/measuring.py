@@ -24,7 +24,7 @@ from autotune.records.measurement import (
     ProbeSpec,
     varied_steps,
 )
-from autotune.report import words
+from autotune.report import measured_words
 from autotune.report.stderr import Output, output
 from autotune.search.listener import Measuring
 from autotune.space.config import TrainConfig
@@ -151,9 +151,9 @@ def _lines(tally: Tally, *, milestones: bool) -> Measuring:
         tally.on_probe(number, measurement, best)
         if milestones and measurement is not best:
             return
-        so_far = "" if best is None else f"; best so far {words.measured_speed(best)}"
+        so_far = "" if best is None else f"; best so far {measured_words.measured_speed(best)}"
         left = "" if milestones or tally.most_seconds_left is None else f"; left: {tally.left()}"
-        _print(f"probe {number}: {words.probed(measurement)}{so_far}{left}")
+        _print(f"probe {number}: {measured_words.probed(measurement)}{so_far}{left}")
 
     return Measuring(on_run=on_run, on_probe=on_probe)
 
@@ -200,7 +200,7 @@ def _drawn(tally: Tally, counts: Counts) -> Table:
         ("left", tally.left()),
     ]
     if tally.best is not None:
-        best = f"{words.measured(tally.best)}: {describe(tally.best.config)}"
+        best = f"{measured_words.measured(tally.best)}: {describe(tally.best.config)}"
         rows.insert(2, ("best", best))
     table = Table.grid(padding=(0, 2, 0, 0))
     for label, text in rows:

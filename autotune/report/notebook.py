@@ -11,7 +11,7 @@ from html import escape
 from autotune.common.units import format_bytes
 from autotune.records.answer import Answer
 from autotune.report import html as pages
-from autotune.report import words
+from autotune.report import measured_words, words
 from autotune.space.knobs import describe
 
 _COLOURS = (
@@ -34,12 +34,12 @@ def html(answer: Answer, notes: Iterable[str] = ()) -> str:
         rows.append(
             (
                 "measured",
-                f"{words.measured(found.final)} on {found.final.fingerprint.device} "
+                f"{measured_words.measured(found.final)} on {found.final.fingerprint.device} "
                 f"({words.predicted(found.predicted)}); "
-                f"{words.against_measured_baseline(found, answer.base_name)}",
+                f"{measured_words.against_measured_baseline(found, answer.base_name)}",
             )
         )
-        rows.append(("", words.confirmation(found)))
+        rows.append(("", measured_words.confirmation(found)))
     else:
         rows.append(("predicted", f"{words.speed(best)}; {words.against_baseline(answer)}"))
         rows.append(("", words.step(best)))

@@ -24,6 +24,7 @@ _PROGRESS = {
     "trace": "{done} of {total} training steps traced",
     "priced": "{done:,} of {total:,} may fit",
     "replayed": "{done:,} of {total:,} replayed",
+    "timed": "{done} of {total} kernels timed",
     "tried": "values tried: {done:,}, training steps traced: {total:,}",
 }
 _FUNNEL = {
@@ -32,8 +33,10 @@ _FUNNEL = {
     "replayed": "replayed {done:,}",
 }
 """The parts of the funnel that stay on the bar's line."""
+_COUNTED = ("trace", "timed")
+"""Steps that come one by one, to a total that is known."""
 _LINE_EVERY = 20
-"""Traces between two lines of a log."""
+"""Number of these between two lines of a log."""
 
 
 def on_stderr(*, quiet: bool) -> Listener:
@@ -91,7 +94,7 @@ def progress_on_stderr(*, quiet: bool) -> Iterator[Progress]:
                 bar.update(line, description=" > ".join(funnel))
                 return
             text = " > ".join([*funnel, _PROGRESS[what].format(done=done, total=total)])
-            if what == "trace":
+            if what in _COUNTED:
                 bar.update(line, description=text, completed=done, total=total)
             else:
                 bar.update(line, description=text)
@@ -101,7 +104,7 @@ def progress_on_stderr(*, quiet: bool) -> Iterator[Progress]:
 
 def _log_progress(kind: Output, what: str, done: int, total: int) -> None:
     is_told = {
-        Output.LINES: what != "trace" or done == total or done % _LINE_EVERY == 0,
+        Output.LINES: what not in _COUNTED or done == total or done % _LINE_EVERY == 0,
         Output.MILESTONES: what in _FUNNEL,
     }
     if is_told.get(kind):

@@ -20,7 +20,7 @@ from autotune.common.units import GIB, format_bytes, format_seconds, unit_for
 from autotune.export.references import model_reference
 from autotune.records.answer import Answer, Measured
 from autotune.records.estimate import Estimate
-from autotune.report import tips, words
+from autotune.report import measured_words, tips, words
 from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
@@ -69,24 +69,25 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     rows: list[Row] = [("answer", describe(best.config), "bold green")]
     if answer.measured is not None:
         found = answer.measured
-        versus = words.against_measured_baseline(found, answer.base_name)
+        versus = measured_words.against_measured_baseline(found, answer.base_name)
         rows += [
             (
                 "measured",
-                f"{words.measured(found.final)} ({words.predicted(found.predicted)}); {versus}",
+                f"{measured_words.measured(found.final)} ({words.predicted(found.predicted)}); {versus}",
                 "bold",
             ),
-            ("", words.confirmation(found)),
-            *(("rejected", words.rejected(failed)) for failed in found.rejected),
-            ("run", words.run(found)),
-            *([("compile", words.compilation(found))] if found.num_compiled else []),
-            ("loader", words.loader(answer)),
-            ("probes", words.probes(found)),
+            ("", measured_words.confirmation(found)),
+            *(("rejected", measured_words.rejected(failed)) for failed in found.rejected),
+            ("run", measured_words.run(found)),
+            *([("compile", measured_words.compilation(found))] if found.num_compiled else []),
+            ("loader", measured_words.loader(answer)),
+            ("probes", measured_words.probes(found)),
             ("", "What follows is predicted."),
         ]
     rows += [
         ("speed", f"{words.speed_range(best)}; {words.against_baseline(answer)}"),
         ("step", words.step(best)),
+        *rates_row(best),
         *([("epoch", words.epoch(answer))] if answer.workload.lengths else []),
         ("memory", words.memory(best, budget_bytes)),
     ]
@@ -94,17 +95,19 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     _print_bar(console, best, budget_bytes)
     rows = []
     if answer.measured is None and answer.workload.lengths is not None:
-        rows.append(("loader", words.loader(answer)))
+        rows.append(("loader", measured_words.loader(answer)))
     rows += words.of_each_gpu(best)
     if answer.measured is None:
         rows.append(("why", words.why(answer)))
     if text := words.sureness(answer):
         rows.append(("sure", text))
+    if text := words.predicted_compilation(answer):
+        rows.append(("compile", text))
     if answer.widened:
         rows.append(("", words.widened(answer)))
     if best.state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(best)))
-    rows += [("note", words.bound(text)) for text in requirements.unpredicted(best.config)]
+    rows += [("note", text) for text in words.bounds(best)]
     notes = (
         words.quantized_room(answer),
         words.rounding(answer),
@@ -232,6 +235,7 @@ def draw_estimate(
         ("trains", f"{count.trainable:,} of {count.total:,} parameters"),
         ("speed", words.speed_range(estimate)),
         ("step", words.step(estimate)),
+        *rates_row(estimate),
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
@@ -240,9 +244,15 @@ def draw_estimate(
     rows += [
         ("note", f"not installed here: {text}") for text in requirements.of_config(estimate.config)
     ]
-    rows += [("note", words.bound(text)) for text in requirements.unpredicted(estimate.config)]
+    rows += [("note", text) for text in words.bounds(estimate)]
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
     _print_rows(console, rows)
+
+
+def rates_row(estimate: Estimate) -> list[Row]:
+    """Return the line on what the predicted time rests on; none where that is unknown."""
+    text = words.rates(estimate)
+    return [("rates", text)] if text else []
 
 
 def draw_header(model: str, estimate: Estimate, file: TextIO) -> None:

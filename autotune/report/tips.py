@@ -30,8 +30,8 @@ def tip(answer: Answer) -> str:
             )
         case Tip.COMPILE:
             return (
-                f"the step is bound by {best.bound}, which torch.compile may lower: it is not predicted, "
-                "--compile default --backend cuda measures it."
+                f"the step is bound by {best.bound}, which torch.compile may lower: --compile default "
+                "predicts by how much."
             )
         case None:
             return ""

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 
-from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
-from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change, Measured
+from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
+from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change
 from autotune.records.estimate import Estimate
-from autotune.records.loader_times import LoaderTime
-from autotune.records.measurement import NOISE, Measurement
-from autotune.space import learning_rates
+from autotune.records.measurement import NOISE
+from autotune.space import learning_rates, requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
-from autotune.space.headroom import DEFAULT_ODDS, QUANTIZED_OVER_SHARE
+from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.space.tradeoffs import loses_small_updates
+from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
+from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
 
 CLASS_MEANINGS = {
@@ -25,7 +25,7 @@ CLASS_MEANINGS = {
 }
 FURTHER = "further"
 FURTHER_MEANING = "another run that gives up more"
-LIMITS = "torch.compile, overlapping streams, data loading, evaluation, logging"
+LIMITS = "overlapping streams, data loading, evaluation, logging"
 """Parts of training that no prediction contains; autotune.predict.estimator and autotune.speed.roofline name
 the finer ones."""
 
@@ -85,27 +85,33 @@ def speed_range(estimate: Estimate) -> str:
     return f"{speed(estimate)} (with 80 % {_rounded(low)} to {_rounded(high)})"
 
 
+_EVIDENCE = {
+    RatesFrom.THIS_CARD: "measured on this card",
+    RatesFrom.CARDS_LIKE_IT: "on cards like it",
+    RatesFrom.DATASHEET: "from its datasheet",
+}
+_NEARLY_ALL = 0.9
+_NAMED = 0.01
+
+
+def rates(estimate: Estimate) -> str:
+    """The evidence that the predicted time rests on, by kind of work; empty where it is unknown."""
+    said, shares = [], estimate.time_shares
+    # A cause is named where most of it is: the largest shares come first.
+    largest = {each.cause: each for each in reversed(shares) if each.share >= _NAMED}
+    for evidence, whole in _EVIDENCE.items():
+        total = sum(each.share for each in shares if each.rates_from is evidence)
+        if total >= _NEARLY_ALL:
+            return whole
+        causes = [cause for cause, each in largest.items() if each.rates_from is evidence]
+        if causes:
+            said.append(f"{evidence}: {', '.join(reversed(causes))} ({100 * total:.0f} %)")
+    return "; ".join(said)
+
+
 def _rounded(tokens: float) -> str:
     """The figure to two digits: a range has no more."""
     return f"{float(f'{tokens:.2g}'):,.0f}"
-
-
-def measured_speed(measurement: Measurement) -> str:
-    tokens = measurement.tokens_per_second
-    spread = "" if measurement.spread is None else f" +- {100 * measurement.spread:.1f} %"
-    return "unknown" if tokens is None else f"{tokens:,.0f} tokens/s{spread}"
-
-
-def measured(measurement: Measurement) -> str:
-    """Speed and peak of a probe that ran."""
-    peak = measurement.peak_device_bytes
-    return measured_speed(measurement) + ("" if peak is None else f", {format_bytes(peak)}")
-
-
-def probed(measurement: Measurement) -> str:
-    """A probed configuration and how its probe ended."""
-    said = measurement.message if measurement.outcome != "ok" else measured(measurement)
-    return f"{describe(measurement.config)}: {measurement.outcome}, {printable(said)}"
 
 
 def predicted(estimate: Estimate) -> str:
@@ -114,136 +120,21 @@ def predicted(estimate: Estimate) -> str:
     return f"{whose} {speed(estimate)}, {format_bytes(estimate.peak_device_bytes)}"
 
 
-def run(found: Measured) -> str:
-    """The speed of a run of the length at hand, cold start included; or that no length was given."""
-    cold = "an unknown cold start"
-    if found.final.cold_start_seconds is not None:
-        cold = f"a cold start of {format_seconds(found.final.cold_start_seconds)}"
-    if found.train_steps is None:
-        return f"steady speed decides, beside {cold}: --train-steps weighs it"
-    steps = counted(found.train_steps, "step")
-    return f"{found.tokens_per_second_over_run:,.0f} tokens/s over {steps}, with {cold}"
-
-
-def loader(answer: Answer) -> str:
-    """The loader's settings and what decided them; or that they are the base's, and why."""
-    timed = answer.loader
-    if timed is None:
-        why = "timed with --dataset only" if answer.workload.lengths is None else "not timed"
-        if answer.measured is None:
-            why = "timed beside measured steps only"
-        if answer.workload.sets_loader:
-            why = "what you have set is not changed"
-        return f"the same as in {answer.base_name}: {why}"
-    chosen, needed = timed.chosen, timed.micro_step_seconds
-    verdict = "keeps up" if chosen.keeps_up(needed) else "the step waits for it"
-    said = f"{_loader_settings(chosen)}: {_batch_time(chosen)}, {verdict}"
-    said += f"; a micro-step takes {format_seconds(needed)}"
-    others = [f"{_loader_settings(t)} {_batch_time(t)}" for t in timed.times if t != chosen]
-    return said + (f"; timed too: {', '.join(others)}" if others else "")
-
-
-def _loader_settings(time: LoaderTime) -> str:
-    workers = {0: "no workers", 1: "1 worker"}.get(time.num_workers, f"{time.num_workers} workers")
-    ahead = f" with {time.prefetch_factor} batches ready" if time.prefetch_factor else ""
-    pinned = {True: ", pinned memory", False: ", memory not pinned", None: ""}[time.pin_memory]
-    return workers + ahead + pinned
-
-
-def _batch_time(time: LoaderTime) -> str:
-    return f"{format_seconds(time.batch_seconds)} a batch"
-
-
-def compilation(found: Measured) -> str:
-    """The measured worth of torch.compile against the fastest configuration without it."""
-    if found.compiled is None or found.eager is None:
-        tried = f"{found.num_compiled} tried"
-        return f"torch.compile: {tried}, none ran to its end within the budget"
-    config, pays_after = found.compiled.config, found.compile_pays_after_steps
-    backend = "" if config.torch_compile_backend == "inductor" else " by the backend"
-    backend += f" {config.torch_compile_backend}" if backend else ""
+def predicted_compilation(answer: Answer) -> str:
+    """The predicted worth of torch.compile, and when it pays; empty where none was predicted."""
+    found = answer.compilation
+    if found is None:
+        return ""
+    assert found.compiled.compile_seconds is not None
+    pays_after = found.pays_after_steps
     verdict = "it never pays for itself"
-    if not found.compiled.fits:
-        verdict += f" ({printable(found.compiled.message)})"
     if pays_after is not None:
-        verdict = f"it pays for itself after {counted(pays_after, 'step')}"
+        verdict = f"it pays for itself after {pays_after[0]:,} to {pays_after[1]:,} steps"
+    low, high = found.compiled.compile_seconds
+    mode = KNOBS["torch_compile"].words(found.compiled.config.torch_compile)
     return (
-        f"{KNOBS['torch_compile'].words(config.torch_compile)}{backend}: "
-        f"{measured_speed(found.compiled)} at best, {measured_speed(found.eager)} without it; a cold "
-        f"start of {format_seconds(found.compiled.cold_start_seconds or 0.0)}: {verdict}"
-    )
-
-
-def confirmation(found: Measured) -> str:
-    """The steps over which the winner was confirmed; or that it was not, and why."""
-    if found.confirmation is None:
-        return "not confirmed: --confirm-steps 0"
-    if not found.is_confirmed:
-        return f"not confirmed: {printable(found.confirmation.message)}"
-    steps = counted(found.confirmation.spec.confirm_steps, "step")
-    return f"confirmed over {steps}{varied(found.confirmation)}, evaluation and checkpoint"
-
-
-def varied(confirmation: Measurement) -> str:
-    """The steps with varied lengths, and by how much memory grew in them; empty where there were none."""
-    if not confirmation.num_varied_steps:
-        return ""
-    drawn = "as in the dataset" if confirmation.spec.lengths else "drawn, for want of a --dataset"
-    said = f", {confirmation.num_varied_steps:,} more with varied lengths ({drawn})"
-    peak, at_full_length = confirmation.peak_device_bytes, confirmation.full_length_device_bytes
-    if peak is None or at_full_length is None or peak == at_full_length:
-        return said
-    return f"{said}, which took memory from {format_bytes(at_full_length)} to {format_bytes(peak)}"
-
-
-def rejected(measurement: Measurement) -> str:
-    """A configuration whose confirmation failed, and how."""
-    return f"{describe(measurement.config)}: {printable(measurement.problem)}"
-
-
-def against_measured_baseline(found: Measured, base_name: str) -> str:
-    """The measured speed-up over the measured base, or why there is none."""
-    if found.baseline is None:
-        return f"{base_name} are predicted not to fit at any micro-batch"
-    if found.speedup is None:
-        return f"{base_name}: {found.baseline.outcome}"
-    if found.baseline.config == found.best.config:
-        return f"{base_name}, at the largest micro-batch that fits"
-    return f"{found.speedup:.2f} x {measured_baseline_speed(found.baseline, base_name)}"
-
-
-def measured_baseline_speed(baseline: Measurement, base_name: str) -> str:
-    """The measured speed of the base."""
-    return f"the {measured_speed(baseline)} of {base_name}"
-
-
-def off(predicted: float | None, seen: float | None) -> str:
-    """The error of a prediction: `+3 %` is too high."""
-    return "unknown" if not predicted or not seen else f"{100 * (predicted / seen - 1):+.0f} %"
-
-
-def probes(found: Measured) -> str:
-    """How many probes, how they ended, and how far the prediction of the winner was off."""
-    outcomes = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items()))
-    reused = f", {found.num_reused} known from earlier" if found.num_reused else ""
-    best, estimate = found.final, found.predicted
-    whose = "Eager's prediction" if estimate.is_bound else "The prediction of the answer"
-    return (
-        f"{found.num_run} run{reused} ({outcomes}). {whose} was off by "
-        f"{off(estimate.tokens_per_second, best.tokens_per_second)} in speed and "
-        f"{off(estimate.peak_device_bytes, best.full_length_device_bytes)} in memory.{near(found)}"
-    )
-
-
-def near(found: Measured) -> str:
-    """A further sentence where others' probes helped the order; empty where none did."""
-    if not found.num_near:
-        return ""
-    were = "probes" if found.num_near > 1 else "probe"
-    other = printable(", ".join(found.near_versions)) or "other versions"
-    return (
-        f" {found.num_near} {were} of the same card with {other} helped the order; none of their "
-        "figures is shown as measured here."
+        f"{mode}, predicted: {speed_range(found.compiled)} at best, {speed(found.eager)} without it; it "
+        f"compiles for {low:.0f} to {high:.0f} s: {verdict}"
     )
 
 
@@ -476,28 +367,30 @@ def _outcome(change: Change, best: Estimate, budget_bytes: int) -> str:
 
 
 def rounding(answer: Answer) -> str:
-    """Updates that bfloat16 weights lose, and the cost of keeping them; empty where none are lost."""
+    """Updates that bfloat16 weights lose, and the cost of keeping them; empty for weights of 32 bits."""
     best, safer = answer.best, answer.safer
-    if not loses_small_updates(best.config):
+    if not trains_bfloat16(best.config):
         return ""
+    if not loses_small_updates(best.config):
+        return f"bfloat16 weights: {best.config.optimizer} keeps the updates that plain rounding would lose."
     said = "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding."
     if safer is None:
         return said
-    what = describe(safer.estimate.config) if safer.fits else KNOBS["precision"].words(safer.value)
+    what = (
+        describe(safer.estimate.config) if safer.fits else KNOBS[safer.setting].words(safer.value)
+    )
     lost = _outcome(safer, best, answer.workload.memory_budget_bytes)
     return f"{said} Safe: {what} ({lost}{'' if safer.fits else ' at least'})."
 
 
 def quantized_room(answer: Answer) -> str:
-    """The weakness of the odds with 4-bit weights, and what is safer; empty with others, or if measured."""
+    """The evidence behind the odds of 4-bit weights; empty with others, or if measured (studies/headroom)."""
     best = answer.best
     if answer.measured is not None or QUANTIZATIONS[best.config.quantization].bits != 4:
         return ""
-    safer_mb = math.ceil(QUANTIZED_OVER_SHARE * best.peak_reserved_bytes / 1e7) * 10
     return (
-        "4-bit weights: the odds rest on weights of 16 bits and more. Of 43 measured steps on a T4 30 stayed "
-        f"within such a room, the worst took {100 * QUANTIZED_OVER_SHARE:.0f} % more than predicted: "
-        f"--headroom {safer_mb}MB is safer."
+        "4-bit weights: the odds rest on 43 steps measured on a T4, which reserved up to 6 % more than "
+        "predicted. Of 20 others, loaded by an older Transformers (5.0), 3 took 11 to 17 % more."
     )
 
 
@@ -509,9 +402,15 @@ def gain(estimate: Estimate, best: Estimate) -> str:
     return "as fast" if abs(ratio) < 0.005 else f"{100 * ratio:+.0f} %"
 
 
-def bound(setting: str) -> str:
-    """A note on a setting that is not predicted: what that means for the figures."""
-    return f"{setting} is not predicted: the figures are those without it, a bound to be measured"
+def bounds(estimate: Estimate) -> list[str]:
+    """Notes on the settings that are not predicted: what that means for the figures."""
+    settings = requirements.unpredicted(estimate.config)
+    if estimate.is_bound and not settings:  # its step could not be traced compiled
+        settings = (KNOBS["torch_compile"].words(estimate.config.torch_compile),)
+    return [
+        f"{setting} is not predicted: the figures are those without it, a bound to be measured"
+        for setting in settings
+    ]
 
 
 SANE_HOST_BYTES = 32 * GIB

@@ -10,6 +10,7 @@ from autotune.records.answer import MORE_MEMORY, MORE_MEMORY_BYTES, Change
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import NOISE
 from autotune.search.candidates import Candidates, put_back, speed_of
+from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import loses_small_updates
@@ -69,8 +70,10 @@ def safer(
     candidates: Candidates,
     supported: Iterable[TrainConfig],
     config: TrainConfig,
+    *,
+    backend: str,
 ) -> Change | None:
-    """The best, of any class, that keeps the small updates which the answer loses.
+    """The best, of any class, that keeps the small updates which the answer loses, and runs on the backend.
 
     None where none are lost, or nothing that keeps them was traced.
     """
@@ -78,7 +81,8 @@ def safer(
         return None
 
     def keeps_updates(other: TrainConfig) -> bool:
-        return other.method == config.method and not loses_small_updates(other)
+        runs_there = backend == "cuda" or not requirements.of_cuda(other)
+        return runs_there and other.method == config.method and not loses_small_updates(other)
 
     best = candidates.best(keeps_updates)
     if best is None:
@@ -86,9 +90,10 @@ def safer(
         if smallest is None:
             return None
         best = (estimator.estimate(smallest),)
+    setting = "optimizer" if best[0].config.precision == config.precision else "precision"
     return Change(
-        setting="precision",
-        value=best[0].config.precision,
+        setting=setting,
+        value=getattr(best[0].config, setting),
         estimate=best[0],
         fits=estimator.fits(best[0]),
     )
@@ -103,7 +108,7 @@ def more_memory(
 ) -> Change | None:
     """The fastest under a larger budget, where that is faster by more than the noise."""
     budget = estimator.memory_budget_bytes + MORE_MEMORY_BYTES
-    roomier = Candidates(estimator.with_budget(budget), configs, base)
+    roomier = Candidates(estimator.with_budget(budget), filter(wanted, configs), base)
     fastest = roomier.fastest(wanted)
     if fastest is None or speed_of(fastest) < speed_of(best) * (1 + NOISE):
         return None

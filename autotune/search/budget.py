@@ -21,6 +21,7 @@ from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
 from autotune.records.question import BACKENDS, Question
+from autotune.search.own_rates import with_own_rates
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.knobs import KNOBS
@@ -49,6 +50,8 @@ class ChosenCard:
     budget_bytes: int
     note: str = ""
     """A remark on the choice, in words."""
+    own_rates: str = ""
+    """The day on which the card's own rates were measured, in words; empty where they were not."""
 
     @property
     def is_here(self) -> bool:
@@ -59,7 +62,8 @@ class ChosenCard:
     def why(self) -> str:
         """Why this card, in words."""
         between = {CardSource.PLANNED: ": ", CardSource.FOUND: "; "}.get(self.source, "")
-        return f"{self.source}{between}{self.note}" if self.note else str(self.source)
+        why = f"{self.source}{between}{self.note}" if self.note else str(self.source)
+        return f"{why}; {self.own_rates}" if self.own_rates else why
 
 
 def choose_card(name: str | None, size: str | None) -> ChosenCard:
@@ -88,10 +92,13 @@ def choose_card(name: str | None, size: str | None) -> ChosenCard:
     here = gpus.detect()
     roomy = [card for card in here if budget_bytes is None or budget_bytes <= card.capacity_bytes]
     if roomy:
+        # What was calibrated is the first card.
+        gpu, own = with_own_rates(roomy[0]) if roomy[0] is here[0] else (roomy[0], "")
         return ChosenCard(
-            gpu=roomy[0],
+            gpu=gpu,
             source=CardSource.FOUND,
-            budget_bytes=budget_bytes or roomy[0].capacity_bytes,
+            budget_bytes=budget_bytes or gpu.capacity_bytes,
+            own_rates=own,
         )
     if budget_bytes is None:
         raise ConfigError(
@@ -326,13 +333,15 @@ def card_here(name: str | None, size: str | None) -> ChosenCard:
             remedy="Leave --gpu out; --gpu-mem emulates less memory",
         )
     taken = nvml.taken_of(budget_bytes)
+    card, own = with_own_rates(card)
+    found = ChosenCard(gpu=card, source=CardSource.FOUND, budget_bytes=budget_bytes, own_rates=own)
     if taken is None:
-        return ChosenCard(gpu=card, source=CardSource.FOUND, budget_bytes=budget_bytes)
+        return found
     free_bytes = taken.free_bytes // FREE_STEP_BYTES * FREE_STEP_BYTES
     free = f"{format_bytes(taken.free_bytes)} of its {format_bytes(card.capacity_bytes)} are free"
     if size is None and free_bytes:
         note = f"{free}, so the budget is {format_bytes(free_bytes)}: {taken}"
-        return ChosenCard(gpu=card, source=CardSource.FOUND, budget_bytes=free_bytes, note=note)
+        return dataclasses.replace(found, budget_bytes=free_bytes, note=note)
     raise HardwareError(
         "The card has too little free memory" if size is None else f"--gpu-mem {size} is not free",
         why=f"{free}: {taken}",

@@ -350,8 +350,8 @@ class Candidates:
             left = [c for c in configs if self._estimator.floor_bytes(c) <= most_floor_bytes]
             if number == FALLBACKS:
                 left = sorted(left, key=self._estimator.floor_bytes)
-            fitting = (e for e in map(self.estimate, left) if e.peak_reserved_bytes <= most_bytes)
-            fallback = next(fitting, None)
+            found_within = (self._estimator.reserving(config, most_bytes) for config in left)
+            fallback = next(filter(None, found_within), None)
             if fallback is None:
                 break
             found.append(fallback)

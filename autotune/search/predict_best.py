@@ -31,7 +31,7 @@ from autotune.records.answer import (
 )
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
-from autotune.search import beside, waterfall
+from autotune.search import beside, compiled_candidates, waterfall
 from autotune.search.candidates import Candidates
 from autotune.search.first_answers import FirstAnswers
 from autotune.search.nothing_fits import none_of_class, nothing_fits
@@ -105,7 +105,7 @@ class Prediction:
         is_allowed = candidates.at_most(self.answer.allow)
         is_in_form = candidates.in_form_of(self.answer.best.config)
         return candidates.pool(
-            lambda config: is_in_form(config) and is_allowed(config),
+            lambda config: is_in_form(config) and is_allowed(config) and not config.is_compiled,
             POOL_SIZE,
             always=None if baseline is None else baseline.config,
         )
@@ -113,8 +113,13 @@ class Prediction:
     def variants(self, estimate: Estimate) -> Sequence[Estimate]:
         """The candidate compiled, in every way that the space and --allow have."""
         is_allowed = self._candidates.at_most(self.answer.allow)
-        found = compiled.variants(estimate, self._ways_to_compile)
-        return [variant for variant in found if is_allowed(variant.config)]
+        configs = filter(is_allowed, compiled.configs_of(estimate.config, self._ways_to_compile))
+        return [
+            self._candidates.estimate(config)
+            if TraceSpec.of(config).is_compiled and self._estimator.supports(config)
+            else compiled.bound_of(estimate, config)
+            for config in configs
+        ]
 
     def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
         """Return the plan B of this answer, or of the measured one."""
@@ -171,6 +176,7 @@ def find(
     started = time.monotonic()
     progress = log.stages(_log, progress)
     ways_to_compile = compiled.settings_of(space)
+    ways_predicted = compiled_candidates.predicted_ways(ways_to_compile, gpu.backend)
     reference = base or default_base(workload, gpu, model)
     changing = Changing(space, tuple(changes))
     asked_for = tuple(each for each in space.methods if each.method in workload.methods)
@@ -182,7 +188,8 @@ def find(
         with_checkpoint(changing.space, model.checkpoint), "the checkpoint is quantised already"
     )
     changing.to(with_attentions(changing.space, model.attentions), "what attention the model has")
-    space, left_out = predictable(changing.space, workload.methods, has=has)
+    eager_space = compiled_candidates.without_predicted(changing.space, ways_predicted)
+    space, left_out = predictable(eager_space, workload.methods, has=has)
     changing.to(space, "what is installed and predicted")
     changing.to(with_batchings(changing.space, workload, base), "what batches the dataset allows")
     changing.to(for_gpus(changing.space, workload.num_gpus), "the number of GPUs")
@@ -227,17 +234,20 @@ def find(
         if first_answers is not None and done < total:
             first_answers.look()
 
-    trace_all(
-        model,
-        workload.task,
-        workload.sequence_length,
-        gpu,
-        {TraceSpec.of(config) for config in [*possible, *baselines]},
-        num_gpus=workload.num_gpus,
-        on_trace=on_trace,
-        cache=cache,
-        found=traces,
-    )
+    def trace(specs: set[TraceSpec]) -> None:
+        trace_all(
+            model,
+            workload.task,
+            workload.sequence_length,
+            gpu,
+            specs,
+            num_gpus=workload.num_gpus,
+            on_trace=on_trace,
+            cache=cache,
+            found=traces,
+        )
+
+    trace({TraceSpec.of(config) for config in [*possible, *baselines]})
     supported = [config for config in possible if estimator.supports(config)]
     baseline = _baseline(estimator, baselines)
     if baseline is not None:
@@ -251,6 +261,20 @@ def find(
         and _is_possible(reference, model, workload)
     )
     candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
+    num_compiled = 0
+    if any(ways_predicted.values()):
+        added, not_compiled = compiled_candidates.compiled_configs(
+            candidates,
+            [*supported, *([reference] * adds_base)],
+            ways_predicted,
+            allow=allow,
+            trace=trace,
+            traces=traces,
+        )
+        num_compiled = len(added)
+        left_out = (*left_out, *not_compiled)
+        supported += added
+        candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))
 
@@ -290,16 +314,16 @@ def find(
         further=candidates.further(lambda _: True, best, *best_by_class.values()),
         tied=tuple(tied),
         changes=beside.changes(estimator, best, reference, context),
-        safer=beside.safer(estimator, candidates, supported, best.config),
+        safer=beside.safer(estimator, candidates, supported, best.config, backend=gpu.backend),
         more_memory=beside.more_memory(
             estimator, supported, reference, best, candidates.at_most(chosen)
         ),
         reaches_experts=beside.reaches_experts(best, model),
         tip=best_tip(best, model, changing.space, context, chosen),
         counts=Counts(
-            enumerated=points.num_enumerated,
+            enumerated=points.num_enumerated + num_compiled,
             invalid=points.num_enumerated - len(points.configs),
-            unsupported=len(possible) - len(supported),
+            unsupported=len(possible) + num_compiled - len(supported),
             predicted_oom=len(points.configs)
             - len(possible)
             + len(supported)
@@ -322,6 +346,11 @@ def find(
             best, lambda c: is_in_form(c) and candidates.at_most(chosen)(c)
         ),
         space_changes=tuple(map(str, changing.changes)),
+        compilation=compiled_candidates.compilation(
+            candidates, lambda c: is_in_form(c) and candidates.at_most(chosen)(c)
+        )
+        if num_compiled
+        else None,
     )
     return Prediction(
         answer,

@@ -415,7 +415,8 @@ KNOBS: dict[str, Knob] = {
             arguments=_compile_arguments,
             unpredicted=frozenset(COMPILE_MODES),
             flag="--compile",
-            summary="Mode of torch.compile: eager's figures are given, as a bound [default: none].",
+            summary="Mode of torch.compile; but for default eager's figures are given, as a bound "
+            "[default: none].",
         ),
         Knob(
             name="torch_compile_backend",

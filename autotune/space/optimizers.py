@@ -51,7 +51,8 @@ class Optimizer:
     only_full: bool = False
     """Whether it is of use, and built by the Trainer as priced, only where whole weights train."""
     keeps_rounding: bool = False
-    """Whether it makes up in later steps for what rounding to 16-bit weights loses."""
+    """Whether updates too small for 16-bit weights count all the same: their error is kept, or they are
+    rounded up or down at random (stochastic rounding)."""
     only_cuda: bool = False
     """Whether its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
     arguments: tuple[tuple[str, object], ...] = ()
@@ -159,6 +160,9 @@ def _torchao(name: str, bits: int, summary: str) -> Optimizer:
         moments=2,
         algorithm=TorchAo(bits=bits),
         only_cuda=True,
+        # Of weights in bfloat16 only (torchao 0.18, single_param_adam).
+        arguments=(("optim_args", "bf16_stochastic_round=True"),),
+        keeps_rounding=True,
         state_note=f"{bits}-bit moments and their scales; small tensors as they are",
         summary=summary,
         source=_TORCHAO,
@@ -245,8 +249,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
             summary="AdamW in one kernel, no temporaries: the Trainer's default",
             source=f"{_TORCH_ADAMW}: _fused_adam",
         ),
-        _torchao("adamw_torch_8bit", 8, "AdamW with moments in 8 bits, compiled"),
-        _torchao("adamw_torch_4bit", 4, "AdamW with moments in 4 bits, compiled"),
+        _torchao(
+            "adamw_torch_8bit", 8, "AdamW with moments in 8 bits, compiled, stochastic rounding"
+        ),
+        _torchao(
+            "adamw_torch_4bit", 4, "AdamW with moments in 4 bits, compiled, stochastic rounding"
+        ),
         _bitsandbytes("adamw_bnb_8bit", "adamw", "AdamW with moments in 8 bits, blocks of 256"),
         _bitsandbytes("adamw_8bit", "adamw", "another name of adamw_bnb_8bit"),
         _bitsandbytes("paged_adamw_8bit", "adamw", f"AdamW with moments in 8 bits {_PAGED}"),

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from autotune.catalogue.installed import is_installed
+from autotune.space.compilation import why_not_predicted
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED, Knob
 from autotune.space.optimizers import OPTIMIZERS
@@ -75,10 +76,12 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
 
 def unpredicted(config: TrainConfig) -> tuple[str, ...]:
     """Return the settings that an estimate leaves aside, for people."""
+    is_predicted = config.is_compiled and not why_not_predicted(config)
     return tuple(
         knob.words(value)
         for knob in KNOBS.values()
         if (value := getattr(config, knob.name)) in knob.unpredicted
+        and not (is_predicted and knob.name == "torch_compile")
     )
 
 

@@ -37,6 +37,7 @@ def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
     return (
         LEVEL[tradeoff_class(config, base)],
         *form(config, base),
+        loses_small_updates(config),
         *_from_usual_rank(config, base),
         *_num_changes(config, base),
     )
@@ -51,13 +52,14 @@ def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
     return len(further_trades(config, base)), is_quantized
 
 
+def trains_bfloat16(config: TrainConfig) -> bool:
+    """Whether the weights themselves train in bfloat16."""
+    return config.method == "full" and PRECISIONS[config.precision].parameter_dtype == "bfloat16"
+
+
 def loses_small_updates(config: TrainConfig) -> bool:
     """Whether weights train in bfloat16, so that updates far smaller than a weight are rounded away."""
-    return (
-        config.method == "full"
-        and PRECISIONS[config.precision].parameter_dtype == "bfloat16"
-        and not OPTIMIZERS[config.optimizer].keeps_rounding
-    )
+    return trains_bfloat16(config) and not OPTIMIZERS[config.optimizer].keeps_rounding
 
 
 def further_trades(config: TrainConfig, base: TrainConfig) -> tuple[str, ...]:

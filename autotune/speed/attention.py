@@ -202,7 +202,35 @@ def rates_of(
     (huggingface/transformers pull request 48163), 1.05 to 1.15 on 8.x (pytorch/pytorch 192799).
     """
     assert kernel in KERNELS, kernel
-    return rates_from_rows(gpu, kernel, table()["kernel"], dtype=dtype, is_backward=is_backward)
+    own = _own(gpu, kernel, dtype, is_backward)
+    return own or rates_from_rows(
+        gpu, kernel, table()["kernel"], dtype=dtype, is_backward=is_backward
+    )
+
+
+def _own(gpu: Gpu, kernel: str, dtype: str, is_backward: bool) -> AttentionRates | None:
+    """Parameters that were measured on this very card; None where they were not."""
+    if gpu.rates is None or dtype not in ("float16", "bfloat16"):
+        return None
+    by_kernel = {
+        each.kernel: each for each in gpu.rates.attention if each.is_backward == is_backward
+    }
+    scale, stand_in = _stands_for(gpu, kernel, is_backward)
+    if kernel in by_kernel:
+        scale, stand_in = 1.0, kernel
+    own = by_kernel.get(stand_in)  # type: ignore[call-overload]  # any text
+    if own is None:
+        return None
+    return AttentionRates(
+        flop_per_second=tuple((dim, scale * rate) for dim, rate in sorted(own.flop_per_second)),
+        start_columns=own.start_columns,
+        alone=own.alone,
+        blend=own.blend,
+        chain_seconds=own.chain_seconds,
+        num_sms=gpu.num_sms or 0,
+        rates_from=RatesFrom.THIS_CARD if scale == 1 else RatesFrom.CARDS_LIKE_IT,
+        spread=dict(zip(REGIMES, own.spread, strict=True)),
+    )
 
 
 def rates_from_rows(

@@ -8,12 +8,13 @@ and written, but for what the L2 cache holds. Both overlap but for a soft corner
 
     start + (waves ^ p + memory ^ p) ^ (1 / p)
 
-A `Behaviour` holds the figures of this. `validation/kernels/fit_matmul.py` fitted them to public
-tables of measured products (data/matmul.toml): of six cards each, and of cards with HBM and of cards
-with GDDR memory jointly, for the cards that no table has. How fast a card's SMs compute comes from
-public rates of square products, by dtype, and where there are none from the datasheet, times what such
-cards reach of it (autotune.speed.matmul_cards). Those rates were taken with random numbers over some
-seconds, so they last; the tables' cards were rested, and up to a tenth quicker.
+A `Behaviour` (autotune.catalogue.own_rates) holds the figures of this. `validation/kernels/fit_matmul.py`
+fitted them to public tables of measured products (data/matmul.toml): of six cards each, and of cards with
+HBM and of cards with GDDR memory jointly, for the cards that no table has. Float32 without tensor cores
+has figures of its own, from two cards. How fast a card's SMs compute comes from public rates of square
+products, by dtype, and where there are none from the datasheet, times what such cards reach of it
+(autotune.speed.matmul_cards). Those rates were taken with random numbers over some seconds, so they
+last; the tables' cards were rested, and up to a tenth quicker.
 
 Held out errors: studies/kernels/matmul.md, `python -m validation.kernels.matmul`.
 
@@ -34,6 +35,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.catalogue.own_rates import Behaviour
 from autotune.speed.origin import RatesFrom
 
 Floats = NDArray[np.float64]
@@ -69,32 +71,6 @@ REGIMES = ("large", "thin", "few_rows", "other")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Behaviour:
-    """Figures that say how the time of a product depends on its shape."""
-
-    l2_bytes_per_flop: float
-    """Bytes that an SM gets from the L2 cache in the time of one 16-bit tensor operation."""
-    memory_share: float
-    """Share of the datasheet's memory bandwidth that is reached."""
-    fill_steps: float
-    """Time to fill a tile's pipeline and to write its result, in steps of k of 16-bit tensors."""
-    start_seconds: float
-    """Time of an empty kernel within a CUDA graph."""
-    whole_waves: float
-    """Share, 0 to 1, of the last wave's idle SMs that is lost; the rest evens out."""
-    overlap: float
-    """Exponent p: the higher, the better computing and memory overlap."""
-    l2_share: float
-    """Share of the L2 cache's size that keeps what the kernel before left."""
-    l2_warm: float
-    """Rate of reading what it keeps, in units of all SMs' L2 rate."""
-    split_seconds: float
-    """Time that a sum over splits of k takes at least."""
-    tile_exponent: float
-    """Power of a tile's area with which its rate of computing falls."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class MatmulCard:
     """A card as the time of a product sees it."""
 
@@ -106,10 +82,15 @@ class MatmulCard:
     tensor_flop_per_second: float
     """Rate of 16-bit products without end; the L2 cache's rate goes with it."""
     behaviour: Behaviour
+    """Figures of products on tensor cores."""
+    float32: Behaviour
+    """Figures of those of float32, which are on none."""
     flop_per_second: Mapping[str, float] = field(hash=False)
     """Rate of products without end that lasts, by dtype."""
     rates_from: Mapping[str, RatesFrom] = field(hash=False)
     """Evidence behind the times, by dtype."""
+    spread: tuple[float, ...] | None = None
+    """Standard deviation of a time's logarithm, by REGIMES, where this very card was calibrated."""
 
 
 def matmul_seconds(
@@ -120,7 +101,7 @@ def matmul_seconds(
     n: Floats,
     k: Floats,
     *,
-    num_weights: float | None = None,
+    num_weights: float | Floats | None = None,
 ) -> Floats:
     """Seconds of `batch` products each of m x k by k x n, alone on the card, without the host's launch.
 
@@ -128,20 +109,23 @@ def matmul_seconds(
     where it fits, as the operation before left it. `num_weights`: that many second operands take turns,
     as the tables' did. Raises KeyError for a dtype that the card has no rate for.
     """
-    how, num_sms = card.behaviour, card.num_sms
+    is_float32, num_sms = dtype == "float32", card.num_sms
+    how = card.float32 if is_float32 else card.behaviour
     size_bytes = ELEMENT_BYTES[dtype]
     result_bytes = max(size_bytes, _LEAST_RESULT_BYTES)
     sm_l2_bytes_per_second = how.l2_bytes_per_flop * card.tensor_flop_per_second / num_sms
     l2_bytes_per_second = sm_l2_bytes_per_second * num_sms
-    tiles = _FLOAT32_TILES if dtype == "float32" else _TENSOR_TILES
+    tiles = _FLOAT32_TILES if is_float32 else _TENSOR_TILES
     tile_m, tile_n = tiles[:, :1], tiles[:, 1:]
     sm_seconds = (
         2 * num_sms * tile_m * tile_n * (_LARGEST_TILE / (tile_m * tile_n)) ** how.tile_exponent
     )
     reading = (tile_m + tile_n) / sm_l2_bytes_per_second
     step_seconds = np.maximum(sm_seconds / card.flop_per_second[dtype], size_bytes * reading)
-    tensor_step = np.maximum(sm_seconds / card.tensor_flop_per_second, 2 * reading)
-    fill_seconds = how.fill_steps * tensor_step
+    fill_seconds = step_seconds
+    if not is_float32:
+        fill_seconds = np.maximum(sm_seconds / card.tensor_flop_per_second, 2 * reading)
+    fill_seconds = how.fill_steps * fill_seconds
 
     entries = batch * m * n
     per_sm = np.ceil(m / tile_m)

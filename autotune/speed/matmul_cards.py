@@ -4,15 +4,15 @@
 a card's products reach is, in this order: the best rate of large products that the catalogue has of such a
 card in this dtype; the share of the peak that it reached in another tensor dtype; the share that the cards
 of its class reach. The classes: on GeForce cards, whose tensor rate is halved, the peak itself lasts, on all
-others power or heat ends it before; float32 is slower where half of its lanes are shared with integers;
-bfloat16 is emulated before capability 8.0.
+others power or heat ends it before; float32 is slower where half of its lanes are shared with integers, and
+where they are not, cards of one compute capability reach alike; bfloat16 is emulated before capability 8.0.
 """
 
 from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.own_rates import Behaviour, OwnProducts
 from autotune.speed.matmul import (
     ELEMENT_BYTES,
     REGIMES,
-    Behaviour,
     Floats,
     MatmulCard,
     matmul_seconds,
@@ -37,6 +37,7 @@ _SQUARES: Floats = np.arange(1, 11, dtype=np.float64) * 1024
 """Sizes of square products whose best rate the catalogue's measured rates are."""
 
 _HALF = ("bfloat16", "float16")
+FLOAT32_OWN_LANES = "float32_own_lanes"
 _OWN_LANES = frozenset({(7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3)})
 _WITH_HBM = _OWN_LANES - {(7, 5)}
 
@@ -47,11 +48,13 @@ def data() -> dict[str, Any]:
     return tomllib.loads(DATA.read_text(encoding="utf-8"))
 
 
-def matmul_card(gpu: Gpu, peaks: Mapping[str, float]) -> MatmulCard | None:
+def matmul_card(
+    gpu: Gpu, peaks: Mapping[str, float], float32: Behaviour | None = None
+) -> MatmulCard | None:
     """Return the card for matmul_seconds; None where its SMs, bandwidth, L2 size or float16 rate is unknown.
 
     `peaks`: dense peak by dtype of the operands, those that the card emulates included
-    (roofline.peak_flop_per_second).
+    (roofline.peak_flop_per_second). `float32`: other figures of its products than the file's.
     """
     rates = {d: attainable_flop_per_second(gpu, d, peaks) for d in peaks if d in ELEMENT_BYTES}
     if (
@@ -71,13 +74,34 @@ def matmul_card(gpu: Gpu, peaks: Mapping[str, float]) -> MatmulCard | None:
         memory_bytes_per_second=gpu.memory_bandwidth_bytes_per_second,
         tensor_flop_per_second=rates["float16"][0],
         behaviour=Behaviour(**figures),
+        float32=float32 or Behaviour(**table["float32"]),
         flop_per_second={dtype: rate for dtype, (rate, _) in rates.items()},
         rates_from={
             dtype: RatesFrom.THIS_CARD if has_table and dtype in _HALF else rates_from
             for dtype, (_, rates_from) in rates.items()
         },
     )
-    return _no_faster_than(rested_flop_per_second(gpu.name), without_end(card))
+    card = _no_faster_than(rested_flop_per_second(gpu.name), without_end(card))
+    return card if gpu.rates is None else _with_own(card, gpu.rates.products)
+
+
+def _with_own(card: MatmulCard, own: OwnProducts | None) -> MatmulCard:
+    """The card with what was measured on it; a dtype that was not keeps its ratio to 16 bits."""
+    if own is None:
+        return card
+    rates: dict[str, float] = {**own.flop_per_second}
+    half = next((d for d in ("float16", "bfloat16") if d in rates), None)
+    scale = 1.0 if half is None else rates[half] / card.flop_per_second[half]
+    for dtype, rate in card.flop_per_second.items():
+        rates.setdefault(dtype, scale * rate)
+    return replace(
+        card,
+        flop_per_second=rates,
+        tensor_flop_per_second=rates["float16"],
+        behaviour=own.behaviour,
+        rates_from={**card.rates_from, **dict.fromkeys(own.flop_per_second, RatesFrom.THIS_CARD)},
+        spread=own.spread,
+    )
 
 
 def attainable_flop_per_second(
@@ -89,8 +113,11 @@ def attainable_flop_per_second(
         return best[dtype], RatesFrom.CARDS_LIKE_IT
     of_peak = data()["of_peak"]
     if dtype == "float32" or (dtype == "tf32" and not gpu.has_bfloat16):
-        lanes = "own" if has_own_lanes(gpu) else "shared"
-        return of_peak[f"float32_{lanes}_lanes"] * peaks[dtype], RatesFrom.DATASHEET
+        share = of_peak["float32_shared_lanes"]
+        if has_own_lanes(gpu):
+            alike = of_capability(FLOAT32_OWN_LANES, gpu)
+            share = of_peak.get(alike, of_peak[FLOAT32_OWN_LANES])
+        return share * peaks[dtype], RatesFrom.DATASHEET
     if dtype == "bfloat16" and not gpu.has_bfloat16:
         return of_peak["bfloat16_emulated"] * peaks[dtype], RatesFrom.DATASHEET
     known = "bfloat16" if gpu.has_bfloat16 and "bfloat16" in peaks else "float16"
@@ -130,9 +157,17 @@ def rested_flop_per_second(name: str) -> float | None:
 def log_spread(card: MatmulCard, dtype: str, m: Floats, n: Floats, k: Floats) -> Floats:
     """Return the standard deviation of each time's logarithm: 80 % of held-out rows are within 1.28 of it."""
     rates_from, spreads = card.rates_from[dtype], data()["log_spread"]
-    of_regime = spreads[card.name if rates_from is RatesFrom.THIS_CARD else rates_from.name]
-    by_row: Floats = np.array([of_regime[regime] for regime in REGIMES])[regime_of(m, n, k)]
+    of_card: Sequence[float] | None = card.spread
+    if rates_from is not RatesFrom.THIS_CARD or of_card is None:
+        of_regime = spreads[card.name if rates_from is RatesFrom.THIS_CARD else rates_from.name]
+        of_card = [of_regime[regime] for regime in REGIMES]
+    by_row: Floats = np.array(of_card)[regime_of(m, n, k)]
     return by_row
+
+
+def of_capability(name: str, gpu: Gpu) -> str:
+    """Key of `of_peak` for the cards of a class that have this one's compute capability."""
+    return f"{name}_{'.'.join(map(str, gpu.compute_capability or ()))}"
 
 
 def has_own_lanes(gpu: Gpu) -> bool:

@@ -2,14 +2,15 @@
 
 Elementwise work (casts, dropout, gathers, copies, optimizer steps) takes its bytes at a share of the
 datasheet's bandwidth. Softmax and norms take besides, for every row, some time of the SM that works on
-it. Kernels that read what is scattered or broadcast, and backward passes of norms, softmax and dropout,
+it. Kernels that read what is scattered or broadcast, and backward passes of norms and softmax,
 reach a share of that (data/moving.toml names them). Unpacking 4-bit weights takes instructions for every
 weight, or its bytes, whichever is longer. Copies to and from pinned host memory take a share of the PCIe
 link.
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
-studies/kernels/MOVING.md says how far off they are. A kernel's start and drain are not in it
+studies/kernels/MOVING.md says how far off they are. A card without a table takes the mean of the others, and
+as many clocks for a row as they. A kernel's start and drain are not in it
 (roofline.CardRates.kernel_tail_seconds).
 
 Known limitations
@@ -26,11 +27,12 @@ import functools
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.own_rates import OwnMoving
 from autotune.speed.arrays import Numbers, either, larger
 from autotune.speed.origin import RatesFrom
 
@@ -42,6 +44,8 @@ FAMILIES = ("elementwise", "softmax", "layer_norm", "reduction", "dequantize", "
 SHORT_ROW = 1024
 """Longest row that PyTorch's softmax keeps in a warp's registers (aten/native/cuda/PersistentSoftmax.cuh).
 Layer norm's rows cost more beyond the same length (fp32_kernels.csv.gz)."""
+
+_TABLED = FAMILIES[:3]
 
 ROWWISE = ("softmax", "short_softmax", "layer_norm", "short_layer_norm")
 """Kernels with a time of each row and column in data/moving.toml."""
@@ -66,6 +70,8 @@ class MovingRates:
     spread: Mapping[str, float] = field(hash=False)
     """Standard deviation of ln(predicted / measured), by family of FAMILIES or `named`: those of the
     table."""
+    own: frozenset[str] = frozenset()
+    """Families that were measured on this very card."""
 
 
 @functools.cache
@@ -115,6 +121,21 @@ def moving_seconds(
     return seconds
 
 
+def evidence(rates: MovingRates, family: str) -> RatesFrom:
+    """Evidence that the time of a family's kernels rests on.
+
+    The tables have elementwise kernels, softmax and norms of a card; shares of these that others are
+    taken to reach are of other cards, and the rest is judgement.
+    """
+    if family in rates.own:
+        return RatesFrom.THIS_CARD
+    if family in _TABLED:
+        return rates.rates_from
+    if family in table()["share_of_elementwise"]:
+        return max(rates.rates_from, RatesFrom.CARDS_LIKE_IT, key=list(RatesFrom).index)
+    return RatesFrom.DATASHEET
+
+
 # --- parameters of a card
 
 
@@ -127,7 +148,35 @@ def table() -> dict[str, Any]:
 @functools.lru_cache(maxsize=64)
 def rates_of(gpu: Gpu) -> MovingRates:
     """Parameters of a card: its own where it was measured, else the mean of those that were."""
-    return rates_from_rows(gpu, table()["card"])
+    rates = rates_from_rows(gpu, table()["card"])
+    own = None if gpu.rates is None else gpu.rates.moving
+    return rates if own is None else _with_own(rates, own)
+
+
+def _with_own(rates: MovingRates, own: OwnMoving) -> MovingRates:
+    """The parameters with what was measured on the card; shares of elementwise kernels follow their rate."""
+    bytes_per_second = {**rates.bytes_per_second}
+    if "elementwise" in own.bytes_per_second and "elementwise" in bytes_per_second:
+        scale = own.bytes_per_second["elementwise"] / bytes_per_second["elementwise"]
+        for family in (*_TABLED, *table()["share_of_elementwise"]):
+            bytes_per_second[family] *= scale
+    families = own.bytes_per_second.keys() | {
+        name.removeprefix("short_") for name in own.row_seconds
+    }
+    if own.weights_per_second is not None:
+        families |= {"dequantize"}
+    spread = table()["spread"][RatesFrom.THIS_CARD.name.lower()]
+    return replace(
+        rates,
+        bytes_per_second={**bytes_per_second, **own.bytes_per_second},
+        row_seconds={**rates.row_seconds, **own.row_seconds},
+        weights_per_second=own.weights_per_second or rates.weights_per_second,
+        spread={
+            name: spread[name] if name in families else value
+            for name, value in rates.spread.items()
+        },
+        own=frozenset(families),
+    )
 
 
 def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
@@ -146,7 +195,7 @@ def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
     bytes_per_second = {}
     if bandwidth is not None:
         moving = _mean(rows, "share") * bandwidth
-        bytes_per_second = dict.fromkeys(FAMILIES[:3], moving)
+        bytes_per_second = dict.fromkeys(_TABLED, moving)
         for family, share in rules["share_of_elementwise"].items():
             bytes_per_second[family] = share * moving
         bytes_per_second["reduction"] = rules["reduction"]["share"] * bandwidth
@@ -162,10 +211,12 @@ def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
         weights_per_second = rules["dequantize"]["weights_per_sm_clock"] * gpu.num_sms * clock
     row_seconds = {}
     if gpu.num_sms is not None:
+        # An SM's work takes clocks: those of another card last as long as its own.
+        longer = 1.0 if own or clock is None else _mean(rows, "boost_clock_hertz") / clock
         for family in ROWWISE:
             row_seconds[family] = (
-                _mean(rows, f"{family}_row_sm_microseconds") * 1e-6 / gpu.num_sms,
-                _mean(rows, f"{family}_column_sm_picoseconds") * 1e-12 / gpu.num_sms,
+                longer * _mean(rows, f"{family}_row_sm_microseconds") * 1e-6 / gpu.num_sms,
+                longer * _mean(rows, f"{family}_column_sm_picoseconds") * 1e-12 / gpu.num_sms,
             )
     return MovingRates(
         bytes_per_second=bytes_per_second,

@@ -11,6 +11,7 @@ class RatesFrom(StrEnum):
     THIS_CARD = "this card"
     """Published times of this card."""
     CARDS_LIKE_IT = "cards like it"
-    """Published times of other cards with the same kernel, scaled by the datasheets of both."""
+    """Published times of other cards with the same kernel, scaled by the datasheets of both; of what the host
+    takes, times of other hosts."""
     DATASHEET = "datasheet"
     """No published times that apply: a share of the datasheet's rate, by judgement."""

@@ -38,6 +38,7 @@ from autotune.speed.attention import AttentionRates
 from autotune.speed.matmul import MatmulCard, matmul_seconds
 from autotune.speed.matmul_cards import attainable_flop_per_second, matmul_card
 from autotune.speed.moving import MovingRates
+from autotune.speed.origin import RatesFrom
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
 """Limits that bound a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are
@@ -136,6 +137,8 @@ class CardRates:
     """Seconds that the host spends on one operation, by phase."""
     products: MatmulCard | None = None
     """Parameters of matmuls by shape; None where too little is known of the card."""
+    host_from: RatesFrom = RatesFrom.CARDS_LIKE_IT
+    """Evidence behind what the host takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

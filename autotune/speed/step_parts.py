@@ -1,4 +1,4 @@
-"""A step's predicted time by cause, and how sure each part is.
+"""A step's predicted time by cause, how sure each part is, and what evidence it rests on.
 
 The spreads are those of the models of the kernels, from rows and cards that they were not fitted to
 (autotune.speed.matmul_cards, attention, moving); what nothing published tells is [judgement].
@@ -11,10 +11,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autotune.speed import attention, host, roofline
+from autotune.speed import attention, host, moving, roofline
 from autotune.speed.matmul_cards import log_spread
+from autotune.speed.origin import RatesFrom
 from autotune.speed.roofline import CardRates, Kernel
-from autotune.speed.sureness import Z_OF_80_PERCENT, Part, Parts, added
+from autotune.speed.sureness import Z_OF_80_PERCENT, Part, Parts, added, part
 
 _CAUSES = {
     "matmul": "matmul",
@@ -33,6 +34,8 @@ LINK_SPREAD = 0.4
 (studies/kernels/LINKS.md)."""
 HOST_SPREAD = math.log(host.HOST_FACTORS[1] / host.HOST_FACTORS[0]) / (2 * Z_OF_80_PERCENT)
 """Spread of what the host takes: 80 % of hosts are taken to lie within the published range."""
+OWN_HOST_SPREAD = 0.2
+"""The same where this machine's host was measured. [judgement] What is left are programs that do more."""
 
 
 def parts(
@@ -44,13 +47,34 @@ def parts(
     each = roofline.kernel_seconds(kernels, machine)
     if whole is None or each is None:
         return None
-    late = Part(seconds=whole.total_seconds - whole.gpu_seconds, spread=HOST_SPREAD)
-    found: Parts = {"host": late}
+    found: Parts = {"host": of_host(whole.total_seconds - whole.gpu_seconds, machine)}
     spreads = _spreads(kernels, machine)
     for kernel, (seconds, _), spread in zip(kernels, each, spreads, strict=True):
-        part = Part(seconds=kernel.count * seconds, spread=spread)
-        found = added(found, {_CAUSES[kernel.kind]: part})
+        its = part(kernel.count * seconds, spread, _evidence(kernel, machine))
+        found = added(found, {_CAUSES[kernel.kind]: its})
     return found
+
+
+def of_host(seconds: float, machine: CardRates) -> Part:
+    """Seconds that the host takes."""
+    is_own = machine.host_from is RatesFrom.THIS_CARD
+    return part(seconds, OWN_HOST_SPREAD if is_own else HOST_SPREAD, machine.host_from)
+
+
+def of_links(seconds: float) -> Part:
+    """Seconds of communication between GPUs."""
+    return part(seconds, LINK_SPREAD, RatesFrom.CARDS_LIKE_IT)
+
+
+def _evidence(kernel: Kernel, machine: CardRates) -> RatesFrom:
+    """Evidence that a kernel's time rests on."""
+    if kernel.kind == "matmul":
+        card = machine.products
+        is_by_shape = card is not None and kernel.shape and kernel.dtype in card.rates_from
+        return card.rates_from[kernel.dtype] if card and is_by_shape else RatesFrom.DATASHEET
+    if kernel.kind == "attention":
+        return machine.attention[roofline.attention_key(kernel)].rates_from
+    return moving.evidence(machine.moving, roofline.family_of(kernel, machine.moving))
 
 
 def _spreads(kernels: Sequence[Kernel], machine: CardRates) -> list[float]:

@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.speed.origin import RatesFrom
+
 COMMON_SHARE = 0.75
 """Share of a part's variance that configurations have in common. [judgement] studies/published-speed shows
 how often odds that rest on it come true."""
-STEP_SPREAD = 0.185
+STEP_SPREAD = 0.16
 """Spread of a whole step's time beside that of its parts: a program's own work, the machine, clocks. It is
 common to all configurations, so it changes no order. With it 80 % of 60 published runs lie in their interval;
-of each group of them, with the figure that the others give, 78 % (python -m validation.published_speed)."""
+of each group of them, with the figure that the others give, 80 % (python -m validation.published_speed)."""
 Z_OF_80_PERCENT = 1.2816
 """Quantile of the normal distribution that 80 % lie within, both sides."""
 _NUM_DRAWS = 400
@@ -42,20 +44,33 @@ class Part:
     seconds: float
     spread: float
     """Standard deviation of the logarithm of the factor by which they are off."""
+    seconds_from: Mapping[RatesFrom, float] = field(default_factory=dict, hash=False)
+    """The seconds by the evidence that they rest on."""
 
     def __add__(self, other: Part) -> Part:
         """Both together, where one factor holds for both."""
         seconds = self.seconds + other.seconds
         off = self.seconds * self.spread + other.seconds * other.spread
-        return Part(seconds=seconds, spread=off / seconds if seconds else 0.0)
+        seconds_from = dict(self.seconds_from)
+        for rates_from, its in other.seconds_from.items():
+            seconds_from[rates_from] = seconds_from.get(rates_from, 0.0) + its
+        return Part(
+            seconds=seconds, spread=off / seconds if seconds else 0.0, seconds_from=seconds_from
+        )
 
     def times(self, count: float) -> Part:
         """The part that many times."""
-        return Part(seconds=count * self.seconds, spread=self.spread)
+        seconds_from = {rates_from: count * its for rates_from, its in self.seconds_from.items()}
+        return Part(seconds=count * self.seconds, spread=self.spread, seconds_from=seconds_from)
 
 
 Parts = Mapping[str, Part]
 """A time by cause; the time is their sum."""
+
+
+def part(seconds: float, spread: float, rates_from: RatesFrom) -> Part:
+    """Seconds that rest on one kind of evidence."""
+    return Part(seconds=seconds, spread=spread, seconds_from={rates_from: seconds})
 
 
 def added(*times: Parts) -> dict[str, Part]:

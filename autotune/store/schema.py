@@ -1,9 +1,9 @@
 """The tables of our own, beside Optuna's in the same database, as the newest revision makes them.
 
-`autotune_probes` and `autotune_recommendations` only grow: no row is ever changed or removed. A row of
-`autotune_jobs` changes until its job has ended. Each table is read by a module of its own (probes.py,
-recommendations.py, jobs.py). What comes between the versions of this schema is in
-migrations/; autotune_schema holds the revision (Optuna owns `alembic_version`).
+`autotune_probes`, `autotune_calibrations` and `autotune_recommendations` only grow: no row is ever changed or
+removed. A row of `autotune_jobs` changes until its job has ended. Each table is read by a module of its own
+(probe_table.py, calibrations.py, recommendations.py, jobs.py). What comes between the versions of this schema
+is in migrations/; autotune_schema holds the revision (Optuna owns `alembic_version`).
 
 Times are UTC, without saying so, as Optuna's are.
 """
@@ -25,7 +25,7 @@ from sqlalchemy import (
     Text,
 )
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest revision of migrations/versions."""
 VERSION_TABLE = "autotune_schema"
 
@@ -53,6 +53,17 @@ probes = Table(
     # Of a probe that failed.
     Column("stderr_tail", Text, nullable=False, server_default=""),
     Index("ix_autotune_probes_near_key", "near_key", "model_digest", "fingerprint"),
+)
+
+calibrations = Table(
+    "autotune_calibrations",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    # The card, as NVML names it.
+    Column("device", Text, nullable=False),
+    Column("made_at", DateTime, nullable=False),
+    # The Calibration as JSON.
+    Column("record", Text, nullable=False),
 )
 
 recommendations = Table(

@@ -55,6 +55,7 @@ DELETE FROM traces WHERE key IN (
 
 _CODE = (
     *("errors.py", "common", "memory", "catalogue", "space", "records"),
+    *("speed/__init__.py", "speed/origin.py"),
     *("worker/__init__.py", "worker/uncompiled.py", "worker/build", "worker/trace"),
     *("worker/client/__init__.py", "worker/client/orphans.py"),
 )

@@ -22,6 +22,11 @@ lengths {"dataset": str, "format", "text_field", "answer_field", "loss_on": str 
          "tokenizer": folder or id}
         {fields of Dataset, "num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str, "remedy": str}
+calibrate {"backend": str, "kernels": [{fields of roofline.Kernel}], "seconds_each": float, "warm_up_seconds":
+         float}
+        on cuda first {"device": name}; one line per kernel: {"index": int, "seconds": float, "spread": float,
+        "num_weights": int} or {"index": int, "skipped": reason}; then {"host": {phase: seconds of an
+        operation}}; or {"unusable": reason}
 loader  {"program": text of train.py, "dataset": str, "tokenizer": folder or id, "backend": str,
          "micro_step_seconds": float, "settings": [{fields of LoaderTime}]}
         one line per setting, until one keeps up with the micro-step: {LoaderTime}; or {"problem": str}
@@ -132,6 +137,12 @@ def _loader(request: dict[str, Any]) -> Answers:
         yield {"problem": str(error)}
 
 
+def _calibrate(request: dict[str, Any]) -> Answers:
+    from autotune.worker.calibrate.timing import time_kernels
+
+    yield from time_kernels(request)
+
+
 def _as_it_comes(
     work: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]],
 ) -> Answers:
@@ -163,6 +174,7 @@ VERBS: dict[str, Verb] = {
     "examine": _examine,
     "lengths": _lengths,
     "loader": _loader,
+    "calibrate": _calibrate,
 }
 
 

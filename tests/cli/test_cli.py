@@ -228,6 +228,13 @@ FROZEN: dict[str, dict[str, Any]] = {
     "spaces": {},
     "debug": {},
     "doctor": {"--storage": "sqlite:///studies/autotune.db", "--json": False},
+    "calibrate": {
+        "--gpu-file": None,
+        "--export": None,
+        "--stored": False,
+        "--backend": "cuda",
+        "--json": False,
+    },
     "studies": {},
     "jobs": {},
     "worker": {

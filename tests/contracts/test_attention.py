@@ -117,6 +117,29 @@ def test_a_reduction_has_rows_and_columns() -> None:
     assert {launch.shape[1] for launch in losses} == {LLAMA["vocab_size"]}
 
 
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [(LLAMA, "fp16-mixed"), (BERT, "fp16-mixed"), (BERT, "bf16-mixed"), (BERT, "bf16-true")],
+)
+def test_a_softmax_is_a_kernel_in_any_precision(config: dict[str, Any], precision: str) -> None:
+    """BERT's scores are float16 where nothing masks them: one kernel makes float32 of them."""
+    launches = trace("eager", config, precision=precision).launches(4, 16)
+    for name in ("_softmax", "_softmax_backward_data"):
+        of_softmax = [launch for launch in launches if launch.kernel.name == name]
+        assert sum(launch.count for launch in of_softmax) == config["num_hidden_layers"], name
+
+
 def test_the_third_sums_grouped_heads_in_float32() -> None:
     """Its dK and dV are summed in float32 for the key heads, the second's kept for all in 16 bits."""
     names = {k.name for k in trace("flash_attention_3", LLAMA).kernels}

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.memory.traces import Trace
@@ -200,6 +201,23 @@ def test_a_step_that_looks_at_values_is_none(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch, RuntimeError("Tensor.item() cannot be called on meta tensors")
     )
     assert "it looks at values of weights" in answer["unsupported"]
+
+
+def test_a_model_that_changes_its_weights_cannot_have_them_in_four_bits() -> None:
+    """Gemma 3n clamps two weights of each layer in every step; torch refuses that of bytes."""
+    config = models.load_config({"model_type": "gemma3n_text"})
+    spec = dataclasses.replace(
+        FULL,
+        method="qlora",
+        lora_targets="all-linear",
+        precision="bf16-autocast",
+        quantization="nf4",
+    )
+    with pytest.raises(models.UnsupportedModel, match="it changes weights that") as caught:
+        trace_step(config, "causal-lm", spec, sequence_length=64, device=HOPPER)
+    assert not isinstance(caught.value, models.CrashedStep)
+    with pytest.raises(RuntimeError, match="can't be cast to"):
+        torch.zeros(2, dtype=torch.uint8).clamp_(-1.0, 1.0)
 
 
 def test_a_machine_without_memory_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ def side(
             resolution=0.001,
         ),
         predicted_seconds=predicted,
+        parts={},
         is_within=True,
         stated_length=stated or config.sequence_length,
         knows_length=True,

@@ -27,9 +27,9 @@ AGAIN = ("peft-015", "peft-033", "rasbt-004", "hfperf-005", "litgpt-ch-010")
 RATIOS = {
     "peft, L40S": (0.71, 1.06),
     "Qwen, A100": (0.93, 1.12),
-    "DistilBERT, A100": (0.71, 0.96),
-    "BERT, V100": (0.71, 0.89),
-    "litgpt, A10G": (0.43, 0.80),
+    "DistilBERT, A100": (0.64, 0.88),
+    "BERT, V100": (0.76, 0.93),
+    "litgpt, A10G": (0.44, 0.83),
 }
 """Predicted over published, smallest and largest, of the groups that run what a Trainer runs."""
 MEDIAN_RATIO = 0.89

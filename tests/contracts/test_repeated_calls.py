@@ -8,9 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from autotune.worker.trace.repeated_calls import result_of
+from autotune.worker.trace.repeated_calls import call_of
+from autotune.worker.trace.repeated_calls import result_of as result_of_call
+from autotune.worker.trace.tracker import Tracker
 
 aten = torch.ops.aten
+
+
+def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return result_of_call(func, args, kwargs, call_of(func, args, kwargs))
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -86,3 +92,25 @@ def test_values_are_asked_for_each_time() -> None:
     for value in (2, 3):
         given = torch.tensor(value, device="cpu")
         assert result_of(aten.mul.Tensor, (given, 2), {}).item() == 2 * value
+
+
+def kernels_of(*tensors: torch.Tensor) -> list[tuple[str, tuple[int, ...], bool]]:
+    """Launches of doubling each, as a tracker records them."""
+    with Tracker("meta") as tracker:
+        for each in tensors:
+            tracker.index_of(each)
+            each * 2
+    return [(k.name, k.tensor_bytes, k.recomputed) for k in tracker.recording.kernels]
+
+
+def test_a_repeated_call_is_recorded_like_the_first() -> None:
+    one, other = kernels_of(tensor(3, 5), tensor(3, 5))
+    assert one == other == ("mul", (60, 60), False)
+
+
+def test_bytes_that_depend_on_the_storage_are_counted_each_time() -> None:
+    """Windows of four, one apart, read no more than what lies there."""
+    in_little, in_much = tensor(10), tensor(1000)
+    windows = [each.as_strided((7, 4), (1, 1)) for each in (in_little, in_much)]
+    moved = [tensor_bytes for _, tensor_bytes, _ in kernels_of(*windows)]
+    assert moved == [(112, 40), (112, 112)]

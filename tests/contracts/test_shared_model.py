@@ -12,6 +12,7 @@ import pytest
 
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
+from autotune.worker.trace import shared_models
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
 
@@ -58,7 +59,7 @@ def request(*specs: TraceSpec) -> dict[str, Any]:
 def of_one_group(spec: TraceSpec) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A request for both micro-batches, and the traces that it puts into the one group."""
     asked = request(spec, dataclasses.replace(spec, single=True))
-    (group,) = trace_module._groups(asked["traces"])
+    (group,) = shared_models.groups_of(asked["traces"])
     return asked, group
 
 
@@ -80,6 +81,46 @@ def test_a_trace_is_the_same_with_a_model_that_another_has_used(
         assert json.dumps(answer["trace"]) == json.dumps(alone)
 
 
+CHECKPOINTING = [(0, False), (1, False), (1, True), (2, False), (2, True)]
+"""Intervals of checkpointed layers, and whether activations are offloaded."""
+
+
+@pytest.mark.parametrize("spec", [FULL, QLORA], ids=["full", "qlora"])
+@pytest.mark.parametrize("order", [1, -1], ids=["none first", "none last"])
+def test_a_trace_is_the_same_with_a_model_that_has_checkpointed_other_layers(
+    spec: TraceSpec, order: int
+) -> None:
+    asked = request(
+        *(
+            dataclasses.replace(spec, activation_checkpointing=every, activation_offloading=parks)
+            for every, parks in CHECKPOINTING
+        )
+    )
+    (group,) = shared_models.groups_of(asked["traces"])
+    assert [each["id"] for each in group] == [0, 1, 2, 3, 4]
+    for answer in trace_module._answers(asked, group[::order], ADA):
+        alone = trace_module.trace_step(
+            models.load_config(CONFIG),
+            "causal-lm",
+            TraceSpec(**asked["traces"][answer["id"]]["spec"]),
+            sequence_length=64,
+            device=ADA,
+        )
+        assert json.dumps(answer["trace"]) == json.dumps(alone)
+
+
+def test_there_is_a_group_for_each_process() -> None:
+    asked = request(
+        FULL, *(dataclasses.replace(LORA, activation_checkpointing=n) for n in (0, 1, 2))
+    )
+    groups = shared_models.groups_of(asked["traces"])
+    assert [len(group) for group in groups] == [3, 1]
+    parted = shared_models.parted(groups, 3)
+    assert [[each["id"] for each in group] for group in parted] == [[2, 3], [0], [1]]
+    assert shared_models.parted(groups, 2) == groups
+    assert len(shared_models.parted(groups, 9)) == 4
+
+
 def test_a_model_is_not_shared_that_a_step_changes() -> None:
     changed = [
         dataclasses.replace(QLORA, quantization="int8"),
@@ -91,7 +132,7 @@ def test_a_model_is_not_shared_that_a_step_changes() -> None:
     specs = [
         dataclasses.replace(spec, single=single) for spec in changed for single in (True, False)
     ]
-    assert len(trace_module._groups(request(*specs)["traces"])) == len(specs)
+    assert len(shared_models.groups_of(request(*specs)["traces"])) == len(specs)
 
 
 def test_after_a_step_that_failed_the_model_is_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,7 @@ def test_who_has_said_how_many_samples_an_evaluation_takes_keeps_it() -> None:
         ("galore_adamw", {"optim_target_modules": "all-linear"}),
         ("apollo_adamw_layerwise", {"optim_target_modules": "all-linear"}),
         ("schedule_free_radam", {"lr_scheduler_type": "constant"}),
+        ("adamw_torch_4bit", {"optim_args": "bf16_stochastic_round=True"}),
         ("lomo", {}),
     ],
 )

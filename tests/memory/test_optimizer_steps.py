@@ -38,9 +38,9 @@ def cost(name: str, *specs: TensorSpec) -> StepCost:
         ("rmsprop", 13 * 2),
         ("adagrad", 13 * 2),
         ("ademamix", 3 * 2 + 2 * 3 * 4),
-        # The last of each: two code books.
-        ("adamw_torch_8bit", 3 * 2 + 4 * (1 + 4 / 256) + 4 * 1024 / 4096**2),
-        # Gradient and moments read twice; 12 bytes and a block's largest value of each moment, twice.
+        # Gradient and moments read twice; 4 bytes, or 12, and a block's largest value of each moment, twice.
+        # The last but one of each: two code books.
+        ("adamw_torch_8bit", 4 * 2 + 6 * (1 + 4 / 256) + 6 * 1024 / 4096**2 + 4 * (4 + 4 / 256)),
         ("adamw_torch_4bit", 4 * 2 + 6 * (1 / 2 + 4 / 256) + 6 * 64 / 4096**2 + 4 * (12 + 4 / 256)),
         ("schedule_free_adamw", 23 * 2),
         ("schedule_free_sgd", 9 * 2),

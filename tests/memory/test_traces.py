@@ -191,6 +191,8 @@ def test_running_and_summed_bytes_are_rounded_to_blocks() -> None:
     # Embedded input and five outputs, one scratch or the logits (1400 -> 1536).
     assert again[: len(FORWARD) - 1].max() == 512 + 5 * 512 + 1536
     assert trace.running_bytes("next", 2, 1)[-1] == 0
+    for events in ("setup", "again", "next"):
+        assert trace.left_bytes(events, 2, 1) == trace.running_bytes(events, 2, 1)[-1]
 
 
 def test_set_up_leaves_parameters_and_temporaries_go() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_model
 
+from autotune.catalogue.gpus import find_gpu
 from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
@@ -22,6 +23,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.speed.host import USUAL, Host
+from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import STEP_SPREAD, spread_of
 
 pytestmark = pytest.mark.worker
@@ -157,6 +159,18 @@ def test_what_fits_is_known_from_as_little_of_a_replay_as_will_do(
     # Of use where little fits; where the update alone is too large, nothing is known of other optimizers.
     assert num_known[0] > 10 > num_known[-2]
     assert num_known[-1] == 0
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_reserves_no_more_is_estimated(
+    traces: Mapping[TraceSpec, Trace], roomy: Estimator, grows: bool
+) -> None:
+    config = dataclasses.replace(split(FULL, 1, 2), expandable_segments=grows)
+    whole = roomy.estimate(config)
+    for more in (-whole.peak_reserved_bytes // 2, -1, 0):
+        anew = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=roomy.memory_budget_bytes)
+        found = anew.reserving(config, whole.peak_reserved_bytes + more)
+        assert found == (None if more else whole)
 
 
 @pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])
@@ -319,6 +333,24 @@ def test_the_parts_of_a_time_add_up_to_it(roomy: Estimator, config: TrainConfig)
     assert parts["matmul"].seconds > 0
     spread = roomy.estimate(config).step_spread
     assert spread == pytest.approx(math.hypot(spread_of(parts), STEP_SPREAD))
+
+
+def test_each_second_rests_on_some_evidence(traces: Mapping[TraceSpec, Trace]) -> None:
+    config = split(QLORA, 4, 2)
+    estimator = Estimator(traces, find_gpu("rtx-4090"), memory_budget_bytes=ROOMY)
+    parts, shares = estimator.parts(config), estimator.estimate(config).time_shares
+    assert parts is not None
+    for part in parts.values():
+        assert sum(part.seconds_from.values()) == pytest.approx(part.seconds)
+    assert sum(each.share for each in shares) == pytest.approx(1)
+    assert list(shares) == sorted(shares, key=lambda each: -each.share)
+    evidence = {each.cause: set[RatesFrom]() for each in shares}
+    for each in shares:
+        evidence[each.cause].add(each.rates_from)
+    # Somebody measured 16-bit products of this card; nobody 4-bit weights, or this host.
+    assert evidence["dequantize"] == {RatesFrom.DATASHEET}
+    assert evidence["host"] == {RatesFrom.CARDS_LIKE_IT}
+    assert RatesFrom.CARDS_LIKE_IT in evidence["matmul"]
 
 
 def test_a_paged_optimizer_lives_outside_the_allocator(roomy: Estimator) -> None:

@@ -104,6 +104,31 @@ def test_a_worker_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
         trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
 
 
+def test_what_was_traced_before_a_failure_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next attempt goes on from there."""
+    late = Rounds({"eager": {"trace": some_trace()}, "sdpa": "is late"})
+    again = Rounds({"sdpa": {"trace": some_trace()}})
+
+    def ask() -> None:
+        trace_all(
+            tiny_model.MODEL,
+            "causal-lm",
+            512,
+            find_gpu("t4"),
+            {EAGER, SDPA},
+            cache=TraceCache(tmp_path),
+        )
+
+    monkeypatch.setattr(tracing, "run_many", late)
+    with pytest.raises(WorkerError):
+        ask()
+    monkeypatch.setattr(tracing, "run_many", again)
+    ask()
+    assert again.asked == [[("sdpa", False)]]
+
+
 class Rounds:
     """Stands in for the worker processes over several rounds: what each job gets, by round."""
 
@@ -117,8 +142,8 @@ class Rounds:
         self.asked.append([(job["spec"]["attention"], job["whole"]) for job in jobs])
         for job in jobs:
             answer = answers[job["spec"]["attention"]]
-            if answer == "dies":
-                return (self._end("crashed"),)
+            if answer in ("dies", "is late"):
+                return (self._end("crashed" if answer == "dies" else "timeout"),)
             on_answer({"id": job["id"], **answer})
         return (self._end("ok"),)
 
@@ -256,6 +281,25 @@ def test_what_a_worker_answered_is_not_asked_for_again(
         asked.append(len(worker.requests))
     trace_cache._made_by.cache_clear()
     assert asked == [1, 0, 1]
+
+
+def test_what_is_kept_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks for a first answer among half of what is there already."""
+    good = {"trace": some_trace()}
+    monkeypatch.setattr(tracing, "run_many", Rounds({"eager": good, "sdpa": good}))
+    told: list[list[tuple[int, int]]] = []
+    for _ in range(2):
+        told.append([])
+        trace_all(
+            tiny_model.MODEL,
+            "causal-lm",
+            512,
+            find_gpu("t4"),
+            {EAGER, SDPA},
+            on_trace=lambda done, total: told[-1].append((done, total)),
+            cache=TraceCache(tmp_path),
+        )
+    assert told == [[(1, 2), (2, 2)], [(2, 2)]]
 
 
 def test_cards_that_differ_in_their_multiprocessors_share_what_is_kept_but_for_liger(

@@ -14,7 +14,7 @@ from autotune.probe import compiled
 from autotune.records.answer import Measured
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
-from autotune.report import words
+from autotune.report import measured_words, words
 from autotune.search.measure_best import steps_per_epoch, with_measured
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Lengths
@@ -72,14 +72,15 @@ def test_what_a_space_says_of_compilation() -> None:
 def test_a_variant_has_the_figures_of_eager_and_says_that_they_are_a_bound() -> None:
     eager = dataclasses.replace(answers.estimate(), config=EAGER)
     ways = {"full": (("default", "inductor"), ("max-autotune", "cudagraphs"))}
-    (variant,) = compiled.variants(eager, ways)
-    assert variant == dataclasses.replace(eager, config=COMPILED)
+    (config,) = compiled.configs_of(EAGER, ways)
+    assert config == COMPILED
+    variant = compiled.bound_of(eager, config)
+    assert variant == dataclasses.replace(eager, config=COMPILED, is_bound=True)
     assert (eager.is_bound, variant.is_bound) == (False, True)
     assert variant.to_dict(10**9)["bounded_by_eager"] is True
     assert "without torch.compile" in words.predicted(variant)
-    assert compiled.variants(eager, {"lora": ways["full"]}) == []
-    padded = dataclasses.replace(eager, config=dataclasses.replace(EAGER, batching="padded"))
-    assert compiled.variants(padded, ways) == []
+    assert compiled.configs_of(EAGER, {"lora": ways["full"]}) == []
+    assert compiled.configs_of(dataclasses.replace(EAGER, batching="padded"), ways) == []
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_compilation_pays_after_so_many_steps(
     outcome = found(eager, late)
     assert outcome.compile_pays_after_steps == pays_after
     assert outcome.to_dict()["compile_pays_after_steps"] == pays_after
-    said = words.compilation(outcome)
+    said = measured_words.compilation(outcome)
     assert ("after 118 steps" in said) == (pays_after == 118)
     assert ("never pays" in said) == (pays_after is None)
     if pays_after is not None:
@@ -234,19 +235,21 @@ def test_a_compiled_one_that_was_stopped_as_too_slow_is_said() -> None:
     assert compiled.fastest([stopped, slower], is_compiled=True) is slower
     outcome = found(eager, stopped)
     assert outcome.compile_pays_after_steps is None
-    assert words.compilation(outcome).endswith("never pays for itself (stopped after 3 steps)")
+    assert measured_words.compilation(outcome).endswith(
+        "never pays for itself (stopped after 3 steps)"
+    )
 
 
 def test_what_did_not_compile_is_said() -> None:
     outcome = found(measured(EAGER, 1.0), None)
     assert outcome.compile_pays_after_steps is None
-    assert "1 tried, none ran" in words.compilation(outcome)
+    assert "1 tried, none ran" in measured_words.compilation(outcome)
 
 
 def test_the_run_is_said() -> None:
     late = measured(COMPILED, 1.0, cold_start_seconds=30.0)
-    assert "--train-steps" in words.run(found(None, late))
-    said = words.run(found(None, late, train_steps=970))
+    assert "--train-steps" in measured_words.run(found(None, late))
+    said = measured_words.run(found(None, late, train_steps=970))
     assert "970 tokens/s over 970 steps" in said
     assert "30.0 s" in said
 

@@ -16,7 +16,7 @@ from autotune.probe.sampler import Near
 from autotune.records.answer import answer_from_dict, stored_record
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
-from autotune.report import words
+from autotune.report import measured_words
 from autotune.space.config import TrainConfig
 from autotune.store.probe_key import probe_key
 from autotune.store.probe_table import open_probes
@@ -143,8 +143,8 @@ def test_it_is_said_that_others_probes_helped() -> None:
     found = answers.measured(num_near=3, near_versions=("driver 570", "torch 2.13"))
     assert (
         "3 probes of the same card with driver 570, torch 2.13 helped the order; none of their "
-        "figures is shown as measured here." in words.probes(found)
+        "figures is shown as measured here." in measured_words.probes(found)
     )
-    assert "of the same card" not in words.probes(answers.measured())
+    assert "of the same card" not in measured_words.probes(answers.measured())
     answer = answers.answer(measured=found)
     assert answer_from_dict(json.loads(json.dumps(stored_record(answer)))) == answer

@@ -21,7 +21,7 @@ from autotune.records.loader_times import (
     LoaderTimes,
     settings_to_time,
 )
-from autotune.report import words
+from autotune.report import measured_words
 from autotune.space.config import TrainConfig
 
 CONFIG = TrainConfig(
@@ -123,18 +123,18 @@ def test_an_answer_exports_what_was_timed_else_what_its_base_has() -> None:
 def test_the_figures_are_said() -> None:
     times = (timed(0, 0.05), timed(1, 0.051, pin_memory=True))
     loader = LoaderTimes(micro_step_seconds=1.0, times=times)
-    said = words.loader(answers.answer(measured=answers.measured(), loader=loader))
+    said = measured_words.loader(answers.answer(measured=answers.measured(), loader=loader))
     assert said == (
         "1 worker with 2 batches ready, pinned memory: 51.0 ms a batch, keeps up; a micro-step takes "
         "1.00 s; timed too: no workers 50.0 ms a batch"
     )
-    assert "the step waits for it" in words.loader(
+    assert "the step waits for it" in measured_words.loader(
         answers.answer(
             measured=answers.measured(),
             loader=LoaderTimes(micro_step_seconds=0.01, times=times),
         )
     )
-    not_timed = words.loader(answers.answer(measured=answers.measured()))
+    not_timed = measured_words.loader(answers.answer(measured=answers.measured()))
     assert not_timed == "the same as in the Trainer's defaults: timed with --dataset only"
 
 
@@ -164,7 +164,7 @@ def test_another_trainers_file_gets_them_unless_it_has_its_own(
     assert workload.sets_loader
     assert not answers.WORKLOAD.sets_loader
     assert training_arguments(CONFIG, extra=workload.extra)["dataloader_num_workers"] == 8
-    said = words.loader(answers.answer(workload=workload))
+    said = measured_words.loader(answers.answer(workload=workload))
     assert "what you have set is not changed" in said
 
 

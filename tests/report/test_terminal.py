@@ -17,11 +17,12 @@ import pytest
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
 from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
-from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes
+from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
 from autotune.space.knobs import describe
 from autotune.space.lengths import Lengths
+from autotune.speed.origin import RatesFrom
 
 
 @pytest.fixture(autouse=True)
@@ -173,13 +174,32 @@ def test_how_sure_a_prediction_is() -> None:
     assert "the fastest is" not in shown
 
 
-def test_the_odds_of_4_bit_weights_are_said_to_be_weak() -> None:
+def test_what_the_predicted_time_rests_on_is_said_by_kind_of_work_where_it_differs() -> None:
+    def shown(*shares: tuple[str, RatesFrom, float]) -> str:
+        said = [TimeShare(cause=c, rates_from=r, share=s) for c, r, s in shares]
+        return one_line(drawn(answers.answer(best=answers.estimate(time_shares=tuple(said)))))
+
+    nearly_all = ("matmul", RatesFrom.THIS_CARD, 0.91), ("memory", RatesFrom.DATASHEET, 0.09)
+    assert " rates measured on this card " in shown(*nearly_all)
+    mixed = shown(
+        ("matmul", RatesFrom.THIS_CARD, 0.7),
+        ("attention", RatesFrom.CARDS_LIKE_IT, 0.148),
+        ("host", RatesFrom.CARDS_LIKE_IT, 0.092),
+        ("memory", RatesFrom.DATASHEET, 0.055),
+        ("dequantize", RatesFrom.DATASHEET, 0.005),
+    )
+    assert (
+        " rates this card: matmul (70 %); cards like it: attention, host (24 %); datasheet: memory (6 %) "
+        in mixed
+    )
+    assert " rates " not in shown()
+
+
+def test_what_the_odds_of_4_bit_weights_rest_on_is_said() -> None:
     config = dataclasses.replace(answers.ADAPTER, method="qlora", quantization="nf4")
     best = answers.estimate(config)
     shown = one_line(drawn(answers.answer(best=best)))
-    # 6 % of 8.5 GiB reserved.
-    assert "30 stayed within such a room" in shown
-    assert "--headroom 550MB is safer" in shown
+    assert "the odds rest on 43 steps measured on a T4" in shown
     assert "4-bit weights" not in drawn(answers.answer())
 
 
@@ -280,6 +300,19 @@ def test_a_tip_has_a_row() -> None:
     assert "tip " not in one_line(drawn(answers.answer()))
 
 
+@pytest.mark.parametrize(
+    ("mode", "is_bound", "is_said"),
+    [("default", False, False), ("default", True, True), ("max-autotune", True, True)],
+)
+def test_figures_of_a_compiled_step_that_was_not_traced_are_said_to_be_a_bound(
+    mode: str, is_bound: bool, is_said: bool
+) -> None:
+    config = dataclasses.replace(answers.CONFIG, torch_compile=mode)
+    best = dataclasses.replace(answers.estimate(config), is_bound=is_bound)
+    shown = one_line(drawn(answers.answer(best=best)))
+    assert ("is not predicted: the figures are those without it" in shown) == is_said
+
+
 def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
     mixed = dataclasses.replace(answers.CONFIG, precision="bf16-mixed")
     shown = one_line(drawn(answers.answer()))
@@ -299,6 +332,9 @@ def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
     lacking = f"Safe: bf16-mixed ({14 - budget_gib:.2f} GiB too much at least)."
     assert lacking in with_safer(14.0)
     assert "rounding." not in with_safer(10.0, best=answers.estimate(mixed))
+    keeping = dataclasses.replace(answers.CONFIG, optimizer="adamw_torch_8bit")
+    shown = one_line(drawn(answers.answer(best=answers.estimate(keeping))))
+    assert "adamw_torch_8bit keeps the updates that plain rounding would lose." in shown
 
 
 def test_a_class_that_is_not_in_the_space_is_not_said_not_to_fit() -> None:

@@ -500,7 +500,7 @@ def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
 
 def test_nothing_fits_says_what_needs_least(server: here.Workers) -> None:
     with pytest.raises(NothingFitsError, match=r"not even 512.*QLoRA r=8.*predicted to need"):
-        questions.answer("sequence-length", asked(budget_bytes=700_000_000), server)
+        questions.answer("sequence-length", asked(budget_bytes=650_000_000), server)
 
 
 def test_a_model_that_cannot_be_traced_does_not_end_the_search(

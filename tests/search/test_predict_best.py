@@ -297,6 +297,10 @@ class FakeEstimator:
     def fits(self, estimate: Estimate) -> bool:
         return estimate.peak_device_bytes <= self.memory_budget_bytes
 
+    def reserving(self, config: TrainConfig, most_bytes: int) -> Estimate | None:
+        estimate = self.estimate(config)
+        return estimate if estimate.peak_reserved_bytes <= most_bytes else None
+
     def fitting(self, config: TrainConfig) -> Estimate | None:
         """The estimate, if it fits. No replay where the same with another optimizer does not fit."""
         fits = self.prices[config][1] <= self.memory_budget_bytes
@@ -898,7 +902,7 @@ def test_a_class_outside_the_space_is_told_from_one_of_which_nothing_fits() -> N
 def test_when_nothing_fits_the_message_has_the_smallest(
     estimate_all: EstimateAll, methods: tuple[str, ...]
 ) -> None:
-    budget = 700 * MB
+    budget = 650 * MB  # QLoRA takes less than 700 since its base is loaded in one block
     estimates = [e for e in estimate_all(budget) if e.config.method in methods]
     smallest = min(estimates, key=lambda e: e.peak_device_bytes)
     with pytest.raises(NothingFitsError) as caught:

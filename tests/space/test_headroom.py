@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,43 +19,62 @@ from autotune.space.headroom import (
 
 ODDS = st.floats(0.5, MOST_ODDS)
 RESERVED = st.integers(0, 200 * GIB)
-BATCHING = st.sampled_from(["packed", "padded"])
 
 
-@given(ODDS, ODDS, RESERVED, RESERVED, BATCHING)
+@dataclass(frozen=True)
+class Run:
+    batching: str = "packed"
+    quantization: str = "none"
+
+
+RUNS = [Run(batching, kind) for batching in ("packed", "padded") for kind in ("none", "nf4")]
+RUN = st.sampled_from(RUNS)
+
+
+@given(ODDS, ODDS, RESERVED, RESERVED, RUN)
 def test_more_memory_and_better_odds_need_no_less_room(
-    odds: float, other_odds: float, reserved: int, other: int, batching: str
+    odds: float, other_odds: float, reserved: int, other: int, run: Run
 ) -> None:
     low, high = sorted((odds, other_odds))
     small, large = sorted((reserved, other))
-    assert room_bytes(low, small, batching) <= room_bytes(high, large, batching)
+    assert room_bytes(low, small, run) <= room_bytes(high, large, run)
 
 
-@given(ODDS, st.integers(GIB, 200 * GIB), st.integers(0, GIB), BATCHING)
+@given(ODDS, st.integers(GIB, 200 * GIB), st.integers(0, GIB), RUN)
 def test_the_largest_peak_within_a_budget_fits_with_the_odds_and_a_larger_one_does_not(
-    odds: float, budget: int, outside: int, batching: str
+    odds: float, budget: int, outside: int, run: Run
 ) -> None:
     headroom = Headroom(odds=odds)
-    reserved = headroom.within(budget, outside, batching) - outside
-    assert outside + reserved + headroom.room_bytes(reserved, batching) <= budget
-    assert odds_of(budget - outside - reserved, reserved, batching) >= odds - 1e-6
+    reserved = headroom.within(budget, outside, run) - outside
+    assert outside + reserved + headroom.room_bytes(reserved, run) <= budget
+    assert odds_of(budget - outside - reserved, reserved, run) >= odds - 1e-6
     # Rounding may leave a few bytes.
     more = reserved + 4
-    assert outside + more + headroom.room_bytes(more, batching) > budget
+    assert outside + more + headroom.room_bytes(more, run) > budget
 
 
 def test_the_odds_grow_with_what_is_spare() -> None:
     reserved = 10 * GIB
     spare = [0, GIB // 20, GIB // 10, GIB // 4, GIB // 2, 5 * GIB]
-    odds = [odds_of(each, reserved, "packed") for each in spare]
+    odds = [odds_of(each, reserved, Run()) for each in spare]
     assert odds == sorted(odds)
     assert odds[0] == 0
     assert odds[-1] == MOST_ODDS
-    assert odds_of(GIB // 2, reserved, "padded") < odds_of(GIB // 2, reserved, "packed")
+    assert odds_of(GIB // 2, reserved, Run(batching="padded")) < odds_of(GIB // 2, reserved, Run())
 
 
-@pytest.mark.parametrize("batching", ["packed", "padded"])
-def test_bytes_that_were_asked_for_are_left_whatever_the_odds(batching: str) -> None:
-    assert NO_HEADROOM.within(12 * GIB, GIB, batching) == 12 * GIB
-    assert Headroom(spare_bytes=GIB).within(12 * GIB, GIB, batching) == 11 * GIB
-    assert Headroom(spare_bytes=GIB).room_bytes(9 * GIB, batching) == GIB
+@pytest.mark.parametrize("run", RUNS)
+def test_bytes_that_were_asked_for_are_left_whatever_the_odds(run: Run) -> None:
+    assert NO_HEADROOM.within(12 * GIB, GIB, run) == 12 * GIB
+    assert Headroom(spare_bytes=GIB).within(12 * GIB, GIB, run) == 11 * GIB
+    assert Headroom(spare_bytes=GIB).room_bytes(9 * GIB, run) == GIB
+
+
+@given(ODDS, RESERVED)
+def test_weights_of_4_bits_need_more_room_and_others_do_not(odds: float, reserved: int) -> None:
+    plain = room_bytes(odds, reserved, Run())
+    assert room_bytes(odds, reserved, Run(quantization="int8")) == plain
+    for name in ("nf4", "nf4-double", "fp4"):
+        assert room_bytes(odds, reserved, Run(quantization=name)) >= plain
+    if odds >= 0.99 and reserved >= GIB:
+        assert room_bytes(odds, reserved, Run(quantization="nf4")) > plain + 0.05 * reserved

@@ -156,9 +156,9 @@ def test_foreach_peak_holds_a_full_temporary_and_fused_none() -> None:
     assert peaks["adamw_torch_fused"] == 2 * 2 * 2_000_384 + 2 * 512
 
 
-def test_four_bits_are_packed_by_a_kernel_of_their_own() -> None:
-    """As PyTorch's CUDA build allocated for torchao 0.18, under tools/no_card: 1.5 GiB for 64 Mi
-    elements, of one parameter at a time; nothing for codes of a byte, nor for a small parameter."""
+def test_scaled_moments_lie_between_two_kernels() -> None:
+    """As PyTorch's CUDA build allocated for torchao 0.18, under tools/no_card: for 64 Mi elements 1.5 GiB
+    with codes of 4 bits and 514 MiB with codes of 8, of one parameter at a time; nothing for a small one."""
     large = TensorSpec(shape=(8192, 8192), dtype="float32")
     peaks = {}
     for name in ("adamw_torch_4bit", "adamw_torch_8bit"):
@@ -168,7 +168,7 @@ def test_four_bits_are_packed_by_a_kernel_of_their_own() -> None:
         OPTIMIZERS[name].algorithm.write_step(tape, [large, large], states)
         peaks[name] = replay(tape.sizes, tape.events).peak_allocated_bytes - state_bytes
     assert peaks["adamw_torch_4bit"] == 2 * (4 + 8) * 8192**2 + 2 * 4 * 8192**2 // 256
-    assert peaks["adamw_torch_8bit"] == 0
+    assert peaks["adamw_torch_8bit"] == 514 << 20
     small = TensorSpec(shape=(128,), dtype="float32")
     tape = Tape()
     OPTIMIZERS["adamw_torch_4bit"].algorithm.write_step(tape, [small], None)

@@ -75,8 +75,9 @@ def test_what_only_a_measurement_tells_is_not_predicted() -> None:
     assert tuple(map(str, said)) == ("torch.compile (default) (not predicted)",)
     assert said[0].reason is requirements.Reason.NOT_PREDICTED
     assert requirements.unpredicted(CONFIG) == ()
-    assert requirements.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == (
-        "torch.compile (default)",
+    assert requirements.unpredicted(dataclasses.replace(CONFIG, torch_compile="default")) == ()
+    assert requirements.unpredicted(dataclasses.replace(CONFIG, torch_compile="max-autotune")) == (
+        "torch.compile (max-autotune)",
     )
 
 

@@ -103,6 +103,10 @@ def test_of_one_class_fewer_settings_give_up_less() -> None:
     assert in_order == sorted(in_order)
     assert len(set(in_order)) == len(in_order)
     assert gives_up(growing, growing) < gives_up(half, growing)
+    # Whoever loses small updates to rounding gives up more than a changed optimizer that keeps them.
+    kept = dataclasses.replace(half, optimizer="adamw_torch_8bit")
+    assert tradeoff_class(kept, base) == "numerics"
+    assert gives_up(kept, base) < gives_up(half, base)
     # Nor is a lower class nothing beside a higher one.
     eight = dataclasses.replace(LORA, optimizer="adamw_bnb_8bit")
     assert tradeoff_class(eight, FULL) == tradeoff_class(LORA, FULL) == "recipe"

@@ -21,6 +21,18 @@ from autotune.speed.matmul_cards import log_spread, matmul_card
 from autotune.speed.origin import RatesFrom
 from autotune.speed.roofline import peaks_of
 
+PLAIN = Behaviour(
+    l2_bytes_per_flop=1e9,
+    memory_share=1,
+    fill_steps=0,
+    start_seconds=0,
+    whole_waves=1,
+    overlap=64,
+    l2_share=1,
+    l2_warm=1,
+    split_seconds=0,
+    tile_exponent=0,
+)
 # 100 SMs that compute 1e14 FLOP/s, and nothing else that counts: memory and L2 cache without end.
 ROUND = MatmulCard(
     name="round",
@@ -28,18 +40,8 @@ ROUND = MatmulCard(
     l2_bytes=1,
     memory_bytes_per_second=1e30,
     tensor_flop_per_second=1e14,
-    behaviour=Behaviour(
-        l2_bytes_per_flop=1e9,
-        memory_share=1,
-        fill_steps=0,
-        start_seconds=0,
-        whole_waves=1,
-        overlap=64,
-        l2_share=1,
-        l2_warm=1,
-        split_seconds=0,
-        tile_exponent=0,
-    ),
+    behaviour=PLAIN,
+    float32=PLAIN,
     flop_per_second={"bfloat16": 1e14},
     rates_from={"bfloat16": RatesFrom.DATASHEET},
 )

@@ -12,6 +12,7 @@ from autotune.speed.moving import (
     BYTES_OF_4_BIT_WEIGHT,
     FAMILIES,
     MovingRates,
+    evidence,
     family_of,
     moving_seconds,
     rates_of,
@@ -53,6 +54,16 @@ def test_4_bit_weights_take_instructions_or_bytes() -> None:
     assert moving_seconds(quick, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
     unknown = dataclasses.replace(RATES, weights_per_second=None)
     assert moving_seconds(unknown, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
+
+
+def test_a_row_takes_as_many_clocks_on_a_card_without_a_table() -> None:
+    like = dataclasses.replace(find_gpu("H100 80GB HBM3"), boost_clock_hertz=1e9)
+    twice = dataclasses.replace(like, boost_clock_hertz=2e9)
+    for kernel, times in rates_of(like).row_seconds.items():
+        assert times == pytest.approx(tuple(2 * t for t in rates_of(twice).row_seconds[kernel]))
+    own = find_gpu("A100-PCIE-40GB")
+    overclocked = dataclasses.replace(own, boost_clock_hertz=2e9)
+    assert rates_of(own).row_seconds == rates_of(overclocked).row_seconds
 
 
 def test_small_tensors_stay_in_the_cache() -> None:
@@ -141,3 +152,19 @@ def test_a_product_with_a_number(card: str, megabytes: float, gigabytes_per_seco
     measured = megabytes / gigabytes_per_second * 1e-3
     bound = {"rtx-4090": (1, 4), "RTX 3090 Ti": (0.8, 1.25)}[card]
     assert bound[0] * measured < predicted < bound[1] * measured
+
+
+def test_evidence_is_by_family() -> None:
+    card = rates_of(find_gpu("a100-pcie-40gb"))
+    families = (
+        "elementwise",
+        "softmax",
+        "embedding",
+        "layer_norm_backward",
+        "dequantize",
+        "copy_host",
+    )
+    this, like, sheet = RatesFrom
+    assert [evidence(card, family) for family in families] == [this, this, like, like, sheet, sheet]
+    unknown = rates_of(find_gpu("rtx-4090"))
+    assert {evidence(unknown, family) for family in families} == {sheet}

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
+from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import Odds, Part, TimedWork, added, odds_of, spread_of, within
+from autotune.speed.sureness import part as of_one
 
 
 def part(seconds: float, spread: float) -> Part:
@@ -21,6 +23,14 @@ def test_one_cause_is_off_by_one_factor() -> None:
     twice = added({"matmul": part(1, 0.1)}, {"matmul": part(3, 0.3), "host": part(1, 0)})
     assert twice["matmul"] == part(4, pytest.approx(1 / 4 * 0.1 + 3 / 4 * 0.3))
     assert twice["host"].times(3) == part(3, 0)
+
+
+def test_seconds_are_counted_by_their_evidence() -> None:
+    this, like = RatesFrom.THIS_CARD, RatesFrom.CARDS_LIKE_IT
+    both = added(
+        {"a": of_one(1, 0.1, this)}, {"a": of_one(3, 0.1, like)}, {"a": of_one(2, 0, this)}
+    )
+    assert both["a"].times(2).seconds_from == {this: 6, like: 6}
 
 
 def test_the_interval_holds_80_percent() -> None:

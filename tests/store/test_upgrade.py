@@ -315,3 +315,24 @@ def test_what_is_committed_to_our_tables_is_on_the_disk(tmp_path: Path) -> None:
     with open_engine(f"sqlite:///{tmp_path / 'a.db'}") as engine, engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == 2
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+
+
+def test_a_database_of_the_first_revision_gets_the_table_of_calibrations(file: Path) -> None:
+    url = f"sqlite:///{file}"
+    old_database(url, num_probes=2)
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute("DROP TABLE autotune_calibrations")
+        connection.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '0001'")
+    with open_engine(url) as engine, engine.connect() as connection:
+        assert connection.execute(schema.calibrations.select()).all() == []
+        assert len(connection.execute(schema.probes.select()).all()) == 2
+        context = MigrationContext.configure(
+            connection, opts={"version_table": schema.VERSION_TABLE}
+        )
+        ours = [
+            change
+            for change in compare_metadata(context, schema.metadata)
+            if change[0] != "remove_table"
+        ]
+        assert ours == []
+    assert file.with_name(f"{file.name}.before-0002").exists()

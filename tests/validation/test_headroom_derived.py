@@ -19,8 +19,11 @@ from validation.headroom import (
     Tail,
     contexts,
     held_out_contexts,
+    held_out_models,
     held_out_runs,
+    quantized_tail,
     reserved_of_cards,
+    reserved_of_t4,
     tables,
 )
 
@@ -30,6 +33,9 @@ def test_the_constants_are_those_of_the_rows() -> None:
     tail, line = Tail.of(shares), Line.of(contexts())
     assert round(tail.over_odds, 2) == headroom.RESERVED_OVER_ODDS
     assert round(tail.mean_share, 4) == headroom.RESERVED_OVER_SHARE
+    of_4_bits = quantized_tail(reserved_of_t4("rows.json", "nf4"))
+    assert round(of_4_bits.over_odds, 2) == headroom.QUANTIZED_OVER_ODDS
+    assert round(of_4_bits.mean_share, 4) == headroom.QUANTIZED_OVER_SHARE
     assert round(line.spread_mib) * MIB == headroom.CONTEXT_SPREAD_BYTES
     assert round(line.mib) * MIB == gpu_rows.CONTEXT_BYTES
     assert round(line.bytes_per_thread) == gpu_rows.CONTEXT_BYTES_PER_THREAD
@@ -51,6 +57,19 @@ def test_what_was_not_fitted_is_covered() -> None:
     }
     assert missed == {"peft": 2, "rasbt": 0, "hfperf": 0, "blind": 0}
     assert sum(counts[at] for counts in held_out_contexts(contexts()).values()) == len(contexts())
+
+
+def test_steps_with_4_bit_weights_are_covered_by_their_own_tail() -> None:
+    """Each model by the others at 99 %; of six models more all but three of 20 steps."""
+    steps = reserved_of_t4("rows.json", "nf4")
+    assert sum(map(len, steps.values())) == 43
+    assert held_out_models(steps)[ODDS.index(0.99)] == 43
+    most = headroom.quantized_share(0.99)
+    further = reserved_of_t4("further_rows.json", "nf4")
+    missed = {
+        model: num for model, shares in further.items() if (num := sum(s > most for s in shares))
+    }
+    assert missed == {"Qwen2.5-7B-Instruct": 1, "Qwen2.5-Coder-1.5B-Instruct": 2}
 
 
 def test_a_context_is_what_its_message_says() -> None:

@@ -146,6 +146,14 @@ def test_deadline(worker: Commands) -> None:
     assert time.monotonic() - start < 30
 
 
+def test_each_answer_may_renew_the_deadline(worker: Commands) -> None:
+    """Many traces on a busy machine take long; one that never ends takes longer than the deadline."""
+    steady = worker("for n in range(4):\n    time.sleep(0.5)\n    answer(n=n)")
+    assert run(steady, deadline_seconds=1.5, answers_renew=True).how == "ok"
+    end = run(worker("answer(n=1)\ntime.sleep(60)"), deadline_seconds=0.5, answers_renew=True)
+    assert (end.how, end.answers) == ("timeout", ({"n": 1},))
+
+
 def test_deadline_kills_what_ignores_term_and_its_children(worker: Commands) -> None:
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

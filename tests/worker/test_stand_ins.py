@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from autotune.worker.trace.stand_ins import replaced
+from autotune.worker.trace.stand_ins import replaced, without_values
 
 pytestmark = pytest.mark.worker
 
@@ -51,3 +52,11 @@ def test_where_one_cannot_be_set_those_before_it_are_as_before() -> None:
     with pytest.raises(TypeError), replaced([(Owner, "number", 2), (int, "real", 3)]):
         raise AssertionError
     assert Owner.number == 1
+
+
+def test_weights_without_values_have_their_shapes() -> None:
+    before = torch.nn.init.kaiming_uniform_
+    with without_values(), torch.device("meta"):
+        linear = torch.nn.Linear(3, 5)
+    assert linear.weight.shape == (5, 3)
+    assert torch.nn.init.kaiming_uniform_ is before

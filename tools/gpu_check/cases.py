@@ -154,6 +154,8 @@ CASES: tuple[Case, ...] = (
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_adamw_8bit"),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_adamw_32bit", capped=True),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="lion_32bit"),
+    full(QWEN_05, 1024, 1, "bf16-true", optimizer="adamw_torch_8bit"),
+    full(QWEN_05, 1024, 1, "bf16-true", optimizer="adamw_torch_4bit"),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="lion_8bit"),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_lion_8bit"),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adafactor", capped=True),

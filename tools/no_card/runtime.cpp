@@ -94,16 +94,18 @@ void forget(void *start, size_t bytes) {
     madvise(start, bytes, MADV_NOHUGEPAGE);
 }
 
-/* The lowest gap of one large region, so that what comes later lies higher, as on cards. */
+/* The highest gap of one large region, so that what comes later lies lower, as on cards
+   (studies/published-t4). */
 uintptr_t place(size_t bytes) {
     static const uintptr_t region = (uintptr_t)address_space(REGION);
-    uintptr_t at = region;
-    for (const auto &[start, block] : blocks) {
+    uintptr_t top = region + REGION;
+    for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) {
+        const auto &[start, block] = *it;
         if (start < region || start >= region + REGION) continue;
-        if (start - at >= bytes) break;
-        at = start + block.bytes;
+        if (top - (start + block.bytes) >= bytes) break;
+        top = start;
     }
-    return region && at + bytes <= region + REGION ? at : 0;
+    return region && top - region >= bytes ? top - bytes : 0;
 }
 
 cudaError_t allocate(void **to, size_t bytes, bool is_counted) {

@@ -27,10 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.speed import attention
+from autotune.speed import attention, least_squares
 from autotune.speed.attention import AttentionRates, attention_seconds
 from autotune.speed.origin import RatesFrom
-from validation.kernels import least_squares
 from validation.kernels.public_tables import Columns, chosen, columns
 
 KERNEL_NAMES = {

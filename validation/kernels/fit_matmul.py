@@ -10,7 +10,7 @@ those of which nobody published a rate.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 
@@ -18,15 +18,16 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.speed import matmul_cards
 from autotune.speed.origin import RatesFrom
 from validation.kernels import matmul_held_out as held_out
-from validation.kernels.matmul_behaviour import RATE, fit
+from validation.kernels.matmul_behaviour import FLOAT32_CARDS, RATE, fit, fit_float32
 from validation.kernels.matmul_rates import log_spread_80, shares_by_class
-from validation.kernels.measured_products import bfloat16_products
+from validation.kernels.measured_products import Products, bfloat16_products, float32_products
 
 HEAD = """\
 # Written by `python -m validation.kernels.fit_matmul`. Sources, commits and licences:
 # studies/kernels/tables/README.md.
 #
-# behaviour               the fields of autotune.speed.matmul.Behaviour; gemm_bf16.csv.gz (aiconfigurator)
+# behaviour               the fields of autotune.speed.matmul.Behaviour; gemm_bf16.csv.gz (aiconfigurator);
+#                         float32: fp32_kernels.csv.gz (NeuSight)
 # rested_tflop_per_second bfloat16 products without end on a rested card, from the same fits
 # of_peak                 median share of the peak that the measured rates of gpus.toml are, by class of card
 # log_spread              standard deviation of the logarithm of held-out times
@@ -40,6 +41,8 @@ def main() -> None:
         kind: _first(fit(held_out.cards_of_kind(tables, hbm=kind == "HBM")))
         for kind in ("HBM", "GDDR")
     }
+    hbm = {name: value for name, value in behaviour["HBM"].items() if name != RATE}
+    behaviour["float32"] = fit_float32([float32_of(FLOAT32_CARDS, name) for name in FLOAT32], hbm)
     left_out = {card: (rows, held_out.card_left_out(card, tables)) for card, rows in tables.items()}
     shares = shares_by_class()
     of_peak = {name: statistics.median(values) for name, values in sorted(shares.items())}
@@ -69,6 +72,15 @@ def main() -> None:
         regime: float(np.hypot(spread, within_classes)) for regime, spread in alike.items()
     }
     matmul_cards.DATA.write_text(HEAD + "".join(_toml(*each) for each in sections.items()))
+
+
+FLOAT32 = ("linear", "bmm")
+"""Operations of fp32_kernels.csv.gz that are products."""
+
+
+def float32_of(cards: Collection[str], operation: str) -> dict[str, Products]:
+    """Return the float32 products of these cards."""
+    return {c: rows for c, rows in float32_products(operation).items() if c in cards}
 
 
 def _first(figures: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:

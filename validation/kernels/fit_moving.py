@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.speed import moving
+from autotune.speed import least_squares, moving
 from autotune.speed.moving import MovingRates, moving_seconds, rates_from_rows
-from validation.kernels import least_squares
 from validation.kernels.public_tables import Columns, card, chosen, columns
 
 ELEMENTWISE = ("add", "mul", "div", "pow", "addu", "mulu", "divu", "powu", "relu", "gelu", "tanh")
@@ -39,12 +38,14 @@ and clocks do not hold back, as they do on T4, P4 and P100. vidur.csv.gz tests i
 _STAGES: dict[str, dict[str, float]] = {
     "elementwise": {"share": 0.8, "start_microseconds": 15},
     "softmax": {
+        "softmax_start_microseconds": 20,
         "softmax_row_sm_microseconds": 0.2,
         "softmax_column_sm_picoseconds": 300,
         "short_softmax_row_sm_microseconds": 0.1,
         "short_softmax_column_sm_picoseconds": 100,
     },
     "layer_norm": {
+        "layer_norm_start_microseconds": 20,
         "layer_norm_row_sm_microseconds": 0.3,
         "layer_norm_column_sm_picoseconds": 300,
         "short_layer_norm_row_sm_microseconds": 0.3,
@@ -52,6 +53,14 @@ _STAGES: dict[str, dict[str, float]] = {
     },
 }
 """Parameters that a family's rows decide, with where their fit begins; those of earlier stages stay."""
+
+STARTS = {
+    "elementwise": "start_microseconds",
+    "softmax": "softmax_start_microseconds",
+    "layer_norm": "layer_norm_start_microseconds",
+}
+"""Name of each family's start: what the table's times have beside the kernel. A module that makes several
+tensors takes the host longer to launch than an operator does."""
 
 _WEIGHT_OF_BEGINNING = 0.1
 
@@ -67,14 +76,14 @@ def fp32_table() -> Columns:
     return chosen(table, table["ms"] > 4 * table["least"])
 
 
-def seconds(rates: MovingRates, rows: Columns, start_microseconds: float) -> NDArray:
-    """Times of the table's rows, by family."""
-    found = np.full(len(rows["ms"]), start_microseconds * 1e-6)
+def seconds(rates: MovingRates, rows: Columns, fitted: Mapping[str, Any]) -> NDArray:
+    """Times of the table's rows, by family. `fitted`: the card's row, for the starts."""
+    found = np.zeros(len(rows["ms"]))
     for family in ("elementwise", "softmax", "layer_norm"):
         mask = np.array([OPERATIONS[name] == family for name in rows["operation"]])
         if mask.any():
             tensors = np.where(np.isin(rows["operation"][mask], TWO_TENSORS), 3, 2)
-            found[mask] += moving_seconds(
+            found[mask] = fitted[STARTS[family]] * 1e-6 + moving_seconds(
                 rates,
                 family,
                 bytes_moved=4 * tensors * rows["b"][mask] * rows["n"][mask],
@@ -91,6 +100,7 @@ def fit(name: str, rows: Columns) -> dict[str, Any]:
         "card": name,
         "compute_capability": moving._dotted(gpu),
         "is_usual": name in USUAL,
+        "boost_clock_hertz": gpu.boost_clock_hertz,
     }
     for stage in _STAGES.values():
         row |= stage
@@ -113,7 +123,7 @@ def fit(name: str, rows: Columns) -> dict[str, Any]:
             tried: Callable[[NDArray], dict[str, Any]] = tried,
         ) -> NDArray:
             found = tried(p)
-            times = seconds(rates_from_rows(gpu, [found]), of_family, found["start_microseconds"])
+            times = seconds(rates_from_rows(gpu, [found]), of_family, found)
             off = np.log(times) - measured
             return np.append(off, _WEIGHT_OF_BEGINNING * (p - beginning))
 
@@ -136,13 +146,15 @@ RULES = """\
 # Share of what a contiguous elementwise kernel reaches, in bytes of inputs and outputs. Means of H100
 # and V100,
 # float32, PyTorch 2.1 (steps_ops.csv.gz, above 0.06 ms; elementwise reaches 0.88 of bandwidth there), of
-# native_dropout (0.75 and 0.70 of bandwidth, mask included) and its backward (0.26, 0.28), contiguous
-# (0.65, 0.71), embedding (0.43, 0.48), and the backward passes of softmax (0.43, 0.45) and layer norm (0.34,
-# 0.35). [judgement] cat as contiguous, other gathers as embedding. mul and _to_copy, which norms and rotary
-# embeddings broadcast and cast: Llama's rms_norm on the A100, 0.72 of bandwidth in 27 kernels (Liger-Kernel).
+# native_dropout (0.75 and 0.70 of bandwidth, mask included), contiguous (0.65, 0.71), embedding (0.43,
+# 0.48), and the backward passes of softmax (0.43, 0.45) and layer norm (0.34, 0.35). Dropout's backward pass
+# is elementwise: there it was timed as grad * (mask.type_as(grad) * scale), which autograd takes where
+# gradients of gradients are on: 25 bytes an element in place of 9, which its 0.26 and 0.28 are. Whole passes
+# say so too: with dropout on attention they take 3 to 8 % less than their operations. [judgement] cat as
+# contiguous, other gathers as embedding. mul and _to_copy, which norms and rotary embeddings broadcast and
+# cast: Llama's rms_norm on the A100, 0.72 of bandwidth in 27 kernels (Liger-Kernel).
 [share_of_elementwise]
 native_dropout = 0.82
-native_dropout_backward = 0.30
 clone = 0.76
 cat = 0.76
 embedding = 0.50

@@ -9,12 +9,14 @@ studies/kernels/matmul.json and the tables of studies/kernels/matmul.md. An erro
 - by shape: a card's own table without a fifth of its n and k at a time, predicted as measured: rested, warm.
 - card left out: from the other cards' tables and the card's published rate of square products alone.
 - former rule: what this project had before: one share of the peak for every product of a card.
-- transfer: other tables, priced as a training step is; nothing was fitted to them. Rows that take less
+- transfer: other tables, priced as a training step is; nothing was fitted to them, and of the two cards whose
+  float32 products were, each is predicted by the other. Rows that take less
   than 0.2 ms by prediction are left out of those timed with their launch.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,11 +24,14 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from autotune.catalogue.gpus import Gpu, find_gpu
+from autotune.catalogue.own_rates import Behaviour
 from autotune.speed.matmul import REGIMES, Floats, matmul_seconds, regime_of
-from autotune.speed.matmul_cards import matmul_card
+from autotune.speed.matmul_cards import data, matmul_card
 from autotune.speed.roofline import peaks_of
 from validation.kernels import matmul_held_out as held_out
-from validation.kernels.measured_products import Products, bfloat16_products, float32_products
+from validation.kernels.fit_matmul import FLOAT32, float32_of
+from validation.kernels.matmul_behaviour import FLOAT32_CARDS, fit_float32
+from validation.kernels.measured_products import Products, bfloat16_products
 from validation.kernels.public_tables import STUDY, columns
 from validation.published.tables import write_section
 
@@ -156,19 +161,24 @@ def transfer() -> list[Errors]:
     ):
         table, gpu = vidur(name), find_gpu(gpu_name)
         found += errors("float16 layers (vidur)", gpu.name, table, priced(gpu, "float16", table))
-    cards = ("NVIDIA A100-PCIE-40GB", "NVIDIA T4", "NVIDIA V100-PCIE-32GB")
-    for operation in ("linear", "bmm"):
-        for card, table in float32_products(operation).items():
-            if card not in cards:
-                continue
-            seconds = priced(find_gpu(card), "float32", table)
+    for operation in FLOAT32:
+        for card, table in float32_of((*FLOAT32_CARDS, "NVIDIA T4"), operation).items():
+            seconds = priced(find_gpu(card), "float32", table, float32_without(card))
             long, test = seconds >= _WITH_LAUNCH_SECONDS, f"float32 {operation} (NeuSight)"
             found += errors(test, card, table.where(long), seconds[long])
     return found
 
 
-def priced(gpu: Gpu, dtype: str, table: Products) -> Floats:
-    card = matmul_card(gpu, peaks_of(gpu))
+@functools.cache
+def float32_without(card: str) -> Behaviour:
+    """The figures of float32 products as the other cards' tables give them."""
+    others = [name for name in FLOAT32_CARDS if name != card]
+    like = asdict(Behaviour(**data()["behaviour"]["HBM"]))
+    return Behaviour(**fit_float32([float32_of(others, name) for name in FLOAT32], like))
+
+
+def priced(gpu: Gpu, dtype: str, table: Products, float32: Behaviour | None = None) -> Floats:
+    card = matmul_card(gpu, peaks_of(gpu), float32)
     assert card is not None
     return matmul_seconds(card, dtype, table.batch, table.m, table.n, table.k)
 

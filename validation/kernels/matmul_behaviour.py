@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.speed.matmul import Behaviour, Floats, MatmulCard, matmul_seconds
+from autotune.catalogue.own_rates import Behaviour
+from autotune.speed import least_squares
+from autotune.speed.fit_products import weights_of
+from autotune.speed.matmul import Floats, MatmulCard, matmul_seconds
 from autotune.speed.origin import RatesFrom
-from validation.kernels import least_squares
 from validation.kernels.measured_products import Products
 
 NUM_WEIGHTS = 6.0
@@ -37,15 +39,24 @@ _START = {
 _PRIOR_DEVIATION = 2.0
 _OVERLAP_DEVIATION = 0.3
 """What the overlap tells cannot be told from the rates on the B200, where computing is seldom the limit."""
-# Rows that a training step has more of count more.
-_WEIGHT_LARGE, _WEIGHT_FEW_ROWS = 2.0, 0.2
+_UNUSED = Behaviour(**{name: _START[name] for name in _NAMES[1:]})
+
+FLOAT32_CARDS = ("NVIDIA A100-PCIE-40GB", "NVIDIA V100-PCIE-32GB")
+"""Cards of fp32_kernels.csv.gz that neither power nor heat slows down in its tests."""
+_FLOAT32_FITTED = (
+    "memory_share", "fill_steps", "whole_waves", "overlap", "split_seconds", "tile_exponent",
+)  # fmt: skip
+"""Figures that float32 has of its own; what the L2 cache gives is that of cards with HBM."""
+_LEAST_SECONDS = 2e-4
+"""Shorter rows of that table tell more of their launch."""
+
 _ROWS_PER_CARD = 3000
 
 
-def rested_card(name: str, figures: Mapping[str, float]) -> MatmulCard:
-    """The card as the tables met it: `figures` are a Behaviour's and the share of the peak."""
+def rested_card(name: str, figures: Mapping[str, float], *, dtype: str = "bfloat16") -> MatmulCard:
+    """The card as the tables met it: `figures` are a Behaviour's and the share of the dtype's peak."""
     gpu = find_gpu(name)
-    rate = figures[RATE] * gpu.peak_flop_per_second["bfloat16"]
+    rate = figures[RATE] * gpu.peak_flop_per_second[dtype]
     bandwidth, cache_bytes = gpu.memory_bandwidth_bytes_per_second, gpu.l2_bytes
     assert gpu.num_sms is not None
     assert bandwidth is not None
@@ -57,6 +68,7 @@ def rested_card(name: str, figures: Mapping[str, float]) -> MatmulCard:
         memory_bytes_per_second=bandwidth,
         tensor_flop_per_second=rate,
         behaviour=Behaviour(**{f: v for f, v in figures.items() if f != RATE}),
+        float32=_UNUSED,
         flop_per_second=dict.fromkeys(("bfloat16", "float16"), rate),
         rates_from={"bfloat16": RatesFrom.THIS_CARD},
     )
@@ -76,10 +88,11 @@ def fit(tables: Mapping[str, Products]) -> dict[str, dict[str, float]]:
     shared = _NAMES[1:]
     deviations = np.full(len(cards) + len(shared), _PRIOR_DEVIATION)
     deviations[len(cards) + shared.index("overlap")] = _OVERLAP_DEVIATION
-    start = _to_search([_START[RATE]] * len(cards) + [_START[name] for name in shared], len(cards))
+    at_waves = len(cards) + shared.index("whole_waves")
+    start = _to_search([_START[RATE]] * len(cards) + [_START[name] for name in shared], at_waves)
 
     def figures(x: Floats) -> dict[str, dict[str, float]]:
-        values = _from_search(x, len(cards))
+        values = _from_search(x, at_waves)
         common = dict(zip(shared, values[len(cards) :], strict=True))
         return {card: {RATE: values[i], **common} for i, card in enumerate(cards)}
 
@@ -91,25 +104,68 @@ def fit(tables: Mapping[str, Products]) -> dict[str, dict[str, float]]:
         ]
         return np.concatenate([*errors, (x - start) / deviations])
 
-    weights = [_weights(rows) for rows in samples]
+    weights = [weights_of(rows.m, rows.n, rows.k) for rows in samples]
     found = least_squares.fit(residuals, start, np.concatenate([*weights, np.ones(len(start))]))
     return figures(found)
 
 
-def _weights(rows: Products) -> Floats:
-    least = np.minimum(np.minimum(rows.m, rows.n), rows.k)
-    return np.select([least >= 1024, rows.m < 128], [_WEIGHT_LARGE, _WEIGHT_FEW_ROWS], 1.0)
+def fit_float32(
+    tables: Sequence[Mapping[str, Products]], like: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the figures of float32 products, of one Behaviour for these cards' tables.
+
+    `like`: the figures that are not fitted. Each card has a rate and a launch of its own, which are dropped.
+    """
+    samples = [
+        (card, rows.where(rows.seconds >= _LEAST_SECONDS).sample(_ROWS_PER_CARD))
+        for table in tables
+        for card, rows in table.items()
+    ]
+    cards = sorted({card for card, _ in samples})
+    begin = [*([_START[RATE]] * len(cards)), *([_LAUNCH_SECONDS] * len(cards))]
+    begin += [_START[name] for name in _FLOAT32_FITTED]
+    at_waves = 2 * len(cards) + _FLOAT32_FITTED.index("whole_waves")
+    start = _to_search(begin, at_waves)
+
+    def residuals(x: Floats) -> Floats:
+        values = _from_search(x, at_waves)
+        figures = {**like, **dict(zip(_FLOAT32_FITTED, values[2 * len(cards) :], strict=True))}
+        rates = dict(zip(cards, values, strict=False))
+        launches = dict(zip(cards, values[len(cards) :], strict=False))
+        errors = [
+            np.log((launches[card] + _float32(card, rates[card], figures, rows)) / rows.seconds)
+            for card, rows in samples
+        ]
+        return np.concatenate([*errors, (x - start) / _PRIOR_DEVIATION])
+
+    weights = np.ones(sum(len(rows) for _, rows in samples) + len(start))
+    values = _from_search(least_squares.fit(residuals, start, weights), at_waves)
+    return {**like, **dict(zip(_FLOAT32_FITTED, values[2 * len(cards) :], strict=True))}
 
 
-def _to_search(values: Sequence[float], num_cards: int) -> Floats:
+_LAUNCH_SECONDS = 2e-5
+
+
+def _float32(card: str, of_peak: float, figures: Mapping[str, float], rows: Products) -> Floats:
+    """Seconds of the rows on a card whose float32 products reach that share of their peak."""
+    gpu = find_gpu(card)
+    rate = of_peak * gpu.peak_flop_per_second["float32"]
+    machine = replace(
+        rested_card(card, {**_START}, dtype="float16"),
+        float32=Behaviour(**figures),
+        flop_per_second={"float32": rate},
+    )
+    return matmul_seconds(machine, "float32", rows.batch, rows.m, rows.n, rows.k)
+
+
+def _to_search(values: Sequence[float], at_waves: int) -> Floats:
+    """Figures as they are searched; `whole_waves` stands at that place."""
     x = np.log(values)
-    at = num_cards + _NAMES[1:].index("whole_waves")
-    x[at] = np.log(values[at] / (1 - values[at]))
+    x[at_waves] = np.log(values[at_waves] / (1 - values[at_waves]))
     return x
 
 
-def _from_search(x: Floats, num_cards: int) -> list[float]:
+def _from_search(x: Floats, at_waves: int) -> list[float]:
     values = np.exp(x)
-    at = num_cards + _NAMES[1:].index("whole_waves")
-    values[at] = 1 / (1 + np.exp(-x[at]))
+    values[at_waves] = 1 / (1 + np.exp(-x[at_waves]))
     return [float(value) for value in values]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.speed.matmul import REGIMES, Floats, regime_of
+from autotune.speed.matmul import REGIMES, Floats, MatmulCard, regime_of
 from autotune.speed.matmul_cards import has_hbm, without_end
 from validation.kernels.matmul_behaviour import RATE, fit, predicted, rested_card
 from validation.kernels.matmul_rates import log_spread_80
@@ -38,6 +38,11 @@ def cards_of_kind(tables: Mapping[str, Products], *, hbm: bool) -> dict[str, Pro
 
 def card_left_out(card: str, tables: Mapping[str, Products]) -> Floats:
     """Seconds of a card's rows, by the tables of the others and the card's rate of square products."""
+    return predicted(as_left_out(card, tables), tables[card])
+
+
+def as_left_out(card: str, tables: Mapping[str, Products]) -> MatmulCard:
+    """The card by the tables of the others and its rate of square products."""
     others = {c: rows for c, rows in tables.items() if c != card}
     hbm, capability = has_hbm(find_gpu(card)), find_gpu(card).compute_capability
     quicker = {}
@@ -47,7 +52,7 @@ def card_left_out(card: str, tables: Mapping[str, Products]) -> Floats:
             quicker[c] = figures[RATE] / lasting_of_peak(c, figures)
     alike = [q for c, q in quicker.items() if find_gpu(c).compute_capability == capability]
     rested = statistics.median(alike or quicker.values()) * lasting_of_peak(card, figures)
-    return predicted(rested_card(card, {**figures, RATE: rested}), tables[card])
+    return rested_card(card, {**figures, RATE: rested})
 
 
 def lasting_of_peak(card: str, figures: Mapping[str, float]) -> float:

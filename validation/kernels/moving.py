@@ -51,7 +51,7 @@ def held_out() -> NDArray:
         for row in fits(folds != fold):
             mask = (table["card"] == row["card"]) & (folds == fold)
             rates = rates_from_rows(card(row["card"]), [row])
-            predicted[mask] = seconds(rates, chosen(table, mask), row["start_microseconds"])
+            predicted[mask] = seconds(rates, chosen(table, mask), row)
     return predicted
 
 
@@ -64,7 +64,7 @@ def left_out() -> NDArray:
         mask = table["card"] == row["card"]
         others = [other for other in own_fits() if other["card"] != row["card"]]
         rates = rates_from_rows(card(row["card"]), others)
-        predicted[mask] = seconds(rates, chosen(table, mask), row["start_microseconds"])
+        predicted[mask] = seconds(rates, chosen(table, mask), row)
     return predicted
 
 

@@ -45,17 +45,16 @@ def fold_of(table: Columns, names: Sequence[str], num_folds: int) -> NDArray:
 
 
 def card(name: str) -> Gpu:
-    """A card of the tables. NVIDIA's datasheets: those of V100 PCIe, P100 PCIe 16 GB and P4.
+    """A card of the tables. NVIDIA's datasheets: those of P100 PCIe 16 GB and P4.
 
     The tables' rows are too large for a cache of a few megabytes to matter.
     """
     if name in {gpu.name for gpu in catalogue()}:
         return find_gpu(name)
     base = find_gpu("V100 32GB")
-    capability, num_sms, bandwidth, float32 = {
-        "NVIDIA V100-PCIE-32GB": ((7, 0), 80, 900e9, 14.0e12),
-        "NVIDIA P100-PCIE-16GB": ((6, 0), 56, 732e9, 9.3e12),
-        "NVIDIA P4": ((6, 1), 20, 192e9, 5.5e12),
+    capability, num_sms, clock_hertz, bandwidth, float32 = {
+        "NVIDIA P100-PCIE-16GB": ((6, 0), 56, 1303e6, 732e9, 9.3e12),
+        "NVIDIA P4": ((6, 1), 20, 1063e6, 192e9, 5.5e12),
     }[name]
     return replace(
         base,
@@ -63,6 +62,7 @@ def card(name: str) -> Gpu:
         aliases=(),
         compute_capability=capability,
         num_sms=num_sms,
+        boost_clock_hertz=clock_hertz,
         memory_bandwidth_bytes_per_second=bandwidth,
         peak_flop_per_second={"float32": float32},
     )

@@ -22,14 +22,14 @@ class _SoftmaxKeepingInput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(scores)
+        out = torch._softmax(scores, -1, False)
         ctx.save_for_backward(scores, out)
         return out
 
     @staticmethod
-    def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        gradient = torch.empty_like(gradients[0])
-        torch.empty_like(gradient)  # SoftMax.cu: `tmp = grad * output`
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        scores, out = ctx.saved_tensors
+        gradient: torch.Tensor = torch._softmax_backward_data(gradients[0], out, -1, scores.dtype)
         return gradient
 
 

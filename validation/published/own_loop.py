@@ -26,7 +26,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, Precision
-from autotune.worker.build import adapters, quantize
+from autotune.worker.build import adapters
 from autotune.worker.build import model as models
 from autotune.worker.trace import meta_step, sdpa
 from autotune.worker.trace.cuda import Device
@@ -63,8 +63,8 @@ def precision_of_loop() -> Iterator[None]:
         yield
 
 
-def traced(model: dict[str, Any], config: TrainConfig, gpu: Gpu, *, prepared: bool) -> Trace:
-    """Trace the loop's step; `prepared`: by PEFT's prepare_model_for_kbit_training."""
+def traced(model: dict[str, Any], config: TrainConfig, gpu: Gpu) -> Trace:
+    """Trace the loop's step."""
     assert gpu.compute_capability is not None
     assert gpu.cublas_workspace_bytes is not None
     device = Device(
@@ -74,14 +74,10 @@ def traced(model: dict[str, Any], config: TrainConfig, gpu: Gpu, *, prepared: bo
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (MetaStep, "_loss", _loss_of_held_outputs),
-            (meta_step, "_batch", _batch),
+            (meta_step, "batch_of", _batch),
             (models, "accepts_loss_kwargs", lambda _: False),
             (sdpa, "attention", functools.partial(_with_heads_expanded, sdpa.attention)),
-            (
-                adapters,
-                "add_adapter",
-                functools.partial(_add_adapter, adapters.add_adapter, prepared),
-            ),
+            (adapters, "add_adapter", functools.partial(_add_adapter, adapters.add_adapter)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         return Trace(
@@ -124,21 +120,24 @@ def _with_heads_expanded(
     return attention(capability, query, key, value, *arguments, **settings)
 
 
-def _add_adapter(add: Callable[..., Any], prepared: bool, model: Any, *arguments: Any) -> Any:
-    if prepared:
-        from peft import prepare_model_for_kbit_training
-
-        model = prepare_model_for_kbit_training(model)
-        for module in model.modules():
-            if quantize.is_quantized(module) and module.bias is not None:
-                module.bias.data = module.bias.data.half()  # as the first forward pass does
+def _add_adapter(add: Callable[..., Any], model: Any, *arguments: Any) -> Any:
     adapted = add(model, *arguments)
     adapted.enable_input_require_grads()
     return adapted
 
 
-def peaks(trace: Trace, config: TrainConfig, *, empties_cache: bool) -> Peaks:
-    """Replay the loop. `empties_cache`: after the weights are there."""
+def peaks(
+    trace: Trace,
+    config: TrainConfig,
+    *,
+    empties_cache: bool,
+    by_address: bool,
+    cap_bytes: int | None = None,
+) -> Peaks:
+    """Replay the loop. `empties_cache`: before there is an adapter. `cap_bytes`: what may be reserved.
+
+    `by_address`: as by the allocator of torch before 2.12.
+    """
     rank = config.lora_rank or 0
     specs = trace.trainable(rank)
     tape = Tape(
@@ -147,7 +146,7 @@ def peaks(trace: Trace, config: TrainConfig, *, empties_cache: bool) -> Peaks:
         events=list(trace.setup),
     )
     if empties_cache:
-        tape.events.append(EMPTY_CACHE)
+        tape.events.insert(trace.num_prepared_events, EMPTY_CACHE)
     loaded = len(tape.events)
     tape.events += trace.batch
     algorithm = OPTIMIZERS[config.optimizer].algorithm
@@ -174,8 +173,16 @@ def peaks(trace: Trace, config: TrainConfig, *, empties_cache: bool) -> Peaks:
         forward_bytes=forward,
         backward_bytes=backward,
         optimizer_bytes=optimizer,
-        reserved_bytes=replay(tape.sizes, tape.events).peak_reserved_bytes,
+        reserved_bytes=_reserved(tape, cap_bytes, by_address),
     )
+
+
+def _reserved(tape: Tape, cap_bytes: int | None, by_address: bool) -> int:
+    """Most bytes that are reserved under the cap; where that does not do, without one."""
+    capped = replay(tape.sizes, tape.events, cap_bytes=cap_bytes, by_address=by_address)
+    if capped.failed_event is None:
+        return capped.peak_reserved_bytes
+    return replay(tape.sizes, tape.events, by_address=by_address).peak_reserved_bytes
 
 
 def _peak(tape: Tape, start: int, end: int) -> int:

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from autotune.memory.traces import FORWARD_PHASES, SETUP_PHASES
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
+from autotune.worker.calibrate.host import config_of
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
 
@@ -32,19 +33,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "full": {"method": "full"},
     "LoRA of all layers": {"method": "lora", "lora_rank": 8, "lora_targets": "all-linear"},
 }
-
-
-def config_of(depth: int) -> LlamaConfig:
-    return LlamaConfig(
-        num_hidden_layers=depth,
-        hidden_size=64,
-        intermediate_size=128,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=128,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
 
 
 def model_of(depth: int, method: str, *, checkpointing: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from autotune.common.dtypes import DTYPE_BYTES
@@ -30,14 +30,14 @@ class TensorSpec:
     """Weight of an nn.Embedding: the Trainer keeps its state in 32 bits under 8-bit optimizers."""
     linear: bool = False
     """Weight of an nn.Linear: what GaLore and APOLLO project under `all-linear`."""
+    # Asked for in every step of every optimizer.
+    num_elements: int = field(init=False, repr=False, compare=False)
+    size_bytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def num_elements(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def size_bytes(self) -> int:
-        return self.num_elements * DTYPE_BYTES[self.dtype]
+    def __post_init__(self) -> None:
+        num_elements = math.prod(self.shape)
+        object.__setattr__(self, "num_elements", num_elements)
+        object.__setattr__(self, "size_bytes", num_elements * DTYPE_BYTES[self.dtype])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

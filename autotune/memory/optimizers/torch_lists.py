@@ -142,7 +142,7 @@ def write_clip(tape: Tape, specs: Sequence[TensorSpec]) -> int:
 
 def clip_cost(specs: Sequence[TensorSpec]) -> StepCost:
     """Return what write_clip's kernels cost: every gradient read twice and written once."""
-    passes = _foreach_cost(_ungrouped(specs), ((1, 1), (1, 2)))
+    passes = _lists_cost(_by_dtype(specs), ((1, 1), (1, 2)))
     # Zeroed partial sums and their reduction per dtype; stack, norm, add, reciprocal, mul, clamp.
     num_dtypes = len({spec.dtype for spec in specs})
     return StepCost(
@@ -173,7 +173,7 @@ def write_unscale(tape: Tape) -> int:
 
 def unscale_cost(specs: Sequence[TensorSpec]) -> StepCost:
     """Return what GradScaler.unscale_ and step cost: gradients read and written, one `.item()`."""
-    passes = _foreach_cost(_ungrouped(specs), ((1, 2),))
+    passes = _lists_cost(_by_dtype(specs), ((1, 2),))
     # double, reciprocal, float, full, two copies.
     return StepCost(
         bytes_moved=passes.bytes_moved,
@@ -183,13 +183,21 @@ def unscale_cost(specs: Sequence[TensorSpec]) -> StepCost:
 
 
 def _foreach_cost(specs: Sequence[TensorSpec], passes: Iterable[tuple[int, int]]) -> StepCost:
-    """Cost of foreach kernels, each given as (tensor lists, tensors read or written)."""
+    """Cost of foreach kernels over parameters in their groups; for the passes see _lists_cost."""
     lists = [
         same_dtype for group in by_group(specs) for same_dtype in _by_dtype(specs[i] for i in group)
     ]
+    return _lists_cost(lists, passes)
+
+
+def _lists_cost(
+    lists: Sequence[Sequence[TensorSpec]], passes: Iterable[tuple[int, int]]
+) -> StepCost:
+    """Cost of foreach kernels, each given as (tensor lists, tensors read or written)."""
+    num_bytes = sum(map(total_bytes, lists))
     bytes_moved = num_kernels = 0
     for depth, num_moved in passes:
-        bytes_moved += num_moved * total_bytes(specs)
+        bytes_moved += num_moved * num_bytes
         num_kernels += sum(_num_launches(tensors, depth) for tensors in lists)
     return StepCost(bytes_moved=bytes_moved, num_kernels=num_kernels)
 
@@ -220,13 +228,11 @@ def _alloc_list(tape: Tape, specs: Sequence[TensorSpec]) -> list[int]:
 
 
 def _by_dtype(specs: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """The foreach lists, one per dtype; the dtype seen last comes first."""
+    """The foreach lists, one per dtype; the dtype seen last comes first.
+
+    Clipping and unscaling see all gradients so, an optimizer those of one group.
+    """
     lists: dict[str, list[TensorSpec]] = {}
     for spec in specs:
         lists.setdefault(spec.dtype, []).append(spec)
     return list(reversed(lists.values()))
-
-
-def _ungrouped(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Gradients as clipping and unscaling see them: in one list."""
-    return [TensorSpec(shape=spec.shape, dtype=spec.dtype) for spec in specs]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -84,13 +84,19 @@ def giving_up(block: Mapping[str, Any]) -> list[int]:
     return events
 
 
-def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[TracedKernel]:
-    """Return the kernels of a micro-step, equal ones once with their number."""
-    counts: dict[tuple[Any, ...], int] = {}
+_KernelKey = tuple[Any, ...]
+"""All that tells kernels apart, in the order of TracedKernel's fields but for the number."""
+
+
+def _counted(
+    blocks: Iterable[Mapping[str, Any]], copies_of: Callable[[Any], int]
+) -> dict[_KernelKey, int]:
+    """Count the kernels of a micro-step, `copies_of` its layer times each."""
+    counts: dict[_KernelKey, int] = {}
     for block in blocks:
         if block["phase"] in SETUP_PHASES or block["phase"] in FETCH_PHASES:
             continue
-        copies = layers.copies(block["layer"])
+        copies = copies_of(block["layer"])
         pass_of_block = "forward" if block["phase"] in FORWARD_PHASES else "backward"
         for name, dtype, flops, moved, recomputed, count, shape, *chunked in block["kernels"]:
             chunk_moved, repeated = (
@@ -101,6 +107,11 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             sizes = tuple(map(tuple, shape))
             key = (name, dtype, tuple(flops), terms, phase, sizes, chunk_moved, repeated)
             counts[key] = counts.get(key, 0) + count * copies
+    return counts
+
+
+def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[TracedKernel]:
+    """Return the kernels of a micro-step, equal ones once with their number."""
     return [
         TracedKernel(
             name=name,
@@ -122,7 +133,7 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             shape,
             chunk_moved,
             repeated,
-        ), count in counts.items()
+        ), count in _counted(blocks, layers.copies).items()
     ]
 
 
@@ -133,13 +144,15 @@ def stretches(
 
     `kernels` are those of count_kernels. Shares: blocks x kernels; of a layer that stands for many, in one.
     """
-    index_of = {replace(kernel, count=0): index for index, kernel in enumerate(kernels)}
+    index_of = {
+        (k.name, k.dtype, k.flops, k.moved, k.phase, k.shape, k.chunk_moved, k.repeated): index
+        for index, k in enumerate(kernels)
+    }
     shares = np.zeros((len(blocks), len(kernels)))
     for position, block in enumerate(blocks):
-        copies = layers.copies(block["layer"])
-        for kernel in count_kernels([block], layers):
-            index = index_of[replace(kernel, count=0)]
-            shares[position, index] = kernel.count / copies / kernels[index].count
+        for key, count in _counted([block], lambda _: 1).items():
+            index = index_of[key]
+            shares[position, index] = count / kernels[index].count
     empty = {position for position, of_block in enumerate(shares) if not of_block.any()}
     order = [position for position, _ in order_of(blocks, layers) if position not in empty]
     return shares, np.asarray(order, dtype=np.int64)

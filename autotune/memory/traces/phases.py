@@ -14,6 +14,8 @@ class Phase(StrEnum):
     """The part of a micro-step that a block of a trace belongs to."""
 
     WEIGHTS = "weights"
+    BUFFERS = "buffers"
+    """Tensors that are in no checkpoint, and come behind a quantised base's weights."""
     ADAPTER = "adapter"
     PREPARED = "prepared"
     """Copying to float32 whatever is not quantised."""
@@ -33,7 +35,7 @@ class Phase(StrEnum):
     """Tensors that go when the micro-step is over."""
 
 
-SETUP_PHASES = (Phase.WEIGHTS, Phase.PREPARED, Phase.ADAPTER, Phase.SETTLED)
+SETUP_PHASES = (Phase.WEIGHTS, Phase.BUFFERS, Phase.PREPARED, Phase.ADAPTER, Phase.SETTLED)
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
 FORWARD_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.HEAD)
 EMBED_PHASES = (Phase.EMBED, Phase.EMBED_BACKWARD)

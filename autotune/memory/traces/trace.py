@@ -83,6 +83,10 @@ class Trace:
     def __init__(self, answer: dict[str, Any]) -> None:
         layers = Layers(**answer["layers"])
         blocks = [{**block, "phase": Phase(block["phase"])} for block in answer["blocks"]]
+        self.is_compiled: bool = answer.get("compiled", False)
+        """Whether the step is one that torch.compile has made."""
+        self.not_compiled: str = answer.get("not_compiled", "")
+        """Reason why it is not, where it was to be."""
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = _by_rule(self._tensors)
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
@@ -94,6 +98,7 @@ class Trace:
         self._traced_sizes = functools.lru_cache(maxsize=2)(self._work_out_sizes)
         self._rounded_sizes = functools.lru_cache(maxsize=2)(self._round_sizes)
         self._changes = functools.cache(self._find_changes)
+        self._left = functools.cache(self._find_left)
 
         step = [phase for phase in Phase if phase not in (*SETUP_PHASES, *FETCH_PHASES)]
         backward_phases = [phase for phase in step if phase not in FORWARD_PHASES]
@@ -176,6 +181,12 @@ class Trace:
     def setup(self) -> list[int]:
         return listed(self._setup)
 
+    @property
+    def num_prepared_events(self) -> int:
+        """How many events of `setup` come before the adapter's."""
+        later = (Phase.ADAPTER, Phase.SETTLED)
+        return next((at for phase, _, at in self._setup_starts if phase in later), len(self._setup))
+
     @functools.cached_property
     def first(self) -> list[int]:
         return listed(self._first)
@@ -250,6 +261,17 @@ class Trace:
         """
         traced, signs = self._changes(events)
         return np.cumsum(self._rounded_sizes(micro_batch, rank)[traced] * signs)
+
+    def left_bytes(self, events: str, micro_batch: int, rank: int) -> int:
+        """Bytes that are left after the events, of which running_bytes says the names."""
+        return int((self._rounded_sizes(micro_batch, rank) * self._left(events)).sum())
+
+    def _find_left(self, events: str) -> Events:
+        """Return how many copies of each traced tensor the events leave."""
+        traced, signs = self._changes(events)
+        num_tensors = len(self._tensors)
+        made, freed = (np.bincount(traced[signs == s], minlength=num_tensors) for s in (1, -1))
+        return (made - freed).astype(np.int32)
 
     def _find_changes(self, events: str) -> tuple[Events, Events]:
         """Return the traced tensor of each event, and whether it comes (1) or goes (-1)."""

@@ -103,6 +103,7 @@ class RankTrace:
         self._replaced: dict[int, Size] = {}
         self._buffers: list[int] = []
         self.setup = list(trace.setup)
+        self.num_prepared_events = trace.num_prepared_events
         self.step_buffers: list[int] = []
         if shares.row.stage < 2:
             self.gradients = trace.gradients
@@ -155,6 +156,10 @@ class RankTrace:
         """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
         order = np.asarray(getattr(self, events), dtype=np.int64)
         return running(order, in_blocks(self._all_sizes(micro_batch, rank)))
+
+    def left_bytes(self, events: str, micro_batch: int, rank: int) -> int:
+        """Bytes that are left after the events."""
+        return int(self.running_bytes(events, micro_batch, rank)[-1])
 
     def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
         """Sum of tensors' sizes, each rounded to 512 B."""

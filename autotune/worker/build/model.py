@@ -188,13 +188,25 @@ _ASKS_FOR_VALUES = (
 """Parts of torch 2.13's messages where a tensor on `meta` would have to know its values."""
 
 
+_CHANGES_CODES = "to out tensor with dtype torch.uint8"
+"""Part of torch 2.13's message where arithmetic in floating point would end in packed 4-bit weights: with
+weights it refuses that, too. Gemma 3n clamps some of its own so."""
+
+
 def asks_for_values(error: Exception) -> bool:
     """Whether an error says that values are needed, which a prediction can never have."""
     return any(part in str(error) for part in _ASKS_FOR_VALUES)
 
 
+def is_refused(error: Exception) -> bool:
+    """Whether an error says that no such step can be traced, and is no mistake."""
+    return asks_for_values(error) or _CHANGES_CODES in str(error)
+
+
 def reason_of(error: Exception) -> str:
     """The reason why a library could not do it without data, short enough for a message."""
+    if _CHANGES_CODES in str(error):
+        return "it changes weights that are stored in 4 bits"
     if asks_for_values(error):
         return (
             "it looks at values of weights or of what they make, and a prediction has shapes alone"

@@ -84,8 +84,8 @@ def quantize_weight(linear: Any, weight: torch.Tensor) -> None:
 
     old = linear.weight
     if type(linear).__name__ == "Linear8bitLt":
-        # bitsandbytes 0.50 Int8Params._quantize
-        half = weight.contiguous().to(torch.float16)
+        # bitsandbytes 0.50 Int8Params._quantize, of a weight that the loader has moved to the host and back.
+        half = weight.contiguous().to(torch.float16, copy=True)
         codes, scales, _ = bnb.functional.int8_vectorwise_quant(half)
         linear.weight = bnb.nn.Int8Params(
             codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales

@@ -1,7 +1,7 @@
 """Builds the model on a device with random weights, in no more memory than it needs there.
 
-No weights are read: the model is made on `meta` and each module gets its storages where they are to
-stay. A weight that is quantised exists in 16 bits for as long as that takes, one layer at a time.
+No weights are read: the model is made on `meta` and each tensor gets its storage where it is to stay. Those
+of a quantised base come as a checkpoint's would (autotune.worker.build.loading).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
-from autotune.worker.build import adapters, quantize
+from autotune.worker.build import adapters, loading, quantize
 from autotune.worker.build import model as models
 
 STANDARD_DEVIATION = 0.02
@@ -49,21 +49,39 @@ def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
     """
     # The keys' tensors are kept beside the values, so that an id is never another's.
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    if any(quantize.is_quantized(module) for module in model.modules()):
+        if device.type == "cuda":
+            torch.empty(loading.block_bytes(model), dtype=torch.uint8, device=device)
+        for module, name, _ in list(loading.checkpointed(model)):
+            if loading.is_to_be_quantized(module, name):
+                linear: Any = module
+                shape = (linear.out_features, linear.in_features)
+                quantize.quantize_weight(linear, _random(shape, dtype, device))
+                # Transformers' initialisation knows no packed weights.
+                linear.weight._is_hf_initialized = True
+            elif name in module._parameters:
+                _make(module, name, made, device)
     for module in model.modules():
-        if quantize.is_quantized(module):
-            shape = (module.out_features, module.in_features)
-            quantize.quantize_weight(module, _random(shape, dtype, device))
-            # Transformers' initialisation knows no packed weights.
-            module.weight._is_hf_initialized = True
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
-                if id(parameter) not in made:
-                    made[id(parameter)] = (parameter, _storage_for(parameter, device))
-                setattr(module, name, made[id(parameter)][1])
+                _make(module, name, made, device)
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=device))
     model.initialize_weights()
+
+
+def _make(
+    module: nn.Module,
+    name: str,
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]],
+    device: torch.device,
+) -> None:
+    """Give a parameter its storage, that of the one that it is tied to where there is one."""
+    parameter = module.get_parameter(name)
+    if id(parameter) not in made:
+        made[id(parameter)] = (parameter, _storage_for(parameter, device))
+    setattr(module, name, made[id(parameter)][1])
 
 
 def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

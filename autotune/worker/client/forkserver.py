@@ -103,6 +103,7 @@ class ForkServer:
         request: Mapping[str, Any],
         *,
         deadline_seconds: float,
+        answers_renew: bool = False,
         on_answer: Callable[[isolate.Reply], None] | None = None,
     ) -> isolate.WorkerEnd:
         """Run one job to its end, as isolate.run does.
@@ -115,6 +116,7 @@ class ForkServer:
             [request],
             launch=self._launch,
             deadline_seconds=deadline_seconds,
+            answers_renew=answers_renew,
             on_answer=on_answer,
         )
         return end

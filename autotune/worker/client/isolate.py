@@ -95,12 +95,18 @@ def run(
     request: Mapping[str, Any],
     *,
     deadline_seconds: float,
+    answers_renew: bool = False,
     on_answer: Callable[[Reply], None] | None = None,
     command: Sequence[str] | None = None,
 ) -> WorkerEnd:
     """Run one child to its end; see `run_many`."""
     (end,) = run_many(
-        verb, [request], deadline_seconds=deadline_seconds, on_answer=on_answer, command=command
+        verb,
+        [request],
+        deadline_seconds=deadline_seconds,
+        answers_renew=answers_renew,
+        on_answer=on_answer,
+        command=command,
     )
     return end
 
@@ -110,6 +116,7 @@ def run_many(
     requests: Sequence[Mapping[str, Any]],
     *,
     deadline_seconds: float,
+    answers_renew: bool = False,
     on_answer: Callable[[Reply], None] | None = None,
     command: Sequence[str] | None = None,
     max_children: int | None = None,
@@ -123,6 +130,7 @@ def run_many(
         requests,
         launch=functools.partial(launching.spawn, command or launching.worker_command()),
         deadline_seconds=deadline_seconds,
+        answers_renew=answers_renew,
         on_answer=on_answer,
         max_children=max_children,
     )
@@ -134,12 +142,14 @@ def run_jobs(
     *,
     launch: Launch,
     deadline_seconds: float,
+    answers_renew: bool = False,
     on_answer: Callable[[Reply], None] | None = None,
     max_children: int | None = None,
 ) -> tuple[WorkerEnd, ...]:
     """Launch a child per request and follow it to its end; return the ends in order.
 
-    `deadline_seconds` counts for each child from its own start. `on_answer` is called from this
+    `deadline_seconds` counts for each child from its own start, or, where `answers_renew` it, from its last
+    answer. `on_answer` is called from this
     thread, in the order in which answers of all the children arrive. However the call is left
     (Ctrl-C, an exception out of `on_answer`), no child outlives it.
 
@@ -156,7 +166,7 @@ def run_jobs(
                 index = len(running) + len(ends)
                 child = _Child(verb, requests[index], folder / str(index))
                 cleanup.callback(child.close)
-                child.start(launch, deadline_seconds)
+                child.start(launch, deadline_seconds, answers_renew=answers_renew)
                 running[index] = child
             for index, child in list(running.items()):
                 # Asked before the answers are read: nothing can be written after the end.
@@ -198,20 +208,22 @@ class _Child:
             raise _no_room(error) from error
         self._result = self._job.result_path.open("rb", buffering=0)
 
-    def start(self, launch: Launch, deadline_seconds: float) -> None:
+    def start(self, launch: Launch, deadline_seconds: float, *, answers_renew: bool) -> None:
         self._process = launch(self._job)
-        self._started = time.monotonic()
+        self._started = self._counted_from = time.monotonic()
         self._deadline_seconds = deadline_seconds
+        self._answers_renew = answers_renew
 
     def is_over(self) -> bool:
         """Whether the child has ended, or was ended because its deadline has passed."""
         assert self._process is not None
         if self._process.has_exited():
             return True
-        if time.monotonic() < self._started + self._deadline_seconds:
+        if time.monotonic() < self._counted_from + self._deadline_seconds:
             return False
         self._how = "timeout"
-        self._problem = f"did not finish within {self._deadline_seconds:g} s"
+        done = "answer" if self._answers_renew else "finish"
+        self._problem = f"did not {done} within {self._deadline_seconds:g} s"
         self._stop()
         return True
 
@@ -228,6 +240,8 @@ class _Child:
                 self._spoil(len(self._answers) + len(new) + 1, line)
                 break
             new.append(answer)
+        if new and self._answers_renew:
+            self._counted_from = time.monotonic()
         self._answers += new
         return new
 

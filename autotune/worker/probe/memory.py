@@ -36,6 +36,7 @@ from typing import Any, Protocol
 import pynvml
 import torch
 
+from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import OVERSHOOT_BYTES, Replay, replay
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
@@ -283,7 +284,9 @@ class CpuMemory:
             return False
         self._watching.close()
         sizes, events = self._watcher.sizes_and_events()
-        self._replay = replay(sizes, events, cap_bytes=self._budget_bytes)
+        self._replay = replay(
+            sizes, events, cap_bytes=self._budget_bytes, by_address=takes_lowest_address()
+        )
         if self._replay.failed_request_bytes is not None:
             raise out_of_budget(
                 self._replay.failed_request_bytes,

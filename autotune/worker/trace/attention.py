@@ -26,9 +26,9 @@ import torch.nn.functional as F
 
 from autotune.catalogue.attention import FLASH_ATTENTIONS
 from autotune.records.estimate import TraceSpec
+from autotune.worker.trace.kernels import Buffer, HiddenBuffers
 from autotune.worker.trace.sdpa import flash_attention
 from autotune.worker.trace.stand_ins import replaced
-from autotune.worker.trace.tracker import Buffer, HiddenBuffers
 
 aten = torch.ops.aten
 

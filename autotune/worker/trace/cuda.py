@@ -1,8 +1,8 @@
 """Makes a trace on `meta` do what a device would, where it would do something else.
 
 * which attention kernel `scaled_dot_product_attention` picks (autotune.worker.trace.sdpa);
-* the fused kernels that CUDA has and `meta` has not (dropout, half-precision softmax); a CPU has none
-  of them either;
+* the fused kernels that CUDA picks and `meta` does not (dropout, softmax from float16 into float32); a CPU
+  has none of them either;
 * torch.autocast (autotune.worker.trace.autocast);
 * cuBLAS' workspaces.
 """
@@ -24,7 +24,8 @@ from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, USU
 from autotune.worker.trace import sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
 from autotune.worker.trace.kernel_buffers import Multiprocessors
-from autotune.worker.trace.tracker import Tracker, in_backward
+from autotune.worker.trace.tracker import Tracker
+from autotune.worker.trace.tracker import in_backward as engine_is_at_work
 
 aten = torch.ops.aten
 
@@ -91,7 +92,7 @@ def _softmax(
     """Softmax as CUDA does it: fp16 into fp32 without a copy; bf16 is converted first (SoftMax.cpp)."""
     assert dim is not None
     if dtype == torch.float32 and input.dtype == torch.float16:
-        return _HalfToFloatSoftmax.apply(input, dim)
+        return torch._softmax(input, dim, True)
     return F.softmax(input, dim, _stacklevel, dtype)
 
 
@@ -129,23 +130,6 @@ _FUNCTIONS = {"cuda": _of_cuda, "cpu": _of_cpu}
 """Makers of the functions that take others' places, by backend."""
 
 
-class _HalfToFloatSoftmax(torch.autograd.Function):
-    """`_softmax` with half_to_float, which `meta` refuses: fp16 in, fp32 out, fp16 gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, dim: int) -> torch.Tensor:
-        out = torch.empty_like(input, dtype=torch.float32)
-        ctx.save_for_backward(out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (out,) = ctx.saved_tensors
-        gradient = torch.empty_like(out, dtype=torch.float16)
-        torch.empty_like(out)  # `tmp = grad * output`, as in hidden_buffers
-        return gradient, None
-
-
 _MATRIX_PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
     aten.mm.out, aten.addmm.out, aten.addmm.dtype_out,
@@ -161,9 +145,10 @@ class Workspaces:
         self._made: set[bool] = set()
         self.indices: list[int] = []
 
-    def at_launch(self, tracker: Tracker, func: Any) -> None:
+    def at_launch(self, tracker: Tracker, func: Any, in_backward: bool | None = None) -> None:
+        """Make the workspace that the operation asks for; `in_backward`: by which thread, if not this one."""
         if func in _MATRIX_PRODUCTS:
-            thread = in_backward()
+            thread = engine_is_at_work() if in_backward is None else in_backward
             if thread not in self._made:
                 self._made.add(thread)
                 self.indices.append(tracker.record_forever(self._size_bytes))

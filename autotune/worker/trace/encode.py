@@ -16,8 +16,9 @@ from autotune.worker.build import model as models
 from autotune.worker.build.layers import text_part
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Workspaces
+from autotune.worker.trace.kernels import TrackedKernel
 from autotune.worker.trace.meta_step import MetaStep, place_finder
-from autotune.worker.trace.tracker import Recording, TrackedKernel
+from autotune.worker.trace.tracker import Recording
 
 Term = tuple[int, int, int]
 
@@ -104,6 +105,8 @@ def encode(
         size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
         entry: dict[str, Any] = {"size": symbols.term(size_bytes)}
         rule = symbols.rule(size_bytes)
+        if index == step.block:  # A sum over the whole model: no product.
+            entry["size"], rule = (size_bytes, 0, 0), None
         if rule is not None:
             entry["rule"] = rule
         if per_row:

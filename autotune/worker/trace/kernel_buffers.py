@@ -19,7 +19,7 @@ import torch
 
 from autotune.memory.traces.reductions import LEAST_SHARED, WARP, shared_bytes
 from autotune.memory.traces.terms import flash_splits
-from autotune.worker.trace.tracker import Buffer
+from autotune.worker.trace.kernels import Buffer
 
 aten = torch.ops.aten
 

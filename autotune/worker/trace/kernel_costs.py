@@ -153,14 +153,19 @@ _GATHERS = {
 """Operations that read no more of their input than they write."""
 
 
+def is_alias(func: Any) -> bool:
+    """Whether an operation is made to return a part of its argument; it may have to copy all the same."""
+    return func.is_view or func in _ALIAS
+
+
 def launches(func: Any, fresh: bool) -> bool:
-    """Whether a call launches a kernel.
+    """Whether a call launches a kernel. `fresh`: whether it returns new memory.
 
     Views, aliases and uninitialised memory cost none; a view that had to copy does.
     """
     if func in _EMPTY:
         return False
-    return fresh or not (func in _ALIAS or func.is_view)
+    return fresh or not is_alias(func)
 
 
 def tensor_bytes(
@@ -182,6 +187,16 @@ def moved_bytes(tensor: torch.Tensor) -> int:
         if not stride and size:
             num_elements //= size
     return min(num_elements * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether some of a tensor's elements share memory, those that are expanded aside.
+
+    The bytes that a kernel touches then depend on the tensor's storage, and not on its layout alone.
+    """
+    dims = [(n, stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    reach = 1 + sum((n - 1) * stride for n, stride in dims)
+    return math.prod(n for n, _ in dims) > reach
 
 
 def dtype_of(func: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> torch.dtype:

@@ -19,7 +19,7 @@ from autotune.memory.traces import OUTSIDE, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
-from autotune.worker.build import adapters, fp8, quantize
+from autotune.worker.build import adapters, fp8, loading, quantize
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.trace import liger, sft
@@ -34,19 +34,30 @@ class SetUp:
     parameters: dict[int, nn.Parameter]
     recording: Recording
     alive: dict[int, torch.UntypedStorage]
+    block: int | None
 
 
 class MetaStep:
     """A model on its way through set-up, forward and backward, marking the borders of blocks."""
 
     def __init__(
-        self, model: nn.Module, task: str, spec: TraceSpec, tracker: Tracker, *, rank: int
+        self,
+        model: nn.Module,
+        task: str,
+        spec: TraceSpec,
+        tracker: Tracker,
+        *,
+        rank: int,
+        copies: Callable[[int], int] | None = None,
     ) -> None:
         self.model = model
         self.task = task
         self.spec = spec
         self.tracker = tracker
         self._rank = rank
+        self._copies = copies
+        self.block: int | None = None
+        """Number of the block that the loader of a quantised base takes first; None where it takes none."""
         self._last: tuple[Phase, Place] | None = None
         self.parameters: dict[int, nn.Parameter] = {}
         """Parameters by the number of their tensor."""
@@ -63,6 +74,7 @@ class MetaStep:
         """Take over a model that has been set up, perhaps run already."""
         self.model = ready.model
         self.parameters = dict(ready.parameters)
+        self.block = ready.block
         self.tracker.go_on_from(ready.recording, ready.alive)
         for parameter in self.parameters.values():
             parameter.grad = None
@@ -74,7 +86,12 @@ class MetaStep:
             parameters=dict(self.parameters),
             recording=self.tracker.recording.copy(),
             alive=self.tracker.alive(),
+            block=self.block,
         )
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Let tensors live as long as the Trainer does: its micro-batch, and the loss."""
+        self._kept += tensors
 
     def mark(self, phase: Phase, place: Place = OUTSIDE) -> None:
         self._last = phase, place
@@ -87,19 +104,11 @@ class MetaStep:
     def set_up(self) -> None:
         """Let weights and buffers reach the device, and then the adapter's."""
         spec = self.spec
+        place_of = place_finder(self.model)
         if spec.quantization != "none":
             quantize.quantize(self.model, self.task, spec)
-        place_of = place_finder(self.model)
-        dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
-        for name, module in self.model.named_modules():
-            self._mark_change(Phase.WEIGHTS, place_of(name))
-            if quantize.is_quantized(module):
-                linear: Any = module
-                with self.tracker:
-                    shape = (linear.out_features, linear.in_features)
-                    quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device="meta"))
-            for tensor in _tensors_of(module):
-                self._own(tensor)
+            self._load_quantized(place_of)
+        self._own_new(Phase.WEIGHTS if spec.quantization == "none" else Phase.BUFFERS, place_of)
         if spec.kbit_preparation:
             self._prepare(place_of)
         if spec.method in ADAPTERS:
@@ -111,7 +120,8 @@ class MetaStep:
             self._own_new(Phase.ADAPTER, place_of)
         if spec.liger:
             liger.apply(self.model, self.task, spec.trainer)
-        if spec.activation_checkpointing:
+        # Of a compiled step the graph is marked.
+        if spec.activation_checkpointing and not spec.is_compiled:
             models.enable_checkpointing(self.model, spec)
         if spec.neftune_noise_alpha:
             activate_neftune(self.model, spec.neftune_noise_alpha)
@@ -121,6 +131,23 @@ class MetaStep:
             fp8.convert(self.model)
         if precision.autocast:
             _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
+
+    def _load_quantized(self, place_of: Callable[[str], Place]) -> None:
+        """Let weights reach the device as the loader of a quantised base brings them."""
+        dtype = getattr(torch, PRECISIONS[self.spec.precision].parameter_dtype)
+        self.mark(Phase.WEIGHTS)
+        if self._copies is not None:
+            copies = self._copies
+            size_bytes = loading.block_bytes(self.model, lambda name: copies(place_of(name)[1]))
+            self.block = self.tracker.record_and_free(size_bytes)
+        for module, own, name in loading.checkpointed(self.model):
+            self._mark_change(Phase.WEIGHTS, place_of(name))
+            if loading.is_to_be_quantized(module, own):
+                linear: Any = module
+                with self.tracker:
+                    shape = (linear.out_features, linear.in_features)
+                    quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device="meta"))
+            self._own(getattr(module, own))
 
     def _prepare(self, place_of: Callable[[str], Place]) -> None:
         """Prepare the model for k-bit training, a module at a time: each block has its layer's copies.
@@ -153,7 +180,7 @@ class MetaStep:
         self.mark(Phase.SETTLED)
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
-            self.model(**_batch(self.task, self.spec, micro_batch, sequence_length))
+            self.model(**batch_of(self.task, self.spec, micro_batch, sequence_length))
         self._own_new(Phase.SETTLED, place_finder(self.model))
 
     def _own_new(self, phase: Phase, place_of: Callable[[str], Place]) -> None:
@@ -175,12 +202,12 @@ class MetaStep:
         handles = self._hook_gradients()
         self.mark(Phase.BATCH)
         model: Any = self.model
-        inputs = _batch(self.task, self.spec, micro_batch, sequence_length)
+        inputs = batch_of(self.task, self.spec, micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model)
         if accepts:
             self.mark(Phase.COUNT)
-            inputs["num_items_in_batch"] = _num_items(model, inputs["labels"])
-        self._kept += inputs.values()
+            inputs["num_items_in_batch"] = num_items(model, inputs["labels"])
+        self.keep(*inputs.values())
         for number, stack in enumerate(layer_stacks(model)):
             handles += self._hook_layers(number, stack)
         self.mark(Phase.EMBED)
@@ -200,7 +227,7 @@ class MetaStep:
             accumulate_grad=True,
         )
         self.mark(Phase.END)
-        self._kept.append(loss.detach())
+        self.keep(loss.detach())
         self.loss = self.tracker.index_of(loss)
         del scaled, loss, inputs
         # Hooks in C++ keep what they refer to from ever being collected.
@@ -296,7 +323,7 @@ def place_finder(model: Any) -> Callable[[str], Place]:
     return place_of
 
 
-def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
     """The batch of the Trainer's collator: token ids, a mask, labels; or samples one behind the other.
 
     Packed rows have no mask (export/train.py.template), but where TRL's collator makes one.
@@ -315,7 +342,7 @@ def _batch(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -
     return {**batch, "labels": labels}
 
 
-def _num_items(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
+def num_items(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:
     """The value of Trainer._get_num_items_in_batch, for one micro-batch."""
     counted = labels[..., 1:] if models.shifts_labels(model) else labels
     total = 0 + counted.ne(-100).sum()

@@ -23,9 +23,9 @@ class NamingTracker(Tracker):
         self.operations: dict[int, str] = {}
         """Operations by the number of the tensor that they made."""
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _record(self, func: Any, *rest: Any) -> None:
         first = len(self.recording.tensors)
-        super()._record(func, args, kwargs, out)
+        super()._record(func, *rest)
         name = str(func._overloadpacket).partition(".")[2]
         self.operations.update(dict.fromkeys(range(first, len(self.recording.tensors)), name))
 

@@ -1,23 +1,38 @@
-"""Results of operations on `meta`, made anew where the same call came before.
+"""Results and costs of repeated calls of operations on `meta`, worked out once.
 
 PyTorch's shape functions are written in Python for many operations and take most of a trace's time, and a
 trace makes the same few calls over and over. What an operation returns for tensors of the same shapes,
-strides, offsets and dtypes is kept as layouts, and further calls get empty tensors of these.
+strides, offsets and dtypes is kept as layouts, and further calls get empty tensors of these. What a call
+costs depends on the same, and is kept beside.
 
-Not for what changes its arguments or returns a part of them, for what depends on values, and for tensors that
-are not on `meta`.
+Results are made by PyTorch each time where an operation changes its arguments or returns a part of them, and
+where they depend on values. Nothing is kept of views, and of tensors that are not on `meta`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autotune.worker.trace.kernel_costs import is_alias
+
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
-_known: dict[Any, Any] = {}
-"""Layouts of results, by the operation and its described arguments."""
+
+@dataclass(slots=True)
+class RepeatedCall:
+    """One operation with arguments of certain shapes, strides, offsets and dtypes, and certain numbers."""
+
+    layouts: tuple[_Layout, ...] | list[_Layout] | None = None
+    """Layouts of the new tensors that it returns, a list where it returns one; None: not known."""
+    costs: dict[Any, Any] = field(default_factory=dict)
+    """Its costs, by the number of the tracker's settings."""
+
+
+_calls: dict[Any, RepeatedCall] = {}
+"""Calls by the operation and its described arguments."""
 _never: set[Any] = set()
 """Operations whose results are not made anew."""
 
@@ -28,24 +43,34 @@ class _NotDescribed(Exception):
     """An argument does not say all that a result may depend on."""
 
 
-def result_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the operation returns."""
-    if func in _never:
-        return func(*args, **kwargs)
+def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RepeatedCall | None:
+    """The call, one object for all that are alike; None for a view, and where arguments do not say all."""
+    if is_alias(func):
+        return None
     try:
         named = ((name, _described(kwargs[name])) for name in kwargs)
-        call = func, torch.get_default_dtype(), _described(args), *named
-        layouts = _known.get(call)
+        described = func, torch.get_default_dtype(), _described(args), *named
+        call = _calls.get(described)
+        if call is None:
+            call = _calls[described] = RepeatedCall()
     except (_NotDescribed, TypeError):  # TypeError: a generator, say, has no hash.
+        return None
+    return call
+
+
+def result_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], call: RepeatedCall | None
+) -> Any:
+    """Return what the operation returns. `call` is that of call_of."""
+    if call is None or func in _never:
         return func(*args, **kwargs)
-    if layouts is not None:
-        return _made(layouts)
+    if call.layouts is not None:
+        return _made(call.layouts)
     out = func(*args, **kwargs)
-    layouts = None if _changes_or_looks(func) else _layouts(out, [*args, *kwargs.values()])
-    if layouts is None:
+    if not _changes_or_looks(func):
+        call.layouts = _layouts(out, [*args, *kwargs.values()])
+    if call.layouts is None:
         _never.add(func)
-    else:
-        _known[call] = layouts
     return out
 
 

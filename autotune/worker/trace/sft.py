@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
+from autotune.worker.trace.kernels import Buffer
 from autotune.worker.trace.stand_ins import replaced, taken_for_cuda
-from autotune.worker.trace.tracker import Buffer, Tracker
+from autotune.worker.trace.tracker import Tracker
 
 aten = torch.ops.aten
 

@@ -24,6 +24,23 @@ def replaced(attributes: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_values() -> Iterator[None]:
+    """Let weights be made without their first values, which nothing on `meta` has.
+
+    PyTorch goes through all the shapes of a random number's arithmetic for each.
+    """
+    import torch.nn.init as init
+
+    names = [name for name in vars(init) if name.endswith("_") and not name.startswith("_")]
+    with replaced([(init, name, _as_it_is) for name in names]):
+        yield
+
+
+def _as_it_is(tensor: Any, *_: Any, **__: Any) -> Any:
+    return tensor
+
+
+@contextlib.contextmanager
 def taken_for_cuda(device_type: str, package: str) -> Iterator[None]:
     """Replace the name `cuda`, that a package's functions compare a device's with, by another."""
     codes = {

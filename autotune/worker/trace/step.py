@@ -16,17 +16,16 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from autotune.memory.traces.copies import Layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
@@ -34,15 +33,18 @@ from autotune.worker.build import fp8, layers, quantize
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
-from autotune.worker.trace import attention, flex, forks, liger, sft
+from autotune.worker.trace import attention, compiled_step, flex, forks, liger, sft, shared_models
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
 from autotune.worker.trace.encode import Symbols, encode
-from autotune.worker.trace.kernel_buffers import hidden_buffers
-from autotune.worker.trace.meta_step import MetaStep, SetUp
+from autotune.worker.trace.kernel_buffers import Multiprocessors, hidden_buffers
+from autotune.worker.trace.kernels import HiddenBuffers, TrackedKernel
+from autotune.worker.trace.meta_step import MetaStep
 from autotune.worker.trace.meta_values import labelled_rows
 from autotune.worker.trace.naming import NamingTracker, with_weights
-from autotune.worker.trace.tracker import TrackedKernel, Tracker
+from autotune.worker.trace.shared_models import Group, SharedModel, SharedModels
+from autotune.worker.trace.stand_ins import without_values
+from autotune.worker.trace.tracker import Tracker
 
 _OF_LABELS = {torch.ops.aten.nonzero.default: labelled_rows}
 
@@ -50,20 +52,8 @@ MICRO_BATCH = 1_000_003
 """Micro-batch of a trace that stands for 2 and more: a prime that divides no model dimension."""
 
 
-_Group = list[dict[str, Any]]
-"""Requests for traces that share a model."""
-
 _OF_THE_MACHINE = (MemoryError, OSError)
 """Exceptions of the machine, no fault of the model: what a model does not support is remembered."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Shared:
-    """A model for traces whose specs differ in `single` alone; empty until the first has begun."""
-
-    model: nn.Module | None = None
-    layers: dict[str, int] = field(default_factory=dict)
-    ready: SetUp | None = None
 
 
 def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -81,9 +71,7 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     gc.collect()
     gc.freeze()
     num_processes = forks.num_processes(len(wanted))
-    groups = _groups(wanted)
-    if len(groups) < num_processes:
-        groups = [[each] for each in wanted]
+    groups = shared_models.parted(shared_models.groups_of(wanted), num_processes)
     if num_processes == 1:
         for group in groups:
             yield from _answers(request, group, device)
@@ -92,10 +80,10 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _forked(
-    request: dict[str, Any], groups: list[_Group], device: Device, num_processes: int
+    request: dict[str, Any], groups: list[Group], device: Device, num_processes: int
 ) -> Iterator[dict[str, Any]]:
     """Trace in forks; where one has died of a group, each of the group by itself."""
-    alone: list[_Group] = []
+    alone: list[Group] = []
     answers = forks.forked(
         lambda number: {"answers": list(_answers(request, groups[number], device))},
         len(groups),
@@ -112,61 +100,28 @@ def _forked(
         yield from _forked(request, alone, device, num_processes)
 
 
-def _groups(wanted: Sequence[dict[str, Any]]) -> list[_Group]:
-    """Put those together whose model may be the same: all but the micro-batch is."""
-    groups: dict[str, _Group] = {}
-    for each in wanted:
-        may_share = not each.get("operations") and _is_left_as_it_was(TraceSpec(**each["spec"]))
-        spec = {**each["spec"], "single": None} if may_share else each["spec"]
-        groups.setdefault(json.dumps({**each, "id": None, "spec": spec}), []).append(each)
-    return list(groups.values())
-
-
 def _prepare(request: dict[str, Any], spec: TraceSpec) -> None:
     """Import the model's code and look at its layers: once for all processes that trace it."""
-    _kinds_of_whole(models.load_config(request["config"]), request["task"], spec)
+    with without_values():
+        _kinds_of_whole(models.load_config(request["config"]), request["task"], spec)
 
 
-def _answers(request: dict[str, Any], group: _Group, device: Device) -> Iterator[dict[str, Any]]:
+def _answers(request: dict[str, Any], group: Group, device: Device) -> Iterator[dict[str, Any]]:
     """The answers for a group, whose model is built anew only after a step that failed."""
-    shared = Shared()
+    shared: SharedModels = {}
     for each in group:
         answer = _answer(request, each, device, shared)
         if "trace" not in answer:
-            shared = Shared()
+            shared = {}
         yield answer
 
 
-def _is_left_as_it_was(spec: TraceSpec) -> bool:
-    """Whether a step leaves the model as it was before, but for gradients.
-
-    LLM.int8 moves its codes in the first step, fp8 keeps scales; Liger, TRL and FlexAttention are put in for
-    the length of one trace.
-    """
-    return (
-        spec.quantization != "int8"
-        and not PRECISIONS[spec.precision].fp8
-        and not spec.liger
-        and spec.trainer == "transformers"
-        and spec.attention != flex.FLEX
-    )
-
-
 def _answer(
-    request: dict[str, Any], wanted: dict[str, Any], device: Device, shared: Shared
+    request: dict[str, Any], wanted: dict[str, Any], device: Device, shared: SharedModels
 ) -> dict[str, Any]:
     """The answer for one trace."""
     try:
-        trace = trace_step(
-            models.load_config(request["config"]),
-            request["task"],
-            TraceSpec(**wanted["spec"]),
-            sequence_length=request["sequence_length"],
-            device=device,
-            whole=wanted["whole"],
-            operations=wanted.get("operations", False),
-            shared=shared,
-        )
+        trace = _compiled_or_eager(request, wanted, device, shared)
     except CrashedStep as error:
         return _crashed(wanted["id"], str(error))
     except UnsupportedModel as error:
@@ -180,6 +135,34 @@ def _answer(
     finally:
         gc.collect()
     return {"id": wanted["id"], "trace": trace}
+
+
+def _compiled_or_eager(
+    request: dict[str, Any], wanted: dict[str, Any], device: Device, shared: SharedModels
+) -> dict[str, Any]:
+    """Trace the step that is wanted; where it cannot be traced compiled, as it runs without, and say why."""
+
+    def trace(spec: TraceSpec, shared: SharedModels) -> dict[str, Any]:
+        return trace_step(
+            models.load_config(request["config"]),
+            request["task"],
+            spec,
+            sequence_length=request["sequence_length"],
+            device=device,
+            whole=wanted["whole"],
+            operations=wanted.get("operations", False),
+            shared=shared,
+        )
+
+    spec = TraceSpec(**wanted["spec"])
+    try:
+        return trace(spec, shared)
+    except UnsupportedModel as error:
+        if not spec.is_compiled or isinstance(error.__cause__, _OF_THE_MACHINE):
+            raise
+        reason = str(error)
+    eager = trace(dataclasses.replace(spec, is_compiled=False), {})
+    return {**eager, "not_compiled": reason}
 
 
 def _crashed(number: int, reason: str) -> dict[str, Any]:
@@ -196,13 +179,13 @@ def trace_step(
     device: Device,
     whole: bool = False,
     operations: bool = False,
-    shared: Shared | None = None,
+    shared: SharedModels | None = None,
 ) -> dict[str, Any]:
     """Trace one micro-step.
 
     `whole`: every layer, nothing extrapolated. `operations`: with what made each tensor. `shared`: between
-    traces whose specs differ in `single` alone, the first of which sets the model up; not for models
-    of which a step changes more than gradients (`_is_left_as_it_was`).
+    traces whose specs differ in `single` and in checkpointing alone, the first of which sets the model up;
+    not for models of which a step changes more than gradients (autotune.worker.trace.shared_models).
 
     Raises UnsupportedModel where the model cannot be built or run on `meta`: CrashedStep where that
     may be a mistake.
@@ -210,20 +193,17 @@ def trace_step(
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
-    shared = Shared() if shared is None else shared
-    if shared.model is None:
-        with attention.without_library(spec.attention):
-            shared.model, shared.layers = (_whole if whole else _few)(config, task, spec)
+    base = _base({} if shared is None else shared, config, task, spec, whole=whole)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
+    hidden_buffers_here = (
+        _buffers_of(spec.attention, device.multiprocessors, hidden_buffers)
+        if device.backend == "cuda"
+        else None  # A CPU's kernels make theirs out of sight.
+    )
     tracker = (NamingTracker if operations else Tracker)(
         "meta",
-        # A CPU's kernels make theirs out of sight.
-        hidden_buffers=attention.buffers_of(
-            spec.attention, functools.partial(hidden_buffers, device.multiprocessors)
-        )
-        if device.backend == "cuda"
-        else None,
+        hidden_buffers=hidden_buffers_here,
         at_launch=workspaces.at_launch,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
@@ -235,22 +215,39 @@ def trace_step(
     )
     tracker.has_padding = spec.batching == "padded"
     chunks = Chunks(tracker, is_symbolic=not spec.single)
-    step = MetaStep(shared.model, task, spec, tracker, rank=RANK)
+    takes_block = spec.quantization != "none" and device.backend == "cuda"
+    copies = Layers(**base.layers).copies if takes_block else None
+    step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies)
     with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
         try:
-            if shared.ready is None:
-                step.set_up()
-                shared.ready = step.ready()
+            if base.ready is None:
+                with without_values():
+                    step.set_up()
+                base.ready = step.ready()
             else:
-                step.go_on_from(shared.ready)
+                step.go_on_from(base.ready)
+                if spec.activation_checkpointing:
+                    models.enable_checkpointing(step.model, spec)
+            base.has_checkpointed |= spec.activation_checkpointing > 0
             with device_choices(device):
                 step.settle(micro_batch, sequence_length)
-            with device_choices(device), tracker:
-                step.forward_backward(micro_batch, sequence_length)
+            if spec.is_compiled:
+                compiled_step.trace_compiled(
+                    step,
+                    tracker,
+                    workspaces,
+                    device,
+                    hidden_buffers_here,
+                    micro_batch=micro_batch,
+                    sequence_length=sequence_length,
+                )
+            else:
+                with device_choices(device), tracker:
+                    step.forward_backward(micro_batch, sequence_length)
         except (
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
-            kind = UnsupportedModel if models.asks_for_values(error) else CrashedStep
+            kind = UnsupportedModel if models.is_refused(error) else CrashedStep
             raise kind(
                 f"its training step cannot be run without data ({models.reason_of(error)})"
             ) from error
@@ -260,7 +257,39 @@ def trace_step(
     made_by = {}
     if isinstance(tracker, NamingTracker):
         made_by = with_weights(tracker.operations, step.model, step.parameters)
-    return encode(step, workspaces, chunks, symbols, shared.layers, made_by)
+    answer = encode(step, workspaces, chunks, symbols, base.layers, made_by)
+    return {**answer, "compiled": True} if spec.is_compiled else answer
+
+
+def _base(
+    shared: SharedModels, config: PretrainedConfig, task: str, spec: TraceSpec, *, whole: bool
+) -> SharedModel:
+    """The model that others have left, or a new one."""
+
+    def left(step: int) -> SharedModel | None:
+        found = shared.get(step)
+        is_fit = found is not None and (spec.activation_checkpointing or not found.has_checkpointed)
+        return found if is_fit else None
+
+    step = 0 if whole else max(spec.activation_checkpointing, 1)
+    found = left(step)
+    if found is None:
+        with attention.without_library(spec.attention), without_values():
+            model, said = (_whole if whole else _few)(config, task, spec)
+        has_all = said["traced"] == said["full"]
+        found = (left(0) if has_all else None) or SharedModel(model=model, layers=said)
+        shared[step] = found
+        if has_all:
+            shared[0] = found
+    return found
+
+
+@functools.cache
+def _buffers_of(
+    name: str, multiprocessors: Multiprocessors, of_torch: Callable[..., Any]
+) -> HiddenBuffers:
+    """One function for all traces with this attention: they share what it finds."""
+    return attention.buffers_of(name, functools.partial(of_torch, multiprocessors))
 
 
 def _whole(
@@ -308,9 +337,10 @@ def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
 
     One more where the copies of the second take what they refer to from the third, which must not
     be the last: where the first layers make what the others share (T5's position bias), and where a
-    layer's gradient arrives when the one below has begun (that of Liger's first norm).
+    layer's gradient arrives when the one below has begun (that of Liger's first norm), or a kernel
+    is of two layers (compiled).
     """
-    return 4 if config.is_encoder_decoder or spec.liger else 3
+    return 4 if config.is_encoder_decoder or spec.liger or spec.is_compiled else 3
 
 
 @contextlib.contextmanager

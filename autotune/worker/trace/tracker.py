@@ -25,11 +25,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotune.worker.trace.kernel_costs import (
     count_flops,
     dtype_of,
+    is_alias,
     launches,
     moved_bytes,
+    overlaps,
     shape_of,
     tensor_bytes,
 )
+from autotune.worker.trace.kernels import ORDERS, Buffer, HiddenBuffers, KernelCost, TrackedKernel
 from autotune.worker.trace.meta_values import (
     FAULTS,
     QUESTIONS,
@@ -38,54 +41,9 @@ from autotune.worker.trace.meta_values import (
     result_instead,
     scalar_of,
 )
-from autotune.worker.trace.repeated_calls import result_of
+from autotune.worker.trace.repeated_calls import RepeatedCall, call_of, result_of
 
 aten = torch.ops.aten
-
-
-def _mask_first(_: tuple[Any, ...], out: Any) -> Any:
-    return out[::-1]
-
-
-def _seed_first(_: tuple[Any, ...], out: Any) -> Any:
-    """Put seed and offset first."""
-    return (*out[6:8], *out[:6], *out[8:])
-
-
-def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
-    """Order a convolution's gradients: the weight's first where each channel is convolved by itself.
-
-    PyTorch's own kernels run there; else cuDNN's.
-    """
-    gradient_of_input, gradient_of_weight, gradient_of_bias = out
-    if args[1].shape[1] == args[9] > 1:
-        return gradient_of_weight, gradient_of_input, gradient_of_bias
-    return out
-
-
-_ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
-    aten.native_dropout.default: _mask_first,
-    aten._scaled_dot_product_cudnn_attention.default: _seed_first,
-    aten.convolution_backward.default: _weight_first_by_depth,
-}
-"""Operations that allocate their results in another order than they return them: torch 2.13
-native/cuda/Dropout.cu; native/transformers/cuda/attention.cu; native/cuda/DepthwiseConv2d.cu,
-conv_depthwise2d_backward_cuda_out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """A buffer inside a kernel. `rule` names a size that is not a product of the traced dimensions."""
-
-    size_bytes: int
-    rule: tuple[Any, ...] | None = None
-    comes_first: bool = False
-    """Whether the buffer is there before the results are."""
-
-
-HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
-"""A function from (operation, arguments, output) to the buffers that the CUDA kernel allocates and frees
-inside."""
 
 
 @dataclass(slots=True)
@@ -98,20 +56,8 @@ class TrackedTensor:
     rule: tuple[Any, ...] | None = None
 
 
-@dataclass(slots=True)
-class TrackedKernel:
-    """One launch of a kernel: its arithmetic and the bytes it reads and writes, tensor by tensor."""
-
-    name: str
-    dtype: str
-    num_flops: int
-    tensor_bytes: tuple[int, ...]
-    shape: tuple[int, ...]
-    """Sizes that its speed depends on: autotune.speed.roofline.Kernel."""
-    recomputed: bool
-    """Whether activation checkpointing's second forward pass launched it."""
-    repeated: bool = False
-    """Whether it is launched for each chunk of tokens but the first (autotune.worker.trace.chunks)."""
+_SETTINGS: dict[Any, int] = {}
+"""Numbers of the settings of trackers that costs depend on."""
 
 
 @dataclass(slots=True)
@@ -160,6 +106,8 @@ class Tracker(TorchDispatchMode):
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
         self._at_launch = at_launch
+        settings = hidden_buffers, frozenset(self._kernel_names.items())
+        self._settings = _SETTINGS.setdefault(settings, len(_SETTINGS))
         self._pending_mark: Any = None
         self._sole_owner_counts = _sole_owner_counts()
         self._index_of: dict[int, int] = {}
@@ -238,6 +186,12 @@ class Tracker(TorchDispatchMode):
         """Free buffers, the last one first, as locals go."""
         self.recording.events.extend(~index for index in reversed(indices))
 
+    def record_and_free(self, size_bytes: int) -> int:
+        """Record a buffer that is given back at once; return its number."""
+        index = self._record_allocation(size_bytes, (), torch.uint8)
+        self._free([index])
+        return index
+
     def record_forever(self, size_bytes: int) -> int:
         """Record a buffer that the process keeps (a library workspace); return its number."""
         return self._record_allocation(size_bytes, (), torch.uint8)
@@ -286,17 +240,19 @@ class Tracker(TorchDispatchMode):
             # What was picked by places gets its gradient in place, were no mode on (torch 2.13
             # FunctionsManual.cpp, index_backward).
             func = aten._index_put_impl_.default
+        call = None
         if self._device_type == "meta":
             out = result_instead(func, args, kwargs)
             if out is None:
-                out = result_of(func, args, kwargs)
+                call = call_of(func, args, kwargs)
+                out = result_of(func, args, kwargs, call)
         else:
             out = func(*args, **kwargs)
         if self.has_padding and func in QUESTIONS:
             note_question(args[0], out)
         if func in FAULTS:
             note_fault(func, args[0], out)
-        self._record(func, args, kwargs, out)
+        self._record(func, args, kwargs, out, call)
         return out
 
     def _answer_instead(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -314,32 +270,62 @@ class Tracker(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         return NotImplemented
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _record(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        call: RepeatedCall | None = None,
+    ) -> None:
         """Record what the operation allocated, and the kernel that it launched."""
-        order = _ORDERS.get(func)
+        order = ORDERS.get(func)
         outputs = self._tensors_here(out if order is None else order(args, out))
-        inputs = self._tensors_here((args, tuple(kwargs.values())))
-        fresh = [tensor for tensor in outputs if not self.knows(tensor)]
-        is_launched = launches(func, bool(fresh)) and bool(outputs or inputs)
-        buffers: tuple[Buffer, ...] = ()
-        if is_launched and self._hidden_buffers is not None:
-            buffers = self._hidden_buffers(func, args, out)
-        inside = self._allocated(buffer for buffer in buffers if buffer.comes_first)
-        for tensor in fresh:
+        if call is not None and self._settings in call.costs:
+            cost = call.costs[self._settings]
+        else:
+            cost = self._cost(func, args, kwargs, out, outputs)
+            if call is not None and not any(map(overlaps, _tensors((args, *kwargs.values(), out)))):
+                call.costs[self._settings] = cost
+        inside = self._allocated(cost.first) if cost is not None else []
+        for tensor in outputs:
             self.index_of(tensor)
         # Only the kernel asks for a workspace: what it returns is there by then.
         if self._at_launch is not None:
             self._at_launch(self, func)
-        if not is_launched:
-            return
-        inside += self._allocated(buffer for buffer in buffers if not buffer.comes_first)
-        self._free(inside)
-        self._launch(
-            self._kernel_names.get(func) or _name(func),
-            dtype_of(func, args, inputs or outputs),
-            count_flops(func, args, kwargs, out),
-            tensor_bytes(func, outputs, inputs),
-            shape_of(func, args, kwargs, out),
+        if cost is not None:
+            self._free([*inside, *self._allocated(cost.then)])
+            self.recording.kernels.append(cost.launch(_in_recomputation(), self.is_repeated))
+
+    def _cost(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        outputs: list[torch.Tensor],
+    ) -> KernelCost | None:
+        """The cost of the call's kernel; None where it launches none, or touches no tensor here."""
+        is_fresh = is_alias(func) and not all(map(self.knows, outputs))
+        if not launches(func, is_fresh):
+            return None
+        inputs = self._tensors_here((args, tuple(kwargs.values())))
+        if not (outputs or inputs):
+            return None
+        buffers: tuple[Buffer, ...] = ()
+        if self._hidden_buffers is not None:
+            buffers = self._hidden_buffers(func, args, out)
+        return KernelCost(
+            functools.partial(
+                TrackedKernel,
+                name=self._kernel_names.get(func) or _name(func),
+                dtype=_dtype_name(dtype_of(func, args, inputs or outputs)),
+                num_flops=count_flops(func, args, kwargs, out),
+                tensor_bytes=tensor_bytes(func, outputs, inputs),
+                shape=shape_of(func, args, kwargs, out),
+            ),
+            first=tuple(buffer for buffer in buffers if buffer.comes_first),
+            then=tuple(buffer for buffer in buffers if not buffer.comes_first),
         )
 
     def record_kernel(
@@ -371,12 +357,14 @@ class Tracker(TorchDispatchMode):
                 num_flops=num_flops,
                 tensor_bytes=tensor_bytes,
                 shape=shape,
-                recomputed=torch.is_grad_enabled() and in_backward(),
+                recomputed=_in_recomputation(),
                 repeated=self.is_repeated,
             )
         )
 
     def _tensors_here(self, value: Any) -> list[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            return [value] if value.device.type == self._device_type else []
         return [t for t in _tensors(value) if t.device.type == self._device_type]
 
 
@@ -431,6 +419,11 @@ def _sole_owner_counts() -> tuple[int, int]:
 def in_backward() -> bool:
     """Whether autograd's engine is at work on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _in_recomputation() -> bool:
+    """Whether a forward pass runs within the backward pass."""
+    return torch.is_grad_enabled() and in_backward()
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

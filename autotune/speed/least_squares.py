@@ -7,24 +7,26 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-_LARGE = 0.1
+Floats = NDArray[np.float64]
+
+LARGE = 0.1
 _STEP = 1e-4
 
 
 def fit(
-    residuals: Callable[[NDArray], NDArray], start: NDArray, weights: NDArray, steps: int = 80
-) -> NDArray:
+    residuals: Callable[[Floats], Floats], start: Floats, weights: Floats, steps: int = 80
+) -> Floats:
     """Parameters that make `residuals` (natural logarithms of ratios) small, from `start` on."""
 
-    def loss(r: NDArray) -> float:
-        return float((weights * (np.sqrt(1 + (r / _LARGE) ** 2) - 1)).sum())
+    def loss(r: Floats) -> float:
+        return float((weights * (np.sqrt(1 + (r / LARGE) ** 2) - 1)).sum())
 
     found, r, damping = start, residuals(start), 1e-2
     best = loss(r)
     for _ in range(steps):
         slopes = [(residuals(found + _STEP * unit) - r) / _STEP for unit in np.eye(len(found))]
         jacobian = np.stack(slopes, axis=1)
-        weight = weights / np.sqrt(1 + (r / _LARGE) ** 2)
+        weight = weights / np.sqrt(1 + (r / LARGE) ** 2)
         normal = jacobian.T @ (jacobian * weight[:, None])
         damped = normal + damping * np.diag(np.diag(normal) + 1e-3)
         tried = found - np.linalg.solve(damped, jacobian.T @ (weight * r))

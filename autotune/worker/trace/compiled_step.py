@@ -1,0 +1,371 @@
+"""A compiled step as a trace: what its kernels allocate, free and move, in blocks by layer.
+
+The graphs come from autotune.worker.trace.joint_graph, the kernels from autotune.worker.trace.fusion. A
+kernel belongs to the layer of its last result. Inductor's code frees a tensor after its last use, and takes
+its memory for a result of the same size (torch 2.13 torch/_inductor/codegen/wrapper.py). The backward pass is
+one call: gradients are handed over when it has ended, and each result of the model but the loss gets a
+gradient of zeros.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotune.memory.traces.phases import OUTSIDE, Phase, Place
+from autotune.worker.build import model as models
+from autotune.worker.trace.cuda import Device, Workspaces, device_choices
+from autotune.worker.trace.fusion import FusedKernel, kernels_of
+from autotune.worker.trace.joint_graph import (
+    LossOfMeta,
+    StepGraphs,
+    graphs_of,
+    require_one_graph,
+)
+from autotune.worker.trace.kernel_costs import count_flops, dtype_of, shape_of
+from autotune.worker.trace.lowering import base_of, bytes_of, outputs_of, value_of
+from autotune.worker.trace.meta_step import MetaStep, batch_of, num_items
+from autotune.worker.trace.tracker import (
+    Buffer,
+    HiddenBuffers,
+    TrackedKernel,
+    TrackedTensor,
+    Tracker,
+)
+
+POINTWISE, ROWS, SCATTER = "fused_pointwise", "fused_reduction", "fused_scatter"
+"""Names of Inductor's kernels: without a reduction, with one, and one that writes to scattered places."""
+LONG_ROW = 32_768
+"""Elements of a row that a reduction reads twice: they do not stay in an SM until it is read again.
+[judgement] Half of an L1 cache of 128 KiB and more, in 16 bits."""
+
+_PASSES = {
+    False: (Phase.EMBED, Phase.FORWARD, Phase.HEAD),
+    True: (Phase.HEAD_BACKWARD, Phase.BACKWARD, Phase.EMBED_BACKWARD),
+}
+"""Phases before the layers, in them and after them, by whether the pass is the backward one."""
+
+
+def trace_compiled(
+    step: MetaStep,
+    tracker: Tracker,
+    workspaces: Workspaces,
+    device: Device,
+    hidden_buffers: HiddenBuffers | None,
+    *,
+    micro_batch: int,
+    sequence_length: int,
+) -> None:
+    """Record the forward and backward pass of a compiled step."""
+    model: Any = step.model
+    step.mark(Phase.BATCH)
+    with tracker:
+        batch = batch_of(step.task, step.spec, micro_batch, sequence_length)
+        if models.accepts_loss_kwargs(model):
+            step.mark(Phase.COUNT)
+            batch["num_items_in_batch"] = num_items(model, batch["labels"])
+    step.keep(*batch.values())
+    if model.config.is_encoder_decoder:
+        raise models.UnsupportedModel("an encoder with a decoder is not predicted compiled")
+    require_one_graph(model, batch)
+
+    def run(**batch: Any) -> tuple[torch.Tensor, ...]:
+        outputs = model(**batch)
+        values = (outputs.loss, *(value for name, value in outputs.items() if name != "loss"))
+        return tuple(value for value in values if isinstance(value, torch.Tensor))
+
+    with LossOfMeta(), device_choices(device):
+        every = step.spec.activation_checkpointing
+        graphs = graphs_of(model, run, batch, checkpoint_every=every)
+    # The trace of many samples stands for two and more.
+    share = 1.0 if step.spec.single else 2 / micro_batch
+    _Emitter(step, tracker, workspaces, hidden_buffers, graphs, device.backend, share).emit()
+
+
+class _Emitter:
+    """Writes both passes into a tracker's recording."""
+
+    def __init__(
+        self,
+        step: MetaStep,
+        tracker: Tracker,
+        workspaces: Workspaces,
+        hidden_buffers: HiddenBuffers | None,
+        graphs: StepGraphs,
+        backend: str,
+        rows_share: float,
+    ) -> None:
+        self._backend = backend
+        self._rows_share = rows_share
+        self._step = step
+        self._tracker = tracker
+        self._recording = tracker.recording
+        self._workspaces = workspaces
+        self._hidden_buffers = hidden_buffers
+        self._graphs = graphs
+        self._number: dict[fx.Node, int] = {}
+        """Number of the tensor of each base, of either graph."""
+        self._of_forward = {node.name: node for node in graphs.forward.nodes}
+
+    def emit(self) -> None:
+        graphs, recording = self._graphs, self._recording
+        inputs = [node for node in graphs.forward.nodes if node.op == "placeholder"]
+        for node, tensor in zip(inputs, graphs.inputs, strict=True):
+            self._number[node] = self._tracker.index_of(tensor)
+        given = set(self._number.values())
+        results = outputs_of(graphs.forward)
+        self._step.mark(Phase.EMBED)
+        self._run(graphs.forward, kept={base_of(node) for node in results}, backward=False)
+        saved = {
+            self._number[base_of(self._of_forward[node.name])]
+            for node in graphs.backward.nodes
+            if node.op == "placeholder" and node.name in self._of_forward
+        }
+        loss = self._number[base_of(results[0])]
+        self._step.loss = loss
+        returned = {self._number[base_of(node)] for node in results}
+        self._free(returned - saved - given - {loss})
+        self._step.mark(Phase.HEAD_BACKWARD)
+        one = self._allocate(value_of(results[0]))  # what Accelerator.backward begins with
+        for node in graphs.backward.nodes:
+            if node.op != "placeholder":
+                continue
+            if node.name in self._of_forward:
+                self._number[node] = self._number[base_of(self._of_forward[node.name])]
+            else:  # A gradient of a result: zeros, but for the loss's.
+                self._number[node] = self._allocate(value_of(node))
+                self._launch("fill_", node, (bytes_of(node),))
+        gradients = [node for node in _results(graphs.backward) if node is not None]
+        self._keep = given | {loss}
+        kept = {base_of(node) for node in gradients}
+        self._run(graphs.backward, kept=kept, backward=True)
+        self._step.mark(Phase.END)
+        position = len(recording.events)
+        for parameter, node in graphs.gradients(self._tracker.index_of):
+            number = self._number[base_of(node)]
+            self._step.gradients[number] = parameter
+            self._step.handed_over.setdefault(position, []).append(number)
+        self._free([one])
+
+    def _run(self, graph: fx.Graph, *, kept: set[fx.Node], backward: bool) -> None:
+        kernels = kernels_of(graph, self._backend, rows_share=self._rows_share)
+        last_use: dict[int, int] = {}
+        for place, kernel in enumerate(kernels):
+            for read in kernel.reads:
+                if read in self._number:
+                    last_use[self._number[read]] = place
+        own: dict[fx.Node, int] = {}
+        for place, kernel in enumerate(kernels):
+            for node in (*kernel.reads, *_made_by(kernel)):
+                own[node] = place
+        kept_numbers: set[int] = set()
+        stages = self._stages(kernels, backward=backward)
+        before: tuple[Phase, Place] | None = None
+        # Saved tensors that the backward graph does not read go at once.
+        alive = {n for node, n in self._number.items() if node.graph is graph}
+        for place, (kernel, stage) in enumerate(zip(kernels, stages, strict=True)):
+            if stage != before:
+                self._step.mark(*stage)
+                before = stage
+            made = _made_by(kernel)
+            dying = {
+                number
+                for read in kernel.reads
+                if (number := self._number.get(read)) is not None
+                and read not in kept
+                and max(last_use.get(number, -1), own.get(read, -1)) == place
+                and self._may_free(number, backward=backward)
+            }
+            reused = set() if kernel.is_of_library else self._reusable(dying, made)
+            self._free(reused)
+            if kernel.is_of_library:
+                self._call_library(kernel, made, backward=backward)
+            else:
+                for node in made:
+                    self._number[node] = self._allocate(value_of(node))
+                self._launch_fused(kernel, made)
+            for node in made:
+                number = self._number[node]
+                alive.add(number)
+                if node in kept:
+                    kept_numbers.add(number)
+                elif own[node] == place:  # Nobody reads it.
+                    dying.add(number)
+                else:
+                    last_use[number] = own[node]
+            self._free(dying - reused)
+            alive -= dying
+        if backward:
+            unread = {n for n in alive if n not in last_use and self._may_free(n, backward=True)}
+            self._free(unread - kept_numbers)
+
+    def _may_free(self, number: int, *, backward: bool) -> bool:
+        return number not in self._inputs and (not backward or number not in self._keep)
+
+    @property
+    def _inputs(self) -> set[int]:
+        return {
+            self._number[node] for node in self._graphs.forward.nodes if node.op == "placeholder"
+        }
+
+    def _reusable(self, dying: set[int], made: list[fx.Node]) -> set[int]:
+        """Tensors that go and whose memory a result of the same size takes."""
+        tensors = self._recording.tensors
+        sizes = [value_of(node).untyped_storage().nbytes() for node in made]
+        found = set()
+        for number in sorted(dying):
+            if tensors[number].size_bytes in sizes:
+                sizes.remove(tensors[number].size_bytes)
+                found.add(number)
+        return found
+
+    def _stages(self, kernels: list[FusedKernel], *, backward: bool) -> list[tuple[Phase, Place]]:
+        """The block of each kernel: layers follow each other, none is begun twice."""
+        first, within, after = _PASSES[backward]
+        places = [self._place(kernel) for kernel in kernels]
+        # What is computed again belongs to the layer whose gradients need it.
+        for index in range(len(kernels) - 2, -1, -1):
+            if self._is_recomputed(kernels[index]):
+                places[index] = places[index + 1]
+        layered = [index for index, place in enumerate(places) if place != OUTSIDE]
+        if not layered:
+            return [(first, OUTSIDE)] * len(kernels)
+        found: list[tuple[Phase, Place]] = []
+        now = places[layered[0]]
+        for index, place in enumerate(places):
+            if index < layered[0]:
+                found.append((first, OUTSIDE))
+            elif index > layered[-1]:
+                found.append((after, OUTSIDE))
+            else:
+                if place != OUTSIDE and (place < now if backward else place > now):
+                    now = place
+                found.append((within, now))
+        return found
+
+    def _place(self, kernel: FusedKernel) -> Place:
+        return self._graphs.place_of.get(kernel.node.name, OUTSIDE)
+
+    def _allocate(self, value: torch.Tensor) -> int:
+        recording = self._recording
+        number = len(recording.tensors)
+        dtype = str(value.dtype).removeprefix("torch.")
+        size_bytes = value.untyped_storage().nbytes()
+        recording.tensors.append(TrackedTensor(size_bytes, tuple(value.shape), dtype))
+        recording.events.append(number)
+        return number
+
+    def _free(self, numbers: Iterable[int]) -> None:
+        self._recording.events.extend(~number for number in sorted(numbers))
+
+    def _call_library(self, kernel: FusedKernel, made: list[fx.Node], *, backward: bool) -> None:
+        node = kernel.node
+        func = node.target
+        args, kwargs = _values((node.args, dict(node.kwargs)))
+        out = value_of(node)
+        self._workspaces.at_launch(self._tracker, func, in_backward=backward)
+        buffers: tuple[Buffer, ...] = ()
+        if self._hidden_buffers is not None:
+            buffers = self._hidden_buffers(func, args, out)
+        self._tracker.record_buffers(tuple(b for b in buffers if b.comes_first))
+        for result in made:
+            self._number[result] = self._allocate(value_of(result))
+        self._tracker.record_buffers(tuple(b for b in buffers if not b.comes_first))
+        tensors = list(_tensors((args, kwargs)))
+        name = str(func._overloadpacket).partition(".")[2]  # type: ignore[union-attr]
+        moved = (*kernel.reads.values(), *(bytes_of(result) for result in made))
+        self._recording.kernels.append(
+            TrackedKernel(
+                name=name,
+                dtype=str(dtype_of(func, args, tensors)).removeprefix("torch."),
+                num_flops=count_flops(func, args, kwargs, out),
+                tensor_bytes=moved,
+                shape=shape_of(func, args, kwargs, out),
+                recomputed=self._is_recomputed(kernel),
+            )
+        )
+
+    def _launch_fused(self, kernel: FusedKernel, made: list[fx.Node]) -> None:
+        written = [bytes_of(node) for node in made]
+        scattered = [part.extra_bytes for part in kernel.parts if part.extra_bytes]
+        reduction = kernel.reduction
+        if scattered:
+            name = SCATTER
+        else:
+            name = ROWS if reduction is not None and reduction.columns > 8 else POINTWISE
+        reads = list(kernel.reads.values())
+        if reduction is not None and reduction.is_inner and reduction.columns > LONG_ROW:
+            reads *= 2
+        self._launch(
+            name,
+            kernel.node,
+            (*reads, *written, *scattered),
+            recomputed=self._is_recomputed(kernel),
+        )
+
+    def _launch(
+        self, name: str, node: fx.Node, moved: tuple[int, ...], *, recomputed: bool = False
+    ) -> None:
+        value = value_of(node)
+        value = value[0] if isinstance(value, (tuple, list)) else value
+        self._recording.kernels.append(
+            TrackedKernel(
+                name=name,
+                dtype=str(value.dtype).removeprefix("torch."),
+                num_flops=0,
+                tensor_bytes=moved,
+                shape=(),
+                recomputed=recomputed,
+            )
+        )
+
+    def _is_recomputed(self, kernel: FusedKernel) -> bool:
+        """Whether the backward pass does again what the forward pass has done."""
+        return kernel.node.graph is self._graphs.backward and all(
+            part.node.name in self._of_forward for part in kernel.parts
+        )
+
+
+def _made_by(kernel: FusedKernel) -> list[fx.Node]:
+    """The bases that a kernel leaves in memory: of an operation with several results, those that are used."""
+    made = []
+    for node in kernel.writes:
+        if isinstance(value_of(node), torch.Tensor):
+            made.append(node)
+        else:
+            made += [
+                user
+                for user in node.users
+                if user.target is operator.getitem and isinstance(value_of(user), torch.Tensor)
+            ]
+    return made
+
+
+def _results(graph: fx.Graph) -> list[fx.Node | None]:
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    results: Any = output.args[0]
+    return list(results)
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return value_of(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_values(item) for item in value)
+    if isinstance(value, dict):
+        return {name: _values(item) for name, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

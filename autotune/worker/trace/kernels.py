@@ -1,0 +1,93 @@
+"""A kernel as a trace records it: its launch, the buffers inside it, the order of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer inside a kernel. `rule` names a size that is not a product of the traced dimensions."""
+
+    size_bytes: int
+    rule: tuple[Any, ...] | None = None
+    comes_first: bool = False
+    """Whether the buffer is there before the results are."""
+
+
+HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
+"""A function from (operation, arguments, output) to the buffers that the CUDA kernel allocates and frees
+inside."""
+
+
+@dataclass(slots=True)
+class TrackedKernel:
+    """One launch of a kernel: its arithmetic and the bytes it reads and writes, tensor by tensor."""
+
+    name: str
+    dtype: str
+    num_flops: int
+    tensor_bytes: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Sizes that its speed depends on: autotune.speed.roofline.Kernel."""
+    recomputed: bool
+    """Whether activation checkpointing's second forward pass launched it."""
+    repeated: bool = False
+    """Whether it is launched for each chunk of tokens but the first (autotune.worker.trace.chunks)."""
+
+
+@dataclass(slots=True)
+class KernelCost:
+    """The cost of one call's kernel."""
+
+    kernel: Callable[..., TrackedKernel]
+    """Makes a launch, of whether it is recomputed and repeated."""
+    first: tuple[Buffer, ...]
+    """Buffers inside the kernel that are there before its results."""
+    then: tuple[Buffer, ...]
+    """The others."""
+    launches: dict[tuple[bool, bool], TrackedKernel] = field(default_factory=dict)
+    """Launches that were made, by those two: one object for all that are alike."""
+
+    def launch(self, recomputed: bool, repeated: bool) -> TrackedKernel:
+        key = recomputed, repeated
+        found = self.launches.get(key)
+        if found is None:
+            found = self.launches[key] = self.kernel(recomputed=recomputed, repeated=repeated)
+        return found
+
+
+def _mask_first(_: tuple[Any, ...], out: Any) -> Any:
+    return out[::-1]
+
+
+def _seed_first(_: tuple[Any, ...], out: Any) -> Any:
+    """Put seed and offset first."""
+    return (*out[6:8], *out[:6], *out[8:])
+
+
+def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
+    """Order a convolution's gradients: the weight's first where each channel is convolved by itself.
+
+    PyTorch's own kernels run there; else cuDNN's.
+    """
+    gradient_of_input, gradient_of_weight, gradient_of_bias = out
+    if args[1].shape[1] == args[9] > 1:
+        return gradient_of_weight, gradient_of_input, gradient_of_bias
+    return out
+
+
+ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
+    aten.native_dropout.default: _mask_first,
+    aten._scaled_dot_product_cudnn_attention.default: _seed_first,
+    aten.convolution_backward.default: _weight_first_by_depth,
+}
+"""Operations that allocate their results in another order than they return them: torch 2.13
+native/cuda/Dropout.cu; native/transformers/cuda/attention.cu; native/cuda/DepthwiseConv2d.cu,
+conv_depthwise2d_backward_cuda_out."""

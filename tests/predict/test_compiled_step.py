@@ -1,0 +1,142 @@
+"""Prices of a small model's compiled steps, beside those of the eager ones."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import here
+import pytest
+import tiny_model
+
+from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
+from autotune.records.estimate import TraceSpec
+from autotune.space.compilation import why_not_predicted
+from autotune.space.config import TrainConfig
+
+pytestmark = pytest.mark.worker
+
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    sequence_length=tiny_model.SEQUENCE_LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+CHECKPOINTED = dataclasses.replace(FULL, activation_checkpointing=1)
+LORA = dataclasses.replace(
+    FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
+)
+EAGER = (FULL, CHECKPOINTED, LORA)
+
+
+def compiled(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, torch_compile="default")
+
+
+@pytest.fixture(scope="module")
+def estimator() -> Estimator:
+    specs = {TraceSpec.of(each) for config in EAGER for each in (config, compiled(config))}
+    traces = trace_all(
+        tiny_model.MODEL,
+        "causal-lm",
+        tiny_model.SEQUENCE_LENGTH,
+        tiny_model.gpu(),
+        specs,
+        server=here.workers,
+    )
+    assert len(traces) == 2 * len(EAGER)
+    return Estimator(traces, tiny_model.gpu(), memory_budget_bytes=100 * 10**9)
+
+
+@pytest.mark.parametrize("config", EAGER, ids=["full", "checkpointed", "lora"])
+def test_a_compiled_step_moves_less_in_fewer_kernels(
+    estimator: Estimator, config: TrainConfig
+) -> None:
+    eager, fused = estimator.estimate(config), estimator.estimate(compiled(config))
+    assert not fused.is_bound
+    assert fused.peak_allocated_bytes < eager.peak_allocated_bytes
+    moved, launched = (
+        [
+            sum(
+                kernel.count * (kernel.bytes_moved if of_bytes else 1)
+                for kernel in estimator.kernels(each)
+                if kernel.kind not in ("matmul", "attention") and kernel.phase != "update"
+            )
+            for each in (config, compiled(config))
+        ]
+        for of_bytes in (True, False)
+    )
+    assert moved[1] < 0.6 * moved[0]
+    assert launched[1] < 0.5 * launched[0]
+    assert fused.state == eager.state
+    assert fused.parameters == eager.parameters
+    # What is multiplied is the same, but for scores that a mask hides.
+    assert eager.flops_per_step <= fused.flops_per_step < 1.2 * eager.flops_per_step
+
+
+def test_a_compiled_time_is_less_sure_and_says_what_compiling_takes(estimator: Estimator) -> None:
+    eager, fused = estimator.estimate(FULL), estimator.estimate(compiled(FULL))
+    assert eager.compile_seconds is None
+    assert fused.compile_seconds is not None
+    assert 0 < fused.compile_seconds[0] < fused.compile_seconds[1]
+    assert eager.step_spread is not None
+    assert fused.step_spread is not None
+    assert fused.step_spread > eager.step_spread
+    said = fused.to_dict(10**9)
+    assert said["compile_seconds"] == list(fused.compile_seconds)
+    assert said["bounded_by_eager"] is False
+
+
+def test_gradients_are_added_when_all_are_there(estimator: Estimator) -> None:
+    """The backward pass is one call: beside gradients that exist, all new ones are alive at its end."""
+    state = estimator.estimate(compiled(FULL)).state
+    trace = estimator.trace_of(compiled(FULL))
+    sizes, categories = trace.sizes(FULL.micro_batch_size, 1), trace.categories
+    alive = highest = 0
+    for event in trace.next:
+        number = event if event >= 0 else ~event
+        if categories[number] == "gradient":
+            alive += sizes[number] if event >= 0 else -sizes[number]
+            highest = max(highest, alive)
+    assert highest == state.gradients_bytes
+    assert alive == 0
+
+
+def test_a_step_that_breaks_into_graphs_has_eager_figures_as_a_bound() -> None:
+    """GPT-2's loss has no name that Transformers knows, of which it warns: that breaks the graph."""
+    model = dataclasses.replace(
+        tiny_model.MODEL,
+        config={"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 4, "vocab_size": 512},
+    )
+    both = (FULL, compiled(FULL))
+    specs = [TraceSpec.of(config) for config in both]
+    length, gpu = tiny_model.SEQUENCE_LENGTH, tiny_model.gpu()
+    traces = trace_all(model, "causal-lm", length, gpu, specs, server=here.workers)
+    estimator = Estimator(traces, gpu, memory_budget_bytes=100 * 10**9)
+    eager, bound = map(estimator.estimate, both)
+    assert bound.is_bound
+    assert bound.compile_seconds is None
+    assert bound.peak_device_bytes == eager.peak_device_bytes
+    assert bound.step_seconds == eager.step_seconds
+    found = traces[specs[1]]
+    assert isinstance(found, Trace)
+    assert "breaks its graph" in found.not_compiled
+
+
+def test_ways_of_compiling_that_are_not_modelled_have_eager_figures() -> None:
+    spec = TraceSpec.of(FULL)
+    for changes in (
+        {"torch_compile": "max-autotune"},
+        {"torch_compile_backend": "cudagraphs"},
+        {"batching": "padded"},
+        {"liger": True},
+    ):
+        config = dataclasses.replace(compiled(FULL), **changes)  # type: ignore[arg-type]
+        assert why_not_predicted(config)
+        assert not TraceSpec.of(config).is_compiled
+    assert TraceSpec.of(dataclasses.replace(FULL, torch_compile="max-autotune")) == spec
+    assert why_not_predicted(compiled(FULL)) == ""
+    assert TraceSpec.of(compiled(FULL)) == dataclasses.replace(spec, is_compiled=True)
