@@ -15,11 +15,15 @@ from typing import Any
 import here
 import pytest
 
-from autotune.store import trace_cache
+from autotune.store import calibrations, trace_cache
 from autotune.worker.client import launching
 
 # The models of tests are tiny: threads that wait for work would take more time than they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# They change what is printed. A test that is about one of them sets it.
+for _name in ("CI", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
+    os.environ.pop(_name, None)
 
 
 def pytest_sessionstart() -> None:
@@ -85,6 +89,15 @@ def _log_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that tests run leave their log with the tests, not with the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOTUNE_LOG", str(tmp_path_factory.mktemp("log") / "autotune.log"))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _calibrations_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Whoever runs the tests may have calibrated a card."""
+    folder = tmp_path_factory.mktemp("calibrations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(calibrations.VARIABLE, f"sqlite:///{folder}/autotune.db")
         yield
 
 
