@@ -77,33 +77,69 @@ def time_on_card(
 
     Raises HardwareError where PyTorch cannot use it or nothing could be timed, WorkerError.
     """
-    half = "bfloat16" if gpu.has_bfloat16 else "float16"
-    plan = tiny_plan(half) if is_tiny else usual_plan(gpu)
-    return _time(plan, gpu.backend, card, is_tiny=is_tiny, progress=progress)
+    plan = tiny_plan(half_of(gpu)) if is_tiny else usual_plan(gpu)
+    timed, skipped = list[TimedKernel](), list[Skipped]()
+
+    def keep(_: Kernel, found: TimedKernel | Skipped) -> None:
+        if isinstance(found, TimedKernel):
+            timed.append(found)
+        else:
+            skipped.append(found)
+        progress(len(timed) + len(skipped), len(plan))
+
+    host_seconds = time_kernels(plan, gpu.backend, card, is_tiny=is_tiny, on_kernel=keep)
+    if not timed:
+        why = f"{skipped[0].name}: {skipped[0].why}" if skipped else "The process answered nothing"
+        raise HardwareError("No kernel could be timed", why=why, remedy="See `autotune doctor`")
+    return Timing(timed=tuple(timed), skipped=tuple(skipped), host_seconds=host_seconds)
 
 
-def _time(
+def half_of(gpu: Gpu) -> str:
+    """The 16-bit type that the card trains in."""
+    return "bfloat16" if gpu.has_bfloat16 else "float16"
+
+
+def time_kernels(
     plan: Sequence[Kernel],
     backend: str,
     card: CardIdentity | None,
     *,
-    is_tiny: bool,
-    progress: Callable[[int, int], None],
-) -> Timing:
-    num_done = 0
+    is_tiny: bool = False,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    on_kernel: Callable[[Kernel, TimedKernel | Skipped], None],
+) -> dict[str, float]:
+    """Time kernels in a process of their own; `on_kernel` hears of each at once, in the plan's order.
 
-    def count(answer: Reply) -> None:
-        nonlocal num_done
+    Returns the seconds that the host takes for an operation, by phase.
+
+    Raises HardwareError where PyTorch cannot use the card, WorkerError where the process fails or takes too
+    long: what was heard of before counts.
+    """
+    host_seconds: dict[str, float] = {}
+
+    def read(answer: Reply) -> None:
         if card is not None and answer.get("device", card.name) != card.name:
             raise HardwareError(
                 f"PyTorch counts another card first: {answer['device']}",
                 why=f"NVIDIA's driver names the {card.name} first",
                 remedy="Set CUDA_DEVICE_ORDER=PCI_BUS_ID, and CUDA_VISIBLE_DEVICES to the card's number",
             )
-        if "index" not in answer:
-            return
-        num_done += 1
-        progress(num_done, len(plan))
+        if "unusable" in answer:
+            raise HardwareError(
+                "PyTorch cannot use the GPU of this machine",
+                why=str(answer["unusable"]),
+                remedy="See what `autotune doctor` says",
+            )
+        try:
+            if "host" in answer:
+                host_seconds.update({str(phase): float(s) for phase, s in answer["host"].items()})
+            elif "index" in answer:
+                kernel = plan[answer["index"]]
+                on_kernel(kernel, _read(kernel, answer))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise WorkerError(
+                "The answer of the calibrating process cannot be read", why=str(error)[:200]
+            ) from error
 
     request = {
         "backend": backend,
@@ -111,48 +147,21 @@ def _time(
         "seconds_each": _TINY_SECONDS_EACH if is_tiny else SECONDS_EACH,
         "warm_up_seconds": _TINY_WARM_UP_SECONDS if is_tiny else WARM_UP_SECONDS,
     }
-    end = isolate.run("calibrate", request, deadline_seconds=DEADLINE_SECONDS, on_answer=count)
+    end = isolate.run("calibrate", request, deadline_seconds=deadline_seconds, on_answer=read)
     if end.how != "ok":
         raise end.to_error("calibrate")
-    for answer in end.answers:
-        if "unusable" in answer:
-            raise HardwareError(
-                "PyTorch cannot use the GPU of this machine",
-                why=str(answer["unusable"]),
-                remedy="See what `autotune doctor` says",
-            )
-    try:
-        return _read(plan, end.answers)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise WorkerError(
-            "The answer of the calibrating process cannot be read", why=str(error)[:200]
-        ) from error
+    return host_seconds
 
 
-def _read(plan: Sequence[Kernel], answers: Sequence[Reply]) -> Timing:
-    timed, skipped, host_seconds = list[TimedKernel](), list[Skipped](), dict[str, float]()
-    for answer in answers:
-        if "device" in answer:
-            continue
-        if "host" in answer:
-            host_seconds = {str(phase): float(s) for phase, s in answer["host"].items()}
-            continue
-        kernel = plan[answer["index"]]
-        if "skipped" in answer:
-            skipped.append(Skipped(name=_name(kernel), why=str(answer["skipped"])))
-            continue
-        timed.append(
-            TimedKernel(
-                kernel=kernel,
-                seconds=_positive(answer["seconds"]),
-                spread=float(answer["spread"]),
-                num_weights=int(answer["num_weights"]),
-            )
-        )
-    if not timed:
-        why = f"{skipped[0].name}: {skipped[0].why}" if skipped else "The process answered nothing"
-        raise HardwareError("No kernel could be timed", why=why, remedy="See `autotune doctor`")
-    return Timing(timed=tuple(timed), skipped=tuple(skipped), host_seconds=host_seconds)
+def _read(kernel: Kernel, answer: Reply) -> TimedKernel | Skipped:
+    if "skipped" in answer:
+        return Skipped(name=name_of(kernel), why=str(answer["skipped"]))
+    return TimedKernel(
+        kernel=kernel,
+        seconds=_positive(answer["seconds"]),
+        spread=float(answer["spread"]),
+        num_weights=int(answer["num_weights"]),
+    )
 
 
 def _positive(value: Any) -> float:
@@ -162,9 +171,10 @@ def _positive(value: Any) -> float:
     return seconds
 
 
-def _name(kernel: Kernel) -> str:
-    size = " x ".join(f"{each:g}" for each in kernel.shape)
-    return f"{kernel.name} {kernel.dtype} {size}".strip()
+def name_of(kernel: Kernel) -> str:
+    """A kernel's name, type and size, in words; of those of a plan each has another."""
+    size = " x ".join(f"{each:g}" for each in kernel.shape) or f"{kernel.bytes_moved / 1e6:g} MB"
+    return f"{kernel.name} {kernel.dtype} {size}"
 
 
 def calibration_of(gpu: Gpu, card: CardIdentity, timing: Timing) -> Calibration:

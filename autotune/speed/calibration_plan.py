@@ -72,6 +72,15 @@ BYTES_PER_ELEMENT = {
 }
 """Bytes that a kernel reads and writes for each element: of a product by a row that all rows share, those of
 the rows; of a gather, the rows that it takes and writes; of a fused AdamW, weight, moments and gradient."""
+FURTHER_BYTES_PER_ELEMENT = {
+    "embedding_dense_backward": 2 * HALF_BYTES,
+    "adamw_bnb_8bit": 2 * HALF_BYTES + HALF_BYTES + 4,
+    "paged_adamw_8bit": 2 * HALF_BYTES + HALF_BYTES + 4,
+    "liger_rms_norm": 2 * HALF_BYTES,
+    "liger_swiglu": 3 * HALF_BYTES,
+}
+"""The same of kernels that no rate is fitted to: they are timed to be held against their predictions. Of an
+AdamW in 8 bits: a weight read and written, its gradient read, two moments of a byte read and written."""
 _SINGLE = ("_fused_adamw_",)
 ROWWISE = {
     "_softmax": 2,
@@ -81,7 +90,9 @@ ROWWISE = {
 }
 """Kernels that go row by row, and how many tensors they read and write."""
 _ROWS = ((262144, 256), (65536, 1024), (16384, 4096), (8192, 8192))
+FURTHER_ROWWISE = {"_log_softmax": 2, "_log_softmax_backward_data": 3, "liger_cross_entropy": 3}
 _VOCABULARY = (2048, 32000)
+_LARGE_VOCABULARY = (2048, 128256)
 
 
 def usual_plan(gpu: Gpu) -> list[Kernel]:
@@ -106,6 +117,26 @@ def tiny_plan(dtype: str) -> list[Kernel]:
         attention_kernel("flash", dtype, *shape, is_backward=True),
         *moving_kernels(dtype, 2**14, ((64, 256), (8, 2048))),
     ]
+
+
+def further_plan(gpu: Gpu) -> list[Kernel]:
+    """Kernels to time on a card beside `usual_plan`, which the fits do not see."""
+    half = "bfloat16" if gpu.has_bfloat16 else "float16"
+    return list(_further_kernels(half, _NUM_ELEMENTS, (_VOCABULARY, _LARGE_VOCABULARY)))
+
+
+def tiny_further_plan(dtype: str) -> list[Kernel]:
+    """A kernel of each kind of `further_plan`, of next to no size."""
+    return list(_further_kernels(dtype, 2**14, ((8, 2048),)))
+
+
+def _further_kernels(
+    half: str, num_elements: int, rows: Iterable[tuple[int, int]]
+) -> Iterator[Kernel]:
+    yield from (moving_kernel(name, half, num_elements) for name in FURTHER_BYTES_PER_ELEMENT)
+    for count, length in rows:
+        for name, num_tensors in FURTHER_ROWWISE.items():
+            yield _of_rows(name, num_tensors * SINGLE_BYTES, count, length)
 
 
 def product(dtype: str, m: int, n: int, k: int) -> Kernel:
@@ -173,19 +204,23 @@ def moving_kernels(
 
 
 def moving_kernel(name: str, dtype: str, num_elements: int) -> Kernel:
-    """A kernel of BYTES_PER_ELEMENT on tensors of that many elements."""
+    """A kernel of BYTES_PER_ELEMENT, or of the further ones, on tensors of that many elements."""
     return Kernel(
         name=name,
         kind="copy_host" if name.startswith("copy_host") else kind_of(name),
         dtype="float32" if name in _SINGLE else dtype,
         flops=0,
-        bytes_moved=BYTES_PER_ELEMENT[name] * num_elements,
+        bytes_moved=_bytes_per_element(name) * num_elements,
     )
 
 
 def num_elements_of(kernel: Kernel) -> int:
     """Elements of the tensors of a kernel that moving_kernel made."""
-    return round(kernel.bytes_moved / BYTES_PER_ELEMENT[kernel.name])
+    return round(kernel.bytes_moved / _bytes_per_element(kernel.name))
+
+
+def _bytes_per_element(name: str) -> float:
+    return {**BYTES_PER_ELEMENT, **FURTHER_BYTES_PER_ELEMENT}[name]
 
 
 def _of_rows(name: str, bytes_per_element: int, rows: int, row_length: int) -> Kernel:

@@ -16,6 +16,8 @@ import pytest
 from fake_nvml import fake_nvml
 
 from autotune.catalogue.gpus import cpu_stand_in, detect, find_gpu
+from autotune.probe import calibrate
+from autotune.probe.calibrate import name_of
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.records.measurement import measurement_from_dict
 from autotune.space.config import METHODS
@@ -27,14 +29,14 @@ from autotune.worker.client.isolate import WorkerEnd
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check import deadline as deadlines
-from tools.gpu_check import pieces, predictions, processes, speedups, summary
+from tools.gpu_check import kernels, pieces, predictions, processes, speedups, summary
 from tools.gpu_check.check import Check
 from tools.gpu_check.deadline import Deadline
 from tools.gpu_check.probes import Probes
 
 pytestmark = pytest.mark.slow  # probes, a command and servers that are killed
 
-PIECES = ["predict", "sweep", "find", "processes", "speedups"]
+PIECES = ["kernels", "predict", "sweep", "find", "processes", "speedups"]
 
 
 def run_here(words: Sequence[str], _: Deadline, *, cwd: Path) -> tuple[int, str, str]:
@@ -149,9 +151,53 @@ def test_the_summary_says_what_it_is_made_of(recorded: Path) -> None:
     assert "| server killed | crashed | 1 | no | not known: no card |" in text
 
 
+def test_each_kernel_is_recorded_beside_its_prediction(recorded: Path) -> None:
+    records = {record["key"]: record for record in lines(recorded / "kernels.jsonl")}
+    host = records.pop("host")
+    assert set(host["host_seconds"]) == {"forward", "backward"}
+    plan = kernels._usual(check_of(recorded)) + kernels._further(check_of(recorded))
+    assert list(records) == [name_of(kernel) for kernel in plan]
+    skipped = {name.split()[0] for name, record in records.items() if record["skipped"]}
+    assert skipped == {
+        *("adamw_bnb_8bit", "paged_adamw_8bit"),  # They need CUDA.
+        *("liger_rms_norm", "liger_swiglu", "liger_cross_entropy"),
+    }
+    for record in records.values():
+        assert record["predicted_seconds"] > 0
+        assert record["skipped"] or record["seconds"] > 0
+        assert record["fingerprint"]["device"]
+    text = (recorded / "README.md").read_text(encoding="utf-8")
+    assert "| reduction | embedding_dense_backward | 1 | " in text
+    assert "- not timed: liger_swiglu bfloat16" in text
+
+
+def test_a_kernel_that_ends_the_process_is_left_out_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guilty, asked = "native_dropout", list[int]()
+
+    def run(verb: str, request: Any, *, on_answer: Any, **_: Any) -> WorkerEnd:
+        names = [kernel["name"] for kernel in request["kernels"]]
+        asked.append(len(names))
+        for index, name in enumerate(names):
+            if name == guilty:
+                return end("crashed", ())
+            on_answer({"index": index, "seconds": 1e-3, "spread": 0.01, "num_weights": 1})
+        on_answer({"host": {"forward": 1e-5, "backward": 1e-5}})
+        return end("ok", ())
+
+    monkeypatch.setattr(calibrate.isolate, "run", run)
+    check = check_of(tmp_path, server=Hanging())
+    assert kernels.kernels(check)
+    records = {record["key"]: record for record in lines(tmp_path / "kernels.jsonl")}
+    assert [key.split()[0] for key, record in records.items() if record["skipped"]] == [guilty]
+    first, second = asked
+    assert second < first == len(records) - 1
+
+
 def test_what_is_recorded_is_not_run_again(recorded: Path) -> None:
     before = {path.name: path.read_text(encoding="utf-8") for path in recorded.glob("*.jsonl")}
-    assert run("find", "processes", "speedups", studies=recorded.parent) == 0
+    assert run("kernels", "find", "processes", "speedups", studies=recorded.parent) == 0
     for name, text in before.items():
         assert (recorded / name).read_text(encoding="utf-8") == text
 

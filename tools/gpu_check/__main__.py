@@ -1,6 +1,6 @@
 """Predictions held against a real card: what an owner of a CUDA machine runs. Not yet run on a GPU.
 
-    python -m tools.gpu_check processes predict techniques find sweep speedups
+    python -m tools.gpu_check processes kernels predict techniques find sweep speedups
                                                                             (or: make gpu-check)
 
 Each piece stops when its --minutes are over, and the next call goes on: what is recorded is not run
@@ -16,20 +16,24 @@ find.jsonl
     "answer": what `find --json` printed, or null, "stderr_tail"}
 processes.jsonl
     {"schema_version", "key": what was tried, "fork": {Fork}, ...}: see processes.py
+kernels.jsonl, card.toml
+    see kernels.py
 speedups.jsonl
     see speedups.py
 README.md
     the summary, made anew from all of these
 
-`predict` takes the cases of cases.py, `techniques` those of one more setting each, as far as the card
-and what is installed can run them (both write the same file); `sweep` every point of one small space
-(validation/sampler.py searches it); `find` is the command itself under several budgets; `processes` is what
-forking and killing leave on the card; `speedups` sets find's answers beside what people run. `repredict`
-needs no GPU: it puts the present version's predictions beside what was measured. --backend cpu --tiny tries
-the whole of it on a CPU, and is no measure of any card.
+`kernels` times what a step launches, one by one (three minutes); `predict` takes the cases of cases.py,
+`techniques` those of one more setting each, as far as the card and what is installed can run them (both
+write the same file); `sweep` every point of one small space (validation/sampler.py searches it); `find` is
+the command itself under several budgets; `processes` is what forking and killing leave on the card;
+`speedups` sets find's answers beside what people run. `repredict` needs no GPU: it puts the present
+version's predictions beside what was measured. --backend cpu --tiny tries the whole of it on a CPU, and is
+no measure of any card.
 
-Where a card is lent for half an hour: `autotune doctor`, then `processes predict`, then `techniques find`.
---studies names a folder that stays when the machine goes; the next call goes on from a copy of it.
+Where a card is lent for half an hour: `autotune doctor`, then `processes kernels predict`, then `find
+techniques`. --studies names a folder that stays when the machine goes; the next call goes on from a copy of
+it.
 """
 
 from __future__ import annotations

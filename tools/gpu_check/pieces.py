@@ -23,6 +23,7 @@ from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check.cases import Case
 from tools.gpu_check.check import ROOT, Check, say, shown
 from tools.gpu_check.deadline import run_until
+from tools.gpu_check.kernels import kernels
 from tools.gpu_check.predictions import Predictions
 from tools.gpu_check.probes import Probes
 from tools.gpu_check.processes import processes
@@ -236,6 +237,7 @@ def repredict(check: Check) -> bool:
 
 
 PIECES: dict[str, Callable[[Check], bool]] = {
+    "kernels": kernels,
     "predict": predict,
     "techniques": techniques,
     "sweep": sweep,

@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune.common.units import format_bytes
 from autotune.records.measurement import Measurement, measurement_from_dict
-from tools.gpu_check import speedup_table
+from tools.gpu_check import kernels, speedup_table
 from tools.gpu_check.records import Record, read_records
 from tools.no_card import DRIVER as NO_CARD
 
@@ -115,8 +115,9 @@ def write_summary(folder: Path) -> None:
         return
     predicted = read_records(folder / "predicted_vs_measured.jsonl")
     swept = read_records(folder / "sweep.jsonl")
+    timed = read_records(folder / "kernels.jsonl")
     sections = [
-        *_head(folder.name, [*predicted, *swept]),
+        *_head(folder.name, [*predicted, *swept], [each["fingerprint"] for each in timed]),
         *_predictions(f"Predicted against {_theirs([*predicted, *swept])}", predicted),
         *_predictions("The sweep", swept),
     ]
@@ -125,16 +126,18 @@ def write_summary(folder: Path) -> None:
             *_best(swept),
             *_speedups(read_records(folder / "speedups.jsonl")),
             *_finds(read_records(folder / "find.jsonl")),
+            *_kernels(timed),
         ]
     sections += _processes(read_records(folder / "processes.jsonl"))
     (folder / "README.md").write_text("\n".join(sections) + "\n", encoding="utf-8")
 
 
-def _head(name: str, records: Sequence[Record]) -> list[str]:
+def _head(name: str, records: Sequence[Record], of_kernels: Sequence[Record]) -> list[str]:
     lines = [f"# What was measured on {name}", "", "Made by `make gpu-check`; do not edit.", ""]
     if _is_without_card(records):
         lines[0] = f"# PyTorch's own memory, on a card ({name}) that was not there"
-    for text in sorted({_fingerprint(record) for record in records}):
+    prints = [*(record["measurement"]["fingerprint"] for record in records), *of_kernels]
+    for text in sorted(set(map(_fingerprint, prints))):
         lines += [f"- {text}"]
     if any(r["measurement"]["spec"]["backend"] == "cpu" for r in records):
         lines += ["", "Steps ran on a CPU, bytes are the tracker's: no measure of any card."]
@@ -157,8 +160,7 @@ def _is_without_card(records: Iterable[Record]) -> bool:
     return any(r["measurement"]["fingerprint"]["driver"] == NO_CARD for r in records)
 
 
-def _fingerprint(record: Record) -> str:
-    prints = record["measurement"]["fingerprint"]
+def _fingerprint(prints: Record) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in prints["versions"])
     driver = f", driver {prints['driver']}, CUDA {prints['cuda']}" if prints["driver"] else ""
     allocator = f", {prints['allocator']}" if prints["allocator"] else ""
@@ -324,6 +326,10 @@ def _best(records: Sequence[Record]) -> list[str]:
 def _speedups(records: Sequence[Record]) -> list[str]:
     lines = speedup_table.table(records)
     return ["## Speed-ups", "", *lines] if lines else []
+
+
+def _kernels(records: Sequence[Record]) -> list[str]:
+    return ["## Kernels", "", *kernels.table(records)] if records else []
 
 
 def _finds(records: Sequence[Record]) -> list[str]:

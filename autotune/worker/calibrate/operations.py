@@ -160,11 +160,14 @@ def _by_row(kernel: Kernel, device: torch.device) -> Operation:
     x = torch.randn(rows, length, device=device)
     if kernel.name == "mean":
         return Operation(launch=lambda _: x.mean(-1))
-    if kernel.name.startswith("_softmax"):
-        result = aten._softmax(x, -1, False)
-        if kernel.name == "_softmax":
-            return Operation(launch=lambda _: aten._softmax(x, -1, False))
-        return Operation(launch=lambda _: aten._softmax_backward_data(x, result, -1, torch.float32))
+    if kernel.name == "liger_cross_entropy":
+        return _liger_cross_entropy(x)
+    if kernel.name in _SOFTMAX:
+        return Operation(launch=lambda _: _SOFTMAX[kernel.name](x, -1, False))
+    if kernel.name.endswith("_backward_data"):
+        result = _SOFTMAX[kernel.name.removesuffix("_backward_data")](x, -1, False)
+        backward = getattr(aten, kernel.name)
+        return Operation(launch=lambda _: backward(x, result, -1, torch.float32))
     weight = torch.randn(length, device=device)
     _, mean, rstd = aten.native_layer_norm(x, [length], weight, weight, 1e-5)
     if kernel.name == "native_layer_norm":
@@ -177,6 +180,24 @@ def _by_row(kernel: Kernel, device: torch.device) -> Operation:
             gradient, x, [length], mean, rstd, weight, weight, mask
         )
     )
+
+
+_SOFTMAX = {"_softmax": aten._softmax, "_log_softmax": aten._log_softmax}
+
+
+def _liger_cross_entropy(x: torch.Tensor) -> Operation:
+    """Loss and gradient, which is written over the logits."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    target = torch.randint(x.shape[1], (len(x),), device=x.device)
+    # Without a gradient to come, Liger computes none.
+    x.requires_grad_()
+
+    def launch(_: int) -> Any:
+        with torch.enable_grad():
+            return liger_cross_entropy(x, target)
+
+    return Operation(launch=launch, in_graph=False)
 
 
 def _moving(kernel: Kernel, device: torch.device) -> Operation:
@@ -238,6 +259,18 @@ def _embedding(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
     return Operation(launch=lambda _: F.embedding(ids, table))
 
 
+def _embedding_backward(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
+    """The gradient of a table of as many rows as there are tokens."""
+    gradient = _wide(n, dtype, device)
+    rows = len(gradient)
+    ids = torch.randint(rows, (rows,), device=device)
+    # Its sort asks the host for memory.
+    return Operation(
+        launch=lambda _: aten.embedding_dense_backward(gradient, ids, rows, -1, False),
+        in_graph=False,
+    )
+
+
 def _index_select(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
     table = _wide(n, dtype, device)
     ids = torch.randint(len(table), (len(table),), device=device)
@@ -254,6 +287,37 @@ def _fused_adamw(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
             [weight], [gradient], *moments, [], steps, **settings, amsgrad=False, maximize=False
         )
     )
+
+
+def _adamw_8bit(n: int, dtype: torch.dtype, device: torch.device, *, is_paged: bool) -> Operation:
+    """A whole step of one parameter."""
+    from autotune.worker.uncompiled import uncompiled
+
+    if device.type != "cuda":
+        raise NotImplementedError("bitsandbytes' kernel of it needs CUDA")
+    with uncompiled():
+        from bitsandbytes import optim
+
+    parameter = torch.nn.Parameter(_flat(n, dtype, device))
+    parameter.grad = _flat(n, dtype, device)
+    kind: Any = optim.PagedAdamW8bit if is_paged else optim.AdamW8bit
+    step = kind([parameter], lr=1e-5).step
+    return Operation(launch=lambda _: step(), in_graph=False)
+
+
+def _liger_rms_norm(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
+    from liger_kernel.transformers.functional import liger_rms_norm
+
+    x = _wide(n, dtype, device)
+    weight = _flat(x.shape[1], dtype, device)
+    return Operation(launch=lambda _: liger_rms_norm(x, weight, 1e-5), in_graph=False)
+
+
+def _liger_swiglu(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
+    from liger_kernel.transformers.functional import liger_swiglu
+
+    gate, up = _wide(n, dtype, device), _wide(n, dtype, device)
+    return Operation(launch=lambda _: liger_swiglu(gate, up), in_graph=False)
 
 
 def _dequantize(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
@@ -294,6 +358,11 @@ _MOVING: dict[str, Callable[[int, torch.dtype, torch.device], Operation]] = {
     "embedding": _embedding,
     "index_select": _index_select,
     "_fused_adamw_": _fused_adamw,
+    "embedding_dense_backward": _embedding_backward,
+    "adamw_bnb_8bit": lambda n, dtype, device: _adamw_8bit(n, dtype, device, is_paged=False),
+    "paged_adamw_8bit": lambda n, dtype, device: _adamw_8bit(n, dtype, device, is_paged=True),
+    "liger_rms_norm": _liger_rms_norm,
+    "liger_swiglu": _liger_swiglu,
     "dequantize_4bit": _dequantize,
     "copy_host": lambda n, dtype, device: _copy(n, dtype, device, is_pinned=True),
     PAGEABLE: lambda n, dtype, device: _copy(n, dtype, device, is_pinned=False),

@@ -65,7 +65,7 @@ def _first_line(error: BaseException) -> str:
 
 def _warm_up(kernels: Sequence[Kernel], device: torch.device, seconds: float) -> None:
     """Products until the card is as warm as in training, as far as that takes seconds."""
-    half = next(each.dtype for each in kernels if each.kind == "matmul")
+    half = next((each.dtype for each in kernels if each.kind == "matmul"), "float16")
     warm = operation_of(product(half, *([_WARM_UP_SIZE] * 3)), device)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
