@@ -27,6 +27,7 @@ from autotune.probe.calibrate import (
     DEADLINE_SECONDS,
     Timing,
     calibration_of,
+    check_plausible,
     half_of,
     name_of,
     time_kernels,
@@ -146,6 +147,7 @@ def _write_card(check: Check, card: CardIdentity) -> None:
     fitting = [each for each in timing.timed if name_of(each.kernel) in usual]
     try:
         found = calibration_of(check.card, card, dataclasses.replace(timing, timed=tuple(fitting)))
+        check_plausible(found)
     except HardwareError as error:
         say(f"no card.toml: {error}")
         return

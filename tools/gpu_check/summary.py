@@ -117,11 +117,11 @@ def write_summary(folder: Path) -> None:
     swept = read_records(folder / "sweep.jsonl")
     timed = read_records(folder / "kernels.jsonl")
     sections = [
-        *_head(folder.name, [*predicted, *swept], [each["fingerprint"] for each in timed]),
+        *_head(folder.name, [*predicted, *swept], timed),
         *_predictions(f"Predicted against {_theirs([*predicted, *swept])}", predicted),
         *_predictions("The sweep", swept),
     ]
-    if not _is_without_card([*predicted, *swept]):
+    if not _is_without_card([*predicted, *swept, *timed]):
         sections += [
             *_best(swept),
             *_speedups(read_records(folder / "speedups.jsonl")),
@@ -132,16 +132,17 @@ def write_summary(folder: Path) -> None:
     (folder / "README.md").write_text("\n".join(sections) + "\n", encoding="utf-8")
 
 
-def _head(name: str, records: Sequence[Record], of_kernels: Sequence[Record]) -> list[str]:
+def _head(name: str, records: Sequence[Record], timed: Sequence[Record]) -> list[str]:
+    """The title; `timed` are records of kernels, and `records` those of probes."""
     lines = [f"# What was measured on {name}", "", "Made by `make gpu-check`; do not edit.", ""]
-    if _is_without_card(records):
+    is_without_card = _is_without_card([*records, *timed])
+    if is_without_card:
         lines[0] = f"# PyTorch's own memory, on a card ({name}) that was not there"
-    prints = [*(record["measurement"]["fingerprint"] for record in records), *of_kernels]
-    for text in sorted(set(map(_fingerprint, prints))):
+    for text in sorted(set(map(_fingerprint, [*records, *timed]))):
         lines += [f"- {text}"]
     if any(r["measurement"]["spec"]["backend"] == "cpu" for r in records):
         lines += ["", "Steps ran on a CPU, bytes are the tracker's: no measure of any card."]
-    if _is_without_card(records):
+    if is_without_card:
         lines += [
             "",
             "There was no card, and nothing was computed: PyTorch's CUDA build ran on a CUDA runtime that",
@@ -157,10 +158,17 @@ def _theirs(records: Iterable[Record]) -> str:
 
 
 def _is_without_card(records: Iterable[Record]) -> bool:
-    return any(r["measurement"]["fingerprint"]["driver"] == NO_CARD for r in records)
+    return any(_prints(record)["driver"] == NO_CARD for record in records)
 
 
-def _fingerprint(prints: Record) -> str:
+def _prints(record: Record) -> Record:
+    """The fingerprint of a probe or a kernel."""
+    found: Record = record.get("measurement", record)["fingerprint"]
+    return found
+
+
+def _fingerprint(record: Record) -> str:
+    prints = _prints(record)
     versions = ", ".join(f"{name} {version}" for name, version in prints["versions"])
     driver = f", driver {prints['driver']}, CUDA {prints['cuda']}" if prints["driver"] else ""
     allocator = f", {prints['allocator']}" if prints["allocator"] else ""
