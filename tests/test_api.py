@@ -69,7 +69,7 @@ def test_its_options_are_those_of_the_command() -> None:
         name = option.opts[0].removeprefix("--").replace("-", "_")
         typed[name] = default if isinstance(default, str | int) else None
     # Of the command alone: how it prints, and that another machine is to answer.
-    for name in ("json", "enqueue", "wait"):
+    for name in ("json", "wait"):
         del typed[name]
     named = {
         name: parameter.default

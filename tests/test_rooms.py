@@ -33,11 +33,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "search": FUNNEL,
     "report": (*FUNNEL, "search"),
     "nightly": (*FUNNEL, "search", "report"),
-    "jobs": (*FUNNEL, "search", "report"),
     "doctor": (*FUNNEL, "search", "report"),
     "debug": (*FUNNEL, "search", "report"),
     "api": (*FUNNEL, "search", "report"),
-    "cli": (*FUNNEL, "search", "report", "nightly", "jobs", "doctor", "debug", "api"),
+    "cli": (*FUNNEL, "search", "report", "nightly", "doctor", "debug", "api"),
     "__main__": ("cli",),
     "": ("api", "common"),
 }

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "autotune"
 
 DONE = (
-    "catalogue", "cli", "common", "debug", "doctor", "export", "jobs", "memory", "nightly", "predict",
+    "catalogue", "cli", "common", "debug", "doctor", "export", "memory", "nightly", "predict",
     "probe", "records", "report", "search", "space", "speed", "store", "worker",
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.errors import AutotuneError
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import ProbeSpec
@@ -228,7 +229,7 @@ def main() -> None:
                 continue
             for case in wanted:
                 of, config, estimate = predicted(subjects, case, card, tracer)
-                prober = Prober(server, table, of.source, spec)
+                prober = Prober(OneCard(server), table, of.source, spec)
                 line = record(of, case, config, estimate, prober)
                 records.add(_key(options.task, kind, case), **line)
                 say(_shown(line))

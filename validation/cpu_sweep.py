@@ -18,6 +18,7 @@ from autotune.catalogue.gpus import cpu_stand_in
 from autotune.catalogue.models import resolve
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
 from autotune.records.measurement import ProbeSpec
@@ -81,7 +82,7 @@ def main() -> None:
             open_probes(f"sqlite:///{name}/probes.db") as table,
             open(FOLDER / "sweep.jsonl", "w", encoding="utf-8") as file,
         ):
-            prober = Prober(server, table, model, spec)
+            prober = Prober(OneCard(server), table, model, spec)
             for number, config in enumerate(configs, start=1):
                 measurement = prober.measure(config)
                 record = {

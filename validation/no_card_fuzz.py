@@ -26,6 +26,7 @@ from autotune.common.units import MIB
 from autotune.errors import AutotuneError
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
@@ -161,7 +162,7 @@ def main() -> None:
             except AutotuneError as error:
                 say(f"not predicted: {error}: {source.name} {shown(config)}")
                 continue
-            seen = Prober(probes, table, source, spec).measure(config)
+            seen = Prober(OneCard(probes), table, source, spec).measure(config)
             records.add(
                 key,
                 model=source.name,

@@ -29,13 +29,11 @@ from autotune.cli import (
     estimate,
     export,
     find,
-    jobs,
     maximum,
     nightly,
     report,
     studies,
     tables,
-    worker,
 )
 from autotune.cli.output import drop_output, explain, note, say, show_usage
 from autotune.common import log
@@ -163,8 +161,6 @@ for command in (
     export.export,
     report.report,
     studies.studies,
-    jobs.jobs,
-    worker.worker,
     nightly.nightly,
     completion.completion,
     cache.cache,

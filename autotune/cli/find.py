@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from autotune.cli import completion, jobs
+from autotune.cli import completion
 from autotune.cli.options import (
     COUNT,
     KnobType,
@@ -25,6 +25,8 @@ from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, Qu
 from autotune.space.knobs import KNOBS
 from autotune.store import database
 
+STUDIES = Path("studies")
+"""Folder of the answers' files."""
 _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 """Their defaults are shown, and give way to what the base has."""
 
@@ -112,14 +114,9 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     help="Where the files go [default: studies/ and the study's name].",
 )
 @click.option(
-    "--enqueue",
+    "--wait",
     is_flag=True,
-    help="Leave it to a machine that runs `autotune worker` and has the --gpu: prints a job's number. Of a "
-    "--dataset its name, its format and how long its samples are go there; of a --base its text, without "
-    "what looks like a secret.",
-)
-@click.option(
-    "--wait", is_flag=True, help="With --enqueue: until it is answered; writes its files."
+    help="Where another search works in the same study, wait until it is done.",
 )
 @click.pass_context
 def find(
@@ -128,7 +125,6 @@ def find(
     *,
     storage: str,
     out: Path | None,
-    enqueue: bool,
     wait: bool,
     as_json: bool,
     **typed: Any,
@@ -144,29 +140,18 @@ def find(
         if not is_given(context, name):
             typed[name] = None
     command = command_line(context)
-    if wait and not enqueue:
-        raise click.UsageError("--wait goes with --enqueue.")
     check_folder(
-        out or jobs.STUDIES,
+        out or STUDIES,
         what="The files",
         remedy="Check its permissions, or name another folder with --out",
     )
-    if enqueue:
-        jobs.enqueue(
-            Question(**typed),
-            storage=storage,
-            command=command,
-            waits=wait,
-            folder=out,
-            as_json=as_json,
-        )
-        return
     try:
         found = finding.find(
             Question(**typed),
             storage=storage,
             command=command,
             listener=on_stderr(quiet=as_json),
+            waits=wait,
         )
     except finding.NotMeasuredError as error:
         # Files are left alone: those in the folder may be of an answer that was measured.
@@ -180,7 +165,7 @@ def find(
         # Before anything is written: what cannot be written does not cost the answer.
         terminal.draw_answer(found.answer, sys.stdout)
         sys.stdout.flush()
-    folder = out or jobs.STUDIES / found.folder_name
+    folder = out or STUDIES / found.folder_name
     delivered = deliver(found, folder=folder, storage=storage, command=command)
     if as_json:
         print_json({**delivered.result, "files": [str(path) for path in delivered.files]})

@@ -1,7 +1,6 @@
 """Files read with a limit of size, written all or none, and folders that survive a power cut.
 
-What is written is written beside its place and moved there. What is read may be this machine's (Disk), or
-have come with a question from another one (Carried).
+What is written is written beside its place and moved there.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from autotune.common.units import KIB, MIB
 from autotune.errors import ConfigError, StorageError
@@ -45,55 +42,6 @@ def read_text(path: Path, max_bytes: int, *, usual: str = "") -> str:
         return read_bytes(path, max_bytes, usual=usual).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text") from error
-
-
-class Files(Protocol):
-    """A user's files, by the paths that they name."""
-
-    def is_folder(self, path: Path) -> bool: ...
-
-    def is_file(self, path: Path) -> bool: ...
-
-    def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
-        """Text of the file at that path, under the rules and errors of read_text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """The files of this machine."""
-
-    has_read: dict[Path, str] = field(default_factory=dict)
-    """Text of every file that was read so far, by path."""
-
-    def is_folder(self, path: Path) -> bool:
-        return os.path.isdir(path)
-
-    def is_file(self, path: Path) -> bool:
-        return os.path.isfile(path)
-
-    def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
-        text = read_text(path, max_bytes, usual=usual)
-        self.has_read[path] = text
-        return text
-
-
-@dataclass(frozen=True, slots=True)
-class Carried:
-    """Files that came from another machine: these and no others, whatever is at their paths here."""
-
-    texts: Mapping[Path, str]
-
-    def is_folder(self, path: Path) -> bool:
-        return any(path in file.parents for file in self.texts)
-
-    def is_file(self, path: Path) -> bool:
-        return path in self.texts
-
-    def read(self, path: Path, max_bytes: int, *, usual: str = "") -> str:
-        text = self.texts.get(path)
-        if text is None or len(text) > max_bytes:
-            raise ConfigError(f"{path} did not come with the question, or is too large", why=usual)
-        return text
 
 
 def write_all(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.common import user_text
-from autotune.common.files import Disk, Files
+from autotune.common.files import read_text
 from autotune.common.units import MIB
 from autotune.errors import ConfigError, nearest
 from autotune.export.exporter import Exporter
@@ -58,12 +58,9 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return yaml.safe_dump(content, sort_keys=False)
 
 
-def read_train_config(path: Path, files: Files | None = None) -> SavedRun:
-    """Read the run of a file as `write` makes it, perhaps edited. Raises ConfigError.
-
-    `files` None: the disk's.
-    """
-    text = (files or Disk()).read(path, MAX_FILE_BYTES, usual="A train_config.yaml has 1 KiB")
+def read_train_config(path: Path) -> SavedRun:
+    """Read the run of a file as `write` makes it, perhaps edited. Raises ConfigError."""
+    text = read_text(path, MAX_FILE_BYTES, usual="A train_config.yaml has 1 KiB")
     return from_yaml(text, source=str(path))
 
 

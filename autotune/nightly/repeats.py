@@ -8,6 +8,7 @@ from autotune.catalogue.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
@@ -54,7 +55,7 @@ class Repeater:
             memory_budget_bytes=budget_bytes,
             max_seconds=PROBE_SECONDS[backend],
         )
-        self._prober = Prober(server, table, source, spec)
+        self._prober = Prober(OneCard(server), table, source, spec)
         self._cell, self._matrix, self._journal = cell, matrix, journal
 
     def measure(

@@ -1,13 +1,14 @@
 """Stages 4 and 5 of the funnel: measures the configurations that could be fastest, confirms the winner.
 
 A loop of Optuna's ask and tell: the sampler proposes, a process of its own measures (autotune.probe.run_one),
-the study and the table of probes keep it before the next is asked for. Killed at any moment, the same
-command goes on: what was measured is in the table, and a trial left running is given back. Others may
-search in the same study meanwhile (autotune.probe.turns), and the answer waits for what they have begun. Each
-timed step of a probe is reported to its trial, and what the study's pruner gives up is stopped part-way.
+the study and the table of probes keep it. Where the fleet has several cards, each is kept busy as long as
+there is something worth a probe. Killed at any moment, the same command goes on: what was measured is in the
+table, and a trial left running is given back. Nobody else searches in the study meanwhile
+(autotune.store.locks). Each timed step of a probe is reported to its trial, and what the study's pruner gives
+up is stopped part-way.
 
-The winner then runs again, longer, with an evaluation and a checkpoint, and where its batches vary in
-length with such batches, too. Where it fails, the next one by the same rule takes its place; where it is
+The winner then runs again, alone and longer, with an evaluation and a checkpoint, and where its batches vary
+in length with such batches, too. Where it fails, the next one by the same rule takes its place; where it is
 slower than another's probe, the faster one of the two after that one's confirmation. A disk without room for
 the checkpoint is no failure of the winner: it stays, not confirmed.
 
@@ -18,20 +19,24 @@ confirmation.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autotune.probe import compiled, owners
+from autotune.probe import compiled
 from autotune.probe.pruner import SpeedPruner
 from autotune.probe.run_one import Prober
 from autotune.probe.sampler import Candidate, PredictionSampler
 from autotune.probe.study_view import StudyView
-from autotune.probe.tell_optuna import ended, watched
+from autotune.probe.tell_optuna import tell, watched
 from autotune.probe.trial_history import key_of
-from autotune.probe.turns import Proposal, take_turn
+from autotune.probe.trials import (
+    Proposal,
+    ask,
+    give_back_abandoned,
+    give_back_interrupted,
+)
 from autotune.probe.winner import (
     MAX_CONFIRMATIONS,
     Final,
@@ -51,9 +56,6 @@ from autotune.store.predicted_trials import SPACE, parameter_distributions
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
-
-POLL_SECONDS = 0.5
-"""Time between two looks whether the last trials of other processes have ended."""
 
 PIECES_SHARE = 0.7
 """Share of a configuration's memory at full length that another may need at most, once the first did not fit
@@ -114,19 +116,16 @@ class _Search:
 
     def __init__(self, study: optuna.Study, plan: Plan, prober: Prober, on_probe: OnProbe) -> None:
         self._study, self._plan, self._prober, self._on_probe = study, plan, prober, on_probe
-        self._seen = StudyView(study, prober.fingerprint_of, prober.here)
+        give_back_abandoned(study)
+        self._seen = StudyView(study, prober.fingerprint_of)
         self._seen.look()
-        self._baseline = None if plan.baseline is None else self._measure_base(plan.baseline.config)
+        self._baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
         self._predicted = {estimate.config: estimate for estimate in plan.pool}
         """Predictions of all candidates, those of the compiled ones that have joined them too."""
         self._rejected: list[Measurement] = []
         """Confirmations that failed."""
         self._confirmed: dict[TrainConfig, Measurement] = {}
         """Every confirmation of this search, whatever came of it."""
-
-    def _measure_base(self, config: TrainConfig) -> Measurement:
-        with self._prober.alone(self._study):
-            return self._prober.measure(config)
 
     def run(self) -> Measured:
         plan, rejected = self._plan, self._rejected
@@ -195,9 +194,8 @@ class _Search:
         return [estimate for estimate in found if estimate.config not in predicted][:num_left]
 
     def _confirm(self, best: Measurement) -> Measurement:
-        with self._prober.alone(self._study):
-            predicted = self._predicted[best.config]
-            confirmation = self._prober.confirm(best, predicted, self._plan.confirm_steps)
+        predicted = self._predicted[best.config]
+        confirmation = self._prober.confirm(best, predicted, self._plan.confirm_steps)
         self._confirmed[best.config] = confirmation
         return confirmation
 
@@ -251,11 +249,11 @@ class _Search:
         )
 
     def _probe(self, pool: Sequence[Estimate], max_probes: int) -> None:
-        """Probe until nothing that is left is likely to be faster, and nobody else probes any more.
+        """Probe until nothing that is left is likely to be faster.
 
-        `max_probes` counts those of all who search in the study on machines like this one.
+        `max_probes` counts those of earlier searches in the study on machines like this one.
         """
-        study, prober, seen = self._study, self._prober, self._seen
+        study, seen = self._study, self._seen
         distributions = parameter_distributions(study, [e.config for e in pool])
         left = [e for e in pool if e.config not in self._refused]
         if self._rejected and not left:
@@ -267,7 +265,7 @@ class _Search:
 
         def propose() -> Proposal | None:
             seen.look()
-            if base is not None and not seen.known([base[0]]) and not _runs(study, base[1]):
+            if base is not None and not seen.known([base[0]]) and base[0] not in running:
                 return Proposal(
                     params=base[1], distributions={n: distributions[n] for n in base[1]}
                 )
@@ -278,28 +276,41 @@ class _Search:
                 return None
             return Proposal(params=proposed.params, distributions=sampler.search_space(proposed))
 
-        def run(trial: optuna.Trial, asked: Proposal) -> float:
-            trial.set_user_attr(SPACE, self._plan.space)
-            estimate = predicted[key_of(asked.params)]
-            best_speed = pruner.best_speed(study) or 0.0
-            measurement = prober.measure(
-                estimate.config, watch=watched(study, trial), slow_below=best_speed * (1 - NOISE)
-            )
-            seen.own.append(measurement)
-            return ended(trial, measurement, estimate)
+        running: dict[TrainConfig, tuple[optuna.Trial, Estimate]] = {}
+        try:
+            while True:
+                while len(running) < self._prober.num_cards and (asked := propose()) is not None:
+                    estimate = predicted[key_of(asked.params)]
+                    trial = ask(study, asked)
+                    running[estimate.config] = trial, estimate
+                    trial.set_user_attr(SPACE, self._plan.space)
+                    known = self._prober.begin(
+                        estimate.config,
+                        watch=watched(study, trial),
+                        slow_below=(pruner.best_speed(study) or 0.0) * (1 - NOISE),
+                    )
+                    if known is not None:
+                        self._told(running, known)
+                if not running:
+                    return
+                self._told(running, self._prober.wait()[1])
+        except BaseException:
+            for trial, _ in running.values():
+                give_back_interrupted(study, trial)
+            raise
 
-        owner = {**owners.this_process(), "fingerprint": prober.here}
-        while True:
-            num_before = len(seen.own)
-            if take_turn(study, prober.turn(study), owner, propose, run):
-                seen.look()
-                if len(seen.own) > num_before:
-                    self._on_probe(seen.num_begun, seen.own[-1], seen.fastest())
-            elif seen.num_running:
-                # Somebody else's: what comes of it may change what is worth a probe, or be the answer.
-                time.sleep(POLL_SECONDS)
-            else:
-                return
+    def _told(
+        self,
+        running: dict[TrainConfig, tuple[optuna.Trial, Estimate]],
+        measurement: Measurement,
+    ) -> None:
+        """Tell the study of a measurement; its trial runs no more."""
+        trial, estimate = running[measurement.config]
+        tell(self._study, trial, measurement, estimate)
+        del running[measurement.config]
+        self._seen.own.append(measurement)
+        self._seen.look()
+        self._on_probe(self._seen.num_begun, measurement, self._seen.fastest())
 
     def _base_params(
         self, predicted: Mapping[frozenset[Any], Estimate]
@@ -337,9 +348,3 @@ class _Search:
             seed=self._plan.seed,
             near={key: near[e.config] for key, e in predicted.items() if e.config in near},
         )
-
-
-def _runs(study: optuna.Study, params: Mapping[str, Any]) -> bool:
-    """Whether a trial of these parameters runs at this moment."""
-    begun = (t for t in study.get_trials(deepcopy=False) if not t.state.is_finished())
-    return any(trial.params == params for trial in begun)

@@ -1,20 +1,16 @@
-"""Measures one configuration at a time, each in a process of its own, and remembers it.
+"""Measures configurations on the cards of a fleet, each in a process of its own, and remembers them.
 
 What the table of probes has for this fingerprint is not run again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from autotune.catalogue import nvml
 from autotune.catalogue.models import ModelSource
@@ -22,7 +18,7 @@ from autotune.common.units import format_bytes
 from autotune.errors import HardwareError
 from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.probe import compiled
-from autotune.probe.fingerprint import digest, fingerprint_here
+from autotune.probe.fleet.fleet import Fleet, Job
 from autotune.probe.logged_runs import log_run
 from autotune.probe.sampler import Near
 from autotune.probe.tell_optuna import Watch
@@ -30,7 +26,6 @@ from autotune.records.estimate import Estimate
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.records.measurement import (
     NUM_CONFIRMATION_WARM_UP_STEPS,
-    STOP_FILE,
     Measurement,
     ProbeSpec,
     measurement_from_dict,
@@ -40,11 +35,7 @@ from autotune.space.config import TrainConfig
 from autotune.store.probe_key import ProbeKey, probe_key
 from autotune.store.probe_table import ProbeTable
 from autotune.worker.client import isolate
-from autotune.worker.client.forkserver import ForkServer
-from autotune.worker.client.isolate import Reply, WorkerEnd, private_folder
-
-if TYPE_CHECKING:
-    import optuna
+from autotune.worker.client.isolate import Reply, WorkerEnd
 
 SET_UP_SECONDS = 120.0
 """Seconds that a probe may take beyond its timed steps: building, warm-up, the last step begun."""
@@ -68,7 +59,7 @@ class Prober:
 
     def __init__(
         self,
-        server: ForkServer,
+        fleet: Fleet,
         table: ProbeTable,
         model: ModelSource,
         spec: ProbeSpec,
@@ -84,7 +75,7 @@ class Prober:
         what the fingerprint here must be, as far as is known before a process has told it; NotAsAssumed is
         raised when the first one, started to measure something, tells another.
         """
-        self._server = server
+        self._fleet = fleet
         self._table = table
         self._model = model
         self._useful_share = useful_share
@@ -92,44 +83,68 @@ class Prober:
         self._on_run = on_run
         self.spec = spec
         self._is_assumed = assumed is not None
-        self._fingerprint = assumed or fingerprint_here(server, spec.backend)
-        self.here = digest(self._fingerprint)
+        self._fingerprint = assumed or fleet.fingerprint(spec.backend)
         self.num_run = 0
         """Number of probes that were run; confirmations are counted nowhere."""
         self.num_reused = 0
         """Number of measurements found in the table: made before, or by others meanwhile, and not by this
         Prober itself."""
         self._own: set[TrainConfig] = set()
+        self._running: dict[Job, tuple[TrainConfig, ProbeSpec]] = {}
         self.near_seen: dict[TrainConfig, Measurement] = {}
         """Measurements of the same device with another driver or other libraries, which helped the order."""
 
-    def measure(
-        self, config: TrainConfig, *, watch: Watch | None = None, slow_below: float = 0.0
-    ) -> Measurement:
-        """Return the table's measurement, or a new one, which is in the table when this returns.
+    @property
+    def num_cards(self) -> int:
+        """Number of probes that may run at once."""
+        return self._fleet.num_cards
 
-        `watch` is called with each timed step of a new one, and may end it. `slow_below`: tokens per
+    def measure(self, config: TrainConfig) -> Measurement:
+        """Return the table's measurement, or a new one; nothing else may run meanwhile."""
+        found = self.begin(config)
+        if found is not None:
+            return found
+        (_, measurement) = self.wait()
+        return measurement
+
+    def begin(
+        self, config: TrainConfig, *, watch: Watch | None = None, slow_below: float = 0.0
+    ) -> Measurement | None:
+        """Return the table's measurement; None where there is none, and a probe was started (see `wait`).
+
+        `watch` is called with each timed step of the probe, and may end it. `slow_below`: tokens per
         second; the table answers with what was stopped part-way, too, where it was slower.
         """
         share = self._useful_share(config)
         measurement = self._find(config, self.spec, slow_below=slow_below / share)
-        if measurement is not None:
-            log_run(measurement, "known probe")
-            self.num_reused += config not in self._own
-            speed = measurement.tokens_per_second
-            if measurement.outcome == "slow" and watch is not None and speed is not None:
-                # What a trial that is stopped leaves to learn from.
-                watch(measurement.num_steps, share * speed)
-        else:
+        if measurement is None:
             self.num_run += 1
-            measurement = self.again(config, watch=watch)
             self._own.add(config)
+            self._start_probe(config, watch)
+            return None
+        log_run(measurement, "known probe")
+        self.num_reused += config not in self._own
+        speed = measurement.tokens_per_second
+        if measurement.outcome == "slow" and watch is not None and speed is not None:
+            # What a trial that is stopped leaves to learn from.
+            watch(measurement.num_steps, share * speed)
         return dataclasses.replace(measurement, useful_share=share)
+
+    def wait(self) -> tuple[TrainConfig, Measurement]:
+        """Wait for a probe that was begun: its measurement is in the table when this returns."""
+        job, end = self._fleet.wait()
+        config, spec = self._running.pop(job)
+        measurement = self._keep(end, config, spec)
+        return config, dataclasses.replace(measurement, useful_share=self._useful_share(config))
 
     def again(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
         """Measure anew, whatever the table knows; the result is in the table when this returns."""
+        self._start_probe(config, watch)
+        return self.wait()[1]
+
+    def _start_probe(self, config: TrainConfig, watch: Watch | None) -> None:
         deadline_seconds = _set_up_seconds(config) + 3 * self.spec.max_seconds
-        return self._run(config, self.spec, deadline_seconds=deadline_seconds, watch=watch)
+        self._start(config, self.spec, deadline_seconds=deadline_seconds, watch=watch)
 
     def confirm(self, best: Measurement, predicted: Estimate, num_steps: int) -> Measurement:
         """Return the table's confirmation of what a probe measured, or run a new one."""
@@ -150,16 +165,9 @@ class Prober:
                 + 3 * (num_steps + NUM_CONFIRMATION_WARM_UP_STEPS + num_varied) * best.step_seconds
                 + written_bytes / CHECKPOINT_BYTES_PER_SECOND
             )
-            measurement = self._run(best.config, spec, deadline_seconds=deadline_seconds)
+            self._start(best.config, spec, deadline_seconds=deadline_seconds)
+            _, measurement = self.wait()
         return dataclasses.replace(measurement, useful_share=best.useful_share)
-
-    def turn(self, study: optuna.Study) -> AbstractContextManager[None]:
-        """A lock: within it nobody else asks the study for a trial (autotune.probe.turns)."""
-        return self._table.exclusive("ask", study.study_name)
-
-    def alone(self, study: optuna.Study) -> AbstractContextManager[None]:
-        """A lock for what is measured beside the trials of the study: whoever comes second finds it known."""
-        return self._table.exclusive("measure", study.study_name)
 
     def fingerprint_of(self, config: TrainConfig) -> Fingerprint:
         """The fingerprint that a measurement of the configuration would have, made here and now."""
@@ -191,35 +199,33 @@ class Prober:
         key = self._key(config, spec)
         return self._table.find(key, spec.memory_budget_bytes, slow_below=slow_below)
 
-    def _run(
+    def _start(
         self,
         config: TrainConfig,
         spec: ProbeSpec,
         *,
         deadline_seconds: float,
         watch: Watch | None = None,
-    ) -> Measurement:
-        """Measure in a process of its own; the result is in the table when this returns."""
-        here = self._fingerprint
-        if self._is_assumed and fingerprint_here(self._server, spec.backend) != here:
+    ) -> None:
+        """Start a probe on a free card."""
+        if self._is_assumed and self._fleet.fingerprint(spec.backend) != self._fingerprint:
             raise NotAsAssumed
         self._is_assumed = False
         self._on_run(config, spec)
-        # The folder is made here, so that a checkpoint in it goes however the probe ends.
-        with private_folder() as folder:
-            request = {
-                "config": self._model.config,
-                "train_config": config.to_dict(),
-                "spec": dataclasses.asdict(spec),
-                "folder": folder,
-            }
-            on_answer = None
-            if watch is not None:
-                share = self._useful_share(config)
-                on_answer = functools.partial(_follow, watch, Path(folder), share)
-            end = self._server.run(
-                "probe", request, deadline_seconds=deadline_seconds, on_answer=on_answer
-            )
+        request = {
+            "config": self._model.config,
+            "train_config": config.to_dict(),
+            "spec": dataclasses.asdict(spec),
+        }
+        job = Job(request=request, deadline_seconds=deadline_seconds)
+        if watch is not None:
+            hear = functools.partial(_follow, watch, self._useful_share(config))
+            job = dataclasses.replace(job, on_answer=hear)
+        self._running[job] = config, spec
+        self._fleet.start(job)
+
+    def _keep(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
+        """The measurement of a probe that has ended, which is in the table when this returns."""
         measurement = self._read(end, config, spec)
         _require_free_card(measurement)
         log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
@@ -301,16 +307,9 @@ def _parts(fingerprint: Fingerprint) -> Iterator[str]:
     yield f"PYTORCH_ALLOC_CONF {fingerprint.allocator or 'unset'}"
 
 
-def _follow(watch: Watch, folder: Path, useful_share: float, answer: Reply) -> None:
-    """Show a step to the watch; leave the probe, which counts every token, the word to stop."""
+def _follow(watch: Watch, useful_share: float, answer: Reply) -> str:
+    """Show a step to the watch; return why the probe, which counts every token, should stop."""
     step, speed = answer.get("step"), answer.get("tokens_per_second_at_most")
     if type(step) is not int or type(speed) is not float or not 0 < speed < math.inf:
-        return  # The last line; or nonsense, which says nothing of the speed.
-    reason = watch(step, useful_share * speed)
-    if reason:
-        written = folder / f"{STOP_FILE}.new"
-        # A full disk: the probe takes its time, and that is all.
-        with contextlib.suppress(OSError):
-            written.write_text(reason, encoding="utf-8")
-            # Renamed into place, so that the probe reads all of it or nothing.
-            written.replace(written.with_name(STOP_FILE))
+        return ""  # The last line; or nonsense, which says nothing of the speed.
+    return watch(step, useful_share * speed)

@@ -20,14 +20,18 @@ Nothing is kept between calls: a study read from its database goes on where it s
         candidate = sampler.propose(study)
         trial = study.ask(sampler.search_space(candidate))
 
+Where several probes run at once, each that runs is believed to end as predicted, with the corrections so far
+("kriging believer": Ginsbourger, Le Riche and Carraro, 2010): what is proposed beside it is worth a probe
+even then, and tells of something else.
+
 Not modelled: knobs that act on each other; errors of the micro-step and the optimizer step apart.
-Processes that propose at the same moment may propose the same: see autotune.probe.turns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -247,6 +251,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         return History.of(told, self._numbers)
 
     def _next(self, history: History) -> Candidate | None:
+        history = self._believed(history)
         free = self._free(history)
         if not free.size:
             return None
@@ -265,6 +270,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         return self._candidates[int(free[worth[free].argmax()])]
 
     def _is_over(self, history: History) -> bool:
+        history = self._believed(history)
         free = self._free(history)
         if not free.size:
             return True
@@ -274,6 +280,20 @@ class PredictionSampler(optuna.samplers.BaseSampler):
             target = math.log(history.best_speed * (1 + self._noise))
             promise = promise * below((log_speed - target) / sd)
         return bool(promise[free].max() < STOP_BELOW)
+
+    def _believed(self, history: History) -> History:
+        """The history as it will be if all that run end as is expected of them by now."""
+        if not history.running:
+            return history
+        log_speed, _ = self._speed(history)
+        chance = self._chance_to_fit(history)
+        speeds = {number: math.exp(log_speed[number]) for number in history.running}
+        fitting = [speed for number, speed in speeds.items() if chance[number] >= 0.5]
+        return dataclasses.replace(
+            history,
+            speeds=history.speeds | speeds,
+            best_speed=max([*fitting, history.best_speed or 0.0]) or None,
+        )
 
     def _free(self, history: History) -> npt.NDArray[np.intp]:
         """Numbers of the candidates that may be proposed."""

@@ -1,7 +1,7 @@
 """The trials of a study as a search that runs here may use them: each is read once, when it has ended.
 
-Other processes may add trials at any moment. Those that were measured elsewhere, or with other libraries,
-stay in the study and say nothing here: hardware is never mixed.
+Trials that were measured elsewhere, or with other libraries, stay in the study and say nothing here: hardware
+is never mixed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.errors import StorageError
-from autotune.probe.turns import runs_on
 from autotune.probe.winner import run_speed
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import NOISE, Measurement, measurement_from_dict
@@ -22,16 +21,14 @@ from autotune.space.config import TrainConfig
 class StudyView:
     """The measurements of a study that count here, as they are known after the latest `look`.
 
-    `fingerprint_of`: what a measurement of a configuration made here would have. `here`: what the owners of
-    trials that run on such a machine say.
+    `fingerprint_of`: what a measurement of a configuration made here would have.
     """
 
     def __init__(
-        self, study: optuna.Study, fingerprint_of: Callable[[TrainConfig], Fingerprint], here: str
+        self, study: optuna.Study, fingerprint_of: Callable[[TrainConfig], Fingerprint]
     ) -> None:
         self._study = study
         self._fingerprint_of = fingerprint_of
-        self._here = here
         self._read: set[int] = set()
         self._from_here: dict[int, Measurement] = {}
         self._told: set[int] = set()
@@ -44,7 +41,7 @@ class StudyView:
         """Numbers of trials that say nothing to this search: measured elsewhere, of no candidate, or refused
         since."""
         self.num_running = 0
-        """Trials that run at this moment, on machines like this one."""
+        """Trials that run at this moment."""
 
     def look(self) -> None:
         """Take in the trials that have ended since, and count those that run.
@@ -54,9 +51,7 @@ class StudyView:
         self.num_running = 0
         for trial in self._study.get_trials(deepcopy=False):
             if not trial.state.is_finished():
-                is_here = runs_on(trial, self._here)
-                self.num_running += is_here
-                (self.left_out.discard if is_here else self.left_out.add)(trial.number)
+                self.num_running += trial.state == TrialState.RUNNING
             elif trial.number not in self._read:
                 self._take_in(trial)
                 self._read.add(trial.number)
@@ -104,7 +99,7 @@ class StudyView:
 
     @property
     def num_begun(self) -> int:
-        """Number of trials begun on machines like this one.
+        """Number of trials begun.
 
         All that run count, and those of candidates that have been told what was measured.
         """

@@ -9,11 +9,10 @@ A trial whose user attribute `evidence` is "predicted" says nothing:
 | PRUNED   | <= 0, or none       | the same                                | peak, if it is there     |
 | FAIL     | -                   | nothing                                 | nothing                  |
 
-A COMPLETE trial fits when all its constraints are at most 0, as everywhere in Optuna. A candidate that
-failed is proposed once more, and again for each failure whose user attribute `outcome` is INTERRUPTED.
-One that its OWNER left untold, killed with its process or its machine, is proposed again as well, until
-MAX_ABANDONED have gone that way. What a killed process left RUNNING is not proposed until it is told to
-have failed.
+A COMPLETE trial fits when all its constraints are at most 0, as everywhere in Optuna. A candidate that failed
+is proposed once more, and again for each failure whose user attribute `outcome` is INTERRUPTED. One without
+an `outcome`, whose search was killed, is proposed again as well, until MAX_ABANDONED have gone that way. What
+a killed search left RUNNING is not proposed until it is told to have failed (autotune.probe.trials).
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from autotune.store.predicted_trials import CONSTRAINT
 
 INTERRUPTED = "interrupted"
 """User attribute `outcome` of a FAIL trial that was killed from outside, through no fault of its own."""
-OWNER = "owner"
-"""User attribute of a trial: the process that runs it, and its machine (autotune.probe.turns)."""
 MAX_ABANDONED = 5
 """How many probes of a candidate may be abandoned before it is given up. [judgement] Machines are lost by
 chance; a probe that so many did not survive is what killed them."""
@@ -50,6 +47,8 @@ class History:
 
     tried: set[int]
     """Candidates not to be proposed again: finished, running, or failed too often."""
+    running: set[int]
+    """Candidates that are probed at this moment."""
     speeds: dict[int, float]
     """Measured speeds in tokens per second."""
     most_speeds: dict[int, float]
@@ -67,6 +66,7 @@ class History:
             name: {} for name in ("speeds", "most_speeds", "peaks", "least_excesses")
         }
         tried: set[int] = set()
+        running: set[int] = set()
         num_failures: Counter[int] = Counter()
         num_abandoned: Counter[int] = Counter()
         best_speed: float | None = None
@@ -81,16 +81,18 @@ class History:
                 continue
             if trial.state == TrialState.FAIL:
                 outcome = trial.user_attrs.get("outcome")
-                is_abandoned = outcome in (None, *_NEVER_FAIL) and OWNER in trial.user_attrs
+                is_abandoned = outcome in (None, *_NEVER_FAIL)
                 num_abandoned[number] += is_abandoned
                 num_failures[number] += not is_abandoned and outcome != INTERRUPTED
                 continue
             tried.add(number)
+            if trial.state == TrialState.RUNNING:
+                running.add(number)
             for name, value in _said(trial):
                 history[name][number] = value
         tried.update(n for n, failures in num_failures.items() if failures >= MAX_ATTEMPTS)
         tried.update(n for n, times in num_abandoned.items() if times >= MAX_ABANDONED)
-        return cls(tried=tried, best_speed=best_speed, **history)
+        return cls(tried=tried, running=running, best_speed=best_speed, **history)
 
 
 def _said(trial: FrozenTrial) -> Iterator[tuple[str, float]]:

@@ -20,9 +20,10 @@ from autotune.records.question import Question
 from autotune.search import predict_best
 from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
-from autotune.search.resolve import Brought, Problem, resolve
+from autotune.search.resolve import Problem, resolve
 from autotune.store import optuna_study, stored_answers, study_names
 from autotune.store.database import check_place, parse_url
+from autotune.store.locks import StudyBusyError
 from autotune.store.recommendations import question_of
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
@@ -60,18 +61,18 @@ def find(
     storage: str,
     command: str = "",
     listener: Listener = SILENT,
-    brought: Brought | None = None,
     server: ForkServer | None = None,
+    waits: bool = False,
 ) -> Finding:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes are kept in the database `storage`, where later searches find them; traces in the user's cache
-    folder. `command` is what the study keeps of how it was made. `brought` has come with the question
-    from another machine. `server` runs the probes; None: one of their own. Raises NotMeasuredError where
-    the database fails what is to be measured.
+    folder. `command` is what the study keeps of how it was made. `server` runs the probes; None: one of
+    their own. `waits`: for another search in the same study to end. Raises StudyBusyError where there is one
+    and it does not, NotMeasuredError where the database fails what is to be measured.
     """
     check_place(parse_url(storage))  # what cannot be used is said before a search, not after it
-    problem = resolve(question, note=listener.note, brought=brought)
+    problem = resolve(question, note=listener.note)
     if problem.backend is not None:
         _note_unmeasured(question, listener)
     prediction = predict(problem, listener=listener)
@@ -87,7 +88,10 @@ def find(
             command=command,
             listener=listener,
             server=server,
+            waits=waits,
         )
+    except StudyBusyError:
+        raise
     except StorageError as error:
         predicted = _finding(problem, prediction, prediction.answer)
         raise NotMeasuredError(error, predicted) from error
@@ -135,6 +139,7 @@ def measure(
     command: str,
     listener: Listener,
     server: ForkServer | None,
+    waits: bool = False,
 ) -> Answer:
     """Measure a prediction's candidates: the answer that probes give.
 
@@ -151,7 +156,9 @@ def measure(
         gpu=gpu,
         command=command,
         versions=stored_answers.library_versions(),
-        has_heartbeats=True,
+        searches=True,
+        waits=waits,
+        note=listener.note,
     )
     return measure_best.measured(
         prediction,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from autotune.errors import WorkerError
 from autotune.probe import compiled, fingerprint, loop
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import NotAsAssumed, Prober
 from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTimes
@@ -80,7 +81,7 @@ def measured(
         with study as opened, open_probes(storage) as table:
             new_prober = functools.partial(
                 Prober,
-                server,
+                OneCard(server),
                 table,
                 source,
                 spec,

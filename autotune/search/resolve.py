@@ -9,12 +9,11 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.models import resolve as find_model
-from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
@@ -25,10 +24,8 @@ from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.search.dataset import read_dataset
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
-from autotune.space.dataset import Dataset
 from autotune.space.defaults import default_base
 from autotune.space.headroom import NO_HEADROOM
-from autotune.space.lengths import Lengths
 from autotune.space.search_space import (
     SearchSpace,
     as_in_base,
@@ -39,18 +36,6 @@ from autotune.space.search_space import (
 )
 from autotune.space.space_changes import Changing, SpaceChange
 from autotune.store import study_names
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Brought:
-    """Things that the options name, read on another machine."""
-
-    source: ModelSource | None = None
-    """The model; None: looked up here."""
-    dataset: tuple[Dataset | None, Lengths] | None = None
-    """The dataset, which older versions do not tell, and its samples' lengths; None: read here."""
-    files: Files = field(default_factory=Disk)
-    """The files of the base."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,18 +92,15 @@ def resolve(
     *,
     card: ChosenCard | None = None,
     note: Callable[[str], None] = lambda _: None,
-    brought: Brought | None = None,
 ) -> Problem:
     """Look up everything that the question names, and check that it goes together.
 
-    `card` None: chosen here. `brought` has come with the question from another machine. Raises ConfigError
-    for what cannot be read or used, HardwareError, WorkerError.
+    `card` None: chosen here. Raises ConfigError for what cannot be read or used, HardwareError, WorkerError.
     """
     if card is None:
         card = CHOOSERS.get(question.backend, choose_card)(question.gpu, question.gpu_mem)
         if card.is_here and card.note:
             note(f"{card.gpu.name}, {card.why}")
-    brought = brought or Brought()
     if question.study is not None:
         study_names.check_name(question.study)  # Before minutes are spent on its answer.
     changing = Changing(space_file.load(question.space))
@@ -126,9 +108,9 @@ def resolve(
         changing.to(with_peft(changing.space, question.peft), "--peft")
     if question.compile_mode is not None:
         changing.to(compiled.with_mode(changing.space, question.compile_mode), "--compile")
-    run = read_run(question, card.gpu, note=note, files=brought.files)
+    run = read_run(question, card.gpu, note=note)
     base = None if run is None else run.config
-    source = brought.source or find_model(_model_of(question, run))
+    source = find_model(_model_of(question, run))
     if base is None:
         _note_float16(source, card.gpu, note)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
@@ -144,7 +126,7 @@ def resolve(
     budget.check_length(task, length)
     data, lengths = None, None
     if question.dataset is not None:
-        data, lengths = brought.dataset or read_dataset(question, source, task, length)
+        data, lengths = read_dataset(question, source, task, length)
         packs = may_pack(changing.space, task)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
         if base is not None:
@@ -189,7 +171,7 @@ def resolve(
         run=run,
         base=base,
         backend=backend,
-        reads_dataset=question.dataset is not None and brought.dataset is None,
+        reads_dataset=question.dataset is not None,
     )
 
 
@@ -248,9 +230,7 @@ def resolve_configuration(
     return Configuration(source=source, card=card, workload=workload, config=config)
 
 
-def read_run(
-    question: Question, card: Gpu, *, note: Callable[[str], None], files: Files
-) -> BaseRun | None:
+def read_run(question: Question, card: Gpu, *, note: Callable[[str], None]) -> BaseRun | None:
     """The run of the question' base; None where they name none. Raises ConfigError."""
     if question.base is None:
         return None
@@ -264,7 +244,6 @@ def read_run(
         usual_length=SEQUENCE_LENGTH,
         model=question.model,
         note=note,
-        files=files,
     )
     return nearest_base.on_card(run, card, note)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from autotune.errors import ConfigError, StorageError, nearest
@@ -33,12 +32,6 @@ if TYPE_CHECKING:
     import optuna
     from sqlalchemy import URL
 
-HEARTBEAT_SECONDS = 10
-"""Seconds between two signs of life of a trial, a whole number."""
-GRACE_SECONDS = 60
-"""Seconds of silence after which others take a trial's process for dead. [judgement] Longer than a database
-takes to restart."""
-
 
 @contextlib.contextmanager
 def open_study(
@@ -49,28 +42,34 @@ def open_study(
     gpu: str,
     command: str = "",
     versions: Mapping[str, str] | None = None,
-    has_heartbeats: bool = False,
+    searches: bool = False,
+    waits: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Iterator[optuna.Study]:
     """Open the study of that name, or create it, for the length of a `with` block.
 
     The workload, card, command and library versions of the run that creates a study are kept as
-    its user attributes. `has_heartbeats`: for a search, whose trials others may have to judge (Optuna
-    beats inside `study.optimize` alone). Problems of the database inside the `with` block are translated
-    as well.
+    its user attributes. `searches`: for a search, of which a study has one at a time; `waits`: until another
+    one is done, which `note` hears. Problems of the database inside the `with` block are translated as well.
 
-    Raises ConfigError when the study belongs to another workload or card, and StorageError for
-    everything that the database refuses.
+    Raises ConfigError when the study belongs to another workload or card, StudyBusyError where another
+    search works in it, and StorageError for everything that the database refuses.
     """
     study_names.check_name(name)
     identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
     parsed = parse_url(url)
-    with opened_storage(parsed, has_heartbeats=has_heartbeats) as storage:
+    with opened_storage(parsed) as storage:
         details = {"command": command, "versions": dict(versions or {})}
         attributes = {"schema_version": SCHEMA_VERSION, **details, **identity}
         with damage_explained(parsed):
             study = _load_or_create(storage, name, attributes)
             _check_identity(study, identity)
-        yield study
+        with (
+            locks.searching(storage.engine, study, waits=waits, note=note)
+            if searches
+            else contextlib.nullcontext()
+        ):
+            yield study
 
 
 @contextlib.contextmanager
@@ -114,16 +113,14 @@ def existing_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
 
 
 @contextlib.contextmanager
-def opened_storage(
-    url: URL, *, has_heartbeats: bool = False
-) -> Iterator[optuna.storages.RDBStorage]:
+def opened_storage(url: URL) -> Iterator[optuna.storages.RDBStorage]:
     """Open the database, with Optuna's tables made where they are missing.
 
     Raises StorageError for everything that the database refuses, inside the `with` block too.
     """
     with explained(url):
         with damage_explained(url):
-            storage = _open_storage(url, has_heartbeats=has_heartbeats)
+            storage = _open_storage(url)
         try:
             with damage_explained(url):
                 _check_version(storage, url)
@@ -133,7 +130,7 @@ def opened_storage(
             storage.engine.dispose()
 
 
-def _open_storage(url: URL, *, has_heartbeats: bool) -> optuna.storages.RDBStorage:
+def _open_storage(url: URL) -> optuna.storages.RDBStorage:
     import optuna
 
     # Optuna reports the creation of a study on stderr, where our progress is shown, and every trial that
@@ -141,16 +138,12 @@ def _open_storage(url: URL, *, has_heartbeats: bool) -> optuna.storages.RDBStora
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     make_folder(url)
     text = url.render_as_string(hide_password=False)
-    with warnings.catch_warnings(), _creating(url) as creates:
-        # Of heartbeats, whose arguments may change in an Optuna to come.
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+    with _creating(url) as creates:
         return optuna.storages.RDBStorage(
             # Optuna fills in a {SCHEMA_VERSION}, and stumbles over any other brace.
             text.replace("{", "{{").replace("}", "}}"),
             engine_kwargs=engine_options(url),
             skip_compatibility_check=True,
-            heartbeat_interval=HEARTBEAT_SECONDS if has_heartbeats else None,
-            grace_period=GRACE_SECONDS,
             # Tables are added to an empty database only: never to one that is newer, or another's.
             skip_table_creation=not creates,
         )

@@ -22,11 +22,10 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from autotune.records.measurement import Measurement, measurement_from_dict
-from autotune.store import locks
 from autotune.store.database import pages
 from autotune.store.probe_key import ProbeKey
 from autotune.store.upgrade import open_engine
@@ -127,10 +126,6 @@ class ProbeTable:
         }
         with self._engine.begin() as connection:
             connection.execute(self._table.insert().values(row))
-
-    def exclusive(self, purpose: str, what: str) -> AbstractContextManager[None]:
-        """Hold the database's lock of that purpose, as autotune.store.locks describes it."""
-        return locks.exclusive(self._engine, purpose, what)
 
 
 def for_budget(measurement: Measurement, budget_bytes: int) -> Measurement | None:

@@ -2,7 +2,7 @@
 
 `autotune_probes`, `autotune_calibrations` and `autotune_recommendations` only grow: no row is ever changed or
 removed. A row of `autotune_jobs` changes until its job has ended. Each table is read by a module of its own
-(probe_table.py, calibrations.py, recommendations.py, jobs.py). What comes between the versions of this schema
+(probe_table.py, calibrations.py, recommendations.py). What comes between the versions of this schema
 is in migrations/; autotune_schema holds the revision (Optuna owns `alembic_version`).
 
 Times are UTC, without saying so, as Optuna's are.
@@ -25,7 +25,7 @@ from sqlalchemy import (
     Text,
 )
 
-HEAD = "0002"
+HEAD = "0003"
 """The newest revision of migrations/versions."""
 VERSION_TABLE = "autotune_schema"
 
@@ -84,33 +84,6 @@ recommendations = Table(
     Column("result", Text, nullable=False),
     Column("reason", String(32), nullable=False),
     Index("ix_autotune_recommendations_question", "question_key", "device", "made_at"),
-)
-
-jobs = Table(
-    "autotune_jobs",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("state", String(16), nullable=False),
-    # The card that it wants, by name; "CPU" for probes on one. And how much memory, where that was typed.
-    Column("card", Text, nullable=False),
-    Column("budget_bytes", BigInteger),
-    Column("question", Text, nullable=False),
-    Column("command", Text, nullable=False),
-    Column("asked_by", Text, nullable=False),
-    Column("asked_at", DateTime, nullable=False),
-    # Of its worker: its name, its machine's fingerprint, and when it last gave a sign of life.
-    Column("worker", Text, nullable=False, server_default=""),
-    Column("fingerprint", _DIGEST, nullable=False, server_default=""),
-    Column("heartbeat_at", DateTime),
-    Column("num_claims", Integer, nullable=False, server_default="0"),
-    Column("progress", Text, nullable=False, server_default=""),
-    Column("ended_at", DateTime),
-    Column("study", Text, nullable=False, server_default=""),
-    # The object of `find --json`.
-    Column("result", Text),
-    Column("problem", Text, nullable=False, server_default=""),
-    Column("exit_code", Integer),
-    Index("ix_autotune_jobs_state", "state", "card"),
 )
 
 

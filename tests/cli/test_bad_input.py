@@ -480,7 +480,6 @@ LONG = "n" * 300
         FIND,
         ("studies", "list"),
         ("report", "x"),
-        ("jobs", "list"),
         ("studies", "show", "x"),
     ],
 )
@@ -611,33 +610,12 @@ def _wrong_byte(connection: sqlite3.Connection) -> None:
     connection.execute(f"UPDATE sqlite_master SET sql = {wrong} WHERE name = 'studies'")
 
 
-def _wrong_question(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE autotune_jobs SET question = '[]'")
-
-
-def _wrong_model(connection: sqlite3.Connection) -> None:
-    wrong = "json_set(question, '$.model', json_array(1))"
-    connection.execute(f"UPDATE autotune_jobs SET question = {wrong}")
-
-
-def _wrong_text(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE autotune_jobs SET problem = x'6869'")
-
-
-def _wrong_revision(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE autotune_schema SET version_num = '0000'")
-
-
 def _wrong_number(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE trials SET number = 'x'")
 
 
 def _deep_value(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE study_user_attributes SET value_json = ?", ("[" * 5000,))
-
-
-def _wrong_base(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE autotune_schema SET version_num = ''")
 
 
 def _wrong_optuna(connection: sqlite3.Connection) -> None:
@@ -655,8 +633,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> bytes:
             "find",
             lambda model, workload, *_, **__: answers.prediction(workload=workload),
         )
-        for more in (("--study", "one"), ("--enqueue", "--gpu", "rtx-4070")):
-            assert here.command(*FIND, *more, cwd=folder).returncode == 0
+        assert here.command(*FIND, "--study", "one", cwd=folder).returncode == 0
     path = folder / "studies" / "autotune.db"
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA journal_mode = DELETE")
@@ -669,17 +646,14 @@ _READ = (
     ("report", "one"),
     ("studies", "rm", "one", "--yes"),
 )
-_JOBS = (("jobs", "list"), ("jobs", "show", "1"))
 
 
 @pytest.mark.parametrize(
     ("command", "damage"),
     [
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
-        *itertools.product(_JOBS, (_wrong_question, _wrong_model, _wrong_text, _wrong_revision)),
         (("report", "one"), _wrong_number),
         (("studies", "list"), _deep_value),
-        (("jobs", "list"), _wrong_base),
     ],
 )
 def test_a_damaged_database(
@@ -765,15 +739,14 @@ def test_a_database_that_cannot_be_opened(fail: Fail, storage: str, part: str) -
     assert "secret" not in err
 
 
-@pytest.mark.parametrize("command", ["worker", "nightly"])
-def test_no_number_of_minutes_is_no_limit(fail: Fail, command: str) -> None:
-    code, err = fail(command, "--max-minutes", "nan")
+def test_no_number_of_minutes_is_no_limit(fail: Fail) -> None:
+    code, err = fail("nightly", "--max-minutes", "nan")
     assert code == 2
     assert "'nan' is no number of minutes" in err
 
 
 @pytest.mark.parametrize("storage", ["sqlite://", "sqlite:///:memory:"])
-@pytest.mark.parametrize("command", [("jobs", "list"), (*FIND, "--backend", "cpu"), FIND])
+@pytest.mark.parametrize("command", [(*FIND, "--backend", "cpu"), FIND])
 @pytest.mark.usefixtures("answered")
 def test_a_database_in_memory_keeps_nothing(
     fail: Fail, command: tuple[str, ...], storage: str

@@ -111,7 +111,6 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--study": None,
         "--storage": "sqlite:///studies/autotune.db",
         "--out": None,
-        "--enqueue": False,
         "--wait": False,
     },
     "estimate": {
@@ -236,13 +235,6 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--json": False,
     },
     "studies": {},
-    "jobs": {},
-    "worker": {
-        "--storage": "sqlite:///studies/autotune.db",
-        "--backend": "auto",
-        "--once": False,
-        "--max-minutes": None,
-    },
     "completion": {"shell": None},
 }
 

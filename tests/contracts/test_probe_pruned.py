@@ -14,6 +14,7 @@ from optuna_storage import unpooled
 
 from autotune.catalogue.models import resolve
 from autotune.common.units import MIB
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.pruner import SpeedPruner
 from autotune.probe.run_one import Prober
 from autotune.probe.tell_optuna import tell, watched
@@ -47,7 +48,7 @@ SPEC = ProbeSpec(
 def prober(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prober]:
     url = f"sqlite:///{tmp_path_factory.mktemp('pruned')}/probes.db"
     with open_probes(url) as table:
-        yield Prober(here.workers, table, resolve(str(EXAMPLE)), SPEC)
+        yield Prober(OneCard(here.workers), table, resolve(str(EXAMPLE)), SPEC)
 
 
 def probed(prober: Prober, url: str, best_tokens_per_second: float) -> optuna.trial.FrozenTrial:

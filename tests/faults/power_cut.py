@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalogue.models import ModelSource
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate
@@ -180,12 +181,12 @@ def search_in(url: str, model: str, say: Say) -> list[int]:
         max_probes=MAX_PROBES,
     )
     with (
-        open_study(url, model, workload=workload, gpu="CPU", has_heartbeats=True) as study,
+        open_study(url, model, workload=workload, gpu="CPU", searches=True) as study,
         open_probes(url) as opened,
     ):
         table = SayingTable(opened._engine)
         table.say = say
-        prober = Prober(server, table, source(model), SPEC)  # type: ignore[arg-type]
+        prober = Prober(OneCard(server), table, source(model), SPEC)  # type: ignore[arg-type]
         best = search(study, plan, prober, on_probe=lambda *_: say(f"trial {model}")).best
     with open_recommendations(url) as answers:
         answers.add(answer(model, best))

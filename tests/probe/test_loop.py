@@ -21,6 +21,7 @@ from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.probe import loop
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
 from autotune.records.answer import Measured
@@ -199,7 +200,7 @@ def run(
         confirm_steps=confirm_steps,
     )
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
-        return search(study, plan, Prober(server, table, MODEL, SPEC), **more)  # type: ignore[arg-type]
+        return search(study, plan, Prober(OneCard(server), table, MODEL, SPEC), **more)  # type: ignore[arg-type]
 
 
 def trials(url: str) -> list[optuna.trial.FrozenTrial]:
@@ -239,7 +240,7 @@ def test_what_runs_is_told_beforehand_and_what_is_known_is_not(url: str, table: 
             seen.append((config.micro_batch_size, spec.confirm_steps))
 
         server = Server(measured, confirm=measured)
-        prober = Prober(server, table, MODEL, SPEC, on_run=on_run)  # type: ignore[arg-type]
+        prober = Prober(OneCard(server), table, MODEL, SPEC, on_run=on_run)  # type: ignore[arg-type]
         plan = Plan(
             pool=[predicted(size) for size in SIZES],
             base=BASE,
@@ -313,7 +314,7 @@ def test_steps_are_reported_in_tokens_that_are_no_padding(url: str, table: Probe
     )
     server: Any = Server(lambda config: measured(config))
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
-        search(study, plan, Prober(server, table, MODEL, SPEC, useful_share=lambda _: 0.5))
+        search(study, plan, Prober(OneCard(server), table, MODEL, SPEC, useful_share=lambda _: 0.5))
     (trial,) = trials(url)
     assert trial.value == pytest.approx(0.5 * 2048 / (0.2 * 8**0.5 + 0.1))
     assert trial.intermediate_values == dict.fromkeys(range(1, 6), pytest.approx(trial.value))
@@ -350,7 +351,7 @@ def test_what_the_table_has_is_not_run_again(url: str, table: ProbeTable) -> Non
             budget_bytes=BUDGET_BYTES,
             max_probes=1,
         )
-        found = search(other, plan, Prober(again, table, MODEL, SPEC))  # type: ignore[arg-type]
+        found = search(other, plan, Prober(OneCard(again), table, MODEL, SPEC))  # type: ignore[arg-type]
     assert found.num_run == 0
     assert found.num_reused == 1
     assert found.best.config.micro_batch_size == 8
@@ -375,7 +376,7 @@ def test_what_runs_out_because_others_took_the_card_is_held_against_nobody(
             max_probes=10,
         )
         with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
-            return search(study, plan, Prober(Server(of_card), table, MODEL, on_card))  # type: ignore[arg-type]
+            return search(study, plan, Prober(OneCard(Server(of_card)), table, MODEL, on_card))  # type: ignore[arg-type]
 
     holder = nvml.Holder(pid=7, name="another", used_bytes=10**10)
     taken = nvml.Occupancy(free_bytes=BUDGET_BYTES - 1, used_bytes=10**10, holders=(holder,))
@@ -426,7 +427,8 @@ def test_a_trial_left_running_by_a_killed_process_is_closed(url: str, table: Pro
     run(url, table, Server(lambda config: measured(config)))
     first = trials(url)[0]
     assert first.state is TrialState.FAIL
-    assert first.user_attrs["outcome"] == "interrupted"
+    # What the sampler knows it by.
+    assert "outcome" not in first.user_attrs
 
 
 def test_a_study_that_cannot_be_read_is_said_and_left_alone(url: str, table: ProbeTable) -> None:
@@ -455,7 +457,7 @@ def test_a_study_that_cannot_be_read_is_said_and_left_alone(url: str, table: Pro
     ],
 )
 def test_how_a_process_ends_is_an_outcome(table: ProbeTable, end: WorkerEnd, outcome: str) -> None:
-    prober = Prober(Server(lambda *_: end), table, MODEL, SPEC)  # type: ignore[arg-type]
+    prober = Prober(OneCard(Server(lambda *_: end)), table, MODEL, SPEC)  # type: ignore[arg-type]
     measurement = prober.measure(BASE)
     assert measurement.outcome == outcome
     assert measurement.message
@@ -464,7 +466,7 @@ def test_how_a_process_ends_is_an_outcome(table: ProbeTable, end: WorkerEnd, out
 
 def test_a_worker_that_measures_something_else_is_not_believed(table: ProbeTable) -> None:
     other = ended({"measurement": measured(with_size(2)).to_dict()})
-    prober = Prober(Server(lambda *_: other), table, MODEL, SPEC)  # type: ignore[arg-type]
+    prober = Prober(OneCard(Server(lambda *_: other)), table, MODEL, SPEC)  # type: ignore[arg-type]
     measurement = prober.measure(BASE)
     assert (measurement.outcome, measurement.config) == ("crashed", BASE)
     assert "something else" in measurement.message
@@ -515,7 +517,7 @@ def test_without_a_fingerprint_it_says_why(
     table: ProbeTable, end: WorkerEnd, kind: type[Exception], parts: tuple[str, ...]
 ) -> None:
     with pytest.raises(kind) as raised:
-        Prober(Fingerprinter(end), table, MODEL, SPEC)  # type: ignore[arg-type]
+        Prober(OneCard(Fingerprinter(end)), table, MODEL, SPEC)  # type: ignore[arg-type]
     for part in parts:
         assert part in str(raised.value)
 
@@ -693,7 +695,7 @@ def test_what_fits_at_one_length_alone_makes_way_for_what_needs_much_less(
         return measured(config, **seen) if config == padded(8) else measured(config)
 
     server = Server(slow_sizes, confirm)
-    prober = Prober(server, table, MODEL, SPEC, lengths=(2, 128), on_run=on_run)  # type: ignore[arg-type]
+    prober = Prober(OneCard(server), table, MODEL, SPEC, lengths=(2, 128), on_run=on_run)  # type: ignore[arg-type]
     plan = Plan(
         pool=[first, second, third],
         base=BASE,
@@ -721,7 +723,7 @@ def test_what_fits_at_one_length_alone_makes_way_for_what_needs_much_less(
 def test_where_all_fall_to_pieces_what_helps_is_named(url: str, table: ProbeTable) -> None:
     pool = [dataclasses.replace(predicted(size), config=padded(size)) for size in SIZES]
     server = Server(slow_sizes, lambda config: measured(config, **IN_PIECES[0]))
-    prober = Prober(server, table, MODEL, SPEC)  # type: ignore[arg-type]
+    prober = Prober(OneCard(server), table, MODEL, SPEC)  # type: ignore[arg-type]
     plan = Plan(
         pool=pool,
         base=BASE,
@@ -930,7 +932,7 @@ def test_the_search_goes_on_without_what_was_refused(url: str, table: ProbeTable
         confirm_steps=7,
     )
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
-        found = search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
+        found = search(study, plan, Prober(OneCard(server), table, MODEL, SPEC))  # type: ignore[arg-type]
     assert server.confirmed == [8, 4]
     assert found.best.config == with_size(4)
     # Measured to its end: what was refused is no rival.
@@ -971,7 +973,7 @@ def test_what_is_assumed_of_the_machine_is_asked_before_anything_is_measured(
     told: list[str] = []
     for assumed, verbs in ((HERE, ["fingerprint", "probe"]), (HERE, []), (LATER, ["fingerprint"])):
         told.clear()
-        prober = Prober(Untold(measured), table, MODEL, SPEC, assumed=assumed)  # type: ignore[arg-type]
+        prober = Prober(OneCard(Untold(measured)), table, MODEL, SPEC, assumed=assumed)  # type: ignore[arg-type]
         assert told == []
         if assumed == LATER:
             with pytest.raises(NotAsAssumed):
@@ -990,7 +992,7 @@ def test_another_version_of_what_only_some_use_is_another_measurement(
             "autotune.records.fingerprint.version", lambda _, version=version: version
         )
         server = Server(measured)
-        prober = Prober(server, table, MODEL, SPEC)  # type: ignore[arg-type]
+        prober = Prober(OneCard(server), table, MODEL, SPEC)  # type: ignore[arg-type]
         for config in (with_size(8), dataclasses.replace(with_size(4), liger=True)):
             prober.measure(config)
         probed.append(server.probed)
@@ -1057,7 +1059,7 @@ def compile_and_run(
         variants=with_compiled,
     )
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
-        return search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
+        return search(study, plan, Prober(OneCard(server), table, MODEL, SPEC))  # type: ignore[arg-type]
 
 
 def a_quarter_faster(config: TrainConfig) -> Measurement:
@@ -1164,7 +1166,7 @@ def test_what_was_stopped_as_slow_and_may_be_tied_is_measured_to_its_end(
         optimizer_step_seconds=best_seconds / share_of_best,
         spread=0.0001,
     )
-    Prober(Server(lambda _: stopped), table, MODEL, SPEC).measure(with_size(4))  # type: ignore[arg-type]
+    Prober(OneCard(Server(lambda _: stopped)), table, MODEL, SPEC).measure(with_size(4))  # type: ignore[arg-type]
     server = Server(measured)
     found = run(url, table, server, sizes=(4, 8))
     assert found.best.config == with_size(8)
@@ -1237,7 +1239,7 @@ def test_no_more_is_compiled_than_one_search_is_worth(url: str, table: ProbeTabl
 
     server = Server(answer)
     with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
-        found = search(study, plan, Prober(server, table, MODEL, SPEC))  # type: ignore[arg-type]
+        found = search(study, plan, Prober(OneCard(server), table, MODEL, SPEC))  # type: ignore[arg-type]
     assert found.num_compiled == 3
     assert len(server.probed) == 2 + 3
 

@@ -18,6 +18,7 @@ import pytest
 from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
 from autotune.errors import HardwareError
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import SET_UP_SECONDS, Prober, _require_free_card
 from autotune.records.estimate import Estimate, StateBytes
 from autotune.records.measurement import Fingerprint, Measurement, ProbeSpec
@@ -119,7 +120,7 @@ def table(url: str) -> Iterator[ProbeTable]:
 
 def prober(table: ProbeTable, server: Server, **options: Any) -> Prober:
     spec = options.pop("spec", SPEC)
-    return Prober(server, table, MODEL, spec, **options)  # type: ignore[arg-type]
+    return Prober(OneCard(server), table, MODEL, spec, **options)  # type: ignore[arg-type]
 
 
 def slow(speed: float) -> Measurement:
@@ -134,7 +135,7 @@ def test_a_known_slow_probe_is_compared_in_tokens_that_are_no_padding(
     prober(table, Server(slow(150.0))).measure(CONFIG)
     server = Server(seen(speed=160.0))
     again = prober(table, server, useful_share=lambda _: 0.5)
-    measured = again.measure(CONFIG, slow_below=slow_below)
+    measured = again.begin(CONFIG, slow_below=slow_below) or again.wait()[1]
     assert (measured.outcome, len(server.requests)) == (("slow", 0) if is_known else ("ok", 1))
     assert measured.tokens_per_second == pytest.approx(75.0 if is_known else 80.0)
 
@@ -148,14 +149,16 @@ def test_a_known_slow_probe_leaves_its_trial_what_it_had_done(table: ProbeTable)
         return None
 
     again = prober(table, Server(), useful_share=lambda _: 0.5)
-    again.measure(CONFIG, watch=watch, slow_below=1000.0)
+    again.begin(CONFIG, watch=watch, slow_below=1000.0)
     assert told == [(2, pytest.approx(75.0))]
 
 
 def test_what_was_measured_to_its_end_is_told_to_no_watch(table: ProbeTable) -> None:
     prober(table, Server(seen())).measure(CONFIG)
     again = prober(table, Server())
-    assert again.measure(CONFIG, watch=lambda *_: pytest.fail("told")).outcome == "ok"
+    known = again.begin(CONFIG, watch=lambda *_: pytest.fail("told"))
+    assert known is not None
+    assert known.outcome == "ok"
 
 
 def test_own_probes_are_not_counted_as_known_from_before(table: ProbeTable) -> None:
@@ -242,7 +245,9 @@ def test_a_watch_is_told_each_step_in_tokens_that_are_no_padding(table: ProbeTab
 
     server = Server(seen())
     server.steps = [{"step": n, "tokens_per_second_at_most": 400.0} for n in (1, 2)]
-    prober(table, server, useful_share=lambda _: 0.5).measure(CONFIG, watch=watch)
+    begun = prober(table, server, useful_share=lambda _: 0.5)
+    assert begun.begin(CONFIG, watch=watch) is None
+    begun.wait()
     assert told == [(1, 200.0), (2, 200.0)]
     assert server.stopped_because == "too slow"
 

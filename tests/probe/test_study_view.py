@@ -1,4 +1,4 @@
-"""What the trials of others say to a search: hardware and libraries are never mixed."""
+"""What earlier trials say to a search: hardware and libraries are never mixed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from optuna.trial import TrialState
 
 from autotune.errors import StorageError
 from autotune.probe.study_view import StudyView
-from autotune.probe.trial_history import OWNER
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement
 
@@ -23,7 +22,7 @@ LARGER = dataclasses.replace(answers.CONFIG, micro_batch_size=8, gradient_accumu
 
 
 def seen_in(study: optuna.Study) -> StudyView:
-    found = StudyView(study, lambda _: HERE, "here")
+    found = StudyView(study, lambda _: HERE)
     found.look()
     return found
 
@@ -34,9 +33,8 @@ def add(
     state: TrialState = TrialState.COMPLETE,
     measurement: Measurement | None = SEEN,
     fingerprint: Fingerprint = HERE,
-    owner: str = "here",
 ) -> None:
-    attributes: dict[str, Any] = {OWNER: {"fingerprint": owner}}
+    attributes: dict[str, Any] = {}
     if measurement is not None:
         made = dataclasses.replace(measurement, fingerprint=fingerprint)
         attributes["measurement"] = made.to_dict()
@@ -51,18 +49,18 @@ def study() -> optuna.Study:
 
 def test_what_was_measured_elsewhere_says_nothing(study: optuna.Study) -> None:
     add(study)
-    add(study, fingerprint=ELSEWHERE, owner="elsewhere")
+    add(study, fingerprint=ELSEWHERE)
     found = seen_in(study)
     assert found.left_out == {1}
     assert found.known([answers.CONFIG]) == [SEEN]
     assert found.num_begun == 1
 
 
-def test_what_runs_elsewhere_is_neither_waited_for_nor_counted(study: optuna.Study) -> None:
-    for owner in ("here", "elsewhere"):
-        add(study, state=TrialState.RUNNING, measurement=None, owner=owner)
+def test_what_runs_is_counted(study: optuna.Study) -> None:
+    for state in (TrialState.RUNNING, TrialState.WAITING):
+        add(study, state=state, measurement=None)
     found = seen_in(study)
-    assert (found.num_running, found.num_begun, found.left_out) == (1, 1, {1})
+    assert (found.num_running, found.num_begun, found.left_out) == (1, 1, set())
 
 
 def test_what_others_add_is_seen_at_the_next_look(study: optuna.Study) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import answers
 import pytest
 
-from autotune.common.files import Disk, write_all
+from autotune.common.files import write_all
 from autotune.errors import StorageError
 from autotune.export.base import own_run
 from autotune.report.answer_files import AnswerFiles
@@ -30,7 +30,6 @@ def write(config: TrainConfig, folder: Path, base: Path | None = None) -> list[P
             has_bf16=True,
             usual_length=1024,
             note=lambda _: None,
-            files=Disk(),
         )
     return AnswerFiles.of(answer, folder=folder, run=run).write()
 

@@ -372,7 +372,7 @@ def test_a_list_is_not_spelt_downwards_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "30")
-    headers = ("job>", "state", "model", "card", "budget>", "asked", "by", "worker", "progress")
+    headers = ("trials>", "state", "model", "card", "budget>", "made", "by", "study", "speed")
     row = ("1", "queued", "m" * 20, "CPU", "50 MB", "2026-11-21 14:55", "me@here", "", "")
     file = io.StringIO()
     terminal.draw_table(headers, [row], file, is_list=True)

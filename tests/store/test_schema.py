@@ -7,12 +7,12 @@ from pathlib import Path
 import sqlalchemy
 
 from autotune.store import schema
-from autotune.store.jobs import open_jobs
+from autotune.store.upgrade import open_engine
 
 
 def test_a_new_database_has_the_columns_of_the_schema(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/a.db"
-    with open_jobs(url):
+    with open_engine(url):
         pass
     engine = sqlalchemy.create_engine(url)
     made = sqlalchemy.inspect(engine)

@@ -317,22 +317,46 @@ def test_what_is_committed_to_our_tables_is_on_the_disk(tmp_path: Path) -> None:
         assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
 
 
-def test_a_database_of_the_first_revision_gets_the_table_of_calibrations(file: Path) -> None:
+JOBS = """CREATE TABLE autotune_jobs (
+    id INTEGER PRIMARY KEY, state VARCHAR(16) NOT NULL, question TEXT NOT NULL, result TEXT
+)"""
+"""The table of questions that waited for other machines, which the first two revisions had."""
+ANSWER = (
+    "1, 'k', '{}', 'CPU', '', '2026-01-01 00:00:00', 's', 'measured', 1.0, 0.1, 5, '{}', '{}', 'r'"
+)
+
+
+@pytest.mark.parametrize("before", ["0001", "0002"])
+def test_a_database_with_jobs_keeps_its_probes_and_answers(file: Path, before: str) -> None:
     url = f"sqlite:///{file}"
     old_database(url, num_probes=2)
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:
-        connection.execute("DROP TABLE autotune_calibrations")
-        connection.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '0001'")
+        if before == "0001":
+            connection.execute("DROP TABLE autotune_calibrations")
+        connection.execute(JOBS)
+        connection.execute("INSERT INTO autotune_jobs VALUES (1, 'done', '{}', '{}')")
+        connection.execute(f"INSERT INTO autotune_recommendations VALUES ({ANSWER})")
+        connection.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '{before}'")
     with open_engine(url) as engine, engine.connect() as connection:
-        assert connection.execute(schema.calibrations.select()).all() == []
         assert len(connection.execute(schema.probes.select()).all()) == 2
-        context = MigrationContext.configure(
-            connection, opts={"version_table": schema.VERSION_TABLE}
-        )
-        ours = [
-            change
-            for change in compare_metadata(context, schema.metadata)
-            if change[0] != "remove_table"
-        ]
-        assert ours == []
-    assert file.with_name(f"{file.name}.before-0002").exists()
+        (kept,) = connection.execute(schema.recommendations.select()).all()
+        assert (kept.study, kept.evidence) == ("s", "measured")
+        assert connection.execute(schema.calibrations.select()).all() == []
+    assert differences(url) == []
+    assert "autotune_jobs" not in tables(file)
+    assert "autotune_jobs" in tables(file.with_name(f"{file.name}.before-{schema.HEAD}"))
+
+
+def tables(file: Path) -> set[str]:
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+
+
+@pytest.mark.parametrize("revision", ["0000", ""])
+def test_a_revision_that_never_was_is_damage(file: Path, revision: str) -> None:
+    url = f"sqlite:///{file}"
+    old_database(url)
+    with contextlib.closing(sqlite3.connect(file)) as connection, connection:
+        connection.execute(f"UPDATE {schema.VERSION_TABLE} SET version_num = '{revision}'")
+    with pytest.raises(StorageError, match="was left as it is"), open_engine(url):
+        pass

@@ -143,7 +143,7 @@ class Seeds:
         self.folder = folder
         self.study = "one"
         find = ("find", "--model", "gpt2", "--gpu-mem", "12GB", "--study", self.study)
-        for words in (find, (*find[:-1], "two"), (*find, "--enqueue", "--gpu", "rtx-4070")):
+        for words in (find, (*find[:-1], "two"), (*find, "--wait")):
             assert run(Input("seed", words), folder).code == 0
         with contextlib.closing(sqlite3.connect(folder / "studies" / "autotune.db")) as connection:
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -243,7 +243,7 @@ _STORED = (
     ("studies", "rm", "one", "--yes"),
     ("studies", "export", "--out", "out.jsonl"), ("report", "one"), ("report", "one", "--format", "markdown"),
     ("report", "one", "--format", "json"), ("report", "one", "--format", "terminal"),
-    ("export", "one", "--format", "all", "--out", "folder"), ("jobs", "list"), ("jobs", "show", "1"),
+    ("export", "one", "--format", "all", "--out", "folder"),
     ("nightly", "night.yaml", "--dry-run", "--backend", "cpu"),
     ("find", "--model", "gpt2", "--gpu-mem", "12GB", "--study", "one"),
 )  # fmt: skip
@@ -263,7 +263,7 @@ def _command(random: Random, seeds: Seeds) -> Input:
     path: list[str] = []
     command: Any = cli.cli
     while isinstance(command, click.Group):
-        name = random.choice(sorted(set(command.commands) - {"worker", "doctor", "completion"}))
+        name = random.choice(sorted(set(command.commands) - {"doctor", "completion"}))
         path.append(name)
         command = command.commands[name]
     words = [*path]

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 
 from autotune import cli
-from autotune.jobs import serving
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
 from autotune.search import measure_best
@@ -95,7 +94,7 @@ class Workers:
         with pytest.MonkeyPatch.context() as patch:
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            for module in (forkserver, measure_best, limits, serving, nightly):
+            for module in (forkserver, measure_best, limits, nightly):
                 patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from autotune.catalogue.models import ModelSource
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
@@ -84,5 +85,5 @@ class Probes:
             source = gpu_cases.source(model)
             server: Any = PunctualServer(self._check.server, self._check.deadline)
             table: Any = Nothing()
-            self._probers[model] = source, Prober(server, table, source, spec)
+            self._probers[model] = source, Prober(OneCard(server), table, source, spec)
         return self._probers[model]

@@ -42,6 +42,7 @@ from typing import Any
 
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import parse_bytes
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
@@ -149,8 +150,8 @@ class Contest:
         )
         server: Any = PunctualServer(check.server, check.deadline)
         nothing: Any = Nothing()
-        self._first = Prober(server, table_of_probes, source, spec)
-        self._again = Prober(server, nothing, source, spec)
+        self._first = Prober(OneCard(server), table_of_probes, source, spec)
+        self._again = Prober(OneCard(server), nothing, source, spec)
 
     def measure(self, config: TrainConfig) -> Measurement:
         """What is known of it, or a new probe. Raises OutOfTime."""

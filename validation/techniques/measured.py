@@ -20,6 +20,7 @@ from autotune.common.units import MIB
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.probe import loop
+from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
@@ -83,7 +84,7 @@ def main(options: argparse.Namespace) -> None:
         open_probes(f"sqlite:///{folder}/probes.db") as table,
         (FOLDER / f"{options.backend}.jsonl").open("w", encoding="utf-8") as lines,
     ):
-        prober = Prober(server, table, model, spec)
+        prober = Prober(OneCard(server), table, model, spec)
         is_base = {base for _, base, _ in changes}
         words_of = {base: describe(base) for base in is_base} | {c: w for w, _, c in changes}
         for config, words in words_of.items():

@@ -7,12 +7,12 @@ folders have tables made for what they hold (sections).
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.common.files import Files
 from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
@@ -109,15 +109,15 @@ class Opened:
     """Content of our own file, or of the one beside them."""
 
 
-def open_base(files: Files, path: Path, method: str, *, has_bf16: bool) -> Opened:
+def open_base(path: Path, method: str, *, has_bf16: bool) -> Opened:
     """Open the files at a path. Raises ConfigError. `method` is for formats that say nothing of it."""
-    if files.is_folder(path):
-        return _open_folder(files, path, method)
-    part = read_part(files, path, has_bf16=has_bf16)
-    return _open_program(part, method) if part.is_program else _open_mapping(files, part, method)
+    if os.path.isdir(path):
+        return _open_folder(path, method)
+    part = read_part(path, has_bf16=has_bf16)
+    return _open_program(part, method) if part.is_program else _open_mapping(part, method)
 
 
-def _open_mapping(files: Files, part: RunFile, method: str) -> Opened:
+def _open_mapping(part: RunFile, method: str) -> Opened:
     import yaml
 
     try:
@@ -138,7 +138,7 @@ def _open_mapping(files: Files, part: RunFile, method: str) -> Opened:
     content = {f"{reader.prefix}{key}": value for key, value in content.items()}
     parts: tuple[RunFile, ...] = (part,)
     if reader.target is launch.ACCELERATE:
-        parts = (part, *_beside(files, part.path, content))
+        parts = (part, *_beside(part.path, content))
         content = all_of(parts)
     target, fit = reader.target, reader.fitted
     if fit is not None:
@@ -146,13 +146,13 @@ def _open_mapping(files: Files, part: RunFile, method: str) -> Opened:
     return Opened(parts=parts, target=target, content=content)
 
 
-def _beside(files: Files, path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
+def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
     """Return DeepSpeed's own file, where accelerate's names one."""
     try:
         name = launch.named_beside(content)
     except ValueError as error:
         raise ConfigError(f"{path} cannot be used", why=str(error)) from error
-    return () if name is None else (read_part(files, path.parent / name, launch.BESIDE),)
+    return () if name is None else (read_part(path.parent / name, launch.BESIDE),)
 
 
 def _open_program(part: RunFile, method: str) -> Opened:
@@ -192,17 +192,17 @@ def _open_program(part: RunFile, method: str) -> Opened:
     )
 
 
-def _open_folder(files: Files, folder: Path, method: str) -> Opened:
+def _open_folder(folder: Path, method: str) -> Opened:
     """Open files of ours as `autotune find` writes them, perhaps edited: together they are one run."""
     try:
-        parts = read_folder(files, folder)
+        parts = read_folder(folder)
     except ConfigError:
-        if files.is_file(folder / OURS):
-            return _open_mapping(files, read_part(files, folder / OURS), method)
+        if os.path.isfile(folder / OURS):
+            return _open_mapping(read_part(folder / OURS), method)
         raise
     ours = None
-    if files.is_file(folder / OURS):
-        ours = train_config.read_train_config(folder / OURS, files)
+    if os.path.isfile(folder / OURS):
+        ours = train_config.read_train_config(folder / OURS)
         method = ours.config.method
     content = all_of(parts)
     sections = frozenset(part.prefix or "arguments" for part in parts)

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from autotune.common.files import Files
 from autotune.export import export_paths, mapping_write
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_words
@@ -34,12 +33,11 @@ def read_run(
     usual_length: int,
     model: str | None = None,
     note: Callable[[str], None],
-    files: Files | None = None,
 ) -> BaseRun:
     """Return the run of the file, as a search takes it.
 
     Another trainer's may say nothing of GPUs, of the length of a sequence, of the method, or of batches: then
-    these are taken. `files` None: the disk's.
+    these are taken.
     """
     method = methods[0] if len(methods) == 1 else "full"
     run = read_base(
@@ -50,7 +48,6 @@ def read_run(
         samples=effective_batch,
         num_gpus=num_gpus,
         model=model,
-        files=files,
     )
     if run.target is None:
         return run

@@ -7,12 +7,13 @@ files say is one table, and a change finds its file.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autotune.common.files import Files
+from autotune.common.files import read_text
 from autotune.errors import ConfigError
 from autotune.export.base import edit
 from autotune.export.base.edit import KeyEdit
@@ -87,20 +88,20 @@ class RunFile:
         return *edit.edited(self.text, cut), []
 
 
-def read_part(files: Files, path: Path, prefix: str = "", *, has_bf16: bool = True) -> RunFile:
+def read_part(path: Path, prefix: str = "", *, has_bf16: bool = True) -> RunFile:
     """Read a file. Raises ConfigError for what cannot be read, is too large or is no text."""
-    text = files.read(path, MAX_FILE_BYTES, usual="A configuration has a few KiB")
+    text = read_text(path, MAX_FILE_BYTES, usual="A configuration has a few KiB")
     return RunFile(path=path, text=text, prefix=prefix, has_bf16=has_bf16)
 
 
-def read_folder(files: Files, folder: Path) -> tuple[RunFile, ...]:
+def read_folder(folder: Path) -> tuple[RunFile, ...]:
     """Read the files of OF_FOLDER that are there. Raises ConfigError where there is none."""
     parts = []
     for prefix, name in OF_FOLDER.items():
         places = (folder / name, folder / FURTHER_FOLDER / name)
-        path = next((place for place in places if files.is_file(place)), None)
+        path = next((place for place in places if os.path.isfile(place)), None)
         if path is not None:
-            parts.append(read_part(files, path, prefix))
+            parts.append(read_part(path, prefix))
     if not parts:
         names = ", ".join(OF_FOLDER.values())
         raise ConfigError(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autotune.common.files import Disk, Files
 from autotune.errors import ConfigError
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_current_words, notes, read
@@ -73,17 +72,15 @@ def read_base(
     samples: int = 1,
     num_gpus: int = 1,
     model: str | None = None,
-    files: Files | None = None,
 ) -> BaseRun:
     """Return the run of a file or folder.
 
     `sequence_length`, `method`, `samples` per optimizer step and `num_gpus` are for formats that say nothing
-    of them, `has_bf16` for those that leave the precision to the card. `model` None: the file's. `files`
-    None: the disk's.
+    of them, `has_bf16` for those that leave the precision to the card. `model` None: the file's.
 
     Raises ConfigError, which names every problem with its key.
     """
-    opened = open_base(files or Disk(), path, method, has_bf16=has_bf16)
+    opened = open_base(path, method, has_bf16=has_bf16)
     target, content, ours = opened.target, opened.content, opened.ours
     if target is None:
         assert ours is not None

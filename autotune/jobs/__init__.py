@@ -1,1 +1,0 @@
-"""Questions that are answered on another machine."""

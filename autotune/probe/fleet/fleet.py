@@ -1,0 +1,88 @@
+"""A fleet of cards runs a probe on a free card, and says what became of it.
+
+| fleet                | cards                                                          |
+|----------------------|----------------------------------------------------------------|
+| one_card.OneCard     | the one that is visible here                                   |
+| here.CardsHere       | several of this machine, each probed by a process of its own   |
+| on_ray.RayCards      | those of a Ray cluster of the kind that was asked for          |
+
+A probe is a request to the verb `probe` (autotune.worker): what runs on the card knows nothing of studies and
+databases. They stay with whoever asks, in one thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from autotune.records.fingerprint import Fingerprint
+from autotune.records.measurement import STOP_FILE
+from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import Reply, WorkerEnd, private_folder
+
+MAX_LOST = 3
+"""Cards that a probe may lose before it has failed. [judgement] Machines are lost by chance; a probe that so
+many did not survive is what took them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Job:
+    """A probe to run."""
+
+    request: Mapping[str, Any]
+    """Fields of the verb's request but for `folder`, which whoever runs it makes."""
+    deadline_seconds: float
+    on_answer: Callable[[Reply], str] = lambda _: ""
+    """Hears of every answer of the probe, and returns why it should stop; empty to go on."""
+
+
+class Fleet(Protocol):
+    """Cards that are alike, each of which runs one probe at a time."""
+
+    @property
+    def num_cards(self) -> int:
+        """Number of cards, at least 1; it may change where machines come and go."""
+
+    def fingerprint(self, backend: str) -> Fingerprint:
+        """The fingerprint of measurements made on them. Raises HardwareError, WorkerError."""
+
+    def start(self, job: Job) -> None:
+        """Run a probe on a free card; there must be one. Raises WorkerError where it cannot be started."""
+
+    def wait(self) -> tuple[Job, WorkerEnd]:
+        """Wait until one of those that were started has ended, and let all be heard meanwhile.
+
+        A probe whose card is lost is run on another one, MAX_LOST times. Raises HardwareError where no card
+        is left.
+        """
+
+
+def run_job(server: ForkServer, job: Job, on_answer: Callable[[Reply], str]) -> WorkerEnd:
+    """Run a probe on this process's card, in a process of its own."""
+    # The folder is made here, so that a checkpoint in it goes however the probe ends.
+    with private_folder() as folder:
+
+        def hear(answer: Reply) -> None:
+            reason = on_answer(answer)
+            if reason:
+                ask_to_stop(Path(folder), reason)
+
+        return server.run(
+            "probe",
+            {**job.request, "folder": folder},
+            deadline_seconds=job.deadline_seconds,
+            on_answer=hear,
+        )
+
+
+def ask_to_stop(folder: Path, reason: str) -> None:
+    """Leave the probe that runs in a folder the word to stop."""
+    written = folder / f"{STOP_FILE}.new"
+    # A full disk: the probe takes its time, and that is all.
+    with contextlib.suppress(OSError):
+        written.write_text(reason, encoding="utf-8")
+        # Renamed into place, so that the probe reads all of it or nothing.
+        written.replace(written.with_name(STOP_FILE))
