@@ -135,14 +135,29 @@ def why_no_card() -> str:
     return ""
 
 
-def occupancy() -> Occupancy | None:
-    """Return who holds memory of the first visible card, before this process has a context.
+def uuids_alike() -> list[str]:
+    """Identifiers of the visible cards that have the first one's name, for CUDA_VISIBLE_DEVICES."""
+    try:
+        with opened() as pynvml:
+            handles = visible(pynvml)
+            first = text(pynvml.nvmlDeviceGetName(handles[0]))
+            return [
+                text(pynvml.nvmlDeviceGetUUID(handle))
+                for handle in handles
+                if text(pynvml.nvmlDeviceGetName(handle)) == first
+            ]
+    except NoCard:
+        return []
+
+
+def occupancy(number: int = 0) -> Occupancy | None:
+    """Return who holds memory of a visible card, the first by default, before this process has a context.
 
     None where nobody can tell.
     """
     try:
         with opened() as pynvml:
-            handle = visible(pynvml)[0]
+            handle = visible(pynvml)[number]
             memory = memory_of(pynvml, handle)
             return Occupancy(
                 free_bytes=int(memory.free),
@@ -153,12 +168,12 @@ def occupancy() -> Occupancy | None:
         return None
 
 
-def taken_of(budget_bytes: int) -> Occupancy | None:
-    """Return who holds the part of the card that a budget needs.
+def taken_of(budget_bytes: int, *, number: int = 0) -> Occupancy | None:
+    """Return who holds the part of a visible card, the first by default, that a budget needs.
 
     None where nobody does, or can be seen to.
     """
-    taken = occupancy()
+    taken = occupancy(number)
     if taken is None or taken.used_bytes <= IDLE_BYTES or budget_bytes <= taken.free_bytes:
         return None
     return taken

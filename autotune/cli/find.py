@@ -118,6 +118,16 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     is_flag=True,
     help="Where another search works in the same study, wait until it is done.",
 )
+@click.option(
+    "--cards",
+    metavar="N|all",
+    help="Probe on so many cards at once: of this machine, or of the cluster [default: 1 here, all there].",
+)
+@click.option(
+    "--on",
+    metavar="ADDRESS",
+    help="Measure on the cards of a Ray cluster: ray://HOST:10001, or auto on one of its machines.",
+)
 @click.pass_context
 def find(
     context: click.Context,
@@ -126,6 +136,8 @@ def find(
     storage: str,
     out: Path | None,
     wait: bool,
+    cards: str | None,
+    on: str | None,
     as_json: bool,
     **typed: Any,
 ) -> None:
@@ -135,6 +147,7 @@ def find(
     from autotune.report.deliver import deliver
     from autotune.report.progress import on_stderr
     from autotune.search import find as finding
+    from autotune.search.fleet import Where
 
     for name in _OF_A_BASE:
         if not is_given(context, name):
@@ -152,6 +165,7 @@ def find(
             command=command,
             listener=on_stderr(quiet=as_json),
             waits=wait,
+            where=Where(cards=cards, on=on),
         )
     except finding.NotMeasuredError as error:
         # Files are left alone: those in the folder may be of an answer that was measured.

@@ -345,6 +345,6 @@ def _limited(listener: Listener, give_up: float) -> Listener:
                 if time.monotonic() > give_up:
                     raise TimeIsUp
 
-            yield Measuring(on_run=heard.on_run, on_probe=on_probe)
+            yield dataclasses.replace(heard, on_probe=on_probe)
 
     return dataclasses.replace(listener, measuring=measuring)

@@ -310,7 +310,8 @@ class _Search:
         del running[measurement.config]
         self._seen.own.append(measurement)
         self._seen.look()
-        self._on_probe(self._seen.num_begun, measurement, self._seen.fastest())
+        num_ended = self._seen.num_begun - self._seen.num_running
+        self._on_probe(num_ended, measurement, self._seen.fastest())
 
     def _base_params(
         self, predicted: Mapping[frozenset[Any], Estimate]

@@ -12,8 +12,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from autotune.catalogue import nvml
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.nvml import Occupancy
 from autotune.common.units import format_bytes
 from autotune.errors import HardwareError
 from autotune.memory.out_of_memory import says_out_of_memory
@@ -46,8 +46,8 @@ CHECKPOINT_BYTES_PER_SECOND = 50e6
 """Speed of writing a checkpoint that a deadline allows for. [judgement] It is a slow network disk's."""
 
 OnRun = Callable[[TrainConfig, ProbeSpec], None]
-"""A function that hears what is about to run: a probe, the base's, or a confirmation. It is not called for
-what is known."""
+"""A function that hears what is about to run, or has run: a probe, the base's, or a confirmation. It is not
+called for what is known."""
 
 
 class NotAsAssumed(Exception):
@@ -67,6 +67,7 @@ class Prober:
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
         lengths: tuple[int, ...] = (),
         on_run: OnRun = lambda *_: None,
+        on_end: OnRun = lambda *_: None,
         assumed: Fingerprint | None = None,
     ) -> None:
         """Assume the fingerprint, or ask a process for it.
@@ -80,7 +81,7 @@ class Prober:
         self._model = model
         self._useful_share = useful_share
         self._lengths = lengths
-        self._on_run = on_run
+        self._on_run, self._on_end = on_run, on_end
         self.spec = spec
         self._is_assumed = assumed is not None
         self._fingerprint = assumed or fleet.fingerprint(spec.backend)
@@ -134,7 +135,8 @@ class Prober:
         """Wait for a probe that was begun: its measurement is in the table when this returns."""
         job, end = self._fleet.wait()
         config, spec = self._running.pop(job)
-        measurement = self._keep(end, config, spec)
+        self._on_end(config, spec)
+        measurement = self._keep(end, config, spec, functools.partial(self._fleet.taken_of, job))
         return config, dataclasses.replace(measurement, useful_share=self._useful_share(config))
 
     def again(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
@@ -224,10 +226,16 @@ class Prober:
         self._running[job] = config, spec
         self._fleet.start(job)
 
-    def _keep(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
+    def _keep(
+        self,
+        end: WorkerEnd,
+        config: TrainConfig,
+        spec: ProbeSpec,
+        taken_of: Callable[[int], Occupancy | None],
+    ) -> Measurement:
         """The measurement of a probe that has ended, which is in the table when this returns."""
         measurement = self._read(end, config, spec)
-        _require_free_card(measurement)
+        _require_free_card(measurement, taken_of)
         log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         key = self._key(config, spec)
@@ -260,7 +268,9 @@ class Prober:
         )
 
 
-def _require_free_card(measurement: Measurement) -> None:
+def _require_free_card(
+    measurement: Measurement, taken_of: Callable[[int], Occupancy | None]
+) -> None:
     """Refuse to believe a failed probe where others have what its budget needs of the card.
 
     Raises HardwareError. The others have taken it since the search began; what ran out then says nothing of
@@ -271,7 +281,7 @@ def _require_free_card(measurement: Measurement) -> None:
     if spec.backend != "cuda" or not has_failed:
         return
     deadline = time.monotonic() + RETURN_SECONDS
-    while (taken := nvml.taken_of(spec.memory_budget_bytes)) is not None:
+    while (taken := taken_of(spec.memory_budget_bytes)) is not None:
         if time.monotonic() < deadline:
             time.sleep(isolate.POLL_SECONDS)
             continue

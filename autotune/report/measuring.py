@@ -50,32 +50,36 @@ class Tally:
         self.num_probes = 0
         self.outcomes: Counter[str] = Counter()
         self.best: Measurement | None = None
-        self.running: TrainConfig | None = None
+        self.running: dict[TrainConfig, float] = {}
+        """The configurations that run, and since when by the clock; one for each card at most."""
         self.confirms = False
         """Whether what runs is a confirmation."""
         self._confirm_steps = confirm_steps
         self._clock = clock
-        self._run_since = 0.0
         self._longest_seconds: float | None = None
 
     def on_run(self, config: TrainConfig, spec: ProbeSpec) -> None:
-        self._run_ended()
-        self.running, self.confirms = config, spec.confirm_steps > 0
-        self._run_since = self._clock()
+        self.confirms = spec.confirm_steps > 0
+        self.running[config] = self._clock()
+
+    def on_end(self, config: TrainConfig, spec: ProbeSpec) -> None:
+        seconds = self._clock() - self.running.pop(config)
+        if not spec.confirm_steps:
+            self._longest_seconds = max(self._longest_seconds or 0.0, seconds)
 
     def on_probe(self, number: int, measurement: Measurement, best: Measurement | None) -> None:
-        self._run_ended()
         self.num_probes, self.best = number, best
         self.outcomes[measurement.outcome] += 1
 
-    def _run_ended(self) -> None:
-        if self.running is not None and not self.confirms:
-            self._longest_seconds = max(self._longest_seconds or 0.0, self.running_seconds)
-        self.running = None
-
     @property
     def running_seconds(self) -> float:
-        return 0.0 if self.running is None else self._clock() - self._run_since
+        """Time for which the longest of them has run."""
+        return self._clock() - min(self.running.values()) if self.running else 0.0
+
+    def running_for(self) -> list[tuple[TrainConfig, float]]:
+        """The configurations that run, and for how many seconds."""
+        now = self._clock()
+        return [(config, now - since) for config, since in self.running.items()]
 
     @property
     def most_seconds_left(self) -> float | None:
@@ -93,7 +97,7 @@ class Tally:
             num_steps += varied_steps(best.config, best.spec.backend)
             # It is built as a probe is; an evaluation and a checkpoint are at its end.
             confirmation_seconds = num_steps * best.step_seconds + longest_seconds
-        if self.confirms and self.running is not None:
+        if self.confirms and self.running:
             left_seconds = confirmation_seconds - running_seconds
             return left_seconds if left_seconds > 0 else None
         num_left = self.max_probes - self.num_probes
@@ -131,9 +135,9 @@ def measuring_on_stderr(
     kind = output(quiet=quiet)
     if kind is Output.SCREEN:
         with _screen(functools.partial(_drawn, tally, counts)):
-            yield Measuring(on_run=tally.on_run, on_probe=tally.on_probe)
+            yield Measuring(on_run=tally.on_run, on_end=tally.on_end, on_probe=tally.on_probe)
     elif kind is Output.NONE:
-        yield Measuring(on_run=tally.on_run, on_probe=tally.on_probe)
+        yield Measuring(on_run=tally.on_run, on_end=tally.on_end, on_probe=tally.on_probe)
     else:
         _print(f"measuring: at most {counted(max_probes, 'probe')}")
         yield _lines(tally, milestones=kind is Output.MILESTONES)
@@ -155,7 +159,7 @@ def _lines(tally: Tally, *, milestones: bool) -> Measuring:
         left = "" if milestones or tally.most_seconds_left is None else f"; left: {tally.left()}"
         _print(f"probe {number}: {measured_words.probed(measurement)}{so_far}{left}")
 
-    return Measuring(on_run=on_run, on_probe=on_probe)
+    return Measuring(on_run=on_run, on_end=tally.on_end, on_probe=on_probe)
 
 
 def _print(text: str) -> None:
@@ -185,18 +189,17 @@ def _drawn(tally: Tally, counts: Counts) -> Table:
     num_valid = counts.enumerated - counts.invalid
     ended = ", ".join(f"{count} {name}" for name, count in sorted(tally.outcomes.items()))
     probed = f"probed {tally.num_probes}" + (f" ({ended})" if ended else "")
-    if tally.running is None:
-        now = "choosing what to probe"
-    else:
-        verb = "confirming" if tally.confirms else "probing"
-        now = f"{verb} {describe(tally.running)}, for {tally.running_seconds:.0f} s"
+    verb = "confirming" if tally.confirms else "probing"
+    now = "\n".join(
+        f"{verb} {describe(config)}, for {seconds:.0f} s" for config, seconds in tally.running_for()
+    )
     rows = [
         (
             "funnel",
             f"space {counts.enumerated:,} > valid {num_valid:,} > predicted to fit "
             f"{counts.feasible:,} > {probed}",
         ),
-        ("now", now),
+        ("now", now or "choosing what to probe"),
         ("left", tally.left()),
     ]
     if tally.best is not None:

@@ -38,6 +38,7 @@ class CardSource(StrEnum):
     NAMED = "named"
     FOUND = "found here"
     PLANNED = "planned for"
+    CLUSTER = "found in the Ray cluster"
     CPU = "real steps on the CPU, bytes by the tracker: no measure of a GPU"
 
 

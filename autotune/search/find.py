@@ -7,17 +7,21 @@ hears how far the work is.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
+from autotune.probe.fleet.fleet import Fleet
 from autotune.records.answer import Answer
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate
 from autotune.records.question import Question
 from autotune.search import predict_best
+from autotune.search.budget import ChosenCard
+from autotune.search.fleet import HERE, Where, fleet_on_ray
 from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem, resolve
@@ -63,16 +67,39 @@ def find(
     listener: Listener = SILENT,
     server: ForkServer | None = None,
     waits: bool = False,
+    where: Where = HERE,
 ) -> Finding:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes are kept in the database `storage`, where later searches find them; traces in the user's cache
     folder. `command` is what the study keeps of how it was made. `server` runs the probes; None: one of
-    their own. `waits`: for another search in the same study to end. Raises StudyBusyError where there is one
+    their own. `waits`: for another search in the same study to end. `where`: the cards that probes run on.
+    Raises StudyBusyError where there is one
     and it does not, NotMeasuredError where the database fails what is to be measured.
     """
     check_place(parse_url(storage))  # what cannot be used is said before a search, not after it
-    problem = resolve(question, note=listener.note)
+    asked = functools.partial(
+        _find, storage=storage, command=command, listener=listener, server=server, waits=waits
+    )
+    if where.on is None:
+        return asked(question, where=where, fleet=None, card=None)
+    with fleet_on_ray(where, question, listener.note) as (question, fleet, card):
+        return asked(question, where=where, fleet=fleet, card=card)
+
+
+def _find(
+    question: Question,
+    *,
+    storage: str,
+    command: str,
+    listener: Listener,
+    server: ForkServer | None,
+    waits: bool,
+    where: Where,
+    fleet: Fleet | None,
+    card: ChosenCard | None,
+) -> Finding:
+    problem = resolve(question, card=card, note=listener.note)
     if problem.backend is not None:
         _note_unmeasured(question, listener)
     prediction = predict(problem, listener=listener)
@@ -89,6 +116,8 @@ def find(
             listener=listener,
             server=server,
             waits=waits,
+            where=where,
+            fleet=fleet,
         )
     except StudyBusyError:
         raise
@@ -140,8 +169,10 @@ def measure(
     listener: Listener,
     server: ForkServer | None,
     waits: bool = False,
+    where: Where = HERE,
+    fleet: Fleet | None = None,
 ) -> Answer:
-    """Measure a prediction's candidates: the answer that probes give.
+    """Measure a prediction's candidates: the answer that probes give. `fleet` None: of the cards here.
 
     Raises StorageError, HardwareError and WorkerError.
     """
@@ -168,6 +199,8 @@ def measure(
         storage=storage,
         listener=listener,
         server=server,
+        where=where,
+        fleet=fleet,
     )
 
 

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measuring:
-    """Calls for each run as it starts, and for each probe's result."""
+    """Calls for each run as it starts and ends, and for each probe's result."""
 
     on_run: OnRun
+    on_end: OnRun
     on_probe: OnProbe
 
 
@@ -54,5 +55,7 @@ def _nothing(*_: object) -> None:
 SILENT = Listener(
     note=_nothing,
     searching=lambda: contextlib.nullcontext(_nothing),
-    measuring=lambda *_: contextlib.nullcontext(Measuring(on_run=_nothing, on_probe=_nothing)),
+    measuring=lambda *_: contextlib.nullcontext(
+        Measuring(on_run=_nothing, on_end=_nothing, on_probe=_nothing)
+    ),
 )

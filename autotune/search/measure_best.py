@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 from autotune.errors import WorkerError
 from autotune.probe import compiled, fingerprint, loop
-from autotune.probe.fleet.one_card import OneCard
+from autotune.probe.fleet.fleet import Fleet
 from autotune.probe.run_one import NotAsAssumed, Prober
 from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
 from autotune.search import predict_best
 from autotune.search.dataset import time_loaders
+from autotune.search.fleet import HERE, Where, fleet_here
 from autotune.search.listener import Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem
@@ -41,8 +42,13 @@ def measured(
     storage: str,
     listener: Listener,
     server: ForkServer | None,
+    where: Where = HERE,
+    fleet: Fleet | None = None,
 ) -> Answer:
-    """Probe the candidates and confirm the winner: the answer, measured. Nothing measured is ever lost."""
+    """Probe the candidates and confirm the winner: the answer, measured. Nothing measured is ever lost.
+
+    `fleet` None: of the cards here.
+    """
     question, source = problem.question, problem.source
     data = problem.workload.dataset if problem.reads_dataset else None
     answer = prediction.answer
@@ -64,6 +70,9 @@ def measured(
     with (
         listener.measuring(answer.counts, max_probes, confirm_steps) as heard,
         ForkServer() if server is None else contextlib.nullcontext(server) as server,
+        fleet_here(where, backend, server)
+        if fleet is None
+        else contextlib.nullcontext(fleet) as fleet,
     ):
         plan = loop.Plan(
             pool=[e for e in prediction.pool() if loop.can_run(e.config, backend)],
@@ -81,13 +90,14 @@ def measured(
         with study as opened, open_probes(storage) as table:
             new_prober = functools.partial(
                 Prober,
-                OneCard(server),
+                fleet,
                 table,
                 source,
                 spec,
                 useful_share=workload.useful_share,
                 lengths=() if workload.lengths is None else workload.lengths.percentiles,
                 on_run=heard.on_run,
+                on_end=heard.on_end,
             )
             # Where everything was measured before, no process is needed that could tell the fingerprint.
             try:

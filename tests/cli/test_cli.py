@@ -112,6 +112,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--storage": "sqlite:///studies/autotune.db",
         "--out": None,
         "--wait": False,
+        "--cards": None,
+        "--on": None,
     },
     "estimate": {
         **SHARED,

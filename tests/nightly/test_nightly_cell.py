@@ -350,7 +350,11 @@ def test_the_exit_code_is_of_what_matters_most(
 
 def test_a_search_ends_after_its_probe_when_the_time_is_over() -> None:
     heard: list[int] = []
-    spoken = Measuring(on_run=lambda *_: None, on_probe=lambda number, *_: heard.append(number))
+    spoken = Measuring(
+        on_run=lambda *_: None,
+        on_end=lambda *_: None,
+        on_probe=lambda number, *_: heard.append(number),
+    )
     listener = dataclasses.replace(SILENT, measuring=lambda *_: contextlib.nullcontext(spoken))
     counts = answers.answer().counts
     in_time = _limited(listener, time.monotonic() + 60)

@@ -21,6 +21,7 @@ from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
 from autotune.errors import HardwareError, NothingFitsError, StorageError, WorkerError
 from autotune.probe import loop
+from autotune.probe.fleet.fleet import Job
 from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
@@ -380,7 +381,7 @@ def test_what_runs_out_because_others_took_the_card_is_held_against_nobody(
 
     holder = nvml.Holder(pid=7, name="another", used_bytes=10**10)
     taken = nvml.Occupancy(free_bytes=BUDGET_BYTES - 1, used_bytes=10**10, holders=(holder,))
-    monkeypatch.setattr(nvml, "occupancy", lambda: taken)
+    monkeypatch.setattr(nvml, "occupancy", lambda _number: taken)
     with pytest.raises(
         HardwareError, match=r"Other programs took memory .* another \(process 7"
     ) as raised:
@@ -388,10 +389,12 @@ def test_what_runs_out_because_others_took_the_card_is_held_against_nobody(
     assert raised.value.exit_code == 3
     assert all(trial.state.is_finished() for trial in trials(url))
     # The card is free again: nothing is held against what could not run. Then it is the budget's.
-    monkeypatch.setattr(nvml, "occupancy", lambda: dataclasses.replace(taken, free_bytes=10**10))
+    monkeypatch.setattr(
+        nvml, "occupancy", lambda _number: dataclasses.replace(taken, free_bytes=10**10)
+    )
     assert find(measured).best.config.micro_batch_size == 8
     no_more = dataclasses.replace(taken, free_bytes=BUDGET_BYTES)
-    monkeypatch.setattr(nvml, "occupancy", lambda: no_more)
+    monkeypatch.setattr(nvml, "occupancy", lambda _number: no_more)
     assert find(lambda config: pytest.fail("probed again")).best.config.micro_batch_size == 8
 
 
@@ -400,9 +403,9 @@ def test_what_a_probe_held_may_be_told_as_held_for_a_moment(
 ) -> None:
     held = nvml.Occupancy(free_bytes=BUDGET_BYTES - 1, used_bytes=10**10, holders=())
     told = iter([held] * 3)
-    monkeypatch.setattr(nvml, "occupancy", lambda: next(told, None))
+    monkeypatch.setattr(nvml, "occupancy", lambda _number: next(told, None))
     on_card = dataclasses.replace(SPEC, backend="cuda")
-    _require_free_card(dataclasses.replace(out_of_memory(BASE), spec=on_card))
+    _require_free_card(dataclasses.replace(out_of_memory(BASE), spec=on_card), nvml.taken_of)
     assert not list(told)
 
 
@@ -1288,3 +1291,82 @@ def test_probes_of_an_earlier_search_count_among_those_that_are_allowed(
         run(url, table, again, max_probes=max_probes)
         assert len(again.probed) == num_new
         assert not set(again.probed) & set(first.probed)
+
+
+def plan_of(confirm_steps: int = 0) -> Plan:
+    return Plan(
+        # As fast as each other: which one is the fastest, probes must tell.
+        pool=[
+            dataclasses.replace(predicted(size), micro_step_seconds=0.1 * size) for size in SIZES
+        ],
+        base=BASE,
+        baseline=None,
+        budget_bytes=BUDGET_BYTES,
+        max_probes=10,
+        confirm_steps=confirm_steps,
+    )
+
+
+class Cards:
+    """A fleet of cards on which probes end in another order than they began."""
+
+    def __init__(self, num_cards: int, seen: Callable[[TrainConfig], Measurement]) -> None:
+        self.num_cards = num_cards
+        self.most_at_once = 0
+        self.confirmed_beside: list[int] = []
+        self._server = Server(seen, seen)
+        self._jobs: list[Job] = []
+
+    def fingerprint(self, backend: str) -> Fingerprint:
+        return OneCard(self._server).fingerprint(backend)  # type: ignore[arg-type]
+
+    def start(self, job: Job) -> None:
+        self._jobs.append(job)
+        self.most_at_once = max(self.most_at_once, len(self._jobs))
+        if job.request["spec"]["confirm_steps"]:
+            self.confirmed_beside.append(len(self._jobs) - 1)
+
+    def wait(self) -> tuple[Job, WorkerEnd]:
+        job = self._jobs.pop()
+        alone = OneCard(self._server)  # type: ignore[arg-type]
+        alone.start(job)
+        return alone.wait()
+
+    def taken_of(self, *_: object) -> None:
+        return None
+
+
+def test_several_cards_give_the_same_answer_and_the_winner_is_confirmed_alone(
+    url: str, table: ProbeTable
+) -> None:
+    cards = Cards(3, measured)
+    numbers: list[int] = []
+    with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+        found = search(
+            study,
+            plan_of(confirm_steps=2),
+            Prober(cards, table, MODEL, SPEC),
+            on_probe=lambda number, *_: numbers.append(number),
+        )
+    assert found.best.config.micro_batch_size == 8
+    assert cards.most_at_once == 3
+    assert set(cards.confirmed_beside) == {0}
+    assert numbers == sorted(set(numbers))
+    assert all(trial.state.is_finished() for trial in trials(url))
+
+
+def test_an_interrupt_gives_back_what_runs_on_all_cards(url: str, table: ProbeTable) -> None:
+    class Interrupted(Cards):
+        def wait(self) -> tuple[Job, WorkerEnd]:
+            if len(self._jobs) > 1:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study,
+    ):
+        search(study, plan_of(), Prober(Interrupted(3, measured), table, MODEL, SPEC))
+    told = trials(url)
+    assert all(trial.state.is_finished() for trial in told)
+    assert [trial.user_attrs.get("outcome") for trial in told].count("interrupted") >= 2

@@ -346,13 +346,13 @@ def test_a_card_that_others_have_taken_is_asked_about_where_memory_may_be_why(
     monkeypatch: pytest.MonkeyPatch, backend: str, changed: dict[str, Any], is_refused: bool
 ) -> None:
     taken = nvml.Occupancy(free_bytes=BUDGET_BYTES - 1, used_bytes=10**10, holders=())
-    monkeypatch.setattr(nvml, "occupancy", lambda: taken)
+    monkeypatch.setattr(nvml, "occupancy", lambda _number: taken)
     monkeypatch.setattr("autotune.probe.run_one.RETURN_SECONDS", 0.0)
     measurement = dataclasses.replace(
         seen(**changed), spec=dataclasses.replace(SPEC, backend=backend)
     )
     if is_refused:
         with pytest.raises(HardwareError, match="Other programs took memory of the card"):
-            _require_free_card(measurement)
+            _require_free_card(measurement, nvml.taken_of)
     else:
-        _require_free_card(measurement)
+        _require_free_card(measurement, nvml.taken_of)

@@ -38,10 +38,12 @@ def test_the_time_left_is_at_most_that_of_the_probes_that_are_allowed() -> None:
     assert tally.left() == "at most 10 probes; how long one takes is not known yet"
     tally.on_run(answers.BASE, PROBE)  # the base's, which is none of the ten
     clock.seconds = 4.0
+    tally.on_end(answers.BASE, PROBE)
     tally.on_run(answers.CONFIG, PROBE)
     # 10 of 4 s each; nothing to confirm is known yet.
     assert tally.most_seconds_left == 40
     clock.seconds = 14.0
+    tally.on_end(answers.CONFIG, PROBE)
     tally.on_probe(1, best, best)
     # 9 of 10 s; 50 steps with 10 of warm-up of 2 s each, and what a probe takes beside.
     assert tally.most_seconds_left == 9 * 10 + 130
@@ -51,6 +53,7 @@ def test_the_time_left_is_at_most_that_of_the_probes_that_are_allowed() -> None:
     clock.seconds = 17.0
     assert tally.most_seconds_left == 8 * 10 - 3 + 130
     assert tally.left().startswith("at most 8 probes and the confirmation: 3 min 27 s, until ")
+    tally.on_end(answers.CONFIG, PROBE)
     tally.on_probe(3, best, best)
     tally.on_run(answers.CONFIG, CONFIRMATION)
     clock.seconds = 27.0
@@ -67,6 +70,7 @@ def test_one_probe_is_one_probe() -> None:
     tally = Tally(max_probes=2, confirm_steps=0, clock=clock)
     tally.on_run(answers.CONFIG, PROBE)
     clock.seconds = 4.0
+    tally.on_end(answers.CONFIG, PROBE)
     tally.on_probe(1, answers.measurement(), answers.measurement())
     assert tally.left().startswith("at most 1 probe: 4 s, until ")
 
@@ -86,6 +90,7 @@ def test_a_probe_that_is_slower_than_all_before_pushes_the_end_out() -> None:
     tally = Tally(max_probes=10, confirm_steps=0, clock=clock)
     tally.on_run(answers.CONFIG, PROBE)
     clock.seconds = 4.0
+    tally.on_end(answers.CONFIG, PROBE)
     tally.on_probe(1, answers.measurement(), answers.measurement())
     tally.on_run(answers.CONFIG, PROBE)
     clock.seconds = 14.0
@@ -113,6 +118,7 @@ def search(heard: Measuring) -> None:
     best = answers.measurement()
     for number, seen in enumerate((best, OOM), start=1):
         heard.on_run(seen.config, PROBE)
+        heard.on_end(seen.config, PROBE)
         heard.on_probe(number, seen, best)
     heard.on_run(best.config, CONFIRMATION)
 
@@ -149,13 +155,16 @@ def test_a_terminal_gets_a_screen_that_goes_away(monkeypatch: pytest.MonkeyPatch
     with contextlib.redirect_stderr(screen), measuring(quiet=False) as heard:
         best = answers.measurement()
         heard.on_run(answers.BASE, PROBE)
+        heard.on_end(answers.BASE, PROBE)
         heard.on_probe(1, OOM, None)
         heard.on_probe(2, best, best)
         heard.on_run(answers.ADAPTER, PROBE)
+        heard.on_run(answers.CONFIG, PROBE)  # on another card
     shown = screen.getvalue()
     for part in (
         "space 18,432 > valid 11,204 > predicted to fit 3,871 > probed 2 (1 ok, 1 oom)",
         "probing LoRA r=64 on all-linear",
+        "probing full fine-tune, bf16-true, adamw_bnb_8bit",
         "3,277 tokens/s +- 0.4 %, 10.00 GiB: full fine-tune",
         "at most 18 probes and the confirmation: 10 min",
     ):

@@ -3,8 +3,8 @@
 | fleet                | cards                                                          |
 |----------------------|----------------------------------------------------------------|
 | one_card.OneCard     | the one that is visible here                                   |
-| here.CardsHere       | several of this machine, each probed by a process of its own   |
-| on_ray.RayCards      | those of a Ray cluster of the kind that was asked for          |
+| cards_here.CardsHere | several of this machine, each with a process of its own        |
+| on_ray.RayCards      | those of a Ray cluster, of the kind that was asked for         |
 
 A probe is a request to the verb `probe` (autotune.worker): what runs on the card knows nothing of studies and
 databases. They stay with whoever asks, in one thread.
@@ -13,19 +13,24 @@ databases. They stay with whoever asks, in one thread.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from autotune.catalogue.nvml import Occupancy
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import STOP_FILE
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import Reply, WorkerEnd, private_folder
 
-MAX_LOST = 3
-"""Cards that a probe may lose before it has failed. [judgement] Machines are lost by chance; a probe that so
-many did not survive is what took them."""
+Hear = Callable[[Reply], str]
+"""A function that hears an answer of a probe that runs, and returns why it should stop; empty to go on."""
+
+
+def _hear_nothing(_: Reply) -> str:
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -35,8 +40,7 @@ class Job:
     request: Mapping[str, Any]
     """Fields of the verb's request but for `folder`, which whoever runs it makes."""
     deadline_seconds: float
-    on_answer: Callable[[Reply], str] = lambda _: ""
-    """Hears of every answer of the probe, and returns why it should stop; empty to go on."""
+    on_answer: Hear = _hear_nothing
 
 
 class Fleet(Protocol):
@@ -44,7 +48,7 @@ class Fleet(Protocol):
 
     @property
     def num_cards(self) -> int:
-        """Number of cards, at least 1; it may change where machines come and go."""
+        """Number of probes that may run at once, at least 1; machines may come and go."""
 
     def fingerprint(self, backend: str) -> Fingerprint:
         """The fingerprint of measurements made on them. Raises HardwareError, WorkerError."""
@@ -53,28 +57,33 @@ class Fleet(Protocol):
         """Run a probe on a free card; there must be one. Raises WorkerError where it cannot be started."""
 
     def wait(self) -> tuple[Job, WorkerEnd]:
-        """Wait until one of those that were started has ended, and let all be heard meanwhile.
+        """Wait until one of those that were started has ended; answers of all are heard meanwhile.
 
-        A probe whose card is lost is run on another one, MAX_LOST times. Raises HardwareError where no card
-        is left.
+        Raises HardwareError where no card is left, WorkerError.
         """
 
+    def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:
+        """Who else holds what a budget needs of the card of this job, the last to end; None: nobody."""
 
-def run_job(server: ForkServer, job: Job, on_answer: Callable[[Reply], str]) -> WorkerEnd:
+
+def run_job(
+    server: ForkServer, job: Job, hear: Hear, *, on_poll: Callable[[], None] | None = None
+) -> WorkerEnd:
     """Run a probe on this process's card, in a process of its own."""
     # The folder is made here, so that a checkpoint in it goes however the probe ends.
     with private_folder() as folder:
 
-        def hear(answer: Reply) -> None:
-            reason = on_answer(answer)
+        def on_answer(answer: Reply) -> None:
+            reason = hear(answer)
             if reason:
                 ask_to_stop(Path(folder), reason)
 
-        return server.run(
+        run = server.run if on_poll is None else functools.partial(server.run, on_poll=on_poll)
+        return run(
             "probe",
             {**job.request, "folder": folder},
             deadline_seconds=job.deadline_seconds,
-            on_answer=hear,
+            on_answer=on_answer,
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from autotune.catalogue import nvml
+from autotune.catalogue.nvml import Occupancy
 from autotune.probe.fingerprint import fingerprint_here
 from autotune.probe.fleet.fleet import Job, run_job
 from autotune.records.fingerprint import Fingerprint
@@ -29,3 +31,6 @@ class OneCard:
         job, self._job = self._job, None
         assert job is not None
         return job, run_job(self._server, job, job.on_answer)
+
+    def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:  # noqa: ARG002  # there is one card
+        return nvml.taken_of(budget_bytes)

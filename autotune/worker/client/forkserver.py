@@ -105,8 +105,9 @@ class ForkServer:
         deadline_seconds: float,
         answers_renew: bool = False,
         on_answer: Callable[[isolate.Reply], None] | None = None,
+        on_poll: Callable[[], None] | None = None,
     ) -> isolate.WorkerEnd:
-        """Run one job to its end, as isolate.run does.
+        """Run one job to its end, as isolate.run_jobs does.
 
         The imports do not count for its deadline. Raises WorkerError when no server can be started or the
         request cannot be written.
@@ -118,6 +119,7 @@ class ForkServer:
             deadline_seconds=deadline_seconds,
             answers_renew=answers_renew,
             on_answer=on_answer,
+            on_poll=on_poll,
         )
         return end
 

@@ -144,14 +144,15 @@ def run_jobs(
     deadline_seconds: float,
     answers_renew: bool = False,
     on_answer: Callable[[Reply], None] | None = None,
+    on_poll: Callable[[], None] | None = None,
     max_children: int | None = None,
 ) -> tuple[WorkerEnd, ...]:
     """Launch a child per request and follow it to its end; return the ends in order.
 
     `deadline_seconds` counts for each child from its own start, or, where `answers_renew` it, from its last
     answer. `on_answer` is called from this
-    thread, in the order in which answers of all the children arrive. However the call is left
-    (Ctrl-C, an exception out of `on_answer`), no child outlives it.
+    thread, in the order in which answers of all the children arrive, and `on_poll` several times a second.
+    However the call is left (Ctrl-C, an exception out of one of them), no child outlives it.
 
     Raises WorkerError when a request cannot be written or a child cannot be started.
     """
@@ -176,6 +177,8 @@ def run_jobs(
                         on_answer(answer)
                 if is_over or child.is_spoilt():
                     ends[index] = running.pop(index).end()
+            if on_poll is not None:
+                on_poll()
             if running:
                 time.sleep(POLL_SECONDS)
     return tuple(ends[index] for index in range(len(requests)))

@@ -1,0 +1,102 @@
+"""Cards of this machine side by side: as many probes at once, each on a card of its own.
+
+They share power, PCIe and the host's cores, so that a probe beside others may be slower than alone: the
+winner is confirmed alone. Not yet run on GPUs.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from autotune.catalogue import nvml
+from autotune.catalogue.nvml import Occupancy
+from autotune.errors import HardwareError
+from autotune.probe.fleet.card_thread import CardThread, Said, ended
+from autotune.probe.fleet.fleet import Job
+from autotune.records.fingerprint import Fingerprint
+from autotune.worker.client.isolate import WorkerEnd
+
+
+class CardsHere:
+    """Several cards of this machine; to be closed, or used in a `with` block."""
+
+    def __init__(self, environments: Sequence[Mapping[str, str]]) -> None:
+        """Take a card for each; its processes see these variables: see `environments_of`."""
+        self._environments = list(environments)
+        self._says: queue.SimpleQueue[Said] = queue.SimpleQueue()
+        self._cards = [CardThread(each, self._says) for each in self._environments]
+        self._last: CardThread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exception_class: type[BaseException] | None,
+        exception: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all probes and servers."""
+        for card in self._cards:
+            card.close()
+        for card in self._cards:
+            card.join()
+
+    @property
+    def num_cards(self) -> int:
+        return len(self._cards)
+
+    def fingerprint(self, backend: str) -> Fingerprint:
+        self._cards[0].ask_fingerprint(backend)
+        found = ended(self._says.get())
+        assert isinstance(found, Fingerprint)
+        return found
+
+    def start(self, job: Job) -> None:
+        next(card for card in self._cards if card.job is None).run(job)
+
+    def wait(self) -> tuple[Job, WorkerEnd]:
+        while True:
+            said = self._says.get()
+            card, job = said.card, said.card.job
+            assert job is not None
+            if isinstance(said.what, dict):
+                reason = job.on_answer(said.what)
+                if reason:
+                    card.stop(reason)
+                continue
+            card.job, self._last = None, card
+            end = ended(said)
+            assert isinstance(end, WorkerEnd)
+            return job, end
+
+    def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:  # noqa: ARG002  # the last one
+        if self._last is None or not self._environments[0]:
+            return None
+        number = self._cards.index(self._last)
+        return nvml.taken_of(budget_bytes, number=number)
+
+
+def environments_of(backend: str, wanted: int | None) -> list[dict[str, str]]:
+    """Variables with which a process sees one of the cards of this machine, for each that is wanted.
+
+    `wanted` None: all that are like the first. On a CPU a card is a process.
+
+    Raises HardwareError where there are fewer.
+    """
+    if backend == "cpu":
+        return [{} for _ in range(wanted or 1)]
+    alike = nvml.uuids_alike()
+    if len(alike) < (wanted or 1):
+        raise HardwareError(
+            f"--cards {wanted or 'all'} needs {wanted or 1} GPUs of one kind",
+            why=f"This machine shows {len(alike)}",
+            remedy="Lower --cards, or leave it out",
+        )
+    return [{"CUDA_VISIBLE_DEVICES": uuid} for uuid in alike[:wanted]]

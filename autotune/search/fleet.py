@@ -1,0 +1,101 @@
+"""The cards that a search measures on: the one here, several here, or a Ray cluster's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autotune.common.units import parse_bytes
+from autotune.errors import ConfigError, HardwareError
+from autotune.probe.fleet.cards_here import CardsHere, environments_of
+from autotune.probe.fleet.fleet import Fleet
+from autotune.probe.fleet.one_card import OneCard
+from autotune.records.question import Question
+from autotune.search import budget
+from autotune.search.budget import CardSource, ChosenCard
+from autotune.worker.client.forkserver import ForkServer
+
+ALL = "all"
+MOST_CARDS = 1000
+"""More are a mistake in typing. [judgement]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Where:
+    """Where probes run. Making one raises ConfigError for what is no number of cards."""
+
+    cards: str | None = None
+    """Number of cards, or ALL; None: one here, or all of a cluster."""
+    on: str | None = None
+    """Address of a Ray cluster; None: this machine."""
+
+    def __post_init__(self) -> None:
+        if self.cards in (None, ALL):
+            return
+        if not (
+            self.cards.isascii() and self.cards.isdigit() and 1 <= int(self.cards) <= MOST_CARDS
+        ):
+            raise ConfigError(
+                f"--cards {self.cards[:40]!r} is no number of cards",
+                remedy=f"Give a number from 1 to {MOST_CARDS}, or {ALL}",
+            )
+
+    @property
+    def number(self) -> int | None:
+        """Number of cards; None: all."""
+        return None if self.cards in (None, ALL) else int(self.cards)
+
+
+HERE = Where()
+
+
+@contextlib.contextmanager
+def fleet_here(where: Where, backend: str, server: ForkServer) -> Iterator[Fleet]:
+    """The cards of this machine. `server`: of the one card. Raises HardwareError."""
+    if where.cards is None or where.number == 1:
+        yield OneCard(server)
+        return
+    if backend == "cpu" and where.number is None:
+        raise ConfigError("--cards all does not go with --backend cpu", remedy="Give a number")
+    with CardsHere(environments_of(backend, where.number)) as cards:
+        yield cards
+
+
+@contextlib.contextmanager
+def fleet_on_ray(
+    where: Where, question: Question, note: Callable[[str], None]
+) -> Iterator[tuple[Question, Fleet, ChosenCard]]:
+    """Cards of the Ray cluster, the question with its backend, and the kind of card with its budget.
+
+    Raises ConfigError, HardwareError and WorkerError.
+    """
+    from autotune.catalogue import gpus
+    from autotune.probe.fleet import on_ray
+
+    assert where.on is not None
+    if question.backend == "predict":
+        raise ConfigError(
+            "--backend predict does not go with --on",
+            why="A prediction needs no cluster",
+            remedy="Leave one of them out",
+        )
+    is_cpu = question.backend == "cpu"
+    backend = "cpu" if is_cpu else "cuda"
+    chosen = budget.cpu_as_card(question.gpu, question.gpu_mem) if is_cpu else None
+    name = None if is_cpu or question.gpu is None else gpus.find_gpu(question.gpu).name
+    with on_ray.connected(
+        where.on, backend=backend, wanted=where.number, name=name, note=note
+    ) as cards:
+        if chosen is None:
+            assert cards.gpu is not None
+            gpu, size = cards.gpu, question.gpu_mem
+            budget_bytes = gpu.capacity_bytes if size is None else parse_bytes(size)
+            if budget_bytes > gpu.capacity_bytes:
+                raise HardwareError(
+                    f"--gpu-mem {size} is more than the {gpu.name} of the cluster has",
+                    remedy="Lower --gpu-mem",
+                )
+            chosen = ChosenCard(gpu=gpu, source=CardSource.CLUSTER, budget_bytes=budget_bytes)
+        yield dataclasses.replace(question, backend=backend), cards, chosen

@@ -1,0 +1,114 @@
+"""Several cards of this machine: probes at once, each in a thread's own server, all heard in one thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from autotune.catalogue import nvml
+from autotune.errors import HardwareError, WorkerError
+from autotune.probe.fleet import card_thread
+from autotune.probe.fleet.cards_here import CardsHere, environments_of
+from autotune.probe.fleet.fleet import Job
+from autotune.worker.client.isolate import WorkerEnd
+
+END = WorkerEnd(
+    how="ok", exit_code=0, answers=(), num_partial_lines=0, problem="", stderr_tail="done"
+)
+
+
+class Server:
+    """Stands for a fork server; its probes wait until all that run at once have begun."""
+
+    together = threading.Barrier(2)
+    closed: list[threading.Thread] = []  # of all servers
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.closed.append(threading.current_thread())
+
+    def run(
+        self,
+        verb: str,
+        request: dict[str, Any],
+        *,
+        on_answer: Callable[[Any], None],
+        on_poll: Callable[[], None],
+        deadline_seconds: float,
+    ) -> WorkerEnd:
+        assert (verb, deadline_seconds) == ("probe", 9.0)
+        match request["what"]:
+            case "together":
+                self.together.wait(timeout=30)
+                on_answer({"thread": threading.get_ident()})
+            case "fails":
+                raise WorkerError("It failed")
+            case "hangs":
+                while True:
+                    time.sleep(0.01)
+                    on_poll()
+        return END
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[CardsHere]:
+    monkeypatch.setattr(card_thread, "ForkServer", Server)
+    monkeypatch.setattr(Server, "closed", [])
+    with CardsHere([{}, {}]) as two:
+        yield two
+    assert len(set(Server.closed)) == 2
+
+
+def job(what: str, on_answer: Callable[[Any], str] = lambda _: "") -> Job:
+    return Job(request={"what": what}, deadline_seconds=9.0, on_answer=on_answer)
+
+
+def test_two_probes_run_at_once_and_are_heard_here(cards: CardsHere) -> None:
+    heard: list[int] = []
+
+    def hear(answer: dict[str, Any]) -> str:
+        assert answer["thread"] != threading.get_ident()
+        heard.append(threading.get_ident())
+        return ""
+
+    assert cards.num_cards == 2
+    jobs = {job("together", hear), job("together", hear)}
+    for each in jobs:
+        cards.start(each)
+    assert {cards.wait()[0] for _ in jobs} == jobs
+    assert heard == [threading.get_ident()] * 2
+
+
+def test_what_fails_on_a_card_is_raised_here_and_the_card_goes_on(cards: CardsHere) -> None:
+    cards.start(job("fails"))
+    with pytest.raises(WorkerError, match="It failed"):
+        cards.wait()
+    again = job("ends")
+    cards.start(again)
+    assert cards.wait() == (again, END)
+
+
+def test_closing_ends_what_runs(cards: CardsHere) -> None:
+    cards.start(job("hangs"))
+    cards.start(job("hangs"))
+    cards.close()
+    assert len(Server.closed) == 2
+
+
+def test_cards_of_another_kind_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "uuids_alike", lambda: ["GPU-a", "GPU-b"])
+    both = [{"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}]
+    assert environments_of("cuda", None) == both
+    assert environments_of("cuda", 2) == both
+    with pytest.raises(HardwareError, match="This machine shows 2"):
+        environments_of("cuda", 3)
+    assert environments_of("cpu", 3) == [{}, {}, {}]
