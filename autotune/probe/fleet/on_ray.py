@@ -8,6 +8,7 @@ where they are; machines that lack autotune get the package from here. Not yet r
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ READY_SECONDS = 120.0
 unpacked first."""
 SCALE_SECONDS = 900.0
 """Time for a cluster to scale up. [judgement] Clouds start a machine in minutes."""
+CONNECT_SECONDS = 10.0
 POLL_SECONDS = 0.5
 CLOSE_SECONDS = 5.0
 _VARIABLES = ("HF_TOKEN", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -269,6 +271,7 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
     import logging
 
     try:
+        _knock(address)
         ray.init(
             address=address,
             log_to_driver=False,
@@ -283,6 +286,14 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
             why=first,
             remedy="Name one as ray://HOST:10001, or run this on a machine of the cluster with --on auto",
         ) from error
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens at an address with a port: Ray would try for many minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS):
+            pass
 
 
 def _resource(backend: str) -> str:
@@ -359,7 +370,7 @@ def _take(
             for actor, reference in zip(actors, described, strict=True)
             if reference in ready
         ]
-        chosen = _of_one_kind(cards, name)
+        chosen = _of_one_kind(cards, name) if cards else []
         if len(chosen) < (wanted or 1):
             raise HardwareError(
                 f"The Ray cluster gave {len(chosen)} of {counted(wanted or 1, 'card')}",
@@ -399,11 +410,11 @@ def _of_one_kind(cards: list[_Card], name: str | None) -> list[_Card]:
         raise ConfigError(
             "The Ray cluster has cards of several kinds", why=listed, remedy="Name one with --gpu"
         )
-    wanted = name or next(iter(kinds), "")
+    wanted = name or next(iter(kinds))
     if wanted not in kinds:
         raise HardwareError(
             f"The Ray cluster has no {wanted}",
-            why=f"It has {', '.join(sorted(kinds)) or 'no card'}",
+            why=f"It has {', '.join(sorted(kinds))}",
             remedy="Name another with --gpu",
         )
     return [card for card in cards if _kind(card.there) == wanted]
