@@ -43,6 +43,7 @@ from autotune.search import budget
 from autotune.search import estimate as estimating
 from autotune.search.find import Finding
 from autotune.search.find import find as search
+from autotune.search.fleet import Where
 from autotune.search.listener import SILENT, Listener
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig, Workload
@@ -287,6 +288,8 @@ def find(
     compile: str | None = None,  # noqa: A002
     train_steps: int | None = None,
     study: str | None = None,
+    cards: int | str | None = None,
+    on: str | None = None,
     storage: str | None = None,
     out: StrPath | None = None,
     progress: bool = False,
@@ -298,7 +301,7 @@ def find(
     measurements without `storage` ("sqlite:///studies/autotune.db" is the command line's). Nothing is
     printed without `progress`, which goes to stderr; notes are in the Result. `num_gpus`, `seq_len` and
     `effective_batch` None: the base's, else 1, 1024 and 32. `method`: one or several [default: all].
-    `peft`: the fields of a PeftConfig, or a file of them.
+    `peft`: the fields of a PeftConfig, or a file of them. `cards`: a number, or "all".
 
     Files or a study that cannot be written are warned of and noted in the Result, which is not lost.
     Raises ConfigError for options that cannot be used, HardwareError, NothingFitsError, WorkerError and
@@ -310,7 +313,11 @@ def find(
     notes: list[str] = []
     with _kept_in(storage) as database:
         finding = search(
-            question, storage=database, command=command, listener=_noting(notes, progress)
+            question,
+            storage=database,
+            command=command,
+            listener=_noting(notes, progress),
+            where=Where(cards=None if cards is None else str(cards), on=on),
         )
     delivered = deliver(
         finding, folder=None if out is None else Path(out), storage=storage, command=command

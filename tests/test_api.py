@@ -68,7 +68,7 @@ def test_its_options_are_those_of_the_command() -> None:
         default = option.get_default(context)
         name = option.opts[0].removeprefix("--").replace("-", "_")
         typed[name] = default if isinstance(default, str | int) else None
-    # Of the command alone: how it prints, and that another machine is to answer.
+    # Of the command alone: how it prints, and whether it waits for another search.
     for name in ("json", "wait"):
         del typed[name]
     named = {
