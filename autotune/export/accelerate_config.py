@@ -28,7 +28,11 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     if PARALLELISMS[config.parallelism].library == "deepspeed":
         words = f"{words_of(config, 'parallelism')} (that is in {deepspeed_json.filename})"
         zero = (Unsaid("parallelism", words),)
-    return (*zero, *unsaid(config, {"parallelism", "num_gpus"}))
+    carried = {"parallelism", "num_gpus"}
+    if config.num_splits > 1:
+        # Weights are split as they are loaded: accelerate only starts the processes.
+        carried.discard("parallelism")
+    return (*zero, *unsaid(config, carried))
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
@@ -86,6 +90,11 @@ def _content(config: TrainConfig) -> dict[str, object]:
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             # Checkpointing is TrainingArguments'.
             "fsdp_activation_checkpointing": False,
+        }
+    if row.num_replicas > 1:
+        content["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": row.num_replicas,
+            "parallelism_config_dp_shard_size": config.num_gpus // row.num_replicas,
         }
     return content
 

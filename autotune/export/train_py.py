@@ -114,6 +114,7 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         and config.num_gpus == 1
         and not OPTIMIZERS[config.optimizer].updates,
         "parallelism": config.parallelism,
+        "num_splits": config.num_splits,
         "num_processes": None if config.parallelism == "none" else config.num_gpus,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,

@@ -243,7 +243,7 @@ class Estimator:
             total_seconds=steps + update.total_seconds,
             bound=micro.bound if steps > update.total_seconds else update.bound,
         )
-        exchange = self._exchange(spec, rank)
+        exchange = self._exchange(spec, config.micro_batch_size, rank)
         return alone if exchange is None else self._shared(alone, exchange, accumulation)
 
     def _price_update_seconds(
@@ -449,7 +449,7 @@ class Estimator:
             step_spread=None if parts is None else step_spread_of(parts),
             time_shares=() if parts is None else _time_shares(parts),
             useful_share=self._useful_share(config),
-            per_gpu=self._per_gpu(config, self._exchange(spec, rank), state, seconds),
+            per_gpu=self._per_gpu(config, self._exchange(spec, config.micro_batch_size, rank), state, seconds),
             is_bound=config.is_compiled and not self.is_compiled_step(config),
             compile_seconds=self._compile_seconds(config, spec, rank),
         )
@@ -489,9 +489,9 @@ class Estimator:
         is_shared = isinstance(self._traces[spec], RankTrace)
         return self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
 
-    def _find_exchange(self, spec: TraceSpec, rank: int) -> Exchange | None:
+    def _find_exchange(self, spec: TraceSpec, micro_batch: int, rank: int) -> Exchange | None:
         trace = self._traces[spec]
-        return trace.exchange(rank) if isinstance(trace, RankTrace) else None
+        return trace.exchange(micro_batch, rank) if isinstance(trace, RankTrace) else None
 
     def replayed(self, config: TrainConfig) -> tuple[Steps, Replay]:
         """The events of the first steps, and the allocator's replay of them within the budget."""

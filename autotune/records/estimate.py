@@ -40,6 +40,8 @@ class TraceSpec:
     attention: str
     parallelism: str = "none"
     """Key of PARALLELISMS. A worker traces one GPU's step; what several share is worked out from it."""
+    num_splits: int = 1
+    """GPUs among which each layer's products are split, as they run in the traced step."""
     single: bool
     """Whether the micro-batch is 1, which takes other code paths than 2 and more."""
     lora_rank: int | None = None
@@ -73,6 +75,7 @@ class TraceSpec:
         return _spec_of(
             _traced_settings(config),
             single=config.micro_batch_size == 1,
+            num_splits=config.num_splits,
             is_compiled=config.is_compiled and not why_not_predicted(config),
         )
 
@@ -80,14 +83,16 @@ class TraceSpec:
 _TRACED = tuple(
     field.name
     for field in dataclasses.fields(TraceSpec)
-    if field.name not in ("single", "is_compiled")
+    if field.name not in ("single", "num_splits", "is_compiled")
 )
 _traced_settings = operator.attrgetter(*_TRACED)
 """The values of a TrainConfig, in the order of _TRACED."""
 
 
 @functools.cache
-def _spec_of(values: tuple[Any, ...], *, single: bool, is_compiled: bool) -> TraceSpec:
+def _spec_of(
+    values: tuple[Any, ...], *, single: bool, num_splits: int, is_compiled: bool
+) -> TraceSpec:
     shared = dict(zip(_TRACED, values, strict=True))
     precision, method = shared["precision"], shared["method"]
     # TF32 changes the rate of a matrix product, not what is allocated or launched.
@@ -110,7 +115,7 @@ def _spec_of(values: tuple[Any, ...], *, single: bool, is_compiled: bool) -> Tra
     # A sample alone is padded to its own length.
     if single and shared["batching"] == "padded":
         shared["batching"] = "packed"
-    return TraceSpec(**shared, single=single, is_compiled=is_compiled)
+    return TraceSpec(**shared, single=single, num_splits=num_splits, is_compiled=is_compiled)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

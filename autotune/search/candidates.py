@@ -381,7 +381,7 @@ def put_back(config: TrainConfig, base: TrainConfig) -> Iterator[tuple[str, Trai
         if value != getattr(config, name):
             changed = {name: value}
             if name == "micro_batch_size":
-                samples = config.effective_batch_size // config.num_gpus
+                samples = config.effective_batch_size // config.data_parallel_size
                 changed["gradient_accumulation_steps"] = samples // value
             yield name, dataclasses.replace(config, **changed)
 

@@ -26,6 +26,7 @@ from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.headroom import NO_HEADROOM
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import (
     SearchSpace,
     as_in_base,
@@ -209,13 +210,16 @@ def resolve_configuration(
         data, lengths = read_dataset(question, source, task, length)
         packs = given.get("batching", usual_batching(task)) == "packed"
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
+    parallelism = PARALLELISMS[given.get("parallelism", "none" if num_gpus == 1 else "ddp")]
     workload = Workload(
         model=source.name,
         task=task,
         sequence_length=length,
         lengths=lengths,
         dataset=data,
-        effective_batch_size=given.get("micro_batch_size", 1) * question.accumulation * num_gpus,
+        effective_batch_size=given.get("micro_batch_size", 1)
+        * question.accumulation
+        * parallelism.data_parallel_size(num_gpus),
         methods=(method,),
         memory_budget_bytes=card.budget_bytes,
         headroom=budget.headroom_of(question, card.budget_bytes),

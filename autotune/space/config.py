@@ -16,6 +16,7 @@ from autotune.space.adapters import ADAPTERS
 from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths, useful_share
+from autotune.space.parallelisms import PARALLELISMS
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 """Trade-off classes, lowest first: docs/ARCHITECTURE.md, "What fastest means"."""
@@ -178,7 +179,7 @@ class TrainConfig:
     parallelism: str = "none"
     """A key of autotune.space.parallelisms.PARALLELISMS."""
     num_gpus: int = 1
-    """The data-parallel degree."""
+    """GPUs of one machine that share the run."""
     liger: bool = False
     """Whether Liger's Triton kernels run: norms, rotary embedding, gated MLP, and a loss that makes no
     logits."""
@@ -216,8 +217,18 @@ class TrainConfig:
         }
 
     @property
+    def data_parallel_size(self) -> int:
+        """Number of micro-batches that are at work at the same time, each on GPUs of its own."""
+        return PARALLELISMS[self.parallelism].data_parallel_size(self.num_gpus)
+
+    @property
+    def num_splits(self) -> int:
+        """Number of GPUs among which each layer's products are split."""
+        return self.num_gpus if PARALLELISMS[self.parallelism].splits else 1
+
+    @property
     def effective_batch_size(self) -> int:
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.num_gpus
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
 
     @property
     def tokens_per_step(self) -> int:

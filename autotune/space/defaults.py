@@ -51,7 +51,11 @@ def default_base(
     config = TrainConfig(
         method=method,
         micro_batch_size=1,
-        gradient_accumulation_steps=max(1, workload.effective_batch_size // workload.num_gpus),
+        gradient_accumulation_steps=max(
+            1,
+            workload.effective_batch_size
+            // PARALLELISMS[parallelism].data_parallel_size(workload.num_gpus),
+        ),
         sequence_length=workload.sequence_length,
         precision=FLOAT32_PRECISION
         if is_float32
@@ -79,7 +83,7 @@ def default_base(
 
 def larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
     """The same settings at every power of two that divides the effective batch size, largest first."""
-    effective = config.effective_batch_size // config.num_gpus
+    effective = config.effective_batch_size // config.data_parallel_size
     sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
     return [
         dataclasses.replace(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallelism:
-    """A way for the GPUs of one machine to share a training run; every one has its own micro-batches."""
+    """A way for the GPUs of one machine to share a training run."""
 
     name: str
     library: str
@@ -22,6 +22,15 @@ class Parallelism:
     optimizers: tuple[str, ...]
     """Values of `optim` that it works with; empty: all."""
     summary: str
+    num_replicas: int = 1
+    """Groups of GPUs that each hold all that is shared out (FSDP2's dp_replicate_size)."""
+    splits: bool = False
+    """Whether each layer's products are split among the GPUs, which have the same micro-batches; otherwise
+    every GPU has its own."""
+
+    def data_parallel_size(self, num_gpus: int) -> int:
+        """Number of micro-batches that so many GPUs work on at the same time."""
+        return 1 if self.splits else num_gpus
 
 
 # accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model: float32 shards, gathered in 16 bits, and
@@ -32,6 +41,8 @@ _ZERO_TRACED_AS = (("bf16-mixed", "bf16-true"), ("fp16-mixed", "fp16-autocast"))
 # Element by element, so that a part of a tensor is updated as in the whole. bitsandbytes' kernels do
 # not take the DTensors of FSDP2 (tests/contracts/test_parallel_real.py shows it).
 _FSDP2_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+# DTensors beside plain ones: the fused kernel takes no mixture (tests/contracts/test_parallel_real.py).
+_TP_OPTIMIZERS = ("adamw_torch", "sgd")
 _ZERO_OPTIMIZERS = (
     *_FSDP2_OPTIMIZERS, "adamw_bnb_8bit", "lion_32bit", "lion_8bit"
 )  # fmt: skip
@@ -48,6 +59,19 @@ def _fsdp2(offload: bool, summary: str) -> Parallelism:
         traced_as=_FSDP2_TRACED_AS,
         optimizers=_CPU_ADAM if offload else _FSDP2_OPTIMIZERS,
         summary=summary,
+    )
+
+
+def _hsdp(num_replicas: int) -> Parallelism:
+    return Parallelism(
+        name=f"hsdp-{num_replicas}",
+        library="torch",
+        stage=3,
+        offload=False,
+        traced_as=_FSDP2_TRACED_AS,
+        optimizers=_FSDP2_OPTIMIZERS,
+        num_replicas=num_replicas,
+        summary=f"{num_replicas} groups of GPUs, each as fsdp2; gradients averaged between them",
     )
 
 
@@ -86,6 +110,18 @@ PARALLELISMS: dict[str, Parallelism] = {
         ),
         _fsdp2(False, "weights, gradients and optimizer shared out, a layer gathered at a time"),
         _fsdp2(True, "the same, kept in host memory"),
+        _hsdp(2),
+        _hsdp(4),
+        Parallelism(
+            name="tp",
+            library="torch",
+            stage=0,
+            offload=False,
+            traced_as=(),
+            optimizers=_TP_OPTIMIZERS,
+            splits=True,
+            summary="each layer's products split, the same samples on every GPU",
+        ),
         _zero(1, False, "optimizer state shared out"),
         _zero(1, True, "optimizer state in host memory"),
         _zero(2, False, "optimizer state and gradients shared out"),

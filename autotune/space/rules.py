@@ -114,6 +114,14 @@ def _is_before(context: Context, capability: tuple[int, int]) -> bool:
     return context.compute_capability is not None and context.compute_capability < capability
 
 
+_ROW_SPLIT = frozenset({"all-linear", "attention", "o_proj", "down_proj"})
+"""Targets of adapters among which are weights that tensor parallelism splits by their rows."""
+
+
+def _names(targets: str | None) -> list[str]:
+    return [name.strip() for name in (targets or "all-linear").split(",")]
+
+
 _FOR_ONE_GPU = frozenset(
     {"none"}
     | {row.name for row in PARALLELISMS.values() if row.offload and row.library == "deepspeed"}
@@ -420,13 +428,39 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="gpus-need-parallelism",
-        reason="several GPUs share a run by one of ddp, fsdp2, zero1, zero2, zero3",
+        reason="several GPUs share a run in one of the ways of --parallelism",
         breaks=lambda c, _: c.num_gpus > 1 and c.parallelism == "none",
     ),
     Rule(
         name="parallelism-needs-gpus",
         reason="one GPU has nobody to share with: only ZeRO's offloading makes sense on it",
         breaks=lambda c, _: c.num_gpus == 1 and c.parallelism not in _FOR_ONE_GPU,
+    ),
+    Rule(
+        name="replicas-divide-gpus",
+        reason="hsdp deals out weights within groups of two and more GPUs, all of them as large",
+        breaks=lambda c, _: (
+            PARALLELISMS[c.parallelism].num_replicas > 1
+            and c.num_gpus % (2 * PARALLELISMS[c.parallelism].num_replicas) != 0
+        ),
+    ),
+    Rule(
+        name="splitting-needs-float-weights",
+        reason="weights are split among GPUs as floats: Transformers' plans split no codes that "
+        "PEFT can adapt",
+        breaks=lambda c, _: c.num_splits > 1 and c.quantization != "none",
+    ),
+    Rule(
+        # peft 0.21 tuners/lora/model.py add_lora_tp_hooks_dtensor: lora_A keeps its part's width.
+        name="splitting-needs-adapters-by-column",
+        reason="of the adapters only LoRA is split, and PEFT 0.21 ends in an error on weights that "
+        "are split by their rows (o_proj, down_proj): name other targets, such as "
+        "--targets q_proj,k_proj,v_proj,gate_proj,up_proj",
+        breaks=lambda c, _: (
+            c.num_splits > 1
+            and c.method != "full"
+            and (c.method != "lora" or bool(_ROW_SPLIT & set(_names(c.lora_targets))))
+        ),
     ),
     Rule(
         name="sharding-needs-float-weights",

@@ -18,6 +18,7 @@ from typing import Any
 from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.rules import RULES, Context
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
@@ -274,15 +275,15 @@ def enumerate_configs(
 def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
     domains = dict(section.domains)
     sizes = domains.pop("micro_batch_size")
-    per_gpu = workload.effective_batch_size // workload.num_gpus
-    accumulations = [max(1, per_gpu // size) for size in sizes]
     for values in itertools.product(*domains.values()):
         rest = dict(zip(domains, values, strict=True))
-        for size, accumulation in zip(sizes, accumulations, strict=True):
+        row = PARALLELISMS[rest["parallelism"]]
+        samples = workload.effective_batch_size // row.data_parallel_size(workload.num_gpus)
+        for size in sizes:
             yield TrainConfig(
                 method=section.method,
                 micro_batch_size=size,
-                gradient_accumulation_steps=accumulation,
+                gradient_accumulation_steps=max(1, samples // size),
                 sequence_length=workload.sequence_length,
                 num_gpus=workload.num_gpus,
                 **rest,

@@ -44,6 +44,8 @@ class Message:
     """Whole buffer, as nccl-tests counts: of an all-gather what each GPU ends up with, of a reduce-scatter
     what it starts with."""
     count: int = 1
+    num_gpus: int | None = None
+    """GPUs that take part; None: all that share the run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,13 +88,15 @@ def link_of(gpu: Gpu) -> Link | None:
 
 def sent_bytes(messages: Iterable[Message], num_gpus: int) -> float:
     """Bytes that each GPU sends, in rings."""
-    ring = (num_gpus - 1) / num_gpus
-    return sum(ring * RINGS[m.operation] * m.num_bytes * m.count for m in messages)
+    return sum(
+        (1 - 1 / (m.num_gpus or num_gpus)) * RINGS[m.operation] * m.num_bytes * m.count
+        for m in messages
+    )
 
 
 def seconds(messages: Iterable[Message], link: Link, num_gpus: int) -> float:
     """Predicted time of these collectives, one after the other."""
-    return sum(m.count * _seconds_of(m, link, num_gpus) for m in messages)
+    return sum(m.count * _seconds_of(m, link, m.num_gpus or num_gpus) for m in messages)
 
 
 def _seconds_of(message: Message, link: Link, num_gpus: int) -> float:

@@ -48,36 +48,42 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         os.environ.pop(key, None)
 
 
+def num_gpus_of(name: str) -> int:
+    return max(2 * PARALLELISMS[name].num_replicas, 2)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_accelerate_loads_its_file(tmp_path: Path, name: str) -> None:
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
-    config = dataclasses.replace(SHARED, parallelism=name)
+    config = dataclasses.replace(SHARED, parallelism=name, num_gpus=num_gpus_of(name))
     folder = exported(tmp_path, config)
     loaded = load_config_from_file(str(folder / "accelerate_config.yaml"))
     assert isinstance(loaded, ClusterConfig)
-    assert loaded.num_processes == 2
+    assert loaded.num_processes == config.num_gpus
     row = PARALLELISMS[name]
     kind = "DEEPSPEED" if row.library == "deepspeed" else "FSDP" if row.stage == 3 else "MULTI_GPU"
     assert loaded.distributed_type.value == kind
     assert (folder / "deepspeed.json").exists() == (row.library == "deepspeed")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp-2", "hsdp-4"])
 @pytest.mark.usefixtures("clean_environment")
 def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate import ParallelismConfig
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env
 
-    folder = exported(tmp_path, dataclasses.replace(SHARED, parallelism=name))
+    config = dataclasses.replace(SHARED, parallelism=name, num_gpus=num_gpus_of(name))
+    folder = exported(tmp_path, config)
     file = str(folder / "accelerate_config.yaml")
     typed = launch_command_parser().parse_args(["--config_file", file, "train.py"])
     arguments, _, _ = _validate_launch_command(typed)
     for key, value in prepare_multi_gpu_env(arguments).items():
-        if key.startswith(("FSDP_", "ACCELERATE_")):
+        if key.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_")):
             monkeypatch.setenv(key, value)
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
@@ -85,6 +91,11 @@ def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
     assert plugin.activation_checkpointing is False
+    if (replicas := PARALLELISMS[name].num_replicas) > 1:
+        assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+        sizes = ParallelismConfig()
+        assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (replicas, 2)
+        assert sizes.total_size == config.num_gpus
     assert type(plugin.cpu_offload).__name__ == (
         "CPUOffloadPolicy" if name == "fsdp2-offload" else "OffloadPolicy"
     )
@@ -129,17 +140,22 @@ def free_port() -> str:
         return str(listening.getsockname()[1])
 
 
-def test_two_processes_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fsdp2", "tp"])
+def test_two_processes_train(tmp_path: Path, name: str) -> None:
     (tmp_path / "models").mkdir()
     make_models(tmp_path / "models")
     (tmp_path / "text.txt").write_text(f"{TEXT}\n" * 4)
-    config = dataclasses.replace(FULL, num_gpus=2, parallelism="fsdp2")
+    config = dataclasses.replace(
+        FULL, num_gpus=2, parallelism=name, optimizer="adamw_torch", attention="sdpa"
+    )
     folder = exported(tmp_path / "shared", config, str(tmp_path / "models" / "llama"))
     program = ["train.py", "--dataset", "../text.txt", "--output-dir", "out", "--max-steps", "2"]
     launch = [
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
         *("--config_file", "accelerate_config.yaml", "--main_process_port", free_port()),
     ]
+    if name == "tp":
+        program = [str(Path(__file__).parents[1] / "support" / "as_on_gpus.py"), *program]
     for _ in range(2):
         done = subprocess.run(
             [*launch, *program], cwd=folder, capture_output=True, text=True, timeout=300

@@ -38,8 +38,8 @@ MODEL = {
     "hidden_size": 48,
     "intermediate_size": 130,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 12,
     "max_position_embeddings": 32,
 }
 SOURCE = ModelSource(
@@ -75,6 +75,27 @@ CONFIGS["fsdp2-qlora"] = dataclasses.replace(
     quantization="nf4",
     quantization_storage="bfloat16",
 )
+TP = dataclasses.replace(DDP, parallelism="tp", optimizer="adamw_torch", attention="eager")
+HSDP = dataclasses.replace(FSDP2, parallelism="hsdp-2", num_gpus=4)
+CONFIGS |= {
+    "tp": TP,
+    "tp-of-3": dataclasses.replace(TP, num_gpus=3),
+    "tp-of-4": dataclasses.replace(TP, num_gpus=4),
+    "tp-lora": dataclasses.replace(
+        TP,
+        method="lora",
+        precision="bf16-autocast",
+        lora_rank=3,
+        lora_targets="q_proj,k_proj,v_proj,gate_proj,up_proj",
+    ),
+    "hsdp": HSDP,
+    "hsdp-mixed": dataclasses.replace(HSDP, precision="bf16-mixed"),
+    "hsdp-lora": dataclasses.replace(CONFIGS["fsdp2-lora"], parallelism="hsdp-2", num_gpus=4),
+}
+CONFIGS |= {
+    f"tp-lora-of-{count}": dataclasses.replace(CONFIGS["tp-lora"], num_gpus=count)
+    for count in (3, 4)
+}
 SHAPES = [
     ((1000, 100), "float32"),
     ((3000, 1000), "float32"),
@@ -94,6 +115,10 @@ def case(config: TrainConfig) -> dict[str, Any]:
         "dtype": precision.parameter_dtype,
         "mixed_precision": "bf16" if precision.autocast else "no",
         "lora": config.lora_rank or 0,
+        "targets": config.lora_targets
+        if config.lora_targets in (None, "all-linear")
+        else config.lora_targets.split(","),
+        "num_replicas": PARALLELISMS[config.parallelism].num_replicas,
         "optimizer": config.optimizer,
         "parallelism": config.parallelism,
         "quantization": quantization_fields(config) if config.quantization != "none" else {},
@@ -139,13 +164,34 @@ def test_each_process_holds_what_is_predicted(
     assert first["gradients"] == predicted.gradients_bytes
     assert first["optimizer_state"] == predicted.optimizer_state_bytes
     for other in others:
-        assert other["parameters"] == first["parameters"]
-        assert other["gradients"] == first["gradients"]
-        # The last rows may be missing: moments are not padded.
+        if not config.num_splits > 1:
+            assert other["parameters"] == first["parameters"]
+            assert other["gradients"] == first["gradients"]
+        # The last rows may be missing: moments are not padded, nor are split weights.
+        assert other["parameters"] <= first["parameters"]
+        assert other["gradients"] <= first["gradients"]
         assert other["optimizer_state"] <= first["optimizer_state"]
+    if config.num_splits > 1:
+        assert_same_activations_and_messages(config, traces, first)
     # The buckets are allocated as blocks of 512 bytes.
     buckets = sum(-(-size // 512) * 512 for size in first.get("buckets", []))
     assert buckets == predicted.buffers_bytes
+
+
+def assert_same_activations_and_messages(
+    config: TrainConfig, traces: Any, real: dict[str, Any]
+) -> None:
+    spec, size, rank = TraceSpec.of(config), config.micro_batch_size, config.lora_rank or 0
+    alone = dataclasses.replace(spec, parallelism="none")
+    traces = traces | trace_all(SOURCE, "causal-lm", 8, GPU, [alone])
+    running = traces[alone].running_bytes("again", size, rank)
+    assert running[traces[alone].num_forward_events - 1] == real["activations"]
+    sent = [
+        [message.operation, message.num_bytes]
+        for message in traces[spec].exchange(size, rank).messages_per_micro_step
+        for _ in range(message.count)
+    ]
+    assert sorted(sent) == real["sent"]
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

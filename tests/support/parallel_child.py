@@ -20,6 +20,7 @@ import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import LoraConfig, get_peft_model
@@ -27,7 +28,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+from autotune.speed.links import RINGS
+from autotune.worker.build import tensor_parallel
+from autotune.worker.trace.tracker import Tracker
 
 
 def storages(tensors: Any) -> int:
@@ -44,16 +50,51 @@ def build(case: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(**{k: v for k, v in case["config"].items() if k != "model_type"})
     config.use_cache = False
+    if case["parallelism"] == "tp":
+        config._attn_implementation = "eager"  # The CPU's other kernels keep other tensors.
     # As from_pretrained(dtype=...) loads it: the buffers stay in float32.
     model: Any = LlamaForCausalLM._from_config(config, dtype=getattr(torch, case["dtype"]))
+    if case["parallelism"] == "tp":
+        model = split(model)
     if case["quantization"]:
         quantize(model, case["quantization"])
     if case["lora"]:
         lora = LoraConfig(
-            r=case["lora"], target_modules="all-linear", bias="none", task_type="CAUSAL_LM"
+            r=case["lora"],
+            target_modules=case["targets"],
+            bias="none",
+            task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, lora)
     return model
+
+
+def split(model: Any) -> Any:
+    """Load a model as the exported train.py does: each process reads its part."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    split: Any = LlamaForCausalLM.from_pretrained(
+        folder[0],
+        dtype=model.dtype,
+        attn_implementation="eager",
+        distributed_config=DistributedConfig(tp_size=dist.get_world_size()),
+    )
+    for name, weight in list(split.named_parameters()):
+        if isinstance(weight, DTensor):
+            # On the CPU a part by rows is a view of the whole; moved to a GPU it is by itself.
+            part = DTensor.from_local(
+                weight.detach().to_local().clone(),
+                weight.device_mesh,
+                weight.placements,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+            module, _, own = name.rpartition(".")
+            setattr(split.get_submodule(module), own, nn.Parameter(part))
+    return split
 
 
 def quantize(model: Any, choices: dict[str, Any]) -> None:
@@ -77,6 +118,8 @@ def quantize(model: Any, choices: dict[str, Any]) -> None:
 
 
 def share(model: Any, case: dict[str, Any]) -> Any:
+    if case["parallelism"] == "tp":
+        return model
     if case["parallelism"] == "ddp":
         # What the Trainer gives to accelerate, and accelerate's defaults for the rest.
         return DistributedDataParallel(model, find_unused_parameters=True)
@@ -89,15 +132,48 @@ def share(model: Any, case: dict[str, Any]) -> Any:
     )
     if case["mixed_precision"] != "no":
         plugin.set_mixed_precision(case["mixed_precision"])
+    sizes = ParallelismConfig(
+        dp_replicate_size=case["num_replicas"],
+        dp_shard_size=dist.get_world_size() // case["num_replicas"],
+    )
     # What accelerate.Accelerator is asked for; it would need a GPU to take FSDP itself.
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
-        torch_device_mesh=None,
+        torch_device_mesh=sizes.build_device_mesh("cpu"),
+        parallelism_config=sizes,
         mixed_precision=case["mixed_precision"],
         device=torch.device("cpu"),
         is_main_process=dist.get_rank() == 0,
     )
     return fsdp2_prepare_model(accelerator, model)
+
+
+def forward_watched(model: Any, case: dict[str, Any], report: dict[str, Any]) -> Any:
+    """Compute the loss, and report what is left for the backward pass, in blocks of 512 bytes."""
+    watch = Tracker(
+        "cpu",
+        wrappers=tensor_parallel.WRAPPERS,
+        decompositions=tensor_parallel.DECOMPOSITIONS,
+        kernel_names=tensor_parallel.KERNEL_NAMES,
+    )
+    tokens = torch.randint(0, 60, (2, 8))
+    for held in (*model.parameters(), *model.buffers(), tokens):
+        watch.index_of(tensor_parallel.local(held))
+    with watch, torch.autocast("cpu", torch.bfloat16, enabled=case["mixed_precision"] != "no"):
+        # As the Trainer calls it.
+        num_items = (tokens[:, 1:] != -100).sum()
+        known = len(watch.recording.tensors) - 1
+        loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=num_items).loss
+    left = [watch.recording.tensors[index].size_bytes for index in watch.alive() if index >= known]
+    report["activations"] = sum(-(-size // 512) * 512 for size in left)
+    with watch:
+        loss.backward()
+    report["sent"] = sorted(
+        [kernel.name, sum(kernel.tensor_bytes)]
+        for kernel in watch.recording.kernels
+        if kernel.name in RINGS
+    )
+    return loss
 
 
 def make_optimizer(name: str, parameters: list[Any]) -> Any:
@@ -114,10 +190,13 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for _ in range(2):
         optimizer.zero_grad()
-        tokens = torch.randint(0, 60, (2, 8))
-        with torch.autocast("cpu", torch.bfloat16, enabled=case["mixed_precision"] != "no"):
-            loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        if case["parallelism"] == "tp" and optimizer.state:
+            loss = forward_watched(model, case, report)
+        else:
+            tokens = torch.randint(0, 60, (2, 8))
+            with torch.autocast("cpu", torch.bfloat16, enabled=case["mixed_precision"] != "no"):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
         if isinstance(model, DistributedDataParallel):
             report["buckets"] = [
                 bucket.buffer().nbytes for bucket in model.reducer._get_zeros_like_grad_buckets()

@@ -31,6 +31,7 @@ from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.defaults import OPTIMIZER, usual_precision
 from autotune.space.knobs import KNOBS, REQUIRED
+from autotune.space.parallelisms import PARALLELISMS
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
 """Settings that every run has, whatever its files say."""
@@ -110,7 +111,9 @@ def read_base(
         values["precision"] = "fp16-autocast"
     method = values.get("method", method)
     num_gpus = values.get("num_gpus", num_gpus)
-    steps = samples // (num_gpus * values.get("micro_batch_size", 1))
+    row = PARALLELISMS[values.get("parallelism", "none" if num_gpus == 1 else "ddp")]
+    at_once = row.data_parallel_size(num_gpus) * values.get("micro_batch_size", 1)
+    steps = samples // at_once
     usual = _defaults(values, method, has_bf16, max(1, steps))
     taken = {name: value for name, value in usual.items() if name not in values}
     config = TrainConfig(

@@ -33,19 +33,19 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import Phase, Trace
+from autotune.memory.traces import Launch, Phase, Trace
 from autotune.memory.traces.running import in_blocks, running
 from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.shards import TAIL, Shares
 from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.records.estimate import TraceSpec
-from autotune.speed.links import Message, sent_bytes
+from autotune.speed.links import RINGS, Message, sent_bytes
 
 # deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
 _ZERO_GATHERED_ELEMENTS = 500_000_000
@@ -93,11 +93,11 @@ class RankTrace:
             hidden_size=hidden_size,
             is_one_unit=not has_head,
         )
+        self._num_gpus = num_gpus
         self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
         # What prices a configuration asks for the same sizes several times in a row.
         self._all_sizes = functools.lru_cache(maxsize=2)(self._put_together)
-        self.launches = trace.launches
         self.workspaces = trace.workspaces
         self.batch, self.count, self.loss = trace.batch, trace.count, trace.loss
         self._replaced: dict[int, Size] = {}
@@ -173,9 +173,16 @@ class RankTrace:
         """The tensors that the optimizer updates on this GPU."""
         return self._shares.optimizer_specs(self._trace.trainable(rank), rank)
 
-    def exchange(self, rank: int) -> Exchange:
+    def launches(self, micro_batch: int, rank: int) -> list[Launch]:
+        """The kernels of a micro-step; of collectives what they cost beside sending."""
+        return [
+            replace(launch, bytes_moved=0.0) if launch.kernel.name in RINGS else launch
+            for launch in self._trace.launches(micro_batch, rank)
+        ]
+
+    def exchange(self, micro_batch: int, rank: int) -> Exchange:
         """Bytes that are sent between the GPUs and to the host, and that are kept for it."""
-        shares, stage, num_gpus = self._shares, self._shares.row.stage, self._shares.num_gpus
+        shares, stage, num_gpus = self._shares, self._shares.row.stage, self._num_gpus
         trained_bytes = sum(map(shares.working_bytes, shares.trained(rank)))
         gathered_bytes = shares.gathered_bytes(rank)
         # Gathered for the forward pass, and again for the backward; the tail stays in between.
@@ -185,7 +192,10 @@ class RankTrace:
         copied_bytes = (brought_bytes + trained_bytes) // num_gpus
         return Exchange(
             num_gpus=num_gpus,
-            messages_per_micro_step=self._messages_per_micro_step(rank),
+            messages_per_micro_step=(
+                *self._messages_of_kernels(micro_batch, rank),
+                *self._messages_per_micro_step(rank),
+            ),
             messages_per_step=self._messages_per_step(rank),
             host_copy_bytes_per_micro_step=copied_bytes if is_offloaded else 0,
             host_copy_bytes_per_step=(
@@ -199,8 +209,20 @@ class RankTrace:
             buffers_bytes=self.bytes_of(self._buffers, 1, rank),
         )
 
+    def _messages_of_kernels(self, micro_batch: int, rank: int) -> tuple[Message, ...]:
+        """Collectives that run among the step's kernels, where those are split."""
+        return tuple(
+            Message(
+                operation=launch.kernel.name,
+                num_bytes=round(launch.bytes_moved),
+                count=launch.count,
+            )
+            for launch in self._trace.launches(micro_batch, rank)
+            if launch.kernel.name in RINGS
+        )
+
     def _messages_per_micro_step(self, rank: int) -> tuple[Message, ...]:
-        shares, stage = self._shares, self._shares.row.stage
+        shares, stage, row = self._shares, self._shares.row.stage, self._shares.row
         if stage < 2:
             return ()
         # stage_1_and_2.py, use_multi_rank_bucket_allreduce: buckets are all-reduced.
@@ -210,15 +232,27 @@ class RankTrace:
             passes = 1 if unit == TAIL else 2
             for size_bytes in shares.gathers(rank, unit):
                 gathers[size_bytes] += passes
+        reduced = Counter(shares.reductions(rank))
+        among = shares.num_gpus
+        between: tuple[Message, ...] = ()
+        if row.num_replicas > 1:
+            # Each GPU's part, with those that hold the same part in the other groups.
+            parts: Counter[int] = Counter()
+            for size_bytes, count in reduced.items():
+                parts[size_bytes // among] += count
+            between = _messages("all_reduce", parts, row.num_replicas)
         return (
-            *_messages("all_gather", gathers),
-            *_messages(reduction, Counter(shares.reductions(rank))),
+            *_messages("all_gather", gathers, among),
+            *_messages(reduction, reduced, among),
+            *between,
         )
 
     def _messages_per_step(self, rank: int) -> tuple[Message, ...]:
         """Gradients of DDP and ZeRO 1, and the weights that ZeRO 1 and 2 have updated in parts."""
-        shares, stage = self._shares, self._shares.row.stage
+        shares, stage, row = self._shares, self._shares.row.stage, self._shares.row
         found: tuple[Message, ...] = ()
+        if row.splits:
+            return found
         if stage < 2:
             found += _messages("all_reduce", Counter(shares.reductions(rank)))
         if stage in (1, 2):
@@ -269,6 +303,8 @@ class RankTrace:
                 bucket = functools.partial(shares.ddp_bucket_bytes, index=index)
                 self._buffers.append(self._keep("workspace", bucket))
             return
+        if row.splits:
+            return
         self._replace_weights()
         if shares.is_torch:
             return
@@ -310,9 +346,11 @@ class RankTrace:
             self._replaced[parameter.number] = functools.partial(size, position)
 
 
-def _messages(operation: str, counts: Mapping[int, int]) -> tuple[Message, ...]:
+def _messages(
+    operation: str, counts: Mapping[int, int], num_gpus: int | None = None
+) -> tuple[Message, ...]:
     """Collectives of one kind, by bytes."""
     return tuple(
-        Message(operation=operation, num_bytes=num_bytes, count=count)
+        Message(operation=operation, num_bytes=num_bytes, count=count, num_gpus=num_gpus)
         for num_bytes, count in counts.items()
     )

@@ -136,7 +136,8 @@ class Shares:
         `is_one_unit`: nothing outside the layers is told apart.
         """
         self.row = PARALLELISMS[spec.parallelism]
-        self.num_gpus = num_gpus
+        self.num_gpus = num_gpus // self.row.num_replicas
+        """GPUs among which weights are dealt out."""
         self.parameters = parameters
         self.groups = sorted({p.group for p in parameters if p.trainable})
         self.is_torch = self.row.library == "torch"

@@ -14,6 +14,7 @@ from torch import nn
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import text_part
+from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Workspaces
 from autotune.worker.trace.kernels import TrackedKernel
@@ -118,7 +119,7 @@ def encode(
             parameter = step.parameters[index]
             entry["dtype"] = tensor.dtype
             entry["trainable"] = parameter.requires_grad
-            entry["shape"] = [symbols.of_weight(n) for n in parameter.shape]
+            entry["shape"] = [symbols.of_weight(n) for n in local(parameter).shape]
             entry["group"] = int(id(parameter) not in decayed)
             entry["embedding"] = id(parameter) in embeddings
             entry["linear"] = id(parameter) in linears

@@ -1,6 +1,6 @@
 """Imports torch, Transformers and PEFT for a process that only traces: half of the modules are left out.
 
-A trace compiles nothing, belongs to no group of processes, and asks for torchao and Triton only where a
+A trace compiles nothing, belongs to no group of processes unless products are split, and asks for torchao and Triton only where a
 setting does. Transformers imports each all the same where it is installed, torch's compiler just for marks
 on functions.
 
@@ -55,7 +55,8 @@ def _leave_out(specs: Collection[Spec]) -> None:
     import torch
 
     # For good: what Transformers does not import now, it must not look for later.
-    torch.distributed.is_available = lambda: False
+    if all(spec["num_splits"] == 1 for spec in specs):
+        torch.distributed.is_available = lambda: False
     sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
 
 

@@ -155,7 +155,7 @@ _GATHERS = {
 
 def is_alias(func: Any) -> bool:
     """Whether an operation is made to return a part of its argument; it may have to copy all the same."""
-    return func.is_view or func in _ALIAS
+    return func.is_view or func in _ALIAS or _is_collective(func, *_HANDED_ON)
 
 
 def launches(func: Any, fresh: bool) -> bool:
@@ -171,13 +171,26 @@ def launches(func: Any, fresh: bool) -> bool:
 def tensor_bytes(
     func: Any, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[int, ...]:
-    """Bytes that the kernel writes and reads, tensor by tensor."""
+    """Bytes that the kernel writes and reads, tensor by tensor; a collective's whole buffer."""
     written = tuple(map(moved_bytes, outputs))
+    if _is_collective(func):
+        return (max(map(moved_bytes, (*outputs, *inputs))),)
     if func in _GATHERS:
         return 2 * written
     if func is aten.nll_loss_backward.default:
         return written
     return written + tuple(map(moved_bytes, inputs))
+
+
+def _is_collective(func: Any, *names: str) -> bool:
+    """Whether an operation is a collective of several processes, one of those names if there are any."""
+    if func.namespace != "_c10d_functional":
+        return False
+    return not names or func._overloadpacket.__name__ in names
+
+
+_HANDED_ON = ("wait_tensor", "_wrap_tensor_autograd")
+"""Operations beside collectives that return what they are given."""
 
 
 def moved_bytes(tensor: torch.Tensor) -> int:

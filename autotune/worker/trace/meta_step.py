@@ -19,9 +19,10 @@ from autotune.memory.traces import OUTSIDE, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
-from autotune.worker.build import adapters, fp8, loading, quantize
+from autotune.worker.build import adapters, fp8, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
+from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace import liger, sft
 from autotune.worker.trace.tracker import Recording, Tracker, in_backward
 
@@ -105,6 +106,8 @@ class MetaStep:
         """Let weights and buffers reach the device, and then the adapter's."""
         spec = self.spec
         place_of = place_finder(self.model)
+        if spec.num_splits > 1:
+            tensor_parallel.split(self.model, spec.num_splits)
         if spec.quantization != "none":
             quantize.quantize(self.model, self.task, spec)
             self._load_quantized(place_of)
@@ -114,6 +117,8 @@ class MetaStep:
         if spec.method in ADAPTERS:
             rank = self._rank if ADAPTERS[spec.method].scales and spec.lora_rank is None else None
             self.model = adapters.add_adapter(self.model, self.task, spec, rank)
+            if spec.num_splits > 1:
+                tensor_parallel.check_adapters(self.model)
         if spec.trainer == "trl-sft":
             sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
         if spec.method in ADAPTERS:
@@ -163,7 +168,7 @@ class MetaStep:
             self._mark_change(Phase.PREPARED, place_of(name))
             with self.tracker:
                 quantize.prepare(module)
-        self.parameters = {self.tracker.index_of(p): p for p in self.parameters.values()}
+        self.parameters = {self.tracker.index_of(local(p)): p for p in self.parameters.values()}
 
     def settle(self, micro_batch: int, sequence_length: int) -> None:
         """Make the changes that the first step makes for good.
@@ -187,12 +192,12 @@ class MetaStep:
         """Record tensors of the model that have come since the last time."""
         for name, module in self.model.named_modules():
             for tensor in _tensors_of(module):
-                if not self.tracker.knows(tensor):
+                if not self.tracker.knows(local(tensor)):
                     self._mark_change(phase, place_of(name))
                     self._own(tensor)
 
     def _own(self, tensor: torch.Tensor) -> None:
-        index = self.tracker.index_of(tensor)
+        index = self.tracker.index_of(local(tensor))
         if isinstance(tensor, nn.Parameter) and index not in self.parameters:
             self.parameters[index] = tensor
 
@@ -260,7 +265,7 @@ class MetaStep:
     def _gradient_hook(self, parameter_index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            gradient = self.tracker.index_of(parameter.grad)
+            gradient = self.tracker.index_of(local(parameter.grad))
             self.gradients[gradient] = parameter_index
             position = len(self.tracker.recording.events)
             self.handed_over.setdefault(position, []).append(gradient)

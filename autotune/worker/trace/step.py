@@ -29,7 +29,7 @@ from autotune.memory.traces.copies import Layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
-from autotune.worker.build import fp8, layers, quantize
+from autotune.worker.build import fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
@@ -193,6 +193,8 @@ def trace_step(
     # Checkpointed layers of T5 hand the gradient of their common position bias around.
     whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
+    is_split = spec.num_splits > 1
+    tensor_parallel.begin(spec.num_splits)
     base = _base({} if shared is None else shared, config, task, spec, whole=whole)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
@@ -201,7 +203,8 @@ def trace_step(
         if device.backend == "cuda"
         else None  # A CPU's kernels make theirs out of sight.
     )
-    tracker = (NamingTracker if operations else Tracker)(
+    make_tracker = functools.partial(
+        NamingTracker if operations else Tracker,
         "meta",
         hidden_buffers=hidden_buffers_here,
         at_launch=workspaces.at_launch,
@@ -209,10 +212,18 @@ def trace_step(
             **({} if spec.quantization == "none" else quantize.decompositions()),
             **(_OF_LABELS if task == "sequence-classification" else {}),
             **attention.decompositions(spec, sequence_length),
+            **(tensor_parallel.DECOMPOSITIONS if is_split else {}),
         },
-        kernel_names=attention.KERNEL_NAMES.get(spec.attention),
-        wrappers=fp8.wrappers() if PRECISIONS[spec.precision].fp8 else (),
+        kernel_names={
+            **(attention.KERNEL_NAMES.get(spec.attention) or {}),
+            **(tensor_parallel.KERNEL_NAMES if is_split else {}),
+        },
+        wrappers=(
+            *(fp8.wrappers() if PRECISIONS[spec.precision].fp8 else ()),
+            *(tensor_parallel.WRAPPERS if is_split else ()),
+        ),
     )
+    tracker = make_tracker()
     tracker.has_padding = spec.batching == "padded"
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     takes_block = spec.quantization != "none" and device.backend == "cuda"
@@ -242,6 +253,16 @@ def trace_step(
                     sequence_length=sequence_length,
                 )
             else:
+                if is_split:
+                    # DTensors work out the layout of each operation's result once, by running it on
+                    # tensors of their own, which are none of the step's.
+                    unseen = make_tracker()
+                    learning = MetaStep(step.model, task, spec, unseen, rank=RANK)
+                    learning.go_on_from(step.ready())
+                    with device_choices(device), unseen:
+                        learning.forward_backward(micro_batch, sequence_length)
+                    for parameter in step.parameters.values():
+                        parameter.grad = None
                 with device_choices(device), tracker:
                     step.forward_backward(micro_batch, sequence_length)
         except (
