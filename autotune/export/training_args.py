@@ -193,6 +193,9 @@ def training_arguments(
         arguments["accelerator_config"] = {
             "gradient_accumulation_kwargs": {"sync_each_batch": True}
         }
+    if config.num_splits > 1:
+        # transformers 5.23 Trainer refuses to checkpoint optimizer state that is split.
+        arguments["save_only_model"] = True
     if precision.compute_dtype == "float32":
         arguments["tf32"] = precision.tf32
     if config.batching == "grouped":

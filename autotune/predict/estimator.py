@@ -449,7 +449,9 @@ class Estimator:
             step_spread=None if parts is None else step_spread_of(parts),
             time_shares=() if parts is None else _time_shares(parts),
             useful_share=self._useful_share(config),
-            per_gpu=self._per_gpu(config, self._exchange(spec, config.micro_batch_size, rank), state, seconds),
+            per_gpu=self._per_gpu(
+                config, self._exchange(spec, config.micro_batch_size, rank), state, seconds
+            ),
             is_bound=config.is_compiled and not self.is_compiled_step(config),
             compile_seconds=self._compile_seconds(config, spec, rank),
         )

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import transformers
 from test_export_trains import FULL, TEXT, make_models
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotune import export
 from autotune.space.config import TrainConfig, Workload
@@ -72,8 +73,8 @@ def test_accelerate_loads_its_file(tmp_path: Path, name: str) -> None:
 def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate import ParallelismConfig
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.launch import prepare_multi_gpu_env
 
@@ -155,6 +156,10 @@ def test_two_processes_train(tmp_path: Path, name: str) -> None:
         *("--config_file", "accelerate_config.yaml", "--main_process_port", free_port()),
     ]
     if name == "tp":
+        # Whole heads are dealt out.
+        config_of_two = LlamaConfig.from_pretrained(tmp_path / "models" / "llama")
+        config_of_two.num_key_value_heads = 2
+        LlamaForCausalLM(config_of_two).save_pretrained(tmp_path / "models" / "llama")
         program = [str(Path(__file__).parents[1] / "support" / "as_on_gpus.py"), *program]
     for _ in range(2):
         done = subprocess.run(

@@ -125,13 +125,17 @@ def _why_not(row: Row) -> str:
     return ""
 
 
-def predicted_seconds(row: Row, of_pass: str) -> float:
+def of_pass(kernels: Iterable[roofline.Kernel], name: str) -> list[roofline.Kernel]:
+    """The kernels of one pass as it was timed: without the loss's forward pass."""
+    found = [kernel for kernel in kernels if kernel.phase == name]
+    return [k for k in found if name != "forward" or k.name not in _OF_THE_LOSS]
+
+
+def predicted_seconds(row: Row, name: str) -> float:
     """Predicted seconds of a forward or backward pass."""
-    kernels = [kernel for kernel in step_kernels(row) if kernel.phase == of_pass]
-    if of_pass == "forward":
-        kernels = [kernel for kernel in kernels if kernel.name not in _OF_THE_LOSS]
-        if row.mode == "inf":
-            kernels = [kernel for kernel in kernels if kernel.name != "native_dropout"]
+    kernels = of_pass(step_kernels(row), name)
+    if name == "forward" and row.mode == "inf":
+        kernels = [kernel for kernel in kernels if kernel.name != "native_dropout"]
     found = roofline.seconds(kernels, roofline.ceilings(card(row.card)))
     assert found is not None
     return found.total_seconds
@@ -139,7 +143,16 @@ def predicted_seconds(row: Row, of_pass: str) -> float:
 
 def step_kernels(row: Row) -> list[roofline.Kernel]:
     """The kernels of a forward and backward pass, and of adding to the gradients."""
-    trace = _trace(row.model, row.mode, row.seq, row.batch == 1, card(row.card))
+    return kernels_of(traced(row), row.batch)
+
+
+def traced(row: Row) -> Trace:
+    """The trace of a row's model on one GPU."""
+    return _trace(row.model, row.mode, row.seq, row.batch == 1, card(row.card))
+
+
+def kernels_of(trace: Trace, batch: int) -> list[roofline.Kernel]:
+    """The kernels of a trace's forward and backward pass, and of adding to the gradients."""
     found = [
         roofline.Kernel(
             name=launch.kernel.name,
@@ -151,7 +164,7 @@ def step_kernels(row: Row) -> list[roofline.Kernel]:
             count=launch.count,
             phase=launch.kernel.phase,
         )
-        for launch in trace.launches(row.batch, 0)
+        for launch in trace.launches(batch, 0)
     ]
     added = [
         roofline.Kernel(

@@ -36,7 +36,7 @@ KERNEL_NAMES: dict[Any, str] = {
 
 def _all_reduce(tensor: torch.Tensor, *of_group: Any) -> torch.Tensor:
     """Copy, then reduce in place, as torch 2.13 csrc/distributed/c10d/Functional.cpp does."""
-    return _collectives.all_reduce_.default(tensor.contiguous().clone(), *of_group)  # type: ignore[no-any-return]
+    return _collectives.all_reduce_.default(tensor.contiguous().clone(), *of_group)
 
 
 DECOMPOSITIONS: dict[Any, Any] = {_collectives.all_reduce.default: _all_reduce}
@@ -56,9 +56,7 @@ def begin(num_processes: int) -> None:
         # It has no public name: importing it is what makes the backend known.
         from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
-        dist.init_process_group(
-            "fake", rank=0, world_size=num_processes, store=dist.HashStore()
-        )
+        dist.init_process_group("fake", rank=0, world_size=num_processes, store=dist.HashStore())
 
 
 def split(model: Any, num_gpus: int) -> None:
@@ -126,4 +124,3 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return tensor.to_local()
     return tensor
-
