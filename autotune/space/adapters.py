@@ -20,6 +20,9 @@ ATTENTION_PROJECTIONS = (
 )  # fmt: skip
 """Modules that `attention` means as targets of an adapter, as far as a model has them."""
 
+TARGETS_BY_COLUMN = "q_proj,k_proj,v_proj,gate_proj,up_proj"
+"""Modules of Llama's kin that tensor parallelism splits by their columns; PEFT adapts no others then."""
+
 LORA_VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
     "rslora": {"use_rslora": True},

@@ -6,6 +6,7 @@ import dataclasses
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
+from autotune.space.adapters import TARGETS_BY_COLUMN
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.parallelisms import PARALLELISMS
@@ -30,10 +31,14 @@ float32."""
 def usual_precision(method: str, parallelism: str, *, has_bfloat16: bool) -> str:
     """Return PRECISION_OF's value, where the library that shares the run can have it.
 
-    DeepSpeed takes bfloat16 weights for float32 ones unless it keeps float32 ones beside them.
+    DeepSpeed takes bfloat16 weights for float32 ones unless it keeps float32 ones beside them. Losses
+    cannot be scaled where weights are split.
     """
     precision = PRECISION_OF[has_bfloat16, method == "full"]
-    is_deepspeed = PARALLELISMS[parallelism].library == "deepspeed"
+    row = PARALLELISMS[parallelism]
+    if row.splits and PRECISIONS[precision].grad_scaler:
+        return FLOAT32_PRECISION
+    is_deepspeed = row.library == "deepspeed"
     return "bf16-mixed" if is_deepspeed and precision == "bf16-true" else precision
 
 
@@ -74,6 +79,11 @@ def default_base(
     )
     if model.checkpoint is not None and method in KNOBS["quantization"].methods:
         config = dataclasses.replace(config, quantization=model.checkpoint.quantization)
+    if config.num_splits > 1:
+        optimizer, *_ = PARALLELISMS[parallelism].optimizers
+        config = dataclasses.replace(config, optimizer=optimizer)
+        if method == "lora":
+            config = dataclasses.replace(config, lora_targets=TARGETS_BY_COLUMN)
     if parallelism == "fsdp2" and QUANTIZATIONS[config.quantization].codes:
         # FSDP2 shards float tensors only: packed in another dtype, every GPU would keep all codes.
         dtype = PRECISIONS[config.precision].compute_dtype

@@ -62,19 +62,6 @@ def _fsdp2(offload: bool, summary: str) -> Parallelism:
     )
 
 
-def _hsdp(num_replicas: int) -> Parallelism:
-    return Parallelism(
-        name=f"hsdp-{num_replicas}",
-        library="torch",
-        stage=3,
-        offload=False,
-        traced_as=_FSDP2_TRACED_AS,
-        optimizers=_FSDP2_OPTIMIZERS,
-        num_replicas=num_replicas,
-        summary=f"{num_replicas} groups of GPUs, each as fsdp2; gradients averaged between them",
-    )
-
-
 def _zero(stage: int, offload: bool, summary: str) -> Parallelism:
     return Parallelism(
         name=f"zero{stage}-offload" if offload else f"zero{stage}",
@@ -110,8 +97,16 @@ PARALLELISMS: dict[str, Parallelism] = {
         ),
         _fsdp2(False, "weights, gradients and optimizer shared out, a layer gathered at a time"),
         _fsdp2(True, "the same, kept in host memory"),
-        _hsdp(2),
-        _hsdp(4),
+        Parallelism(
+            name="hsdp",
+            library="torch",
+            stage=3,
+            offload=False,
+            traced_as=_FSDP2_TRACED_AS,
+            optimizers=_FSDP2_OPTIMIZERS,
+            num_replicas=2,
+            summary="two groups of GPUs, each as fsdp2; gradients averaged between them",
+        ),
         Parallelism(
             name="tp",
             library="torch",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autotune.catalogue.attention import FLASH_ATTENTIONS
 from autotune.catalogue.checkpoint import Checkpoint
 from autotune.common.dtypes import DTYPE_BYTES
-from autotune.space.adapters import ADAPTERS, adapter_of, peft_fields
+from autotune.space.adapters import ADAPTERS, TARGETS_BY_COLUMN, adapter_of, peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.optimizers import OPTIMIZERS
@@ -119,7 +119,7 @@ _ROW_SPLIT = frozenset({"all-linear", "attention", "o_proj", "down_proj"})
 
 
 def _names(targets: str | None) -> list[str]:
-    return [name.strip() for name in (targets or "all-linear").split(",")]
+    return [name.strip() for name in (targets or "").split(",")]
 
 
 _FOR_ONE_GPU = frozenset(
@@ -451,15 +451,23 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.num_splits > 1 and c.quantization != "none",
     ),
     Rule(
+        name="splitting-needs-no-loss-scaling",
+        reason="torch 2.13 cannot unscale float16's gradients where some weights are split among GPUs "
+        "and others are not: take bf16 or fp32",
+        breaks=lambda c, _: c.num_splits > 1 and PRECISIONS[c.precision].grad_scaler,
+    ),
+    Rule(
         # peft 0.21 tuners/lora/model.py add_lora_tp_hooks_dtensor: lora_A keeps its part's width.
         name="splitting-needs-adapters-by-column",
         reason="of the adapters only LoRA is split, and PEFT 0.21 ends in an error on weights that "
         "are split by their rows (o_proj, down_proj): name other targets, such as "
-        "--targets q_proj,k_proj,v_proj,gate_proj,up_proj",
+        f"--targets {TARGETS_BY_COLUMN}",
         breaks=lambda c, _: (
             c.num_splits > 1
-            and c.method != "full"
-            and (c.method != "lora" or bool(_ROW_SPLIT & set(_names(c.lora_targets))))
+            and (
+                c.method not in ("full", "lora", "qlora")
+                or not _ROW_SPLIT.isdisjoint(_names(c.lora_targets))
+            )
         ),
     ),
     Rule(

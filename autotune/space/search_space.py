@@ -277,7 +277,7 @@ def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
     sizes = domains.pop("micro_batch_size")
     for values in itertools.product(*domains.values()):
         rest = dict(zip(domains, values, strict=True))
-        row = PARALLELISMS[rest["parallelism"]]
+        row = PARALLELISMS[rest.get("parallelism", "none")]
         samples = workload.effective_batch_size // row.data_parallel_size(workload.num_gpus)
         for size in sizes:
             yield TrainConfig(

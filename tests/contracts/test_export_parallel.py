@@ -68,7 +68,7 @@ def test_accelerate_loads_its_file(tmp_path: Path, name: str) -> None:
     assert (folder / "deepspeed.json").exists() == (row.library == "deepspeed")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp-2", "hsdp-4"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp"])
 @pytest.mark.usefixtures("clean_environment")
 def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -76,7 +76,7 @@ CONFIGS["fsdp2-qlora"] = dataclasses.replace(
     quantization_storage="bfloat16",
 )
 TP = dataclasses.replace(DDP, parallelism="tp", optimizer="adamw_torch", attention="eager")
-HSDP = dataclasses.replace(FSDP2, parallelism="hsdp-2", num_gpus=4)
+HSDP = dataclasses.replace(FSDP2, parallelism="hsdp", num_gpus=4)
 CONFIGS |= {
     "tp": TP,
     "tp-of-3": dataclasses.replace(TP, num_gpus=3),
@@ -90,7 +90,7 @@ CONFIGS |= {
     ),
     "hsdp": HSDP,
     "hsdp-mixed": dataclasses.replace(HSDP, precision="bf16-mixed"),
-    "hsdp-lora": dataclasses.replace(CONFIGS["fsdp2-lora"], parallelism="hsdp-2", num_gpus=4),
+    "hsdp-lora": dataclasses.replace(CONFIGS["fsdp2-lora"], parallelism="hsdp", num_gpus=4),
 }
 CONFIGS |= {
     f"tp-lora-of-{count}": dataclasses.replace(CONFIGS["tp-lora"], num_gpus=count)

@@ -399,6 +399,7 @@ def test_the_recipe_of_qlora() -> None:
         "batching": "packed",
         "tries_largest_batch": False,
         "parallelism": "none",
+        "num_splits": 1,
         "num_processes": None,
         "dtype": "float32",
         "attention": "eager",

@@ -22,6 +22,7 @@ from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, PerGpu, TraceSpec
 from autotune.search import predict_best
+from autotune.space.adapters import TARGETS_BY_COLUMN
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 
@@ -60,6 +61,12 @@ def zero(name: str, num_gpus: int = 4) -> TrainConfig:
 PRECISIONS_TRACED = ("bf16-true", "bf16-mixed", "bf16-autocast")
 
 
+def lora_on(parallelism: str) -> TrainConfig:
+    """LoRA on what can be adapted where the GPUs share the run in that way."""
+    targets = TARGETS_BY_COLUMN if PARALLELISMS[parallelism].splits else "all-linear"
+    return dataclasses.replace(LORA, lora_targets=targets)
+
+
 @functools.cache
 def one_gpu_traces() -> Mapping[TraceSpec, Trace | RankTrace]:
     """Of one GPU, for all configurations here."""
@@ -69,6 +76,10 @@ def one_gpu_traces() -> Mapping[TraceSpec, Trace | RankTrace]:
         for precision in PRECISIONS_TRACED
     ]
     specs = {TraceSpec.of(config) for config in configs}
+    for config in (DDP, lora_on("tp")):
+        for precision in PRECISIONS_TRACED:
+            split = dataclasses.replace(config, parallelism="tp", precision=precision)
+            specs.add(dataclasses.replace(TraceSpec.of(split), parallelism="none"))
     length = tiny_model.SEQUENCE_LENGTH
     return trace_all(tiny_model.MODEL, "causal-lm", length, A100, specs, server=here.workers)
 
@@ -163,7 +174,7 @@ def test_messages_are_as_many_as_the_libraries_send() -> None:
 
 @pytest.mark.parametrize("name", SHARING)
 def test_pcie_takes_longer_than_nvlink(name: str) -> None:
-    config = dataclasses.replace(LORA, parallelism=name)
+    config = dataclasses.replace(lora_on(name), parallelism=name)
     fast, slow = (
         Estimator(estimator(config)._traces, card, memory_budget_bytes=40 * 10**9).seconds(config)
         for card in (A100, find_gpu("a100-pcie-80gb"))
@@ -260,7 +271,7 @@ def test_offloading_costs_time() -> None:
 @pytest.mark.parametrize("name", SHARING)
 def test_every_event_list_adds_up(name: str, method: str, accumulation: int) -> None:
     config = dataclasses.replace(
-        FSDP2 if method == "full" else LORA,
+        FSDP2 if method == "full" else lora_on(name),
         parallelism=name,
         gradient_accumulation_steps=accumulation,
     )

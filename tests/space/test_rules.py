@@ -22,6 +22,9 @@ LORA = dataclasses.replace(FULL, method="lora", lora_rank=16, lora_targets="all-
 QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
 WHOLE_BATCH = dataclasses.replace(FULL, micro_batch_size=32, gradient_accumulation_steps=1)
 ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4)
+SPLIT = dataclasses.replace(
+    FULL, parallelism="tp", num_gpus=2, optimizer="adamw_torch", gradient_accumulation_steps=8
+)
 ON_TWO_QLORA = dataclasses.replace(
     QLORA, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4
 )
@@ -205,6 +208,18 @@ BREAKERS = {
     ),
     "gpus-need-parallelism": (dataclasses.replace(ON_TWO, parallelism="none"), ADA),
     "parallelism-needs-gpus": (dataclasses.replace(FULL, parallelism="zero2"), ADA),
+    "replicas-divide-gpus": (dataclasses.replace(ON_TWO, parallelism="hsdp"), ADA),
+    "splitting-needs-float-weights": (
+        dataclasses.replace(
+            SPLIT, method="qlora", lora_rank=8, lora_targets="q_proj", quantization="nf4"
+        ),
+        ADA,
+    ),
+    "splitting-needs-no-loss-scaling": (dataclasses.replace(SPLIT, precision="fp16-mixed"), ADA),
+    "splitting-needs-adapters-by-column": (
+        dataclasses.replace(SPLIT, method="lora", lora_rank=8, lora_targets="all-linear"),
+        ADA,
+    ),
     "sharding-needs-float-weights": (
         ON_TWO_QLORA,
         ADA,

@@ -65,21 +65,21 @@ class SharedStep:
 
 def shared_steps() -> list[SharedStep]:
     """The three rows, predicted."""
-    predicted = {"dp4": _data_parallel, "tp4": _tensor_parallel, "pp4_1": _pipeline}
-    found = []
-    for row in steps.rows():
-        if row.num_gpus == NUM_GPUS:
-            alone, sent = predicted[row.option](row)
-            found.append(
-                SharedStep(
-                    way=row.option,
-                    measured_ms=row.measured_ms,
-                    predicted_ms=(alone + sent) * 1e3,
-                    communication_ms=sent * 1e3,
-                    neusight_ms=row.neusight_ms,
-                )
-            )
-    return sorted(found, key=lambda each: each.way)
+    of_four = [row for row in steps.published() if row.num_gpus == NUM_GPUS]
+    return sorted(map(predicted, of_four), key=lambda each: each.way)
+
+
+def predicted(row: steps.Row) -> SharedStep:
+    """One row, predicted."""
+    ways = {"dp4": _data_parallel, "tp4": _tensor_parallel, "pp4_1": _pipeline}
+    alone, sent = ways[row.option](row)
+    return SharedStep(
+        way=row.option,
+        measured_ms=row.measured_ms,
+        predicted_ms=(alone + sent) * 1e3,
+        communication_ms=sent * 1e3,
+        neusight_ms=row.neusight_ms,
+    )
 
 
 def _passes(row: steps.Row) -> float:

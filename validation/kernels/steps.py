@@ -81,6 +81,12 @@ class Row:
 
 def rows() -> list[Row]:
     """Every row of steps.csv, the worst prediction first, those without one at the end."""
+    found = [_predicted(row) for row in published()]
+    return sorted(found, key=lambda row: -abs(row.ratio - 1) if row.predicted_ms else 1)
+
+
+def published() -> list[Row]:
+    """Every row of steps.csv, in its order."""
     numbers = ("num_gpus", "seq", "batch", "total_ms", "neusight_ms")
     table = columns("steps.csv", numbers)
     found = []
@@ -100,8 +106,8 @@ def rows() -> list[Row]:
             of_operations_ms=sum(of_operations) or None,
             neusight_ms=float(table["neusight_ms"][i]),
         )
-        found.append(_predicted(row))
-    return sorted(found, key=lambda row: -abs(row.ratio - 1) if row.predicted_ms else 1)
+        found.append(row)
+    return found
 
 
 def _predicted(row: Row) -> Row:
@@ -119,7 +125,7 @@ def _why_not(row: Row) -> str:
     if row.option == "fusion":
         return "torch.compile"
     if row.num_gpus > 1:
-        return "Megatron-LM's layers"
+        return "on four GPUs: SHARED.md"
     if row.model == "switchxl4":
         return "routes tokens by their values, which a trace does not have"
     return ""
