@@ -238,9 +238,14 @@ class Estimate:
 
     @property
     def overlapped_step_seconds(self) -> float | None:
-        """Seconds of a step if all communication overlapped with kernels: a lower bound of step_seconds."""
+        """Seconds of a step if all communication that can overlapped with kernels: a lower bound.
+
+        Where products are split, the next kernel waits for each collective.
+        """
         seconds = self.step_seconds
         if seconds is None or self.per_gpu is None or self.per_gpu.communication_seconds is None:
+            return seconds
+        if self.config.num_splits > 1:
             return seconds
         communication = self.per_gpu.communication_seconds
         return max(seconds - communication, communication)

@@ -307,13 +307,12 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
     rows = [("per GPU", "all figures of memory are of each GPU. It keeps " + ", ".join(parts))]
     seconds, best = share.communication_seconds, estimate.overlapped_step_seconds
     if seconds is not None and best is not None:
-        rows.append(
-            (
-                "sends",
-                f"{format_bytes(share.sent_bytes_per_step)} a step: {format_seconds(seconds)} of the "
-                f"step, which takes {format_seconds(best)} where all of it overlaps",
-            )
-        )
+        sent = f"{format_bytes(share.sent_bytes_per_step)} a step: {format_seconds(seconds)} of the step, "
+        if best == estimate.step_seconds:
+            sent += "in which kernels wait for all of it"
+        else:
+            sent += f"which takes {format_seconds(best)} where all of it overlaps"
+        rows.append(("sends", sent))
     return rows
 
 

@@ -96,6 +96,8 @@ CONFIGS |= {
     f"tp-lora-of-{count}": dataclasses.replace(CONFIGS["tp-lora"], num_gpus=count)
     for count in (3, 4)
 }
+CONFIGS["tp-tied"] = TP
+TIED = dataclasses.replace(SOURCE, config={**MODEL, "tie_word_embeddings": True})
 SHAPES = [
     ((1000, 100), "float32"),
     ((3000, 1000), "float32"),
@@ -105,6 +107,10 @@ SHAPES = [
     ((3000, 3000), "float32"),
     ((10, 10), "float32"),
 ]
+
+
+def source_of(name: str) -> ModelSource:
+    return TIED if name.endswith("tied") else SOURCE
 
 
 def case(config: TrainConfig) -> dict[str, Any]:
@@ -128,7 +134,9 @@ def case(config: TrainConfig) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each process of each case holds, by rank."""
-    cases = {name: case(config) for name, config in CONFIGS.items()}
+    cases = {
+        name: {**case(config), "config": source_of(name).config} for name, config in CONFIGS.items()
+    }
     cases["fsdp2-8bit"] = {**case(FSDP2), "optimizer": "adamw_bnb_8bit"}
     cases["fsdp2-8bit"]["config"] = {**MODEL, "hidden_size": 96}
     for find_unused in (False, True):
@@ -154,7 +162,8 @@ def test_each_process_holds_what_is_predicted(
 ) -> None:
     config = CONFIGS[name]
     spec = TraceSpec.of(config)
-    traces = trace_all(SOURCE, "causal-lm", 8, GPU, [spec], num_gpus=config.num_gpus)
+    source = source_of(name)
+    traces = trace_all(source, "causal-lm", 8, GPU, [spec], num_gpus=config.num_gpus)
     estimator = Estimator(traces, GPU, memory_budget_bytes=10**9)
     predicted = estimator.estimate(config).per_gpu
     assert predicted is not None
@@ -172,6 +181,8 @@ def test_each_process_holds_what_is_predicted(
         assert other["gradients"] <= first["gradients"]
         assert other["optimizer_state"] <= first["optimizer_state"]
     if config.num_splits > 1:
+        alone = dataclasses.replace(spec, parallelism="none")
+        traces |= trace_all(source, "causal-lm", 8, GPU, [alone])
         assert_same_activations_and_messages(config, traces, first)
     # The buckets are allocated as blocks of 512 bytes.
     buckets = sum(-(-size // 512) * 512 for size in first.get("buckets", []))
@@ -183,7 +194,6 @@ def assert_same_activations_and_messages(
 ) -> None:
     spec, size, rank = TraceSpec.of(config), config.micro_batch_size, config.lora_rank or 0
     alone = dataclasses.replace(spec, parallelism="none")
-    traces = traces | trace_all(SOURCE, "causal-lm", 8, GPU, [alone])
     running = traces[alone].running_bytes("again", size, rank)
     assert running[traces[alone].num_forward_events - 1] == real["activations"]
     sent = [

@@ -94,6 +94,7 @@ def split(model: Any) -> Any:
             )
             module, _, own = name.rpartition(".")
             setattr(split.get_submodule(module), own, nn.Parameter(part))
+    split.tie_weights()
     return split
 
 

@@ -10,12 +10,17 @@ its buckets beside the gradients (accelerate leaves gradient_as_bucket_view Fals
 optimizer step. FSDP2 wraps each layer, the embedding, and final norm with head; it gathers the next
 layer in the backward pass; it is told to reduce in every micro-step (`sync_each_batch`), because whole
 gradients would be kept between micro-steps otherwise. ZeRO has the settings of deepspeed.json: buckets
-of hidden_size^2 elements, weights dropped after each use.
+of hidden_size^2 elements, weights dropped after each use. HSDP is FSDP2 within each group of GPUs; each part
+of the gradients is then averaged between the groups.
+
+Under tensor parallelism the trace itself is of the first GPU: a worker splits the model as Transformers does
+(autotune.worker.build.tensor_parallel), so that parts, activations and collectives are those of its step.
 
 Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py;
 accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/. Shards,
-buckets and optimizer state of DDP and FSDP2 are compared with two real processes
-(tests/contracts/test_parallel_real.py); nothing of DeepSpeed is measured.
+buckets and optimizer state of DDP, FSDP2, HSDP and tensor parallelism are compared with two to four real
+processes, of the last activations and collectives too (tests/contracts/test_parallel_real.py); nothing of
+DeepSpeed is measured.
 
 Known limitations
 - Gathered weights are one block per layer. ZeRO 3 gathers module by module: a layer is too much.
@@ -25,7 +30,9 @@ Known limitations
 - Adapters under ZeRO run in 16 bits; their small casts under autocast are counted all the same.
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, FSDP2 and ZeRO 3 the whole
   model in the first process. Saving gathers it again.
-- Several machines, unlike GPUs, and tensor, sequence, expert or pipeline parallelism.
+- Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
+  sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.
+- Several machines, unlike GPUs, and context, sequence, expert or pipeline parallelism.
 """
 
 from __future__ import annotations

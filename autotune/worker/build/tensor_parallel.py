@@ -81,10 +81,21 @@ def split(model: Any, num_gpus: int) -> None:
         experts = init_device_mesh(
             "cpu", (1, 1, num_gpus, 1), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
         )
+        _untie(model)
         model.maybe_distribute_model(model, config, TransformersDeviceMesh(dense, experts))
         model.tie_weights()
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         raise UnsupportedModel(first_line(error)) from error
+
+
+def _untie(model: nn.Module) -> None:
+    """Give each name a weight of its own, as they have where weights are loaded: tying comes after."""
+    seen: set[int] = set()
+    for name, weight in list(model.named_parameters(remove_duplicate=False)):
+        if id(weight) in seen:
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, nn.Parameter(torch.empty_like(weight)))
+        seen.add(id(weight))
 
 
 def check_heads(config: Any, num_gpus: int) -> None:
