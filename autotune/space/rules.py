@@ -122,6 +122,12 @@ def _names(targets: str | None) -> list[str]:
     return [name.strip() for name in (targets or "").split(",")]
 
 
+def _leaves_groups_uneven(config: TrainConfig) -> bool:
+    num_replicas = PARALLELISMS[config.parallelism].num_replicas
+    size, left = divmod(config.num_gpus, num_replicas)
+    return num_replicas > 1 and (left > 0 or size < 2)
+
+
 _FOR_ONE_GPU = frozenset(
     {"none"}
     | {row.name for row in PARALLELISMS.values() if row.offload and row.library == "deepspeed"}
@@ -439,10 +445,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="replicas-divide-gpus",
         reason="hsdp deals out weights within groups of two and more GPUs, all of them as large",
-        breaks=lambda c, _: (
-            PARALLELISMS[c.parallelism].num_replicas > 1
-            and c.num_gpus % (2 * PARALLELISMS[c.parallelism].num_replicas) != 0
-        ),
+        breaks=lambda c, _: _leaves_groups_uneven(c),
     ),
     Rule(
         name="splitting-needs-float-weights",

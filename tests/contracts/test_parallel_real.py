@@ -19,6 +19,7 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
+from autotune.errors import ConfigError
 from autotune.export.quantization_config import quantization_fields
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.shards import Weight, ddp_buckets
@@ -139,6 +140,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     }
     cases["fsdp2-8bit"] = {**case(FSDP2), "optimizer": "adamw_bnb_8bit"}
     cases["fsdp2-8bit"]["config"] = {**MODEL, "hidden_size": 96}
+    by_rows = dataclasses.replace(CONFIGS["tp-lora"], lora_targets="o_proj")
+    cases["tp-lora-rows"] = case(by_rows)
+    cases["tp-fused"] = {**case(TP), "optimizer": "adamw_torch_fused"}
     for find_unused in (False, True):
         shapes = {"num_gpus": 2, "shapes": SHAPES, "find_unused": find_unused}
         cases[f"buckets-{find_unused}"] = shapes
@@ -221,3 +225,43 @@ def test_bitsandbytes_does_not_take_what_fsdp2_shards(
     assert "adamw_bnb_8bit" not in PARALLELISMS["fsdp2"].optimizers
     for report in reports["fsdp2-8bit"]:
         assert "DTensor" in report["problem"]
+
+
+def test_fused_adam_does_not_take_weights_of_which_some_are_split(
+    reports: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert "adamw_torch_fused" not in PARALLELISMS["tp"].optimizers
+    for report in reports["tp-fused"]:
+        assert "mixed torch.Tensor and DTensor" in report["problem"]
+
+
+GPT2 = {"model_type": "gpt2", "vocab_size": 67, "n_embd": 48, "n_layer": 2, "n_head": 4}
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize(
+    ("model", "num_gpus", "targets", "words"),
+    [
+        (MODEL, 5, None, "its 24 attention heads do not divide by 5 GPUs"),
+        ({**MODEL, "num_key_value_heads": 3}, 2, None, "its 3 key-value heads do not divide"),
+        (GPT2, 2, None, "Transformers has no tensor parallel plan for gpt2"),
+        (MODEL, 2, "o_proj", "PEFT cannot adapt o_proj, which is split by its rows"),
+    ],
+    ids=["heads", "key-value heads", "no plan", "rows"],
+)
+def test_a_model_that_cannot_be_split_is_refused(
+    model: dict[str, Any], num_gpus: int, targets: str | None, words: str
+) -> None:
+    config = dataclasses.replace(TP, num_gpus=num_gpus)
+    if targets is not None:
+        config = dataclasses.replace(config, method="lora", lora_rank=3, lora_targets=targets)
+    source = dataclasses.replace(SOURCE, config=model)
+    with pytest.raises(ConfigError, match=words):
+        trace_all(source, "causal-lm", 8, GPU, [TraceSpec.of(config)], num_gpus=num_gpus)
+
+
+def test_peft_still_cannot_adapt_what_is_split_by_rows(
+    reports: dict[str, list[dict[str, Any]]],
+) -> None:
+    for report in reports["tp-lora-rows"]:
+        assert "is invalid for input of size" in report["problem"]
