@@ -18,7 +18,7 @@ import tiny_model
 
 from autotune.catalogue import models
 from autotune.catalogue.gpus import Gpu, catalogue, find_gpu
-from autotune.catalogue.models import ModelSource
+from autotune.catalogue.models import CatalogueEntry, ModelSource
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
@@ -260,47 +260,84 @@ def test_a_rank_of_full_fine_tuning_is_refused(server: here.Workers) -> None:
         questions.answer("lora-rank", asked(methods=("full",)), server)
 
 
-def test_the_largest_model_is_that_of_a_full_search(server: here.Workers) -> None:
-    budget_bytes, length = 1_600_000_000, 512
+def llama(hidden_size: int, num_layers: int, intermediate_size: int) -> dict[str, Any]:
+    """The configuration of a Llama: few layers make a replay quick, wide ones its weights large."""
+    return tiny_model.MODEL.config | {
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": hidden_size // 64,
+        "num_key_value_heads": hidden_size // 128,
+    }
+
+
+def num_parameters(config: Mapping[str, Any]) -> int:
+    width = config["hidden_size"]
+    attention = 2 * width * (width + config["num_key_value_heads"] * 64)
+    layer = attention + 3 * width * config["intermediate_size"] + 2 * width
+    return config["num_hidden_layers"] * layer + 2 * config["vocab_size"] * width + width
+
+
+def entry(config: Mapping[str, Any], folder: Path) -> CatalogueEntry:
+    name = f"llama-{config['hidden_size']}"
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(config))
+    return dataclasses.replace(
+        models.catalogue()[0],
+        hub_id=f"made-up/{name}",
+        file=str(file),
+        num_parameters=num_parameters(config),
+    )
+
+
+def test_the_largest_model_is_that_of_a_full_search(
+    server: here.Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget_bytes, length = 1_150_000_000, 512
+    rows = [entry(llama(width, 2, 8 * width), tmp_path) for width in (1024, 512, 2048, 1536)]
+    monkeypatch.setattr(models, "catalogue", lambda: tuple(rows))
     found = questions.answer(
         "model", asked(source=None, budget_bytes=budget_bytes, methods=("lora",)), server
     )
-    specs = {TraceSpec.of(config) for config in every_config(length, ("lora",))}
+    configs = every_config(length, ("lora",))
+    specs = {TraceSpec.of(config) for config in configs}
 
     def fits(source: ModelSource) -> bool:
         traces = traced(source, "causal-lm", length, tiny_model.gpu(), specs, server=server)
-        return bool(fitting(traces, every_config(length, ("lora",)), budget_bytes))
+        return bool(fitting(traces, configs, budget_bytes))
 
-    by_size = sorted(models.catalogue(), key=lambda entry: -entry.num_parameters)
-    sources = [
-        models.resolve(entry.hub_id)
-        for entry in by_size
-        if entry.num_parameters < budget_bytes // 2
-    ]
-    causal = [source for source in sources if source.task == "causal-lm"]
-    assert found.value == next(source.name for source in causal if fits(source))
+    by_size = sorted(rows, key=lambda row: -row.num_parameters)
+    fitting_ones = [row.hub_id for row in by_size if fits(models.resolve(row.hub_id))]
+    assert 0 < len(fitting_ones) < len(by_size), "the case would say nothing"
+    assert found.value == fitting_ones[0]
     assert found.beyond is not None
     assert found.beyond.lacks_bytes > 0
-    counts = {entry.hub_id: entry.num_parameters for entry in by_size}
-    assert counts[str(found.beyond.value)] >= counts[str(found.value)]
+    beyond = by_size[by_size.index(next(r for r in rows if r.hub_id == found.value)) - 1]
+    assert found.beyond.value == beyond.hub_id
 
 
 def test_the_smallest_card_is_that_of_a_full_search(server: here.Workers) -> None:
-    source = models.resolve("llama-3.1-8b")
+    config = llama(8192, 2, 144_384)
+    weights_bytes = 2 * num_parameters(config)
+    assert 16.0 * GB < weights_bytes < 16.5 * GB
+    source = dataclasses.replace(tiny_model.MODEL, name="wide-llama", config=config)
     methods, length = ("lora",), 512
     found = questions.answer("gpu", asked(source=source, methods=methods), server)
     configs = every_config(length, methods)
     specs = {TraceSpec.of(config) for config in configs}
+    tried = []
     for card in sorted(catalogue(), key=lambda card: card.capacity_bytes):
         if card.compute_capability is None or card.compute_capability < (8, 0):
             continue
-        if card.capacity_bytes < 2 * 8_030_261_248:  # its weights
+        if card.capacity_bytes < weights_bytes:
             continue
+        tried.append(card)
         traces = traced(source, "causal-lm", length, card, specs, server=server)
         estimator = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes)
         peak = min(estimator.estimate(config).peak_device_bytes for config in configs)
         if peak <= card.capacity_bytes:
             break
+    assert len({card.capacity_bytes for card in tried}) > 1, "the case would say nothing"
     assert find_gpu(str(found.value)).name == card.name
     assert found.memory_budget_bytes == card.capacity_bytes
     assert found.beyond is not None
@@ -351,7 +388,7 @@ def test_halving_finds_the_card_that_asking_each_one_finds(seed: int) -> None:
 
 def test_the_next_card_and_its_traces_are_told_while_they_are_made(server: here.Workers) -> None:
     told: list[tuple[str, int, int]] = []
-    ask = asked(source=models.resolve("smollm2-135m"), methods=("lora",), card=None)
+    ask = asked(methods=("lora",), card=None)
     questions.answer("gpu", ask, server, progress=lambda *said: told.append(said))
     tried = [said for said in told if said[0] == "tried"]
     assert {number for _, number, _ in tried} == set(range(1, len(tried) + 1))
@@ -508,7 +545,7 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
 ) -> None:
     """JetMoE makes a list of how many tokens each expert has."""
     (tmp_path / "config.json").write_text('{"model_type": "jetmoe", "num_hidden_layers": 2}')
-    few = [row for row in models.catalogue() if row.short_name == "SmolLM2-135M"]
+    few = [entry(llama(512, 2, 2048), tmp_path)]
     larger = {"hub_id": "jetmoe/jetmoe", "file": str(tmp_path / "config.json")}
     few.append(dataclasses.replace(few[0], **larger, num_parameters=few[0].num_parameters + 1))
     ask = asked(
@@ -520,7 +557,7 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
     )
     monkeypatch.setattr(models, "catalogue", lambda: tuple(few))
     found = questions.answer("model", ask, server)
-    assert found.value == "HuggingFaceTB/SmolLM2-135M"
+    assert found.value == few[0].hub_id
     assert found.beyond is None
     assert found.limit != "memory"
     assert list(found.left_out) == ["jetmoe/jetmoe"]
