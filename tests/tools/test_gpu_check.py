@@ -50,14 +50,19 @@ def run_here(words: Sequence[str], _: Deadline, *, cwd: Path) -> tuple[int, str,
 
 @pytest.fixture(scope="module")
 def one_server() -> Iterator[None]:
-    """Let all pieces ask one server, but for `processes`, which kills its own, and `find`."""
+    """Let all pieces ask one server, but for `processes`, which kills its own."""
     # It ends with the thread that started it, and predictions are made in threads.
     here.workers.start("trace")
     lent = SimpleNamespace(run=here.workers.run, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "ForkServer", lambda: contextlib.nullcontext(here.workers))
         patch.setattr(predictions, "ForkServer", lambda: lent)
-        patch.setattr(speedups, "run_until", run_here)
+        for piece in (pieces, speedups):
+            patch.setattr(piece, "run_until", run_here)
+        # How long a probe times its steps is nothing that a test here asks.
+        for name in ("PREDICT_SECONDS", "TECHNIQUE_SECONDS", "SWEEP_SECONDS"):
+            patch.setattr(pieces, name, 0.2)
+        patch.setattr(speedups, "PROBE_SECONDS", {"cpu": 0.2})
         yield
 
 
@@ -115,6 +120,14 @@ def test_find_is_recorded_with_its_answer(recorded: Path) -> None:
     assert record["command"].startswith("autotune find --json --backend cpu")
     # Where it ran is nobody's business.
     assert str(recorded.parent) not in json.dumps(record)
+
+
+def test_a_command_may_run_until_the_time_is_over(tmp_path: Path) -> None:
+    said = "import os, sys; print(os.getcwd()); print('no', file=sys.stderr); sys.exit(3)"
+    ended = deadlines.run_until([sys.executable, "-c", said], Deadline(60.0), cwd=tmp_path)
+    assert ended == (3, f"{tmp_path.resolve()}\n", "no\n")
+    endless = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert deadlines.run_until(endless, Deadline(0.0), cwd=tmp_path) is None
 
 
 def test_forks_and_kills_are_recorded(recorded: Path) -> None:
