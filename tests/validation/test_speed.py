@@ -46,16 +46,26 @@ def test_one_estimate() -> None:
     assert cost.peak_bytes < 2 * 2**30
 
 
-def test_a_cold_search_of_the_default_space() -> None:
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def cold_search(traces: Path) -> speed.Cost:
+    """Keeps the traces that it makes."""
+    return speed.cost_of(speed.COMMANDS["find"].arguments, traces=traces)
+
+
+def test_a_cold_search_of_the_default_space(cold_search: speed.Cost) -> None:
     command = speed.COMMANDS["find"]
     assert command.target_seconds == 15
-    cost = speed.cost_of(command.arguments)
-    assert cost.cpu_seconds <= BUSY * CORES * command.target_seconds
-    assert cost.peak_bytes < 2 * 2**30
+    assert cold_search.cpu_seconds <= BUSY * CORES * command.target_seconds
+    assert cold_search.peak_bytes < 2 * 2**30
 
 
-@pytest.mark.usefixtures("forked_workers")
-def test_a_configuration_more_costs_less_than_a_millisecond() -> None:
-    priced = speed.pricing()
+@pytest.mark.usefixtures("cold_search")
+def test_a_configuration_more_costs_less_than_a_millisecond(traces: Path) -> None:
+    priced = speed.pricing(trace_cache.TraceCache(traces))
     assert priced.num_configs >= 5000
     assert priced.config_seconds <= 1e-3

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autotune.store import trace_cache
@@ -62,14 +63,14 @@ class Cost:
     """Resident, of its largest process."""
 
 
-def cost_of(arguments: Sequence[str]) -> Cost:
-    """Run `autotune` once, in an empty folder and with no traces kept."""
+def cost_of(arguments: Sequence[str], *, traces: Path | None = None) -> Cost:
+    """Run `autotune` once, in an empty folder and with no traces kept but those of that folder."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         process = subprocess.Popen(
             [sys.executable, "-m", "autotune", *arguments],
             cwd=folder,
-            env={**environment(), trace_cache.VARIABLE: folder},
+            env={**environment(), trace_cache.VARIABLE: str(traces or folder)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
@@ -110,8 +111,8 @@ class Pricing:
     """A full estimate."""
 
 
-def pricing() -> Pricing:
-    """Trace what the default space needs, then price all of it."""
+def pricing(cache: trace_cache.TraceCache | None = None) -> Pricing:
+    """Trace what the default space needs, unless the cache has it; then price all of it."""
     from autotune.catalogue.gpus import find_gpu
     from autotune.catalogue.models import resolve
     from autotune.predict.estimator import Estimator
@@ -133,7 +134,8 @@ def pricing() -> Pricing:
         ).configs
 
     specs = {TraceSpec.of(config) for config in configs()}
-    traces = trace_all(model, workload.task, workload.sequence_length, gpu, specs)
+    length = workload.sequence_length
+    traces = trace_all(model, workload.task, length, gpu, specs, cache=cache)
     estimator = Estimator(traces, gpu, memory_budget_bytes=workload.memory_budget_bytes)
     started = time.process_time()
     points = configs()
