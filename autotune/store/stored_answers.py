@@ -157,6 +157,8 @@ def listed(url: str) -> list[ListedStudy]:
 def _listed(
     name: str, attributes: dict[str, Any], num_trials: int, last_at: datetime.datetime | None
 ) -> ListedStudy:
+    if not isinstance(name, str):  # SQLite keeps any value in any column
+        raise TypeError(f"a study's name is {name!r}")
     ours, answer, problem = is_ours(attributes), None, ""
     if not ours:
         problem = "not autotune's"

@@ -260,3 +260,16 @@ def test_a_database_that_is_none(main: Main, tmp_path: Path) -> None:
     code, _, err = main("list")
     assert code == 6
     assert "is not SQLite's" in err
+
+
+def test_a_name_that_is_bytes_is_damage(main: Main, url: str) -> None:
+    """SQLite takes them for text, and gives them back as they are."""
+    with open_study(url, "one", workload=answers.WORKLOAD, gpu="g", command="autotune find -x"):
+        pass
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as connection:
+        connection.execute("UPDATE studies SET study_name = x'ff'")
+        connection.commit()
+    for options in ((), ("--json",)):
+        code, out, err = main("list", *options)
+        assert (code, out) == (6, "")
+        assert "damaged" in err
