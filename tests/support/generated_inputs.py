@@ -27,6 +27,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import huggingface_hub.hf_api  # noqa: F401  trio below it starts ldconfig as it is imported
 import optuna
 import pytest
 import yaml
@@ -364,7 +365,7 @@ def _changed(random: Random, text: str) -> bytes:
 
 @functools.lru_cache(100)
 def _parsed(text: str) -> Any:
-    with contextlib.suppress(yaml.YAMLError, ValueError):
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
         return json.loads(text) if text.startswith("{") else yaml.safe_load(text)
     return None
 
