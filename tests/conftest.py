@@ -71,9 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _workers_that_know_no_test() -> Iterator[None]:
     """A fork server serves one environment; pytest writes the running test's name into it, torch a folder.
 
-    Without this, a server that tests share would import everything again for each of them.
+    Tests write where the parent keeps things. Without this, a server that tests share would import
+    everything again for each of them.
     """
-    unknown = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    unknown = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+    unknown |= {calibrations.VARIABLE, trace_cache.VARIABLE}
     with_test = launching.worker_environment
 
     def worker_environment(verb: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import io
 from typing import Any
 
 import answers
+import here
 import pytest
 import tiny_model
 
@@ -44,7 +45,8 @@ def found() -> Answer:
 
 def search(budget_bytes: int, **options: Any) -> Answer:
     workload = tiny_model.workload(budget_bytes, ("full",))
-    return find(tiny_model.MODEL, workload, SPACE, tiny_model.gpu(), **options).answer
+    with here.workers.at_work():
+        return find(tiny_model.MODEL, workload, SPACE, tiny_model.gpu(), **options).answer
 
 
 @pytest.mark.worker
