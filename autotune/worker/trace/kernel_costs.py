@@ -84,9 +84,10 @@ _ROW_LENGTHS = {
     aten.native_layer_norm.default: 1,
     aten.native_layer_norm_backward.default: 2,
     aten._fused_rms_norm.default: 1,
-    aten._fused_rms_norm_backward.default: 2,
 }
 """Position of the dimension, or of the shape, that a row-wise operation goes along."""
+if hasattr(aten, "_fused_rms_norm_backward"):  # since torch 2.9
+    _ROW_LENGTHS[aten._fused_rms_norm_backward.default] = 2
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.var_mean, aten.linalg_vector_norm}
 """Operations that reduce rows to numbers."""
 _PRODUCT_OPERANDS = {
