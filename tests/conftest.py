@@ -14,12 +14,17 @@ from typing import Any
 
 import here
 import pytest
+from hypothesis import settings
 
 from autotune.store import calibrations, trace_cache
 from autotune.worker.client import launching
 
 # The models of tests are tiny: threads that wait for work would take more time than they save.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine is no fault of what is tested.
+settings.register_profile("busy", deadline=None)
+settings.load_profile("busy")
 
 # They change what is printed. A test that is about one of them sets it.
 for _name in ("CI", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
