@@ -10,7 +10,7 @@ link.
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
 studies/kernels/MOVING.md says how far off they are. A card without a table takes the mean of the others, and
-as many clocks for a row as they. A kernel's start and drain are not in it
+as many clocks for a row as they; where its products were measured, the rate at which those of few rows read. A kernel's start and drain are not in it
 (roofline.CardRates.kernel_tail_seconds).
 
 Known limitations
@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def table() -> dict[str, Any]:
 @functools.lru_cache(maxsize=64)
 def rates_of(gpu: Gpu) -> MovingRates:
     """Parameters of a card: its own where it was measured, else the mean of those that were."""
-    rates = rates_from_rows(gpu, table()["card"])
+    rates = rates_from_rows(gpu, table()["card"], table()["reading"])
     own = None if gpu.rates is None else gpu.rates.moving
     return rates if own is None else _with_own(rates, own)
 
@@ -179,8 +179,10 @@ def _with_own(rates: MovingRates, own: OwnMoving) -> MovingRates:
     )
 
 
-def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
-    """Parameters of a card by these rows of `card` in data/moving.toml."""
+def rates_from_rows(
+    gpu: Gpu, measured: list[dict[str, Any]], reading: Iterable[dict[str, Any]] = ()
+) -> MovingRates:
+    """Parameters of a card by these rows of `card` in data/moving.toml, and of `reading` there."""
     rules = table()
     own = [row for row in measured if row["card"] == gpu.name]
     alike = [row for row in measured if row["compute_capability"] == _dotted(gpu)]
@@ -194,7 +196,9 @@ def rates_from_rows(gpu: Gpu, measured: list[dict[str, Any]]) -> MovingRates:
     bandwidth = gpu.memory_bandwidth_bytes_per_second
     bytes_per_second = {}
     if bandwidth is not None:
-        moving = _mean(rows, "share") * bandwidth
+        own_reading = [row for row in reading if row["card"] == gpu.name]
+        by_card = own_reading if rates_from is RatesFrom.DATASHEET else []
+        moving = _mean(by_card or rows, "share") * bandwidth
         bytes_per_second = dict.fromkeys(_TABLED, moving)
         for family, share in rules["share_of_elementwise"].items():
             bytes_per_second[family] = share * moving

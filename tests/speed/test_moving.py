@@ -122,6 +122,20 @@ def test_where_rates_come_from() -> None:
     assert {name: rates_of(find_gpu(name)).rates_from for name in expected} == expected
 
 
+def test_nothing_is_written_quicker_than_it_is_read() -> None:
+    """On the L40S no product of few rows reads weights of 300 MB and more at more than 750 GB/s
+    (gemm_bf16.csv.gz); the mean of A100 and V100, 0.91 of bandwidth, is 787 there."""
+    copied = moving_seconds(rates_of(find_gpu("L40S")), "elementwise", bytes_moved=1.5e9)
+    assert copied > 1.5e9 / 750e9
+
+
+def test_elementwise_on_an_h100_that_no_constant_was_chosen_with() -> None:
+    """steps_ops.csv.gz: a product of float32 numbers (8, 2048, 12288) with a number, 0.535 ms."""
+    moved = 2 * 4 * 8 * 2048 * 12288
+    predicted = moving_seconds(rates_of(find_gpu("H100")), "elementwise", bytes_moved=moved)
+    assert predicted == pytest.approx(0.535e-3, rel=0.03)
+
+
 def test_4_bit_weights_on_an_h100() -> None:
     """4096 x 14336 in 0.152 ms with bitsandbytes 0.45.2 (others.csv), 1.36 to 2.07 times quicker since
     its PR 1747."""

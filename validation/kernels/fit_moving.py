@@ -139,6 +139,29 @@ def fits(keep: NDArray | None = None) -> list[dict[str, Any]]:
     return [fit(name, chosen(table, table["card"] == name)) for name in names]
 
 
+READING_ROWS, READING_BYTES = 16, 3e8
+"""Most rows of a product that reads its weights and little else, and their least size: past any cache."""
+
+
+def reading_shares() -> list[dict[str, Any]]:
+    """Share of the bandwidth at which a card reads weights in products of few rows, by card.
+
+    The rate that a tenth of these products exceeds. On the H100 it is 0.91, and elementwise kernels of steps_ops.csv.gz
+    above 0.4 ms reach 0.89 to 0.92.
+    """
+    table = columns("gemm_bf16.csv.gz", ("m", "n", "k", "ms"))
+    m, n, k = table["m"], table["n"], table["k"]
+    is_reading = (m <= READING_ROWS) & (2 * n * k >= READING_BYTES)
+    rates = 2 * (m * k + n * k + m * n) / (table["ms"] * 1e-3)
+    found = []
+    for name in sorted(set(table["card"][is_reading])):
+        bandwidth = card(str(name)).memory_bandwidth_bytes_per_second
+        assert bandwidth is not None
+        share = float(np.quantile(rates[is_reading & (table["card"] == name)], 0.9)) / bandwidth
+        found.append({"card": str(name), "share": share})
+    return found
+
+
 RULES = """\
 # Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
 # Do not edit: what is not fitted is in that module, with its source.
@@ -206,6 +229,9 @@ def written(rows: list[dict[str, Any]], spread: Mapping[str, Mapping[str, float]
         lines.append(f"[spread.{origin}]")
         lines += [f"{family} = {value:.2f}" for family, value in by_family.items()]
         lines.append("")
+    lines.append("# Share of the bandwidth at which products of few rows read (gemm_bf16.csv.gz).")
+    for read in reading_shares():
+        lines += ["[[reading]]", f'card = "{read["card"]}"', f"share = {read['share']:.3g}", ""]
     lines.append(
         "# fp32_kernels.csv.gz. Times of a row and a column are those of the SM that works on it."
     )
