@@ -5,7 +5,8 @@ Run: python -m validation.roofline_ops
 The published milliseconds are medians of triton.testing.do_bench from Liger-Kernel's table
 (linkedin/Liger-Kernel, benchmark/data/all_benchmark_data.csv, provider huggingface, mode full,
 version 0.2.1, NVIDIA A100-SXM4-80GB). The kernels are written down by hand from the operations that
-those measurements run: for each the bytes of its inputs and outputs (a gather: the rows it takes).
+those measurements run (those of rms_norm and rope are traced): for each the bytes of its inputs and
+outputs (a gather: the rows it takes).
 
 roofline.py's constants were chosen with the rows marked `chosen with`; the others test them.
 """
@@ -15,10 +16,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
 from autotune.catalogue.gpus import find_gpu
 from autotune.speed.roofline import Kernel, ceilings, kind_of, seconds
+from autotune.worker.trace.tracker import Tracker
 
-CHOSEN_WITH = ("cross_entropy", "rms_norm", "geglu")
+CHOSEN_WITH = ("cross_entropy", "geglu")
 
 
 def op(name: str, nbytes: float) -> Kernel:
@@ -37,24 +42,32 @@ def matmul(m: int, n: int, k: int) -> Kernel:
     )
 
 
-def rms_norm(width: int) -> list[Kernel]:
-    """Llama's, bf16 input of 2,048 rows, fp32 weight: 24 passes over the rows, 3 small kernels."""
-    n = 2048 * width
-    elementwise = [
-        6,  # to fp32
-        8,  # pow
-        8,  # times rsqrt
-        6,  # to bf16
-        6,  # times the weight, fp32 out
-        *(6, 8, 10, 6, 6),  # backward: gradient to fp32, of both factors, casts
-        *(12, 8, 4),  # of both factors of the rsqrt, of the mean
-        *(8, 8, 12, 12, 6),  # of pow, sum of both paths, to bf16
-    ]
+def traced(run: Callable[[], object]) -> list[Kernel]:
+    """The kernels of what runs on `meta`."""
+    tracker = Tracker("meta")
+    with torch.device("meta"), tracker:
+        run()
     return [
-        *(op("mul", nbytes * n) for nbytes in elementwise),
-        *(op("sum", 4 * n) for _ in range(3)),
-        *(op("rsqrt", 2048 * 8) for _ in range(6)),
+        Kernel(
+            name=kernel.name,
+            kind=kind_of(kernel.name),
+            dtype=kernel.dtype,
+            flops=kernel.num_flops,
+            bytes_moved=sum(kernel.tensor_bytes),
+            shape=kernel.shape,
+        )
+        for kernel in tracker.recording.kernels
     ]
+
+
+def rms_norm(width: int) -> list[Kernel]:
+    """Llama's, bf16 input of 2,048 rows, fp32 weight."""
+    with torch.device("meta"):
+        norm = LlamaRMSNorm(width)
+        x = torch.empty(2048, width, dtype=torch.bfloat16, requires_grad=True)
+        gradient = torch.empty(2048, width)
+
+    return traced(lambda: norm(x).backward(gradient))
 
 
 def layer_norm(width: int) -> list[Kernel]:
@@ -114,13 +127,20 @@ def geglu(length: int) -> list[Kernel]:
 
 def rope(length: int, width: int) -> list[Kernel]:
     """Llama's apply_rotary_pos_emb, bf16, 32 query and 8 key heads."""
-    kernels = []
-    for heads in (32, 8):
-        n = length * heads * width // 32 * 2
-        forward = (2, 1, 2, 2, 3)  # mul, neg of a half, cat, mul, add
-        backward = (2, 1, 1.5, 1.5, 3, 2, 3)  # mul, neg, two slices, add, mul, add
-        kernels += [op("mul", passes * n) for passes in forward + backward]
-    return kernels
+    with torch.device("meta"):
+        query, key = (
+            torch.empty(1, length, heads, width // 32, dtype=torch.bfloat16)
+            .transpose(1, 2)
+            .requires_grad_()
+            for heads in (32, 8)
+        )
+        cos = torch.empty(1, length, width // 32, dtype=torch.bfloat16)
+
+    def run() -> None:
+        out = apply_rotary_pos_emb(query, key, cos, cos)
+        torch.autograd.grad(out, (query, key), (torch.empty_like(query), torch.empty_like(key)))
+
+    return traced(run)
 
 
 def embedding(vocabulary: int, width: int) -> list[Kernel]:

@@ -3,21 +3,24 @@
 Elementwise work (casts, dropout, gathers, copies, optimizer steps) takes its bytes at a share of the
 datasheet's bandwidth. Softmax and norms take besides, for every row, some time of the SM that works on
 it. Kernels that read what is scattered or broadcast, and backward passes of norms and softmax,
-reach a share of that (data/moving.toml names them). Unpacking 4-bit weights takes instructions for every
+reach a share of that (data/moving.toml names them). A pointwise kernel whose operands do not lie alike
+(one is broadcast, transposed or a slice) finds each element by its strides, and takes instructions for
+that, or its bytes. Unpacking 4-bit weights takes instructions for every
 weight, or its bytes, whichever is longer. Copies to and from pinned host memory take a share of the PCIe
 link.
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
 studies/kernels/MOVING.md says how far off they are. A card without a table takes the mean of the others, and
-as many clocks for a row as they; where its products were measured, the rate at which those of few rows read. A kernel's start and drain are not in it
-(roofline.CardRates.kernel_tail_seconds).
+as many clocks for a row as they; where its products were measured, the rate at which those of few rows
+read. A kernel's start and drain are not in it (roofline.CardRates.kernel_tail_seconds).
 
 Known limitations
 - Measured with float32 on five cards from before 2021; others get their mean. Rows of 16 bits are taken
   to cost the SM as much as rows of float32.
 - Reductions without a shape, sums over columns and gradients of embeddings take a share of bandwidth, by
   judgement; the optimizers' 8-bit kernels, which quantise besides, are taken as elementwise.
+- An operand that is broadcast counts once, though it is read again where the cache has lost it.
 - How much of a tensor is still in the L2 cache depends on what ran before: half of what fits is taken to be.
 """
 
@@ -64,6 +67,8 @@ class MovingRates:
     """Time of a whole card for a row, and for each of its columns besides, by ROWWISE."""
     weights_per_second: float | None
     """4-bit weights that its instructions unpack."""
+    strided_per_second: float | None
+    """Elements that a pointwise kernel works through which finds each by its strides."""
     l2_bytes: float
     """Size of the L2 cache; 0 where it is not known."""
     rates_from: RatesFrom
@@ -95,8 +100,11 @@ def moving_seconds(
     bytes_moved: Numbers,
     rows: Numbers = 0.0,
     row_length: Numbers = 0.0,
+    strided_elements: Numbers = 0.0,
 ) -> Numbers:
     """Seconds of one kernel: numbers or arrays. `rows` of 0: its shape is not known, and rows cost nothing.
+
+    `strided_elements`: of a pointwise kernel whose operands do not lie alike; 0 where they do.
 
     Raises KeyError where the card's bandwidth is not known.
     """
@@ -118,6 +126,8 @@ def moving_seconds(
             first + each * row_length,
         )
         seconds = seconds + rows * of_row
+    if rates.strided_per_second is not None:
+        seconds = larger(seconds, strided_elements / rates.strided_per_second)
     return seconds
 
 
@@ -210,8 +220,9 @@ def rates_from_rows(
             row["share"] for row in rules["copy_host"] if pcie <= row["up_to_bytes_per_second"]
         )
     clock = gpu.boost_clock_hertz
-    weights_per_second = None
+    weights_per_second = strided_per_second = None
     if clock is not None and gpu.num_sms is not None:
+        strided_per_second = rules["strided"]["elements_per_sm_clock"] * gpu.num_sms * clock
         weights_per_second = rules["dequantize"]["weights_per_sm_clock"] * gpu.num_sms * clock
     row_seconds = {}
     if gpu.num_sms is not None:
@@ -226,6 +237,7 @@ def rates_from_rows(
         bytes_per_second=bytes_per_second,
         row_seconds=row_seconds,
         weights_per_second=weights_per_second,
+        strided_per_second=strided_per_second,
         l2_bytes=gpu.l2_bytes or 0,
         rates_from=rates_from,
         spread=rules["spread"][rates_from.name.lower()],

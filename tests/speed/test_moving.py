@@ -28,6 +28,7 @@ RATES = MovingRates(
         "short_layer_norm": (2e-6, 0.0),
     },
     weights_per_second=1e8,
+    strided_per_second=1e8,
     l2_bytes=0,
     rates_from=RatesFrom.THIS_CARD,
     spread={},
@@ -54,6 +55,18 @@ def test_4_bit_weights_take_instructions_or_bytes() -> None:
     assert moving_seconds(quick, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
     unknown = dataclasses.replace(RATES, weights_per_second=None)
     assert moving_seconds(unknown, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
+
+
+def test_finding_each_element_takes_instructions_or_bytes() -> None:
+    def of(megabytes: float, millions: float) -> float:
+        moved, elements = megabytes * 1e6, millions * 1e6
+        return float(
+            moving_seconds(RATES, "elementwise", bytes_moved=moved, strided_elements=elements)
+        )
+
+    assert of(4, 1) == pytest.approx(1e-2)
+    assert of(12, 1) == pytest.approx(1.2e-2)
+    assert of(4, 0) == pytest.approx(4e-3)
 
 
 def test_a_row_takes_as_many_clocks_on_a_card_without_a_table() -> None:
@@ -83,7 +96,7 @@ def test_small_tensors_stay_in_the_cache() -> None:
         ("dequantize_4bit", "dequantize"),
         ("add_", "elementwise"),
         ("native_dropout", "native_dropout"),
-        ("mul_", "mul"),
+        ("clone_", "clone"),
         ("embedding", "embedding"),
         ("gelu_backward", "elementwise"),
     ],

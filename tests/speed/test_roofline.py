@@ -69,6 +69,7 @@ MACHINE = CardRates(
             "short_layer_norm": (1e-3, 1e-6),
         },
         weights_per_second=None,
+        strided_per_second=None,
         l2_bytes=0,
         rates_from=RatesFrom.DATASHEET,
         spread={},

@@ -14,6 +14,8 @@ moving.toml (published rows, judgement) are in RULES below, each with its source
 from __future__ import annotations
 
 import functools
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -146,8 +148,8 @@ READING_ROWS, READING_BYTES = 16, 3e8
 def reading_shares() -> list[dict[str, Any]]:
     """Share of the bandwidth at which a card reads weights in products of few rows, by card.
 
-    The rate that a tenth of these products exceeds. On the H100 it is 0.91, and elementwise kernels of steps_ops.csv.gz
-    above 0.4 ms reach 0.89 to 0.92.
+    The rate that a tenth of these products exceeds. On the H100 it is 0.91, and elementwise kernels of
+    steps_ops.csv.gz above 0.4 ms reach 0.89 to 0.92.
     """
     table = columns("gemm_bf16.csv.gz", ("m", "n", "k", "ms"))
     m, n, k = table["m"], table["n"], table["k"]
@@ -162,6 +164,28 @@ def reading_shares() -> list[dict[str, Any]]:
     return found
 
 
+STRIDED = ("where", "truediv", "max")
+"""Operations of steps_ops.csv.gz with an operand that is broadcast: a mask, or a number on the card."""
+
+
+def strided_elements_per_sm_clock() -> float:
+    """Elements for which an SM finds its operands by their strides in a clock.
+
+    Median of those operations on the H100 above 0.2 ms: 0.73 to 0.82 of bandwidth, where operands that lie
+    alike reach 0.89 to 0.92. The V100's memory is too slow to tell: they are as quick there.
+    """
+    table = columns("steps_ops.csv.gz", ("forward_ms",), keep=("op", frozenset(STRIDED)))
+    gpu = card("NVIDIA H100 80GB HBM3")
+    assert gpu.num_sms is not None
+    assert gpu.boost_clock_hertz is not None
+    has_two = np.array(["],[" in shapes for shapes in table["input_shapes"]])
+    mask = has_two & (table["card"] == gpu.name) & (table["forward_ms"] >= 0.2)
+    shapes = [json.loads(f"[{text.strip('()')}]") for text in table["output_shape"][mask]]
+    elements = np.array([math.prod(shape) for shape in shapes])
+    rates = elements / (table["forward_ms"][mask] * 1e-3)
+    return float(np.median(rates)) / (gpu.num_sms * gpu.boost_clock_hertz)
+
+
 RULES = """\
 # Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
 # Do not edit: what is not fitted is in that module, with its source.
@@ -174,8 +198,7 @@ RULES = """\
 # is elementwise: there it was timed as grad * (mask.type_as(grad) * scale), which autograd takes where
 # gradients of gradients are on: 25 bytes an element in place of 9, which its 0.26 and 0.28 are. Whole passes
 # say so too: with dropout on attention they take 3 to 8 % less than their operations. [judgement] cat as
-# contiguous, other gathers as embedding. mul and _to_copy, which norms and rotary embeddings broadcast and
-# cast: Llama's rms_norm on the A100, 0.72 of bandwidth in 27 kernels (Liger-Kernel).
+# contiguous, other gathers as embedding.
 [share_of_elementwise]
 native_dropout = 0.82
 clone = 0.76
@@ -186,8 +209,6 @@ index = 0.50
 gather = 0.50
 softmax_backward = 0.50
 layer_norm_backward = 0.39
-mul = 0.80
-_to_copy = 0.80
 
 # Share of bandwidth of reductions whose shape is not known. [judgement] Liger-Kernel's cross_entropy on
 # the A100 (4,096 to
@@ -225,6 +246,13 @@ def written(rows: list[dict[str, Any]], spread: Mapping[str, Mapping[str, float]
         RULES,
         "# Standard deviation of ln(predicted / measured), by family: validation/kernels/moving.py.",
     ]
+    strided = [
+        "# Elements that a pointwise kernel finds by their strides: steps_ops.csv.gz, H100.",
+        "[strided]",
+        f"elements_per_sm_clock = {strided_elements_per_sm_clock():.3g}",
+        "",
+    ]
+    lines[1:1] = strided
     for origin, by_family in spread.items():
         lines.append(f"[spread.{origin}]")
         lines += [f"{family} = {value:.2f}" for family, value in by_family.items()]

@@ -55,6 +55,10 @@ def shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return num_samples, heads, key.shape[1], length, length, size, is_causal
     if func in _ROW_LENGTHS:
         return _rows_and_columns(args[0].numel(), _row_length(args, _ROW_LENGTHS[func]))
+    if func in FILLS_A_COPY:
+        return _strided_elements(out, args[:2], {})
+    if is_pointwise(func):
+        return _strided_elements(out, args, kwargs)
     if func._overloadpacket in _REDUCTIONS and isinstance(out, torch.Tensor) and out.numel():
         return _rows_and_columns(args[0].numel(), args[0].numel() // out.numel())
     return ()
@@ -64,6 +68,49 @@ def attention_shape(query: torch.Tensor, key: torch.Tensor, is_causal: bool) -> 
     """Sizes that an attention's speed depends on: queries and keys are (samples, heads, tokens, size)."""
     batch_size, heads, length, size = query.shape
     return batch_size, heads, key.shape[1], length, key.shape[2], size, int(is_causal)
+
+
+def is_pointwise(func: Any) -> bool:
+    """Whether the operation makes each element of its result from one of each operand, by TensorIterator."""
+    return torch.Tag.pointwise in func.tags or func in _COPIES
+
+
+def _strided_elements(out: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """(elements,) where the kernel takes one after the other; empty where it takes several at a time.
+
+    Vectorised kernels want operands of one type that lie alike: torch 2.13 native/cuda/CUDALoops.cuh,
+    gpu_kernel_impl, asks TensorIterator.is_contiguous() and needs_dynamic_casting. A number, or a
+    tensor of one on the host, is no operand there. Float32 to 16 bits has a kernel without casting (Copy.cu).
+    """
+    given = (value for value in (out, *args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    operands = [tensor for tensor in given if tensor.dim() or tensor.device.type != "cpu"]
+    if not operands:
+        return ()
+    layouts = {_layout(tensor) for tensor in operands}
+    if len(layouts) == 1 and _is_dense(*layouts) and not _casts(operands):
+        return ()
+    return (max(tensor.numel() for tensor in operands),)
+
+
+def _casts(operands: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel casts as it reads or writes: `operands` begin with its result."""
+    floating = [tensor.dtype for tensor in operands if tensor.is_floating_point()]
+    is_narrowed = len(floating) == 2 and floating[0].itemsize == 2 and floating[1].itemsize == 4
+    return len(set(floating)) > 1 and not is_narrowed
+
+
+_Layout = tuple[tuple[int, int], ...]
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    """Sizes and strides of the dimensions that have more than one element."""
+    dims = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple((size, stride) for size, stride in dims if size != 1)
+
+
+def _is_dense(layout: _Layout) -> bool:
+    reach = 1 + sum((size - 1) * stride for size, stride in layout)
+    return math.prod(size for size, _ in layout) == reach
 
 
 def _row_length(args: tuple[Any, ...], position: int) -> int:
@@ -88,6 +135,7 @@ _ROW_LENGTHS = {
 """Position of the dimension, or of the shape, that a row-wise operation goes along."""
 if hasattr(aten, "_fused_rms_norm_backward"):  # since torch 2.9
     _ROW_LENGTHS[aten._fused_rms_norm_backward.default] = 2
+_COPIES = {aten._to_copy.default, aten.copy_.default, aten.clone.default}
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.var_mean, aten.linalg_vector_norm}
 """Operations that reduce rows to numbers."""
 _PRODUCT_OPERANDS = {
@@ -145,6 +193,9 @@ _ALIAS = {
 }
 
 
+FILLS_A_COPY = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
+"""Operations that copy their input, and write into the copy by a kernel that reads it too (torch 2.13
+native/cuda/Indexing.cu, native/TensorAdvancedIndexing.cpp)."""
 _GATHERS = {
     aten.embedding.default,
     aten.gather.default,

@@ -44,22 +44,25 @@ class TrackedKernel:
 
 @dataclass(slots=True)
 class KernelCost:
-    """The cost of one call's kernel."""
+    """The cost of one call's kernels."""
 
-    kernel: Callable[..., TrackedKernel]
-    """Makes a launch, of whether it is recomputed and repeated."""
+    kernels: tuple[Callable[..., TrackedKernel], ...]
+    """Make its launches, one each, of whether they are recomputed and repeated."""
     first: tuple[Buffer, ...]
     """Buffers inside the kernel that are there before its results."""
     then: tuple[Buffer, ...]
     """The others."""
-    launches: dict[tuple[bool, bool], TrackedKernel] = field(default_factory=dict)
+    made: dict[tuple[bool, bool], tuple[TrackedKernel, ...]] = field(default_factory=dict)
     """Launches that were made, by those two: one object for all that are alike."""
 
-    def launch(self, recomputed: bool, repeated: bool) -> TrackedKernel:
+    def launches(self, recomputed: bool, repeated: bool) -> tuple[TrackedKernel, ...]:
         key = recomputed, repeated
-        found = self.launches.get(key)
+        found = self.made.get(key)
         if found is None:
-            found = self.launches[key] = self.kernel(recomputed=recomputed, repeated=repeated)
+            found = tuple(
+                kernel(recomputed=recomputed, repeated=repeated) for kernel in self.kernels
+            )
+            self.made[key] = found
         return found
 
 

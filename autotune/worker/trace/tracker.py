@@ -23,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.worker.trace.kernel_costs import (
+    FILLS_A_COPY,
     count_flops,
     dtype_of,
     is_alias,
@@ -295,7 +296,7 @@ class Tracker(TorchDispatchMode):
             self._at_launch(self, func)
         if cost is not None:
             self._free([*inside, *self._allocated(cost.then)])
-            self.recording.kernels.append(cost.launch(_in_recomputation(), self.is_repeated))
+            self.recording.kernels += cost.launches(_in_recomputation(), self.is_repeated)
 
     def _cost(
         self,
@@ -305,7 +306,7 @@ class Tracker(TorchDispatchMode):
         out: Any,
         outputs: list[torch.Tensor],
     ) -> KernelCost | None:
-        """The cost of the call's kernel; None where it launches none, or touches no tensor here."""
+        """The cost of the call's kernels; None where it launches none, or touches no tensor here."""
         is_fresh = is_alias(func) and not all(map(self.knows, outputs))
         if not launches(func, is_fresh):
             return None
@@ -315,15 +316,30 @@ class Tracker(TorchDispatchMode):
         buffers: tuple[Buffer, ...] = ()
         if self._hidden_buffers is not None:
             buffers = self._hidden_buffers(func, args, out)
+        dtype = _dtype_name(dtype_of(func, args, inputs or outputs))
+        kernel = functools.partial(
+            TrackedKernel,
+            name=self._kernel_names.get(func) or _name(func),
+            dtype=dtype,
+            num_flops=count_flops(func, args, kwargs, out),
+            tensor_bytes=tensor_bytes(func, outputs, inputs),
+            shape=shape_of(func, args, kwargs, out),
+        )
+        before: tuple[functools.partial[TrackedKernel], ...] = ()
+        if func in FILLS_A_COPY:
+            copied = (moved_bytes(outputs[0]), moved_bytes(inputs[0]))
+            before = (
+                functools.partial(
+                    TrackedKernel,
+                    name="clone",
+                    dtype=dtype,
+                    num_flops=0,
+                    tensor_bytes=copied,
+                    shape=(),
+                ),
+            )
         return KernelCost(
-            functools.partial(
-                TrackedKernel,
-                name=self._kernel_names.get(func) or _name(func),
-                dtype=_dtype_name(dtype_of(func, args, inputs or outputs)),
-                num_flops=count_flops(func, args, kwargs, out),
-                tensor_bytes=tensor_bytes(func, outputs, inputs),
-                shape=shape_of(func, args, kwargs, out),
-            ),
+            (*before, kernel),
             first=tuple(buffer for buffer in buffers if buffer.comes_first),
             then=tuple(buffer for buffer in buffers if not buffer.comes_first),
         )
