@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from unittest import mock
 
+import numpy as np
 import torch
 import transformers
 
@@ -32,7 +33,8 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import TraceSpec
 from autotune.speed import roofline, step_parts
-from autotune.speed.host import USUAL
+from autotune.speed.host import USUAL, Host, Stretches
+from autotune.speed.host import late_seconds as late_seconds_of
 from autotune.speed.sureness import (
     STEP_SPREAD,
     Parts,
@@ -54,6 +56,9 @@ from validation.published_memory import describe
 
 TRAINERS = ("Qwen, A100", "BERT, V100")
 """Groups whose program is Transformers' Trainer; what it does beside the passes costs the others nothing."""
+
+ADAMW_PASSES = 18
+"""Tensors that AdamW of transformers 4.16 reads or writes for each (optimization.py)."""
 
 TIED = 0.03
 """Two published times that differ by less are not told apart."""
@@ -134,7 +139,8 @@ def row_of(name: str, timed: Timed) -> Row | None:
     seconds, parts = estimator.seconds(plan.config), estimator.parts(plan.config)
     if seconds is None or parts is None:
         return None
-    kept = _of_kept_gradients(plan, traces[TraceSpec.of(plan.config)], gpu)
+    trace = traces[TraceSpec.of(plan.config)]
+    kept = added(_of_kept_gradients(plan, trace, gpu), _of_own_optimizer(plan, trace, gpu, host))
     return Row(
         id=name,
         group=timed.group,
@@ -165,6 +171,38 @@ def _of_kept_gradients(plan: Plan, trace: Trace, gpu: Gpu) -> Parts:
     found = step_parts.parts(kernels, roofline.ceilings(gpu))
     assert found is not None
     return found
+
+
+def _of_own_optimizer(plan: Plan, trace: Trace, gpu: Gpu, host: Host) -> Parts:
+    """The time by which a program is late whose optimizer goes through the tensors one by one.
+
+    It begins with no lead, as the Trainer has read the loss, and a small tensor takes the GPU less than the
+    host. The GPU's time for the bytes is in the Trainer's own optimizer, which moves as many.
+    """
+    launches = plan.program.launches_per_tensor
+    if not launches:
+        return {}
+    specs = trace.trainable(plan.config.lora_rank or 0)
+    kernels = [
+        roofline.Kernel(
+            name="optimizer",
+            kind="elementwise",
+            dtype=spec.dtype,
+            flops=0,
+            bytes_moved=ADAMW_PASSES * spec.size_bytes / launches,
+            count=launches,
+        )
+        for spec in specs
+    ]
+    machine = roofline.ceilings(gpu)
+    each = roofline.kernel_seconds(kernels, machine)
+    assert each is not None
+    on_gpu = np.array([launches * seconds for seconds, _ in each])
+    on_host = np.full(len(specs), launches * host.launch_seconds["update"] + host.tensor_seconds)
+    in_turn = Stretches(shares=np.eye(len(specs)), order=np.arange(len(specs)))
+    late_seconds = late_seconds_of(on_gpu, on_host, in_turn)
+    tails_seconds = launches * len(specs) * machine.kernel_tail_seconds
+    return {"host": step_parts.of_host(late_seconds + tails_seconds, machine)}
 
 
 def _trace(plan: Plan, gpu: Gpu) -> Trace:

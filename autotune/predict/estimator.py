@@ -249,20 +249,24 @@ class Estimator:
     def _price_update_seconds(
         self, spec: TraceSpec, rank: int, name: str, paged_out_bytes: int
     ) -> roofline.StepTime | None:
-        """Price the update, with what the host does beside its launches."""
+        """Price the update, with what the host does beside its launches.
+
+        Where the host waits for the GPU after every tensor (bitsandbytes), neither runs ahead of the other.
+        """
         optimizer = self._update(spec, rank, name)
         found = roofline.seconds(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
         if found is None:
             return None
+        num_tensors = len(self._trainable(spec, rank).specs)
         host_seconds = (
-            found.launch_seconds
-            + self._host.step_seconds
-            + len(self._trainable(spec, rank).specs) * self._host.tensor_seconds
+            found.launch_seconds + self._host.step_seconds + num_tensors * self._host.tensor_seconds
         )
+        waited = min(optimizer.cost.num_synchronizations / max(num_tensors, 1), 1.0)
+        in_turn_seconds = waited * min(found.gpu_seconds, host_seconds)
         return replace(
             found,
             launch_seconds=host_seconds,
-            total_seconds=max(found.total_seconds, host_seconds),
+            total_seconds=max(found.total_seconds, host_seconds) + in_turn_seconds,
             bound="launch" if host_seconds >= found.total_seconds else found.bound,
         )
 

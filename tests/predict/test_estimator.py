@@ -96,6 +96,25 @@ def test_no_optimizer_peaks_below_its_floor(roomy: Estimator, name: str) -> None
     assert estimate.state.gradients_bytes == state.gradients_bytes
 
 
+def test_host_and_gpu_take_turns_where_every_tensor_is_waited_for(
+    traces: Mapping[TraceSpec, Trace],
+) -> None:
+    """bitsandbytes 0.50 optim/optimizer.py: step() calls sync_gpu after each."""
+
+    def update_seconds(optimizer: str, host: Host) -> float:
+        card = tiny_model.gpu()
+        estimator = Estimator(traces, card, memory_budget_bytes=ROOMY, host=host)
+        found = estimator.seconds(dataclasses.replace(FULL, optimizer=optimizer))
+        assert found is not None
+        return found.optimizer_step_seconds
+
+    for optimizer, is_in_turn in (("adamw_bnb_8bit", True), ("adamw_torch_fused", False)):
+        on_gpu = update_seconds(optimizer, USUAL.times(0))
+        on_host = update_seconds(optimizer, USUAL.times(1000)) / 1000
+        both = on_gpu + on_host if is_in_turn else max(on_gpu, on_host)
+        assert update_seconds(optimizer, USUAL) == pytest.approx(both, rel=0.02), optimizer
+
+
 def test_what_is_updated_in_the_backward_pass_keeps_no_gradients(roomy: Estimator) -> None:
     def peak(name: str) -> int:
         config = dataclasses.replace(split(FULL, 1, 1), optimizer=name)

@@ -35,6 +35,8 @@ class Program:
     """The Trainer's two: weights, and what is not decayed."""
     embedding_state_32bit: bool = True
     """The Trainer registers embeddings with bitsandbytes' GlobalOptimManager."""
+    launches_per_tensor: int = 0
+    """Launches of an optimizer that goes through the tensors one by one, for each; 0: the Trainer's own."""
     old_attention: str | None = None
     """A key of old_attention.OLD_ATTENTIONS: the modelling code of the row's day."""
     holds_outputs: bool = False

@@ -197,7 +197,11 @@ def _timed(name: str, run: Fields) -> Timed:
     facts = _taken(run, Timed)
     if run.pop("runs_of", None):
         plan = plans()[name]
-        plan = replace(plan, config=replace(plan.config, **_taken(run, TrainConfig)))
+        plan = replace(
+            plan,
+            config=replace(plan.config, **_taken(run, TrainConfig)),
+            program=replace(plan.program, **_taken(run, Program)),
+        )
         assert not run, run
     else:
         plan = _plan({**run, "metric": "time"}, SPEED)
