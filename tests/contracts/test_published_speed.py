@@ -25,14 +25,14 @@ STUDY = ROOT / "studies" / "published-speed"
 AGAIN = ("peft-015", "peft-033", "rasbt-004", "hfperf-005", "litgpt-ch-010")
 """Predicted anew, with those of Qwen's table: full, LoRA, eager attention, checkpointing, QLoRA."""
 RATIOS = {
-    "peft, L40S": (0.71, 1.06),
-    "Qwen, A100": (0.93, 1.12),
-    "DistilBERT, A100": (0.64, 0.88),
-    "BERT, V100": (0.76, 0.93),
-    "litgpt, A10G": (0.44, 0.83),
+    "peft, L40S": (0.70, 1.04),
+    "Qwen, A100": (0.98, 1.12),
+    "DistilBERT, A100": (0.75, 0.91),
+    "BERT, V100": (0.76, 0.94),
+    "litgpt, A10G": (0.42, 0.79),
 }
 """Predicted over published, smallest and largest, of the groups that run what a Trainer runs."""
-MEDIAN_RATIO = 0.89
+MEDIAN_RATIO = 0.91
 """Of all of these rows: too fast, by BERT's and litgpt's."""
 
 
@@ -109,7 +109,7 @@ def test_odds_and_intervals_hold(recorded: dict[str, Any]) -> None:
     assert shares[1] >= 0.8
     tests = [row for row in rows if row.evidence != "C" and row.id not in chosen_with()]
     assert published_speed.step_spread(tests) == STEP_SPREAD
-    assert published_speed.within_left_out(tests) / len(tests) == pytest.approx(0.8, abs=0.05)
+    assert published_speed.within_left_out(tests) == pytest.approx(0.8, abs=0.05)
 
 
 def test_pairs_within_the_noise_are_no_pairs() -> None:
