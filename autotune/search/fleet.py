@@ -24,7 +24,7 @@ MOST_CARDS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Where:
-    """Where probes run. Making one raises ConfigError for what is no number of cards."""
+    """The place that probes run at. Making one raises ConfigError for what is no number of cards."""
 
     cards: str | None = None
     """Number of cards, or ALL; None: one here, or all of a cluster."""

@@ -29,7 +29,7 @@ CLOSE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a card says."""
+    """An utterance of a card."""
 
     card: CardThread
     what: Reply | WorkerEnd | Fingerprint | BaseException
@@ -100,7 +100,7 @@ class CardThread:
 
 
 def ended(said: Said) -> WorkerEnd | Fingerprint:
-    """What a card said at the end of something. Raises what went wrong there."""
+    """Return what a card said at the end of something. Raises what went wrong there."""
     if isinstance(said.what, BaseException):
         raise said.what
     if isinstance(said.what, WorkerEnd | Fingerprint):

@@ -63,7 +63,10 @@ class Fleet(Protocol):
         """
 
     def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:
-        """Who else holds what a budget needs of the card of this job, the last to end; None: nobody."""
+        """Return who else holds what a budget needs of the card of this job, the last to end.
+
+        None: nobody.
+        """
 
 
 def run_job(

@@ -60,7 +60,7 @@ class CardActor:
         self._card.run(Job(request=request, deadline_seconds=deadline_seconds))
 
     def poll(self, seconds: float) -> list[Any]:
-        """What the card has said since the last call, waiting for it so long at most."""
+        """Return what the card has said since the last call, waiting for it so long at most."""
         until = time.monotonic() + seconds
         heard: list[Any] = []
         while True:
