@@ -236,11 +236,26 @@ class Prober:
         """The measurement of a probe that has ended, which is in the table when this returns."""
         measurement = self._read(end, config, spec)
         _require_free_card(measurement, taken_of)
+        self._require_likeness(measurement)
         log_run(measurement, "confirmation" if spec.confirm_steps else "probe")
         tail = "" if measurement.outcome == "ok" else end.stderr_tail
         key = self._key(config, spec)
         self._table.add(key, measurement, model=self._model.name, stderr_tail=tail)
         return measurement
+
+    def _require_likeness(self, measurement: Measurement) -> None:
+        """Refuse a measurement of another machine than the search is about; it would be made again for ever.
+
+        Raises HardwareError. A driver may be changed while a search runs, or a cluster's card be replaced by
+        one that is not like it.
+        """
+        here, there = self.fingerprint_of(measurement.config), measurement.fingerprint
+        if there != here:
+            raise HardwareError(
+                "A probe ran with another driver or other libraries than the search began with",
+                why=", ".join(sorted(set(_parts(there)) ^ set(_parts(here)))) or there.device,
+                remedy="What was measured before is kept; run it again, on machines that are alike",
+            )
 
     def _read(self, end: WorkerEnd, config: TrainConfig, spec: ProbeSpec) -> Measurement:
         """The measurement that the probe's process answered, or one of how the process ended without it."""

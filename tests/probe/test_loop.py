@@ -27,7 +27,7 @@ from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
 from autotune.records.answer import Measured
 from autotune.records.estimate import Estimate
-from autotune.records.fingerprint import Fingerprint
+from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig, Workload
 from autotune.store.optuna_study import open_study
@@ -994,12 +994,26 @@ def test_another_version_of_what_only_some_use_is_another_measurement(
         monkeypatch.setattr(
             "autotune.records.fingerprint.version", lambda _, version=version: version
         )
-        server = Server(measured)
+        server = Server(
+            lambda config: dataclasses.replace(
+                measured(config), fingerprint=fingerprint_for(config, HERE)
+            )
+        )
         prober = Prober(OneCard(server), table, MODEL, SPEC)  # type: ignore[arg-type]
         for config in (with_size(8), dataclasses.replace(with_size(4), liger=True)):
             prober.measure(config)
         probed.append(server.probed)
     assert probed == [[8, 4], [], [4]]
+
+
+def test_a_probe_of_another_machine_is_refused(url: str, table: ProbeTable) -> None:
+    """The table would not find it again: it would be proposed for ever."""
+    other = Server(lambda config: dataclasses.replace(measured(config), fingerprint=LATER))
+    with pytest.raises(HardwareError, match="another driver or other libraries") as raised:
+        run(url, table, other)
+    assert "torch 2.13, torch 2.14" in str(raised.value)
+    assert not [t for t in trials(url) if t.state is TrialState.RUNNING]
+    assert run(url, table, Server(measured)).best.config == with_size(8)
 
 
 def test_of_two_tries_the_second_is_remembered(url: str, table: ProbeTable) -> None:
