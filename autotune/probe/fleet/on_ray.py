@@ -83,7 +83,16 @@ class RayCards:
     def fingerprint(self, backend: str) -> Fingerprint:
         for card in self.cards:
             card.actor.ask_fingerprint.remote(backend)
-        found = {self._fingerprint_of(card): card for card in self.cards}
+        found: dict[Fingerprint, _Card] = {}
+        for card in list(self.cards):
+            try:
+                found[self._fingerprint_of(card)] = card
+            except self.ray.exceptions.RayActorError as error:
+                self._remove(card, str(error))
+            except self.ray.exceptions.RayError as error:
+                raise _failed(error) from error
+        if not found:
+            raise HardwareError("All cards of the cluster are lost", remedy="Run it again")
         if len(found) > 1:
             nodes = ", ".join(sorted({card.there.node for card in found.values()}))
             raise HardwareError(
@@ -96,7 +105,7 @@ class RayCards:
 
     def _fingerprint_of(self, card: _Card) -> Fingerprint:
         while True:
-            for said in self._called(card.actor.poll.remote(POLL_SECONDS)):
+            for said in self.ray.get(card.actor.poll.remote(POLL_SECONDS)):
                 if isinstance(said, BaseException):
                     raise said
                 if isinstance(said, Fingerprint):
@@ -176,18 +185,23 @@ class RayCards:
     def _lost(self, card: _Card, why: str) -> None:
         job = card.job
         assert job is not None
-        self.cards.remove(card)
         self.losses[job] += 1
-        first = (why.strip().splitlines() or [""])[0]
         if self.losses[job] >= MAX_LOST:
             raise HardwareError(
                 f"{MAX_LOST} cards of the cluster were lost with the same probe",
-                why=first,
+                why=_first_line(why),
                 remedy="What was measured is kept, and the same command goes on",
             )
-        self.note(f"a card on {card.there.node} is lost: {first} Another one takes its probe.")
+        self._remove(card, why)
         # It goes before what was not begun.
         self.waiting.appendleft(job)
+
+    def _remove(self, card: _Card, why: str) -> None:
+        """Take a lost card out, and ask for one in its place."""
+        self.cards.remove(card)
+        self.note(
+            f"a card on {card.there.node} is lost: {_first_line(why)} Another one takes its probe."
+        )
         actor = self.new_actor()
         self.starting[actor.describe.remote(self.backend)] = actor
 
@@ -448,7 +462,11 @@ def _words(fingerprint: Fingerprint) -> str:
 
 
 def _failed(error: BaseException) -> WorkerError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    why = _first_line(str(error)) or type(error).__name__
     return WorkerError(
-        "The Ray cluster failed", why=first, remedy="What was measured is kept; run it again"
+        "The Ray cluster failed", why=why, remedy="What was measured is kept; run it again"
     )
+
+
+def _first_line(said: str) -> str:
+    return (said.strip().splitlines() or [""])[0]
