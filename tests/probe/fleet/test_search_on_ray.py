@@ -1,0 +1,106 @@
+"""Whole searches on a Ray cluster of three machines with stand-ins for cards, which are lost and ended."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import stand_in_cards
+from optuna.trial import TrialState
+from optuna_storage import unpooled
+
+from autotune.probe.fleet import on_ray
+
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
+
+pytestmark = [pytest.mark.slow, pytest.mark.worker, pytest.mark.filterwarnings("default")]
+
+ROOT = Path(__file__).parents[3]
+NUM_MACHINES = 3
+SECONDS = 0.4
+"""Time of a stand-in probe."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A head without cards, and three machines with one each."""
+    from ray.cluster_utils import Cluster
+
+    patched = pytest.MonkeyPatch()
+    # Sockets have paths of at most 107 characters.
+    patched.setenv("RAY_TMPDIR", f"/tmp/ray-test-{os.getpid()}")
+    patched.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]))
+    patched.setenv(stand_in_cards.SECONDS, str(SECONDS))
+    patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    head = {"num_cpus": 1, "include_dashboard": False}
+    made = Cluster(initialize_head=True, head_node_args=head)
+    made.cards = [_add_card(made) for _ in range(NUM_MACHINES)]
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        patched.undo()
+
+
+def _add_card(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=1, resources={on_ray.CPU_RESOURCE: 1})
+
+
+def searched(
+    cluster: Any,
+    url: str,
+    num_cards: int | None = None,
+    *,
+    meanwhile: Callable[[Any], None] | None = None,
+) -> tuple[Any, list[str], float]:
+    """(What a search found, what it noted, its seconds.) `meanwhile`: called in the middle."""
+    notes: list[str] = []
+    with stand_in_cards.cards_of(cluster.address, num_cards, notes.append) as cards:
+        disturbing = None
+        if meanwhile is not None:
+            disturbing = threading.Timer(1.5 * SECONDS, meanwhile, [cards])
+            disturbing.start()
+        begun = time.monotonic()
+        found = stand_in_cards.searched(cards, url)
+        seconds = time.monotonic() - begun
+        if disturbing is not None:
+            disturbing.join()
+    return found, notes, seconds
+
+
+def states(url: str) -> dict[TrialState, int]:
+    trials = optuna.load_study(study_name="s", storage=unpooled(url)).trials
+    return {state: sum(trial.state is state for trial in trials) for state in TrialState}
+
+
+def url_in(folder: Path, name: str = "a") -> str:
+    return f"sqlite:///{folder}/{name}.db"
+
+
+def test_three_cards_find_what_one_does_sooner(cluster: Any, tmp_path: Path) -> None:
+    together, notes, seconds = searched(cluster, url_in(tmp_path, "three"))
+    alone, _, seconds_alone = searched(cluster, url_in(tmp_path, "one"), 1)
+    assert together.best.config == alone.best.config
+    assert seconds < 0.75 * seconds_alone
+    assert notes[-1].startswith("3 cards on ")
+    assert states(url_in(tmp_path, "three"))[TrialState.RUNNING] == 0
+
+
+def test_a_machine_that_dies_loses_no_probe(cluster: Any, tmp_path: Path) -> None:
+    def remove(_: Any) -> None:
+        cluster.remove_node(cluster.cards.pop(), allow_graceful=False)
+
+    try:
+        found, notes, _ = searched(cluster, url_in(tmp_path), meanwhile=remove)
+    finally:
+        cluster.cards.append(_add_card(cluster))
+    assert any("is lost" in note for note in notes)
+    ended = states(url_in(tmp_path))
+    assert (ended[TrialState.RUNNING], ended[TrialState.FAIL]) == (0, 0)
+    assert found.num_run == ended[TrialState.COMPLETE] + ended[TrialState.PRUNED]
