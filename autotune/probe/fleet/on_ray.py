@@ -13,9 +13,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-import autotune
 from autotune.catalogue import installed
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.nvml import Occupancy
@@ -38,6 +38,8 @@ unpacked first."""
 SCALE_SECONDS = 900.0
 """Time for a cluster to scale up. [judgement] Clouds start a machine in minutes."""
 CONNECT_SECONDS = 10.0
+_PACKAGE = str(Path(__file__).parents[2])
+"""Folder of the package, for machines that lack it."""
 POLL_SECONDS = 0.5
 CLOSE_SECONDS = 5.0
 _VARIABLES = ("HF_TOKEN", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -259,7 +261,7 @@ def connected(
                     remedy="Name it in the job's runtime_env, or install it there",
                 )
             ray.shutdown()
-            _connect(ray, address, {"py_modules": [autotune]})
+            _connect(ray, address, {"py_modules": [_PACKAGE]})
         cards = _take(ray, backend, wanted, name, note)
         try:
             yield cards
