@@ -33,7 +33,7 @@ from autotune.worker.build import fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
-from autotune.worker.trace import attention, compiled_step, flex, forks, liger, sft, shared_models
+from autotune.worker.trace import attention, flex, forks, liger, sft, shared_models
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
 from autotune.worker.trace.encode import Symbols, encode
@@ -243,6 +243,9 @@ def trace_step(
             with device_choices(device):
                 step.settle(micro_batch, sequence_length)
             if spec.is_compiled:
+                # The compiler takes 2 s to import, which other traces do without.
+                from autotune.worker.trace import compiled_step
+
                 compiled_step.trace_compiled(
                     step,
                     tracker,
