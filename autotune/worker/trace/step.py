@@ -190,8 +190,6 @@ def trace_step(
     Raises UnsupportedModel where the model cannot be built or run on `meta`: CrashedStep where that
     may be a mistake.
     """
-    # Checkpointed layers of T5 hand the gradient of their common position bias around.
-    whole = whole or (config.is_encoder_decoder and spec.activation_checkpointing > 0)
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
     is_split = spec.num_splits > 1
     tensor_parallel.begin(spec.num_splits)
