@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import json
 import os
 import sqlite3
 import time
@@ -22,10 +21,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from autotune.catalogue import installed
-from autotune.common import log
+from autotune.common import json_lines, log
 from autotune.space.knobs import KNOBS
 from autotune.store.database import pages
 
@@ -101,7 +98,7 @@ class TraceCache:
                     query = f"SELECT key, answer FROM traces WHERE key IN ({_marks(keys)})"
                     for key, answer in connection.execute(query, keys):
                         with suppress(ValueError, zlib.error):
-                            found[of_key[key]] = msgspec.json.decode(zlib.decompress(answer))
+                            found[of_key[key]] = json_lines.decode(zlib.decompress(answer))
                 with suppress(
                     sqlite3.OperationalError
                 ):  # what may only be read serves all the same
@@ -112,7 +109,7 @@ class TraceCache:
         """Keep what workers answered."""
         now = int(time.time())
         rows = [
-            (_key(request), now, zlib.compress(json.dumps(answer).encode(), 1))
+            (_key(request), now, zlib.compress(json_lines.encode(answer), 1))
             for request, answer in answers.items()
         ]
         with self._or_a_note("written"):

@@ -43,7 +43,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from autotune.common import json_records
+from autotune.common import json_lines, json_records
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.records.measurement import STOP_FILE, ProbeSpec
 from autotune.space.config import TrainConfig
@@ -192,9 +192,9 @@ def answer_request(verbs: Mapping[str, Verb], request_file: str, result_file: st
     envelope = json.loads(Path(request_file).read_text(encoding="utf-8"))
     if envelope["schema_version"] != SCHEMA_VERSION:
         sys.exit(f"request has schema version {envelope['schema_version']}, not {SCHEMA_VERSION}")
-    with open(result_file, "a", encoding="utf-8") as results:
+    with open(result_file, "ab") as results:
         for answer in verbs[envelope["verb"]](envelope["request"]):
-            results.write(json.dumps(answer) + "\n")
+            results.write(json_lines.encode(answer) + b"\n")
             results.flush()
 
 

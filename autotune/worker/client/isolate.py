@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from autotune.common import log
+from autotune.common import json_lines, log
 from autotune.errors import WorkerError
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.worker.client import launching
@@ -335,7 +335,7 @@ def _no_room(error: OSError) -> WorkerError:
 
 def _parse(line: bytes) -> Reply | None:
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json_lines.decode(line)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

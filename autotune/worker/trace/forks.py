@@ -7,7 +7,6 @@ safe: beside other threads, whose locks nobody would open in a fork, and elsewhe
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from autotune.common import json_lines
 from autotune.worker.client.orphans import PARENT_VARIABLE, die_with_parent
 
 MOST_PROCESSES = 4
@@ -91,7 +91,7 @@ class _Child:
         self.has_ended = not new
         *lines, self._rest = (self._rest + new).split(b"\n")
         for line in lines:
-            said = json.loads(line)
+            said = json_lines.decode(line)
             self._begun = said if isinstance(said, int) else None
             if isinstance(said, dict):
                 yield said
@@ -119,7 +119,7 @@ def _work_off(work: Callable[[int], dict[str, Any]], queue: int, writable: int) 
                 piece = int.from_bytes(number, "little")
                 lines.write(b"%d\n" % piece)
                 lines.flush()
-                lines.write(json.dumps(work(piece)).encode() + b"\n")
+                lines.write(json_lines.encode(work(piece)) + b"\n")
                 lines.flush()
         exit_code = 0
     except BaseException:
