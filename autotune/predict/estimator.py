@@ -25,6 +25,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.breakdown import breakdown, sum_of
 from autotune.predict.expandable_segments import grown
 from autotune.predict.floors import MicroStepBytes, micro_step_of
+from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import Update, kernels_of, priced_update
 from autotune.predict.sharding.rank_trace import Exchange, RankTrace
 from autotune.predict.steps import Steps, first_steps
@@ -46,6 +47,7 @@ from autotune.speed import compiling, links, roofline, step_parts
 from autotune.speed.host import USUAL, Host, Stretches
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import Parts, added, step_spread_of
+from autotune.store.trace_cache import ReplayCache
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -87,6 +89,7 @@ class Estimator:
         headroom: Headroom = NO_HEADROOM,
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
         host: Host | None = None,
+        replays: ReplayCache | None = None,
     ) -> None:
         assert gpu.context_bytes is not None
         self.gpu = gpu
@@ -94,6 +97,7 @@ class Estimator:
         self._headroom = headroom
         self._traces = traces
         self._useful_share = useful_share
+        self._kept = KeptReplays(replays)
         self._context_bytes = gpu.context_bytes
         factor = None if gpu.rates is None else gpu.rates.host_factor
         self._host = host or USUAL.times(factor or 1.0)
@@ -515,9 +519,9 @@ class Estimator:
         self, config: TrainConfig, steps: Steps, *, most_bytes: int | None = None
     ) -> Replay:
         if not config.expandable_segments:
-            return steps.replay(most_bytes)
-        outside = self._outside_bytes(TraceSpec.of(config))
-        return grown(steps, self.room_for(config) - outside)
+            return self._kept.whole(steps, most_bytes, lambda: steps.replay(most_bytes))
+        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
+        return self._kept.growing(steps, room_bytes, lambda: grown(steps, room_bytes))
 
     def trace_of(self, config: TrainConfig) -> Trace | RankTrace:
         """The trace that the configuration is priced by."""

@@ -45,6 +45,7 @@ def priced(
 ) -> Pricing:
     """Trace the configuration and make its Estimator; `with_operations` traces anew, with all names."""
     workload = asked.workload
+    cache = None if with_operations else TraceCache()
     traces = trace_all(
         asked.source,
         workload.task,
@@ -53,7 +54,7 @@ def priced(
         [TraceSpec.of(asked.config)],
         num_gpus=workload.num_gpus,
         on_trace=functools.partial(progress, "trace"),
-        cache=None if with_operations else TraceCache(),
+        cache=cache,
         operations=with_operations,
     )
     estimator = Estimator(
@@ -62,5 +63,6 @@ def priced(
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
         useful_share=workload.useful_share,
+        replays=None if cache is None else cache.replays(),
     )
     return Pricing(asked, estimator)

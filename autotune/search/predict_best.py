@@ -223,6 +223,7 @@ def find(
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
         useful_share=workload.useful_share,
+        replays=None if cache is None else cache.replays(),
     )
     first_answers = None
     if so_far is not None:

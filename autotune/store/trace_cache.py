@@ -1,6 +1,7 @@
-"""Traces that were made before, in the user's cache folder: a prediction that was made once needs no torch.
+"""Traces and replays that were made before, in the user's cache: what was predicted once needs no torch.
 
-A trace depends on its request, the libraries' versions and the code that traces, all of which are in its key.
+A trace depends on its request, the libraries' versions and the code that traces, all of which are in its key;
+a replay (autotune.predict.kept_replays) on what it replays and on the code.
 Several processes may use the cache at once. Where it cannot be read or written, traces are made again and the
 log says why; a damaged one starts afresh. What was used longest ago goes first when there is too much.
 """
@@ -31,21 +32,24 @@ _log = log.logger(__name__)
 VARIABLE = "AUTOTUNE_CACHE"
 MAX_BYTES = 256 * 2**20
 """Most bytes of traces that are kept. [judgement] The 62 of an 8B model in the default space take 0.6 MB."""
+MAX_REPLAYS_BYTES = 2 * 2**20
+"""Most bytes of replays that are kept. [judgement] One takes 0.2 kB, a search makes some tens."""
 _BUSY_SECONDS = 5.0
 _DAY_SECONDS = 86_400
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 _TABLE = """
-CREATE TABLE IF NOT EXISTS traces (
+CREATE TABLE IF NOT EXISTS {table} (
     key BLOB PRIMARY KEY,
     used_at INTEGER NOT NULL,
     answer BLOB NOT NULL
 )
 """
+_TABLES = ("traces", "replays")
 _TOO_MUCH = """
-DELETE FROM traces WHERE key IN (
+DELETE FROM {table} WHERE key IN (
     SELECT key FROM (
-        SELECT key, sum(length(answer)) OVER (ORDER BY used_at DESC, rowid DESC) AS bytes FROM traces
+        SELECT key, sum(length(answer)) OVER (ORDER BY used_at DESC, rowid DESC) AS bytes FROM {table}
     ) WHERE bytes > ?
 )
 """
@@ -55,8 +59,10 @@ _CODE = (
     *("speed/__init__.py", "speed/origin.py"),
     *("worker/__init__.py", "worker/uncompiled.py", "worker/build", "worker/trace"),
     *("worker/client/__init__.py", "worker/client/orphans.py"),
+    *("predict/__init__.py", "predict/steps.py", "predict/expandable_segments.py"),
+    *("predict/kept_replays.py",),
 )
-"""Files and folders of the package that a process which traces imports from."""
+"""Files and folders of the package that a process which traces imports from, and those that replay."""
 
 
 def folder() -> Path:
@@ -74,17 +80,24 @@ class Contents:
     """The contents of a cache."""
 
     num_traces: int
+    num_replays: int
     file_bytes: int
 
 
 class TraceCache:
     """A file of workers' answers to requests for traces, in a folder."""
 
+    _table = "traces"
+
     def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
         """Remember the folder, by default the user's; nothing is made before there is something to keep."""
         # The number is that of the table's form: autotunes with another one do not meet here.
-        self.file = (folder() if place is None else place) / "traces-1.db"
+        self.file = (folder() if place is None else place) / "traces-2.db"
         self._max_bytes = max_bytes
+
+    def replays(self) -> ReplayCache:
+        """Return the replays in the same folder."""
+        return ReplayCache(self.file.parent)
 
     def find(self, requests: Collection[str]) -> dict[str, dict[str, Any]]:
         """Find the answers that are kept, by request."""
@@ -95,14 +108,14 @@ class TraceCache:
                 return found
             with self._connection() as connection:
                 for keys in pages(of_key):
-                    query = f"SELECT key, answer FROM traces WHERE key IN ({_marks(keys)})"
+                    query = f"SELECT key, answer FROM {self._table} WHERE key IN ({_marks(keys)})"
                     for key, answer in connection.execute(query, keys):
                         with suppress(ValueError, zlib.error):
                             found[of_key[key]] = json_lines.decode(zlib.decompress(answer))
                 with suppress(
                     sqlite3.OperationalError
                 ):  # what may only be read serves all the same
-                    _touch(connection, map(_key, found))
+                    _touch(connection, self._table, map(_key, found))
         return found
 
     def add(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -116,19 +129,25 @@ class TraceCache:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._connection() as connection:
                 connection.execute("PRAGMA auto_vacuum=FULL")
-                connection.execute(_TABLE)
-                connection.executemany("INSERT OR REPLACE INTO traces VALUES (?, ?, ?)", rows)
-                connection.execute(_TOO_MUCH, (self._max_bytes,))
+                for table in _TABLES:
+                    connection.execute(_TABLE.format(table=table))
+                connection.executemany(
+                    f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?, ?)", rows
+                )
+                connection.execute(_TOO_MUCH.format(table=self._table), (self._max_bytes,))
 
     def contents(self) -> Contents:
         """Count what is kept."""
-        num_traces = 0
+        counts = dict.fromkeys(_TABLES, 0)
         with self._or_a_note("read"):
             if self.file.exists():
                 with self._connection() as connection:
-                    ((num_traces,),) = connection.execute("SELECT count(*) FROM traces")
+                    for name in _TABLES:
+                        ((counts[name],),) = connection.execute(f"SELECT count(*) FROM {name}")
         file_bytes = self.file.stat().st_size if self.file.exists() else 0
-        return Contents(num_traces=num_traces, file_bytes=file_bytes)
+        return Contents(
+            num_traces=counts["traces"], num_replays=counts["replays"], file_bytes=file_bytes
+        )
 
     def clear(self) -> None:
         """Remove what is kept, by older forms of the table too. Raises OSError."""
@@ -163,12 +182,21 @@ class TraceCache:
                     self.clear()
 
 
-def _touch(connection: sqlite3.Connection, keys: Iterable[bytes]) -> None:
+class ReplayCache(TraceCache):
+    """Replays, beside the traces in the same file."""
+
+    _table = "replays"
+
+    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_REPLAYS_BYTES) -> None:
+        super().__init__(place, max_bytes=max_bytes)
+
+
+def _touch(connection: sqlite3.Connection, table: str, keys: Iterable[bytes]) -> None:
     """Note that these are used: once a day, so that finding seldom writes."""
     now = int(time.time())
     for page in pages(keys):
         connection.execute(
-            f"UPDATE traces SET used_at = ? WHERE used_at < ? AND key IN ({_marks(page)})",
+            f"UPDATE {table} SET used_at = ? WHERE used_at < ? AND key IN ({_marks(page)})",
             (now, now - _DAY_SECONDS, *page),
         )
 

@@ -142,10 +142,11 @@ def test_what_another_process_holds_costs_a_note(
 def test_the_command_shows_and_clears_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(trace_cache.VARIABLE, str(tmp_path))
     TraceCache().add({"a": ANSWER})
+    TraceCache().replays().add({"b": {}, "c": {}})
     (tmp_path / "traces-0.db").touch()
     (tmp_path / "mine.txt").touch()
     shown = here.command("cache", cwd=tmp_path)
-    assert shown.stdout.startswith("1 trace, ")
+    assert shown.stdout.startswith("1 trace and 2 replays, ")
     assert str(TraceCache().file) in shown.stdout
     said = json.loads(here.command("cache", "--clear", "--json", cwd=tmp_path).stdout)
     assert (said["num_traces"], said["is_cleared"]) == (1, True)

@@ -30,7 +30,7 @@ def test_help_is_instant() -> None:
 def test_no_command_finds_what_the_user_has_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "traces-1.db"
+    kept = tmp_path / "traces-2.db"
     kept.touch()
     monkeypatch.setenv(trace_cache.VARIABLE, str(tmp_path))
     speed.cost_of(("cache", "--clear"))

@@ -366,6 +366,7 @@ class Pricer:
                 memory_budget_bytes=case.budget_bytes,
                 headroom=self._asked.headroom,
                 useful_share=self.workload(case).useful_share,
+                replays=self._cache.replays(),
             )
             self._estimators[*key, case.gpu.name] = estimator
         return estimator
