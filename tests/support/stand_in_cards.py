@@ -20,8 +20,8 @@ import sweep
 from autotune.catalogue.models import resolve
 from autotune.probe.fleet import card_thread, on_ray
 from autotune.probe.fleet.fleet import Fleet
-from autotune.probe.fleet.on_ray import RayCards
 from autotune.probe.fleet.ray_actor import CardActor
+from autotune.probe.fleet.ray_cards import RayCards
 from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import Prober
 from autotune.records.answer import Measured

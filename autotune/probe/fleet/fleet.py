@@ -4,7 +4,7 @@
 |----------------------|----------------------------------------------------------------|
 | one_card.OneCard     | the one that is visible here                                   |
 | cards_here.CardsHere | several of this machine, each with a process of its own        |
-| on_ray.RayCards      | those of a Ray cluster, of the kind that was asked for         |
+| ray_cards.RayCards   | those of a Ray cluster, of the kind that was asked for         |
 
 A probe is a request to the verb `probe` (autotune.worker): what runs on the card knows nothing of studies and
 databases. They stay with whoever asks, in one thread.

@@ -1,35 +1,26 @@
-"""Cards of a Ray cluster: an actor holds each, and a probe is a call to it.
+"""Gets cards of a Ray cluster for a search, and lets them go.
 
-Cards that are wanted and not there yet are waited for: a cluster may scale up. A card whose actor or machine
-dies gives its probe back, and another one takes it, MAX_LOST times. The search, its study and its files stay
-where they are; machines that lack autotune get the package from here. Not yet run on GPUs.
+Cards that are wanted and not there yet are waited for: a cluster may scale up. The search, its study and its
+files stay where they are; machines that lack autotune get the package from here. Not yet run on GPUs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import installed
-from autotune.catalogue.gpus import Gpu
-from autotune.catalogue.nvml import Occupancy
 from autotune.common.units import counted
 from autotune.common.version import __version__
-from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.probe.fleet.fleet import Job
-from autotune.probe.fleet.ray_actor import CardActor, CardThere
-from autotune.records.fingerprint import Fingerprint
-from autotune.worker.client.isolate import WorkerEnd
+from autotune.errors import ConfigError, HardwareError
+from autotune.probe.fleet.ray_actor import CardActor
+from autotune.probe.fleet.ray_cards import RayCard, RayCards, failed, kind_of
 
-MAX_LOST = 3
-"""Cards that a probe may lose before the search ends. [judgement] Machines are lost by chance; a probe that
-so many did not survive is what took them."""
 CPU_RESOURCE = "autotune_card"
 """Resource of a cluster's machines that stands for a card where probes run on CPUs."""
 READY_SECONDS = 120.0
@@ -40,197 +31,8 @@ SCALE_SECONDS = 900.0
 CONNECT_SECONDS = 10.0
 _PACKAGE = str(Path(__file__).parents[2])
 """Folder of the package, for machines that lack it."""
-POLL_SECONDS = 0.5
-CLOSE_SECONDS = 5.0
 _VARIABLES = ("HF_TOKEN", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the search's environment that its probes need."""
-
-
-@dataclass(slots=True, eq=False)
-class _Card:
-    """A card of the cluster."""
-
-    actor: Any
-    there: CardThere
-    job: Job | None = None
-    polling: Any = None
-    """Reference of the call that waits for what it says."""
-
-
-@dataclass(slots=True)
-class RayCards:
-    """Cards of a cluster that are alike: made by `connected`."""
-
-    ray: Any
-    backend: str
-    new_actor: Callable[[], Any]
-    cards: list[_Card]
-    note: Callable[[str], None]
-    starting: dict[Any, Any] = field(default_factory=dict)
-    """Actors that take the place of lost ones, by the reference of their description."""
-    waiting: deque[Job] = field(default_factory=deque)
-    """Jobs without a card: theirs was lost."""
-    losses: Counter[Job] = field(default_factory=Counter)
-    last: _Card | None = None
-
-    @property
-    def num_cards(self) -> int:
-        return max(len(self.cards), 1)
-
-    @property
-    def gpu(self) -> Gpu | None:
-        """The kind of the cards; None on CPUs."""
-        return self.cards[0].there.gpu
-
-    def fingerprint(self, backend: str) -> Fingerprint:
-        for card in self.cards:
-            card.actor.ask_fingerprint.remote(backend)
-        found: dict[Fingerprint, _Card] = {}
-        for card in list(self.cards):
-            try:
-                found[self._fingerprint_of(card)] = card
-            except self.ray.exceptions.RayActorError as error:
-                self._remove(card, str(error))
-            except self.ray.exceptions.RayError as error:
-                raise _failed(error) from error
-        if not found:
-            raise HardwareError("All cards of the cluster are lost", remedy="Run it again")
-        if len(found) > 1:
-            nodes = ", ".join(sorted({card.there.node for card in found.values()}))
-            raise HardwareError(
-                f"The cards of the cluster are not alike: measurements of {nodes} cannot be compared",
-                why="; ".join(sorted({_words(each) for each in found})),
-                remedy="Give its machines the same driver and libraries",
-            )
-        (only,) = found
-        return only
-
-    def _fingerprint_of(self, card: _Card) -> Fingerprint:
-        while True:
-            for said in self.ray.get(card.actor.poll.remote(POLL_SECONDS)):
-                if isinstance(said, BaseException):
-                    raise said
-                if isinstance(said, Fingerprint):
-                    return said
-
-    def start(self, job: Job) -> None:
-        self.waiting.append(job)
-        self._deal()
-
-    def wait(self) -> tuple[Job, WorkerEnd]:
-        lost_since: float | None = None
-        while True:
-            self._welcome()
-            self._deal()
-            busy = {card.polling: card for card in self.cards if card.job is not None}
-            if not busy:
-                now = time.monotonic()
-                lost_since = lost_since or now
-                if now - lost_since > SCALE_SECONDS:
-                    raise HardwareError(
-                        "The last card of the cluster is lost, and none came in its place",
-                        remedy="What was measured is kept, and the same command goes on",
-                    )
-                time.sleep(POLL_SECONDS)
-                continue
-            lost_since = None
-            ready, _ = self.ray.wait(list(busy), num_returns=1, timeout=10 * POLL_SECONDS)
-            for reference in ready:
-                ended = self._hear(busy[reference], reference)
-                if ended is not None:
-                    return ended
-
-    def _hear(self, card: _Card, reference: Any) -> tuple[Job, WorkerEnd] | None:
-        """Take in what a card says; how its job has ended, once it has."""
-        job = card.job
-        assert job is not None
-        try:
-            heard = self.ray.get(reference)
-        except self.ray.exceptions.RayActorError as error:
-            self._lost(card, str(error))
-            return None
-        except self.ray.exceptions.RayError as error:
-            raise _failed(error) from error
-        for said in heard:
-            if isinstance(said, BaseException):
-                card.job = None
-                raise said
-            if isinstance(said, WorkerEnd):
-                card.job, self.last = None, card
-                return job, said
-            reason = job.on_answer(said)
-            if reason:
-                card.actor.stop.remote(reason)
-        card.polling = card.actor.poll.remote(POLL_SECONDS)
-        return None
-
-    def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:  # noqa: ARG002  # the last one
-        if self.last is None or self.backend != "cuda":
-            return None
-        found: Occupancy | None = self._called(self.last.actor.taken_of.remote(budget_bytes))
-        return found
-
-    def _called(self, reference: Any) -> Any:
-        try:
-            return self.ray.get(reference)
-        except self.ray.exceptions.RayError as error:
-            raise _failed(error) from error
-
-    def _deal(self) -> None:
-        """Give jobs that wait to cards that are free."""
-        for card in self.cards:
-            if card.job is None and self.waiting:
-                card.job = job = self.waiting.popleft()
-                card.actor.start.remote(job.request, job.deadline_seconds)
-                card.polling = card.actor.poll.remote(POLL_SECONDS)
-
-    def _lost(self, card: _Card, why: str) -> None:
-        job = card.job
-        assert job is not None
-        self.losses[job] += 1
-        if self.losses[job] >= MAX_LOST:
-            raise HardwareError(
-                f"{MAX_LOST} cards of the cluster were lost with the same probe",
-                why=_first_line(why),
-                remedy="What was measured is kept, and the same command goes on",
-            )
-        self._remove(card, why)
-        # It goes before what was not begun.
-        self.waiting.appendleft(job)
-
-    def _remove(self, card: _Card, why: str) -> None:
-        """Take a lost card out, and ask for one in its place."""
-        self.cards.remove(card)
-        self.note(
-            f"a card on {card.there.node} is lost: {_first_line(why)} Another one takes its probe."
-        )
-        actor = self.new_actor()
-        self.starting[actor.describe.remote(self.backend)] = actor
-
-    def _welcome(self) -> None:
-        """Take in cards that come in the place of lost ones, where they are of the same kind."""
-        if not self.starting:
-            return
-        ready, _ = self.ray.wait(list(self.starting), num_returns=len(self.starting), timeout=0)
-        for reference in ready:
-            actor = self.starting.pop(reference)
-            try:
-                there: CardThere = self.ray.get(reference)
-            except self.ray.exceptions.RayError:
-                continue
-            if self.cards and _kind(there) != _kind(self.cards[0].there):
-                self.ray.kill(actor)
-                continue
-            self.cards.append(_Card(actor=actor, there=there))
-
-    def close(self) -> None:
-        """End all probes, servers and actors, and nothing else of the cluster."""
-        with contextlib.suppress(self.ray.exceptions.RayError):
-            closing = [card.actor.close.remote() for card in self.cards]
-            self.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        for actor in [*(card.actor for card in self.cards), *self.starting.values()]:
-            with contextlib.suppress(self.ray.exceptions.RayError, ValueError):
-                self.ray.kill(actor)
 
 
 @contextlib.contextmanager
@@ -356,8 +158,6 @@ def _lacks_autotune(ray: Any, backend: str) -> bool:
 def _take(
     ray: Any, backend: str, wanted: int | None, name: str | None, note: Callable[[str], None]
 ) -> RayCards:
-    import os
-
     what = "GPUs" if backend == "cuda" else f"machines with the resource {CPU_RESOURCE}"
     there_are = int(ray.cluster_resources().get(_resource(backend), 0))
     free = int(ray.available_resources().get(_resource(backend), 0))
@@ -382,11 +182,11 @@ def _take(
         seconds = READY_SECONDS if number <= free else SCALE_SECONDS
         ready, _ = ray.wait(described, num_returns=number, timeout=seconds)
         cards = [
-            _Card(actor=actor, there=ray.get(reference))
+            RayCard(actor=actor, there=ray.get(reference))
             for actor, reference in zip(actors, described, strict=True)
             if reference in ready
         ]
-        chosen = _of_one_kind(cards, name) if cards else []
+        chosen = _of_onekind_of(cards, name) if cards else []
         if len(chosen) < (wanted or 1):
             raise HardwareError(
                 f"The Ray cluster gave {len(chosen)} of {counted(wanted or 1, 'card')}",
@@ -398,7 +198,7 @@ def _take(
         for actor in actors:
             ray.kill(actor)
         if isinstance(error, ray.exceptions.RayError):
-            raise _failed(error) from error
+            raise failed(error) from error
         raise
     kept = {id(card.actor) for card in chosen}
     for actor in actors:
@@ -409,18 +209,14 @@ def _take(
     return RayCards(ray=ray, backend=backend, new_actor=new_actor, cards=chosen, note=note)
 
 
-def _kind(there: CardThere) -> str:
-    return "CPU" if there.gpu is None else there.gpu.name
-
-
-def _of_one_kind(cards: list[_Card], name: str | None) -> list[_Card]:
+def _of_onekind_of(cards: list[RayCard], name: str | None) -> list[RayCard]:
     """The cards of that kind, or of the only kind."""
     for card in cards:
         if card.there.why_no_card:
             raise HardwareError(
                 f"A GPU of {card.there.node} cannot be used", why=card.there.why_no_card
             )
-    kinds = Counter(_kind(card.there) for card in cards)
+    kinds = Counter(kind_of(card.there) for card in cards)
     if name is None and len(kinds) > 1:
         listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
         raise ConfigError(
@@ -433,10 +229,10 @@ def _of_one_kind(cards: list[_Card], name: str | None) -> list[_Card]:
             why=f"It has {', '.join(sorted(kinds))}",
             remedy="Name another with --gpu",
         )
-    return [card for card in cards if _kind(card.there) == wanted]
+    return [card for card in cards if kind_of(card.there) == wanted]
 
 
-def _check_versions(cards: list[_Card]) -> None:
+def _check_versions(cards: list[RayCard]) -> None:
     """Raise HardwareError where machines have other libraries than predictions were made with here."""
     here = {name: _public(version) for name, version in installed.versions()}
     for card in cards:
@@ -456,19 +252,3 @@ def _check_versions(cards: list[_Card]) -> None:
 def _public(version: str) -> str:
     """A version without the build's part: 2.13.0 of 2.13.0+cu130."""
     return version.partition("+")[0]
-
-
-def _words(fingerprint: Fingerprint) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in fingerprint.versions)
-    return f"{fingerprint.device}, driver {fingerprint.driver or 'none'}: {versions}"
-
-
-def _failed(error: BaseException) -> WorkerError:
-    why = _first_line(str(error)) or type(error).__name__
-    return WorkerError(
-        "The Ray cluster failed", why=why, remedy="What was measured is kept; run it again"
-    )
-
-
-def _first_line(said: str) -> str:
-    return (said.strip().splitlines() or [""])[0]

@@ -1,23 +1,27 @@
-"""Whole searches on a Ray cluster of three machines with stand-ins for cards, which are lost and ended."""
+"""A Ray cluster of three machines here: searches with real probes and stand-ins, and what cannot be used."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import here
 import optuna
 import pytest
 import stand_in_cards
 from optuna.trial import TrialState
 from optuna_storage import unpooled
 
+from autotune.errors import ConfigError, HardwareError
 from autotune.probe.fleet import on_ray
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.worker, pytest.mark.filterwarnings("default")]
 
@@ -104,3 +108,63 @@ def test_a_machine_that_dies_loses_no_probe(cluster: Any, tmp_path: Path) -> Non
     ended = states(url_in(tmp_path))
     assert (ended[TrialState.RUNNING], ended[TrialState.FAIL]) == (0, 0)
     assert found.num_run == ended[TrialState.COMPLETE] + ended[TrialState.PRUNED]
+
+
+def test_a_search_on_the_cluster_probes_for_real(cluster: Any, tmp_path: Path) -> None:
+    shutil.copy(ROOT / "examples" / "tiny-llama.json", tmp_path / "tiny.json")
+    ended = here.command(
+        *("find", "--model", "tiny.json", "--backend", "cpu", "--gpu-mem", "14MB"),
+        *("--seq-len", "64", "--effective-batch", "8", "--method", "full", "--effort", "quick"),
+        *("--confirm-steps", "2", "--on", cluster.address, "--cards", "2"),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "note: 2 cards on 1 machine of the Ray cluster." in ended.stderr
+    assert "MEASURED" in ended.stdout
+    assert "confirmed over 2 steps" in " ".join(ended.stdout.split())
+    assert not ray.is_initialized()
+
+
+def test_more_cards_than_there_are(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "SCALE_SECONDS", 8.0)
+    notes: list[str] = []
+    with (
+        pytest.raises(HardwareError, match="gave 3 of 4 cards"),
+        on_ray.connected(cluster.address, backend="cpu", wanted=4, name=None, note=notes.append),
+    ):
+        pass
+    assert notes == ["waiting for 4 cards of the cluster: 3 are free."]
+
+
+def test_a_cluster_without_gpus(cluster: Any) -> None:
+    with (
+        pytest.raises(HardwareError, match="The Ray cluster has no GPUs"),
+        on_ray.connected(cluster.address, backend="cuda", wanted=None, name=None, note=print),
+    ):
+        pass
+
+
+def test_machines_of_another_version(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ray, "__version__", "9.9")
+    with (
+        pytest.raises(HardwareError, match=r"have autotune \S+, and this one 9\.9"),
+        on_ray.connected(cluster.address, backend="cpu", wanted=None, name=None, note=print),
+    ):
+        pass
+
+
+def test_nobody_answers() -> None:
+    with (
+        pytest.raises(HardwareError, match="No Ray cluster answers at"),
+        on_ray.connected("127.0.0.1:1", backend="cpu", wanted=None, name=None, note=print),
+    ):
+        pass
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with (
+        pytest.raises(ConfigError, match=r"pip install 'autotune-gpu\[ray\]'"),
+        on_ray.connected("auto", backend="cpu", wanted=None, name=None, note=print),
+    ):
+        pass
