@@ -39,6 +39,7 @@ LIBRARIES = (
     "psycopg",
     "pydantic",
     "PyYAML",
+    "ray",
     "rich",
     "ruamel.yaml",
     "schedulefree",

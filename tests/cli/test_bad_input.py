@@ -153,7 +153,7 @@ def test_options_of_find(
         (("--checkpointing", "every-99"), "fewer layers than the checkpointing interval"),
         (("--gpu", "t4", "--precision", "bf16-true"), "need compute capability 8.0"),
         (("--parallelism", "fsdp2"), "one GPU has nobody to share with"),
-        (("--num-gpus", "2", "--parallelism", "none"), "several GPUs share a run by one of"),
+        (("--num-gpus", "2", "--parallelism", "none"), "several GPUs share a run in one of"),
         (("--num-gpus", "99"), "99 is not in the range"),
     ],
 )

@@ -762,7 +762,7 @@ def test_a_name_that_no_study_can_have_is_refused_before_the_search(
     [
         ("gpus", ("Here: no CUDA GPU", "rtx-4070", "NVIDIA RTX 4070", "11.5", "504")),
         ("models", ("Qwen/Qwen2.5-1.5B", "1.54 B")),
-        ("spaces", ("default", "14,", "full, LoRA and QLoRA")),
+        ("spaces", ("default", "28,", "full, LoRA and QLoRA")),
     ],
 )
 def test_lists(main: Main, command: str, parts: tuple[str, ...]) -> None:

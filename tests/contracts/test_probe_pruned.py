@@ -60,7 +60,8 @@ def probed(prober: Prober, url: str, best_tokens_per_second: float) -> optuna.tr
         optuna.trial.create_trial(value=best_tokens_per_second, constraints={CONSTRAINT: -1.0})
     )
     trial = study.ask()
-    measurement = prober.measure(CONFIG, watch=watched(study, trial))
+    assert prober.begin(CONFIG, watch=watched(study, trial)) is None
+    _, measurement = prober.wait()
     tell(study, trial, measurement)
     return optuna.load_study(study_name="s", storage=unpooled(url)).trials[1]
 

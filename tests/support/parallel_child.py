@@ -153,7 +153,7 @@ def forward_watched(model: Any, case: dict[str, Any], report: dict[str, Any]) ->
     """Compute the loss, and report what is left for the backward pass, in blocks of 512 bytes."""
     watch = Tracker(
         "cpu",
-        wrappers=tensor_parallel.WRAPPERS,
+        wrappers=tensor_parallel.wrappers(),
         decompositions=tensor_parallel.DECOMPOSITIONS,
         kernel_names=tensor_parallel.KERNEL_NAMES,
     )

@@ -11,19 +11,15 @@ testing/_internal/distributed/fake_pg.py.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from autotune.worker.build.model import UnsupportedModel, first_line
-
-WRAPPERS = (DTensor,)
-"""Tensors that stand for a part of theirs, on which every operation runs."""
-
 
 _collectives = torch.ops._c10d_functional
 KERNEL_NAMES: dict[Any, str] = {
@@ -122,7 +118,7 @@ def check_adapters(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer):
             weight: Any = module.get_base_layer().weight
-            if isinstance(weight, DTensor) and any(p.is_shard(1) for p in weight.placements):
+            if is_part(weight) and any(p.is_shard(1) for p in weight.placements):
                 raise UnsupportedModel(
                     f"PEFT cannot adapt {name.rpartition('.')[2]}, which is split by its rows: "
                     "name other targets"
@@ -131,7 +127,22 @@ def check_adapters(model: nn.Module) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process holds; a whole one itself."""
-    if isinstance(tensor, DTensor):
+    if is_part(tensor):
         with torch.no_grad():
-            return tensor.to_local()
+            part: torch.Tensor = cast(Any, tensor).to_local()
+            return part
     return tensor
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for the part of one that this process holds: a DTensor."""
+    # A trace of what no other GPU shares does without the library.
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(tensor, library.DTensor)
+
+
+def wrappers() -> tuple[type, ...]:
+    """Tensors that stand for a part of theirs, on which every operation runs."""
+    from torch.distributed.tensor import DTensor
+
+    return (DTensor,)

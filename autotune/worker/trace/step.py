@@ -218,7 +218,7 @@ def trace_step(
         },
         wrappers=(
             *(fp8.wrappers() if PRECISIONS[spec.precision].fp8 else ()),
-            *(tensor_parallel.WRAPPERS if is_split else ()),
+            *(tensor_parallel.wrappers() if is_split else ()),
         ),
     )
     tracker = make_tracker()
