@@ -104,7 +104,7 @@ def _find(
         _note_unmeasured(question, listener)
     prediction = predict(problem, listener=listener)
     if problem.backend is None:
-        _note_unused(question, listener)
+        _note_unused(question, where, listener)
         return _finding(problem, prediction, prediction.answer)
     try:
         answer = measure(
@@ -232,10 +232,11 @@ def _note_unmeasured(question: Question, listener: Listener) -> None:
             )
 
 
-def _note_unused(question: Question, listener: Listener) -> None:
+def _note_unused(question: Question, where: Where, listener: Listener) -> None:
     for option, value in (
         ("--confirm-steps", question.confirm_steps),
         ("--train-steps", question.train_steps),
+        ("--cards", where.cards),
     ):
         if value is not None:
             listener.note(f"{option} says nothing to a prediction: --backend cuda or cpu measures.")
