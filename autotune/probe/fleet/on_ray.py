@@ -49,7 +49,7 @@ def connected(
     `wanted` None: all that it has. `name`: of the card in the catalogue; None: the kind that it has.
 
     Raises ConfigError where Ray is not installed or several kinds are there, HardwareError where no cluster
-    answers, or it lacks such cards.
+    answers, or it lacks such cards, WorkerError where Ray fails.
     """
     ray = _imported()
     is_ours = not ray.is_initialized()
@@ -119,7 +119,7 @@ def _resource(backend: str) -> str:
 
 
 def _lacks_autotune(ray: Any, backend: str) -> bool:
-    """Whether a machine with such cards has no autotune of this version. Raises HardwareError."""
+    """Whether a machine with such cards has no autotune. Raises HardwareError, WorkerError."""
 
     # By value: a machine without autotune can run it.
     def look() -> str:
@@ -137,15 +137,17 @@ def _lacks_autotune(ray: Any, backend: str) -> bool:
         for node in ray.nodes()
         if node["Alive"] and node["Resources"].get(_resource(backend))
     ]
-    found = ray.get(
-        [
-            looking.options(
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-            ).remote()
-            for node in nodes
-        ],
-        timeout=READY_SECONDS,
-    )
+    # A machine that has just gone is still listed: another one looks in its place.
+    looks = [
+        looking.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)
+        ).remote()
+        for node in nodes
+    ]
+    try:
+        found = ray.get(looks, timeout=READY_SECONDS)
+    except ray.exceptions.RayError as error:
+        raise failed(error) from error
     others = sorted({version for version in found if version not in ("", __version__)})
     if others:
         raise HardwareError(

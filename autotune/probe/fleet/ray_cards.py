@@ -42,7 +42,7 @@ class RayCard:
     polling: Any = None
     """Reference of the call that waits for what it says."""
     heard_at: float = 0.0
-    """When that call was made, by the monotonic clock: it is answered within POLL_SECONDS."""
+    """Time of that call by the monotonic clock: it is answered within POLL_SECONDS."""
 
 
 @dataclass(slots=True)
