@@ -135,19 +135,20 @@ def why_no_card() -> str:
     return ""
 
 
-def uuids_alike() -> list[str]:
-    """Identifiers of the visible cards that have the first one's name, for CUDA_VISIBLE_DEVICES."""
+def alike() -> list[str]:
+    """Entries of CUDA_VISIBLE_DEVICES for the visible cards that have the first one's name.
+
+    Numbers are those of CUDA_DEVICE_ORDER=PCI_BUS_ID, in which the driver counts.
+    """
     try:
         with opened() as pynvml:
             handles = visible(pynvml)
-            first = text(pynvml.nvmlDeviceGetName(handles[0]))
-            return [
-                text(pynvml.nvmlDeviceGetUUID(handle))
-                for handle in handles
-                if text(pynvml.nvmlDeviceGetName(handle)) == first
-            ]
+            names = [text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
     except NoCard:
         return []
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    entries = map(str, range(len(names))) if value is None else map(str.strip, value.split(","))
+    return [entry for entry, name in zip(entries, names, strict=False) if name == names[0]]
 
 
 def occupancy(number: int = 0) -> Occupancy | None:

@@ -92,11 +92,14 @@ def environments_of(backend: str, wanted: int | None) -> list[dict[str, str]]:
     """
     if backend == "cpu":
         return [{} for _ in range(wanted or 1)]
-    alike = nvml.uuids_alike()
+    alike = nvml.alike()
     if len(alike) < (wanted or 1):
         raise HardwareError(
             f"--cards {wanted or 'all'} needs {wanted or 1} GPUs of one kind",
             why=f"This machine shows {len(alike)}",
             remedy="Lower --cards, or leave it out",
         )
-    return [{"CUDA_VISIBLE_DEVICES": uuid} for uuid in alike[:wanted]]
+    return [
+        {"CUDA_VISIBLE_DEVICES": entry, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        for entry in alike[:wanted]
+    ]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from fake_nvml import fake_nvml
 
-from autotune.catalogue import nvml
 from autotune.errors import HardwareError, WorkerError
 from autotune.probe.fleet import card_thread
 from autotune.probe.fleet.cards_here import CardsHere, environments_of
@@ -104,11 +104,19 @@ def test_closing_ends_what_runs(cards: CardsHere) -> None:
     assert len(Server.closed) == 2
 
 
-def test_cards_of_another_kind_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "uuids_alike", lambda: ["GPU-a", "GPU-b"])
-    both = [{"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}]
-    assert environments_of("cuda", None) == both
-    assert environments_of("cuda", 2) == both
-    with pytest.raises(HardwareError, match="This machine shows 2"):
+@pytest.mark.parametrize(
+    ("visible", "entries"),
+    [(None, ["0", "2"]), ("2, 1,0", ["2", "0"]), ("GPU-2,GPU-0", ["GPU-2", "GPU-0"]), ("1", ["1"])],
+)
+def test_cards_of_another_kind_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, entries: list[str]
+) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA H100", "NVIDIA T4", "NVIDIA H100"])
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = environments_of("cuda", None)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == entries
+    assert {each["CUDA_DEVICE_ORDER"] for each in found} == {"PCI_BUS_ID"}
+    with pytest.raises(HardwareError, match=f"This machine shows {len(entries)}"):
         environments_of("cuda", 3)
     assert environments_of("cpu", 3) == [{}, {}, {}]
