@@ -19,8 +19,16 @@ from pathlib import Path
 
 import optuna
 
-from autotune.probe.sampler import PredictionSampler
-from validation.sampler import CROSSED, FAMILIES, WITHIN, Probes, Table, swept, synthetic
+from validation.sampler import (
+    CROSSED,
+    FAMILIES,
+    WITHIN,
+    Probes,
+    Table,
+    sampler_of,
+    swept,
+    synthetic,
+)
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "studies" / "cards" / "README.md"
@@ -45,13 +53,7 @@ class Search:
 
 def search(table: Table, seed: int, num_cards: int) -> Search:
     """Keep the cards busy until the sampler stops."""
-    sampler = PredictionSampler(
-        [row.candidate for row in table.rows],
-        distributions=table.distributions,
-        budget_bytes=table.budget_bytes,
-        seed=seed,
-    )
-    study = optuna.create_study(direction="maximize", sampler=sampler)
+    sampler, study = sampler_of(table, seed)
     probes = Probes(table, seed)
     running: list[tuple[float, int, optuna.Trial]] = []
     now, num_begun, found_at = 0.0, 0, None

@@ -337,15 +337,20 @@ Search = Callable[[Table, int, int], Probes]
 """(table, seed, number of probes) -> what it probed."""
 
 
-def predictions_corrected(table: Table, seed: int, num_probes: int) -> Probes:
-    """autotune's sampler, until it stops."""
+def sampler_of(table: Table, seed: int) -> tuple[PredictionSampler, optuna.Study]:
+    """autotune's sampler for a table, and a study that has it."""
     sampler = PredictionSampler(
         [row.candidate for row in table.rows],
         distributions=table.distributions,
         budget_bytes=table.budget_bytes,
         seed=seed,
     )
-    study = optuna.create_study(direction="maximize", sampler=sampler)
+    return sampler, optuna.create_study(direction="maximize", sampler=sampler)
+
+
+def predictions_corrected(table: Table, seed: int, num_probes: int) -> Probes:
+    """autotune's sampler, until it stops."""
+    sampler, study = sampler_of(table, seed)
     probes = Probes(table, seed)
     while len(probes.probed) < num_probes and not sampler.should_stop(study):
         candidate = sampler.propose(study)

@@ -59,7 +59,7 @@ def fleet_here(where: Where, backend: str, server: ForkServer) -> Iterator[Fleet
         return
     if backend == "cpu" and where.number is None:
         raise ConfigError("--cards all does not go with --backend cpu", remedy="Give a number")
-    with CardsHere(environments_of(backend, where.number)) as cards:
+    with contextlib.closing(CardsHere(environments_of(backend, where.number))) as cards:
         yield cards
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
 
 from autotune.catalogue import nvml
 from autotune.catalogue.nvml import Occupancy
@@ -21,7 +19,7 @@ from autotune.worker.client.isolate import WorkerEnd
 
 
 class CardsHere:
-    """Several cards of this machine; to be closed, or used in a `with` block."""
+    """Several cards of this machine, to be closed."""
 
     def __init__(self, environments: Sequence[Mapping[str, str]]) -> None:
         """Take a card for each; its processes see these variables: see `environments_of`."""
@@ -29,17 +27,6 @@ class CardsHere:
         self._says: queue.SimpleQueue[Said] = queue.SimpleQueue()
         self._cards = [CardThread(each, self._says) for each in self._environments]
         self._last: CardThread | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exception_class: type[BaseException] | None,
-        exception: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End all probes and servers."""

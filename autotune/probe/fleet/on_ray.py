@@ -98,10 +98,9 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
             runtime_env=runtime_env or None,
         )
     except (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise HardwareError(
             f"No Ray cluster answers at {address}",
-            why=first,
+            why=first_line(str(error)) or type(error).__name__,
             remedy="Name one as ray://HOST:10001, or run this on a machine of the cluster with --on auto",
         ) from error
 
@@ -188,7 +187,7 @@ def _take(
             for actor, reference in zip(actors, described, strict=True)
             if reference in ready
         ]
-        chosen = _of_onekind_of(cards, name) if cards else []
+        chosen = _of_one_kind(cards, name) if cards else []
         if len(chosen) < (wanted or 1):
             raise HardwareError(
                 f"The Ray cluster gave {len(chosen)} of {counted(wanted or 1, 'card')}",
@@ -211,7 +210,7 @@ def _take(
     return RayCards(ray=ray, backend=backend, new_actor=new_actor, cards=chosen, note=note)
 
 
-def _of_onekind_of(cards: list[RayCard], name: str | None) -> list[RayCard]:
+def _of_one_kind(cards: list[RayCard], name: str | None) -> list[RayCard]:
     """The cards of that kind, or of the only kind."""
     for card in cards:
         if card.there.why_no_card:

@@ -6,10 +6,10 @@ does or kills it. Its card's thread keeps the fork server, so that imports are p
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,17 +61,12 @@ class CardActor:
 
     def poll(self, seconds: float) -> list[Any]:
         """Return what the card has said since the last call, waiting for it so long at most."""
-        until = time.monotonic() + seconds
         heard: list[Any] = []
-        while True:
-            left = 0.0 if heard else max(until - time.monotonic(), 0.0)
-            try:
-                heard.append(self._says.get(timeout=left).what if left else self._now())
-            except queue.Empty:
-                return heard
-
-    def _now(self) -> Any:
-        return self._says.get_nowait().what
+        with contextlib.suppress(queue.Empty):
+            heard.append(self._says.get(timeout=seconds).what)
+            while True:
+                heard.append(self._says.get_nowait().what)
+        return heard
 
     def stop(self, reason: str) -> None:
         self._card.stop(reason)

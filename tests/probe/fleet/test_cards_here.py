@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -63,7 +64,7 @@ class Server:
 def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[CardsHere]:
     monkeypatch.setattr(card_thread, "ForkServer", Server)
     monkeypatch.setattr(Server, "closed", [])
-    with CardsHere([{}, {}]) as two:
+    with contextlib.closing(CardsHere([{}, {}])) as two:
         yield two
     assert len(set(Server.closed)) == 2
 

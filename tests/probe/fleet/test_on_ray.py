@@ -38,7 +38,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
     patched = pytest.MonkeyPatch()
     # Sockets have paths of at most 107 characters.
-    patched.setenv("RAY_TMPDIR", f"/tmp/ray-test-{os.getpid()}")
+    folder = f"/tmp/ray-test-{os.getpid()}"
+    patched.setenv("RAY_TMPDIR", folder)
     patched.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]))
     patched.setenv(stand_in_cards.SECONDS, str(SECONDS))
     patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -50,6 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     finally:
         made.shutdown()
         patched.undo()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _add_card(cluster: Any) -> Any:
