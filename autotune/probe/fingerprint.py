@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
-import hashlib
 import importlib.util
-import json
 from importlib import metadata
 from pathlib import Path
 
@@ -39,12 +36,6 @@ def fingerprint_here(server: ForkServer, backend: str) -> Fingerprint:
         raise WorkerError(
             "The answer of the fingerprint process cannot be read", why=str(error)
         ) from error
-
-
-def digest(fingerprint: Fingerprint) -> str:
-    """A digest that is equal for machines whose measurements may be compared."""
-    known = json.dumps(dataclasses.asdict(fingerprint), sort_keys=True)
-    return hashlib.sha256(known.encode()).hexdigest()
 
 
 _UNUSABLE = (

@@ -19,7 +19,7 @@ from autotune.common.units import counted
 from autotune.common.version import __version__
 from autotune.errors import ConfigError, HardwareError
 from autotune.probe.fleet.ray_actor import CardActor
-from autotune.probe.fleet.ray_cards import RayCard, RayCards, failed, kind_of
+from autotune.probe.fleet.ray_cards import RayCard, RayCards, failed, first_line, kind_of
 
 CPU_RESOURCE = "autotune_card"
 """Resource of a cluster's machines that stands for a card where probes run on CPUs."""
