@@ -44,6 +44,32 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     return head + yaml.safe_dump(_content(config), sort_keys=False)
 
 
+def launch_environment(config: TrainConfig) -> dict[str, str]:
+    """Variables that `accelerate launch` sets for each process where it reads this file.
+
+    Source: accelerate 1.15 utils/launch.py prepare_multi_gpu_env; who each process is, torchrun tells it.
+    tests/contracts/test_export_parallel.py compares the two. DeepSpeed's are not among them.
+    """
+    content = _content(config)
+    variables = {"ACCELERATE_MIXED_PRECISION": str(content.get("mixed_precision", "no"))}
+    for section, switch in _SWITCHES.items():
+        settings = content.get(section)
+        if isinstance(settings, dict):
+            variables[switch] = "true"
+            variables |= {key.upper(): _as_variable(value) for key, value in settings.items()}
+    return variables
+
+
+_SWITCHES = {
+    "fsdp_config": "ACCELERATE_USE_FSDP",
+    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
+
+
+def _as_variable(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _content(config: TrainConfig) -> dict[str, object]:
     row, precision = PARALLELISMS[config.parallelism], PRECISIONS[config.precision]
     content: dict[str, object] = {

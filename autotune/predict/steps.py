@@ -114,15 +114,17 @@ def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -
         tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
     behind = len(sizes) + len(tape.sizes)
     kept = _KeptByTrainer(trace, sizes, config, num_before=behind)
-    prepared = trace.num_prepared_events
+    prepared, own = trace.num_prepared_events, trace.num_own_events
     setup = [
         *trace.setup[:prepared],
         # prepare_model_for_kbit_training empties the cache (peft 0.20 and later, utils/other.py).
         *([EMPTY_CACHE] if config.kbit_preparation else []),
-        *trace.setup[prepared:],
+        *trace.setup[prepared:own],
         # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
         EMPTY_CACHE,
         *_shifted(update.made, len(sizes)),
+        # Accelerator.prepare shares the model out with its optimizer.
+        *trace.setup[own:],
         *kept.scalars(),
     ]
     parts = [StepPart(-1, StepPhase.SETUP, setup), *map(kept.added_to, parts)]

@@ -23,6 +23,7 @@ from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, Trace, on_card_with
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.records.estimate import TraceSpec
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_many
@@ -154,7 +155,17 @@ def of_card(gpu: Gpu) -> dict[str, Any]:
 
 
 def _of_one_gpu(spec: TraceSpec) -> TraceSpec:
-    return dataclasses.replace(spec, parallelism="none")
+    """The step alone that a shared run's step follows from.
+
+    FSDP2 gathers weights and adapters in 16 bits, and accelerate puts no autocast around it (1.15
+    accelerator.py, _prepare_fsdp2).
+    """
+    alone = dataclasses.replace(spec, parallelism="none")
+    row = PARALLELISMS[spec.parallelism]
+    if row.library == "torch" and row.stage == 3 and spec.precision == "bf16-autocast":
+        is_full = spec.method == "full"
+        return dataclasses.replace(alone, precision="bf16-true", adapter_in_base_dtype=not is_full)
+    return alone
 
 
 def _run_forked(

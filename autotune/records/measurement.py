@@ -110,6 +110,9 @@ class Measurement:
     cold_start_seconds: float | None = None
     """Seconds that the first steps took beyond as many steady ones: kernels loaded, graphs compiled. On the
     CPU what watches memory slows them too. None: not recorded."""
+    rank: int | None = None
+    """Number of the GPU that the memory is of, the tightest of those that share the run, or of the one that
+    failed; None: there is one."""
     elapsed_seconds: float = 0.0
     """Seconds of the whole probe, set-up included."""
     useful_share: float = 1.0

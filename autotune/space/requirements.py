@@ -65,6 +65,14 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
         (OPTIMIZERS[config.optimizer].only_cuda, f"{config.optimizer} needs a CUDA device"),
         (config.expandable_segments, "expandable segments need CUDA's allocator"),
         (config.liger, "Liger's kernels need a CUDA device"),
+        (
+            config.parallelism not in ("none", "ddp", "fsdp2"),
+            f"{config.parallelism} needs CUDA devices",
+        ),
+        (
+            config.parallelism == "fsdp2" and config.is_compiled,
+            "torch.compile of what fsdp2 shares out needs CUDA devices",
+        ),
         # torch 2.13 nn/attention/flex_attention.py, _validate_device.
         (
             config.attention == "flex_attention",

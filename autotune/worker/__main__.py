@@ -45,7 +45,7 @@ from typing import Any
 
 from autotune.common import json_lines, json_records
 from autotune.records.estimate import SCHEMA_VERSION
-from autotune.records.measurement import STOP_FILE, ProbeSpec
+from autotune.records.measurement import STOP_FILE, Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.client.orphans import die_with_parent
 
@@ -66,6 +66,9 @@ def _trace(request: dict[str, Any]) -> Answers:
 def _probe(request: dict[str, Any]) -> Answers:
     import_adapters()
 
+    from autotune.export import accelerate_config
+    from autotune.worker.probe import group
+    from autotune.worker.probe.group import ALONE, Rank
     from autotune.worker.probe.run import probe
 
     config, spec = (
@@ -76,18 +79,26 @@ def _probe(request: dict[str, Any]) -> Answers:
     folder = request.get("folder")
     stop_file = None if folder is None else Path(folder) / STOP_FILE
 
-    def measure(on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        measurement = probe(
+    def measure(rank: Rank, on_progress: Callable[[dict[str, Any]], None]) -> Measurement:
+        return probe(
             request["config"],
             config,
             spec,
             on_progress,
             folder=folder,
             stop_reason=lambda: "" if stop_file is None else _read_if_there(stop_file),
+            rank=rank,
         )
-        return {"measurement": measurement.to_dict()}
 
-    yield from _as_it_comes(measure)
+    def alone(on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        return {"measurement": measure(ALONE, on_progress).to_dict()}
+
+    if config.num_gpus == 1:
+        yield from _as_it_comes(alone)
+        return
+    variables = accelerate_config.launch_environment(config)
+    for said in group.run(config.num_gpus, variables, measure):
+        yield {"measurement": said.to_dict()} if isinstance(said, Measurement) else said
 
 
 def _read_if_there(path: Path) -> str:

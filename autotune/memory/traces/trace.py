@@ -182,6 +182,11 @@ class Trace:
         return listed(self._setup)
 
     @property
+    def num_own_events(self) -> int:
+        """How many events of `setup` come before GPUs share the run: all."""
+        return len(self._setup)
+
+    @property
     def num_prepared_events(self) -> int:
         """How many events of `setup` come before the adapter's."""
         later = (Phase.ADAPTER, Phase.SETTLED)

@@ -23,7 +23,7 @@ processes, of the last activations and collectives too (tests/contracts/test_par
 DeepSpeed is measured.
 
 Known limitations
-- Gathered weights are one block per layer. ZeRO 3 gathers module by module: a layer is too much.
+- ZeRO 3 gathers module by module: a layer is too much.
 - Streams: a block freed on one stream is taken to be free on all. Real peaks can be higher.
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
   bound if all did.
@@ -56,6 +56,8 @@ from autotune.speed.links import RINGS, Message, sent_bytes
 
 # deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
 _ZERO_GATHERED_ELEMENTS = 500_000_000
+_MOST_RANK = 1024
+"""LoRA rank up to which copies of adapters that DDP sends are counted. [judgement]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,17 +113,19 @@ class RankTrace:
         self._buffers: list[int] = []
         self.setup = list(trace.setup)
         self.num_prepared_events = trace.num_prepared_events
+        self.num_own_events = trace.num_own_events
         self.step_buffers: list[int] = []
         if shares.row.stage < 2:
             self.gradients = trace.gradients
             self.first, self.again, self.next = trace.first, trace.again, trace.next
         else:
             workspaces = set(trace.workspaces)
-            first = MicroStep(self._extra, shares, trace.gradients, adds=False)
+            logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
+            first = MicroStep(self._extra, shares, trace.gradients, logits, adds=False)
             self.first = first.written(blocks)
             self.gradients = first.gradients
             self.again = [event for event in self.first if event not in workspaces]
-            later = MicroStep(self._extra, shares, trace.gradients, adds=True)
+            later = MicroStep(self._extra, shares, trace.gradients, logits, adds=True)
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
 
@@ -305,6 +309,7 @@ class RankTrace:
         """Put the GPU's parts in place of what is shared out, and add the buffers that stay."""
         shares, row = self._shares, self._shares.row
         if row.name == "ddp":
+            self._send_weights()
             # As many as there can be: how many there are follows from the LoRA rank.
             for index in range(sum(p.trainable for p in shares.parameters)):
                 bucket = functools.partial(shares.ddp_bucket_bytes, index=index)
@@ -334,6 +339,18 @@ class RankTrace:
                 self._keep("optimizer_state", master)
         if not row.offload:
             self.step_buffers.append(self._extra.new("gradient", shares.step_gradient_bytes))
+
+    def _send_weights(self) -> None:
+        """Add the flat copies of weights that DDP sends as it is made: two at a time."""
+        shares = self._shares
+        numbers = [
+            self._extra.new("temporary", functools.partial(shares.ddp_broadcast_bytes, index=index))
+            for index in range(shares.num_ddp_broadcasts(_MOST_RANK))
+        ]
+        for index, number in enumerate(numbers):
+            self.setup += [~numbers[index - 2]] if index >= 2 else []
+            self.setup.append(number)
+        self.setup += [~number for number in numbers[-2:]]
 
     def _keep(self, category: str, size: Size) -> int:
         number = self._extra.new(category, size)

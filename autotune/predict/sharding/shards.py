@@ -33,6 +33,8 @@ TAIL: Unit = ("tail", OUTSIDE)
 # torch 2.13 csrc/distributed/c10d/reducer.hpp kDefaultFirstBucketBytes and kDefaultBucketBytesCap.
 DDP_FIRST_BUCKET_BYTES = MIB
 DDP_BUCKET_BYTES = 25 * MIB
+# torch 2.13 nn/parallel/distributed.py, broadcast_bucket_size.
+DDP_BROADCAST_BYTES = 250 * MIB
 
 # deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: nccl_start_alignment_factor.
 _ZERO_ALIGNMENT = 2
@@ -91,15 +93,29 @@ def ddp_buckets(weights: Iterable[Weight], *, rebuilt: bool) -> list[int]:
     order = [weight for weight in weights if weight.trainable]
     if rebuilt:
         order.reverse()
+    return _closed_when_full(order, first_cap=DDP_FIRST_BUCKET_BYTES, cap=DDP_BUCKET_BYTES)
+
+
+def ddp_broadcasts(weights: Iterable[Weight]) -> list[int]:
+    """Bytes of the flat copies of weights that DDP sends from the first GPU as it is made.
+
+    Source: torch 2.13 distributed/utils.py _sync_module_states, csrc/distributed/c10d/comm.cpp. A weight that
+    fills one by itself is not copied, and stands here all the same.
+    """
+    return _closed_when_full(weights, first_cap=DDP_BROADCAST_BYTES, cap=DDP_BROADCAST_BYTES)
+
+
+def _closed_when_full(weights: Iterable[Weight], *, first_cap: int, cap: int) -> list[int]:
+    """Bytes of buckets, each closed by what fills it, those of each dtype by themselves (c10d reducer.cpp
+    compute_bucket_assignment_by_size)."""
     closed: list[int] = []
     open_bytes: dict[str, int] = {}
-    is_first = dict.fromkeys((weight.dtype for weight in order), True)
-    for weight in order:
+    caps: dict[str, int] = {}
+    for weight in weights:
         size_bytes = open_bytes.pop(weight.dtype, 0) + weight.size_bytes
-        cap = DDP_FIRST_BUCKET_BYTES if is_first[weight.dtype] else DDP_BUCKET_BYTES
-        if size_bytes >= cap:
+        if size_bytes >= caps.get(weight.dtype, first_cap):
             closed.append(size_bytes)
-            is_first[weight.dtype] = False
+            caps[weight.dtype] = cap
         else:
             open_bytes[weight.dtype] = size_bytes
     return [*closed, *open_bytes.values()]
@@ -150,6 +166,7 @@ class Shares:
         self._rebuilds = spec.method == "full" and spec.activation_checkpointing > 0
         self._weights = functools.cache(self._evaluated)
         self._ddp_buckets = functools.cache(self._filled_buckets)
+        self._ddp_broadcasts = functools.cache(lambda rank: ddp_broadcasts(self._weights(rank)))
         self.tail_stays = is_one_unit or _is_tied(parameters)
         """Whether the tail is gathered from beginning to end, as where the embedding is the head too."""
         self.members: dict[Unit, list[int]] = {}
@@ -239,6 +256,11 @@ class Shares:
             weights = [weights[position] for position in self.members.get(unit, ())]
         return sum(self._padded_bytes(w) for w in weights if self._is_gathered(w))
 
+    def gathered_weight_bytes(self, rank: int, position: int) -> int:
+        """Bytes of one weight, by its position in the list, once it is whole on the GPU; 0 where it always is."""
+        weight = self._weights(rank)[position]
+        return self._padded_bytes(weight) if self._is_gathered(weight) else 0
+
     def gathers(self, rank: int, unit: Unit) -> list[int]:
         """Bytes of each all-gather of a unit: FSDP2's of all of it, DeepSpeed's of one weight."""
         if self.row.stage < 3:
@@ -277,6 +299,15 @@ class Shares:
         """Bytes of DDP's bucket of that index; 0 where there are not so many buckets."""
         buckets = self._ddp_buckets(rank)
         return buckets[index] if index < len(buckets) else 0
+
+    def num_ddp_broadcasts(self, rank: int) -> int:
+        """Number of flat copies of weights that DDP sends as it is made."""
+        return len(self._ddp_broadcasts(rank))
+
+    def ddp_broadcast_bytes(self, rank: int, index: int) -> int:
+        """Bytes of the flat copy of that index; 0 where there are not so many."""
+        sizes = self._ddp_broadcasts(rank)
+        return sizes[index] if index < len(sizes) else 0
 
     def bucket_bytes(self, _: int) -> int:
         """Bytes of DeepSpeed's bucket for reducing gradients (reduce_bucket_size)."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
@@ -37,19 +38,27 @@ class MicroStep:
     """
 
     def __init__(
-        self, extra: AddedTensors, shares: Shares, whole: Iterable[int], *, adds: bool
+        self,
+        extra: AddedTensors,
+        shares: Shares,
+        whole: Iterable[int],
+        logits: Collection[int],
+        *,
+        adds: bool,
     ) -> None:
+        """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of."""
         self.gradients: list[int] = []
         """Numbers of the gradients of the GPU's parts, which outlive the micro-step."""
         self._extra = extra
         self._shares = shares
         self._whole = set(whole)
+        self._logits = logits
         self._keeps = not adds and not shares.row.offload
         self._gathers = shares.row.stage == 3
         self._events: list[int] = []
         self._order: list[Unit] = []
         """Units in the order in which the forward pass uses them."""
-        self._gathered: dict[Unit, int] = {}
+        self._gathered: dict[Unit, list[int]] = {}
         self._arriving: dict[Unit, int] = {}
         self._arrived: int | None = None
         self._reducing: int | None = None
@@ -62,6 +71,8 @@ class MicroStep:
             unit = self._unit_in(phase, place)
             if index == last_forward + 1:
                 self._begin_backward()
+                of_loss, events = self._at_logits_gradient(events)
+                self._events += of_loss
             is_used = phase != Phase.END
             if is_used and self._gathers and unit in self._shares.members:
                 self._use(unit, is_backward=is_backward)
@@ -72,7 +83,7 @@ class MicroStep:
                 self._finish(unit, is_backward=is_backward)
         for unit in list(self._made):
             self._reduce(unit)
-        for number in (*self._gathered.values(), *self._arriving.values()):
+        for number in (*itertools.chain(*self._gathered.values()), *self._arriving.values()):
             self._free(number)
         self._free(self._reducing)
         return self._events
@@ -82,6 +93,17 @@ class MicroStep:
             return "layer", place
         is_embedding = phase in EMBED_PHASES and not self._shares.tail_stays
         return EMBED if is_embedding else TAIL
+
+    def _at_logits_gradient(self, events: list[int]) -> tuple[list[int], list[int]]:
+        """Part the first events of a backward pass where the head begins to go backward.
+
+        Until then the loss does, which needs no weights: FSDP2 hears of the backward pass as the gradient comes
+        to what the head returned (torch 2.13 _fsdp_state.py, _pre_backward).
+        """
+        last = max((n for n, event in enumerate(events) if event in self._logits), default=-1)
+        after = (n for n, event in enumerate(events) if n > last and event >= 0)
+        begins = next(after, len(events)) if last >= 0 else 0
+        return events[:begins], events[begins:]
 
     def _begin_backward(self) -> None:
         """Free the last unit's buffer (_fsdp_state.py _post_forward); make ZeRO 2's gradients."""
@@ -116,8 +138,14 @@ class MicroStep:
         self._arrive(unit, self._shares.gathered_bytes)
         arrived = self._arriving.pop(unit)
         self._free(self._arrived)
-        size = functools.partial(self._shares.gathered_bytes, unit=unit)
-        self._gathered[unit] = self._new("parameter", size, is_gathered=True)
+        self._gathered[unit] = [
+            self._new(
+                "parameter",
+                functools.partial(self._shares.gathered_weight_bytes, position=position),
+                is_gathered=True,
+            )
+            for position in self._shares.members[unit]
+        ]
         self._arrived = arrived
         if is_backward or not self._shares.is_torch:
             self._free(arrived)
@@ -125,7 +153,8 @@ class MicroStep:
 
     def _finish(self, unit: Unit, *, is_backward: bool) -> None:
         """Drop what was gathered; reduce the gradients."""
-        self._free(self._gathered.pop(unit, None))
+        for number in self._gathered.pop(unit, ()):
+            self._free(number)
         if is_backward:
             self._reduce(unit)
 

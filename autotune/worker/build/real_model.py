@@ -6,6 +6,7 @@ of a quantised base come as a checkpoint's would (autotune.worker.build.loading)
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ def build(
 
     Raises model.UnsupportedModel.
     """
-    spec = TraceSpec.of(train_config)
+    # What is traced in another precision is made in its own.
+    precision = train_config.precision
+    spec = dataclasses.replace(TraceSpec.of(train_config), precision=precision)
     model = models.build_base(config, task, spec)
     if train_config.quantization != "none":
         quantize.quantize(model, task, spec)

@@ -23,6 +23,8 @@ from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.worker.build.quantize import is_quantized
+from autotune.worker.build.tensor_parallel import local
+from autotune.worker.probe.shared import is_gathered
 from autotune.worker.trace.tracker import in_backward
 
 
@@ -213,7 +215,8 @@ class FirstStep:
 
     def _check_autocast(self, config: TrainConfig) -> list[str]:
         precision = PRECISIONS[config.precision]
-        wanted = getattr(torch, precision.compute_dtype) if precision.autocast else None
+        is_on = precision.autocast and not is_gathered(config)
+        wanted = getattr(torch, precision.compute_dtype) if is_on else None
         found = set(self._autocast)
         if found == {wanted}:
             return []
@@ -309,6 +312,6 @@ def check_gradients(parameters: Iterable[nn.Parameter], config: TrainConfig) -> 
     if OPTIMIZERS[config.optimizer].updates:
         return []
     trainable = [p for p in parameters if p.requires_grad]
-    if any(p.grad is not None and bool(p.grad.any()) for p in trainable):
+    if any(p.grad is not None and bool(local(p.grad).any()) for p in trainable):
         return []
     return [f"none of the {len(trainable)} trainable tensors gets a gradient"]

@@ -30,17 +30,24 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import pynvml
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import OVERSHOOT_BYTES, Replay, replay
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
+from autotune.worker.build import tensor_parallel
+from autotune.worker.build.tensor_parallel import local
 from autotune.worker.probe.compiling import AllocationProfile
+from autotune.worker.probe.shared import is_gathered
+from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Tracker
 
 NUM_TRACKED_STEPS = 2
@@ -70,6 +77,9 @@ class DeviceMemory(Protocol):
     def model_is_built(self) -> None:
         """Count peaks from here, where the device can tell."""
 
+    def training_begins(self, model: Any) -> None:
+        """Hear that processes have shared the model out, and the first step comes next."""
+
     def settle(self, optimizer: Any, num_steps: int) -> bool:
         """Tell after each warm-up step whether memory is steady, so that timing may begin.
 
@@ -83,12 +93,18 @@ class DeviceMemory(Protocol):
         """Give back what is cached, and count peaks from here; return whether the device can."""
 
 
-def device_memory(backend: str, budget_bytes: int, config: TrainConfig) -> DeviceMemory:
+def device_memory(
+    backend: str, budget_bytes: int, config: TrainConfig, *, number: int = 0
+) -> DeviceMemory:
+    """`number`: of the process among those that run the probe, which is its card's."""
     if backend == "cuda":
         dtype = getattr(torch, PRECISIONS[config.precision].compute_dtype)
-        return CudaMemory(budget_bytes, dtype, expandable_segments=config.expandable_segments)
+        return CudaMemory(
+            budget_bytes, dtype, number=number, expandable_segments=config.expandable_segments
+        )
     assert backend == "cpu", backend
-    return CpuMemory(budget_bytes, AllocationProfile() if config.is_compiled else None)
+    watcher = AllocationProfile() if config.is_compiled else CappedTracker(budget_bytes, config)
+    return CpuMemory(budget_bytes, watcher, waits=is_gathered(config))
 
 
 def left_bytes(backend: str) -> int | None:
@@ -102,12 +118,17 @@ def left_bytes(backend: str) -> int | None:
 
 
 class CudaMemory:
-    """Memory of the first visible CUDA device. Not yet run on a GPU."""
+    """Memory of one of the visible CUDA devices. Not yet run on a GPU."""
 
     def __init__(
-        self, budget_bytes: int, compute_dtype: torch.dtype, *, expandable_segments: bool = False
+        self,
+        budget_bytes: int,
+        compute_dtype: torch.dtype,
+        *,
+        number: int = 0,
+        expandable_segments: bool = False,
     ) -> None:
-        self.device = torch.device("cuda", 0)
+        self.device = torch.device("cuda", number)
         self._expandable_segments = expandable_segments
         self._budget_bytes = budget_bytes
         self._compute_dtype = compute_dtype
@@ -118,7 +139,8 @@ class CudaMemory:
         self._num_earlier_retries = 0
 
     def __enter__(self) -> CudaMemory:
-        self._others_bytes = _used_before_context_bytes() or 0
+        self._others_bytes = _used_before_context_bytes(self.device.index) or 0
+        torch.cuda.set_device(self.device)
         _load_libraries(self.device, self._compute_dtype)
         self._fraction_of_bytes = _fraction_of_bytes(self.device)
         self._cap(managed_bytes=0)
@@ -129,6 +151,9 @@ class CudaMemory:
 
     def model_is_built(self) -> None:
         self._count_again()
+
+    def training_begins(self, model: Any) -> None:
+        pass
 
     def settle(self, optimizer: Any, num_steps: int) -> bool:
         self._cap(_managed_bytes(optimizer))
@@ -184,20 +209,20 @@ class CudaMemory:
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
-def _used_before_context_bytes() -> int | None:
+def _used_before_context_bytes(number: int) -> int | None:
     """Device memory that is in use now, by NVML, all of it by other processes.
 
     None without NVML, on a slice of a card (MIG), and when this process has a context already.
     """
     # Initialising torch.cuda, as importing bitsandbytes may, makes no context yet.
-    has_context = torch.cuda.is_initialized() and torch._C._cuda_hasPrimaryContext(0)  # type: ignore[attr-defined]
+    has_context = torch.cuda.is_initialized() and torch._C._cuda_hasPrimaryContext(number)  # type: ignore[attr-defined]
     if has_context:
         return None
     try:
         pynvml.nvmlInit()
         try:
             # torch's reading of CUDA_VISIBLE_DEVICES, which needs no context.
-            handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(0))
+            handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(number))
             if _is_split(handle):
                 return None  # What all slices hold says nothing of the one that CUDA shows.
             # Version 2 leaves out what the driver keeps for itself, as CUDA's total does.
@@ -253,10 +278,18 @@ def _managed_bytes(optimizer: Any) -> int:
 class CpuMemory:
     """Memory of storages on the CPU, watched by the tracker and refused beyond the budget."""
 
-    def __init__(self, budget_bytes: int, watcher: AllocationProfile | None = None) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        watcher: AllocationProfile | CappedTracker | None = None,
+        *,
+        waits: bool = False,
+    ) -> None:
+        """`waits`: the device gets the parts of a model that is made in host memory."""
         self.device = torch.device("cpu")
         self._budget_bytes = budget_bytes
         self._watcher = watcher or CappedTracker(budget_bytes)
+        self._waits = waits
         self._watching = contextlib.ExitStack()
         self._replay: Replay | None = None
 
@@ -266,7 +299,8 @@ class CpuMemory:
         if gc.isenabled():
             gc.disable()
             self._watching.callback(gc.enable)
-        self._watching.enter_context(self._watcher)
+        if not self._waits:
+            self._watching.enter_context(self._watcher)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -274,6 +308,13 @@ class CpuMemory:
 
     def model_is_built(self) -> None:
         pass
+
+    def training_begins(self, model: Any) -> None:
+        if self._waits:
+            gc.collect()
+            self._watching.enter_context(self._watcher)
+            if isinstance(self._watcher, CappedTracker):
+                self._watcher.take_stock(model)
 
     def settle(self, optimizer: Any, num_steps: int) -> bool:
         """Replay the tracked steps once there are enough; return whether there are.
@@ -311,16 +352,55 @@ class CpuMemory:
 class CappedTracker(Tracker):
     """A tracker that refuses an allocation when the storages alive, rounded to 512 B, pass a cap."""
 
-    def __init__(self, cap_bytes: int) -> None:
-        super().__init__("cpu")
+    def __init__(self, cap_bytes: int, config: TrainConfig | None = None) -> None:
+        is_shared = config is not None and config.num_gpus > 1
+        super().__init__("cpu", wrappers=tensor_parallel.wrappers() if is_shared else ())
         self._cap_bytes = cap_bytes
         self._live_bytes = 0
         self._num_counted_events = 0
+        self._resizes = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._wrappers:
+            self._resizes.enter_context(self._seeing_resizes())
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._resizes.close()
+        super().__exit__(*error)
+
+    def take_stock(self, model: Any) -> None:
+        """Record the weights and buffers that are there."""
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            self.index_of(local(tensor.detach()))
+
+    @contextlib.contextmanager
+    def _seeing_resizes(self) -> Iterator[None]:
+        """Record storages that are emptied and filled again: FSDP2 drops what it has gathered so.
+
+        No operation of PyTorch's tells of that.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def resize_and_record(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+            answer = resize(storage, size_bytes)
+            self.forget(storage)
+            if size_bytes:
+                self._watch(storage, self._record_allocation(size_bytes, (), torch.uint8))
+            return answer
+
+        with replaced([(torch.UntypedStorage, "resize_", resize_and_record)]):
+            yield
 
     def sizes_and_events(self) -> tuple[list[int], list[int]]:
         """Sizes and events as autotune.memory.allocator.replay takes them."""
         sizes = [tensor.size_bytes for tensor in self.recording.tensors]
         return sizes, list(self.recording.events)
+
+    def _tensors_here(self, value: Any) -> list[torch.Tensor]:
+        """Leave out what DTensors work out shapes with."""
+        found = super()._tensors_here(value)
+        return [t for t in found if not isinstance(t, FakeTensor)] if self._wrappers else found
 
     def _cost(self, *_: object) -> None:
         """Leave kernels out: nobody asks a probe for them, and they take a third of a tracker's time."""

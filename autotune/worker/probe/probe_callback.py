@@ -22,7 +22,9 @@ from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import fp8
 from autotune.worker.probe import checks, confirm
 from autotune.worker.probe.checks import NotFinite
+from autotune.worker.probe.group import ALONE, Rank
 from autotune.worker.probe.memory import DeviceMemory
+from autotune.worker.probe.shared import check_shared
 from autotune.worker.probe.steps import (
     Clock,
     CpuClock,
@@ -59,6 +61,7 @@ class ProbeCallback(TrainerCallback):
         memory: DeviceMemory,
         on_progress: OnProgress,
         stop_reason: StopReason,
+        rank: Rank = ALONE,
     ) -> None:
         self.config = config
         self.spec = spec
@@ -68,6 +71,7 @@ class ProbeCallback(TrainerCallback):
         """The reason why the timing was stopped from outside; else empty."""
         self._on_progress = on_progress
         self._stop_reason = stop_reason
+        self.rank = rank
         self._clock: Clock = CudaClock() if spec.backend == "cuda" else CpuClock()
         self._trainer: Any = None
         self._evaluation_rows: Any = None
@@ -119,6 +123,8 @@ class ProbeCallback(TrainerCallback):
         return max(sum(s - steady_seconds for s in self._warm_up_seconds), 0.0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.memory.training_begins(self._trainer.model_wrapped)
+        checks.require(check_shared(self._trainer.model_wrapped, self.config))
         self._step_began = time.perf_counter()
         self._marks = Marks(self._clock.mark())
 
@@ -144,8 +150,8 @@ class ProbeCallback(TrainerCallback):
         self._num_steps += 1
         if self._is_timing:
             self._pending.append(self._marks)
-            if self._take(self._ready()):
-                control.should_training_stop = self._is_enough()
+            is_enough = self._take(self._ready()) and self._is_enough()
+            control.should_training_stop = self.rank.first_says(is_enough)
         else:
             self._warm_up_seconds.append(self._clock.seconds(self._marks.began, self._marks.ended))
             self._warm_up()
@@ -175,6 +181,7 @@ class ProbeCallback(TrainerCallback):
             raise NotFinite(f"the gradients of {MAX_WARM_UP_STEPS} steps are not finite in fp16")
         if self.config.is_compiled and self._num_steps < MIN_COMPILED_WARM_UP_STEPS:
             is_steady = False
+        is_steady = self.rank.all_agree(is_steady)
         if is_steady or self._num_steps == MAX_WARM_UP_STEPS:
             self._is_timing = True
             self._timing_began = time.perf_counter()

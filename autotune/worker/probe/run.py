@@ -35,9 +35,11 @@ from autotune.worker.fingerprint import fingerprint
 from autotune.worker.probe import checks, confirm, parking, varied
 from autotune.worker.probe.checks import Invalid, NotFinite
 from autotune.worker.probe.compiling import cold_caches
+from autotune.worker.probe.group import ALONE, Rank
 from autotune.worker.probe.memory import Peaks, device_memory, left_bytes
 from autotune.worker.probe.paging import require_host_memory
 from autotune.worker.probe.probe_callback import OnProgress, ProbeCallback, StopReason
+from autotune.worker.probe.shared import is_gathered, shard_on_cpu
 from autotune.worker.probe.steps import summarize
 from autotune.worker.probe.training import (
     build_trainer,
@@ -55,10 +57,12 @@ def probe(
     *,
     folder: str | None = None,
     stop_reason: StopReason = lambda: "",
+    rank: Rank = ALONE,
 ) -> Measurement:
     """Measure one configuration, in a process that has run no other on this device.
 
-    `folder`: where its temporary folder goes [default: where all go].
+    `folder`: where its temporary folder goes [default: where all go]. `rank`: which of the processes it is that
+    share the run.
     `on_progress` gets {"step": timed steps so far, "tokens_per_second_at_most": float}; `stop_reason`
     is asked after each timed step: what it answers ends the timing (outcome slow), unless that was
     done anyway. Whatever is neither out of memory nor invalid is raised as it is.
@@ -71,8 +75,9 @@ def probe(
         # Threads that wait for each other are as slow as the one whose core another process has.
         torch.set_num_threads(1)
     try:
-        with device_memory(spec.backend, spec.memory_budget_bytes, config) as memory:
-            callback = ProbeCallback(config, spec, memory, on_progress, stop_reason)
+        budget_bytes = spec.memory_budget_bytes
+        with device_memory(spec.backend, budget_bytes, config, number=rank.number) as memory:
+            callback = ProbeCallback(config, spec, memory, on_progress, stop_reason, rank)
             figures = _run(model_config, callback, folder)
     except Exception as error:
         figures = _figures_of(error, spec.backend)
@@ -124,7 +129,8 @@ def _run(
     checks.require(checks.check_backend(config, spec.backend))
     torch.manual_seed(0)
     hf_config = models.load_config(model_config)
-    model = build(hf_config, spec.task, config, memory.device)
+    on_host = torch.device("cpu")
+    model = build(hf_config, spec.task, config, on_host if is_gathered(config) else memory.device)
     memory.model_is_built()
     checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.
@@ -136,6 +142,8 @@ def _run(
         caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
         with caches:
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
+            if is_gathered(config) and spec.backend == "cpu":
+                shard_on_cpu(trainer)
             callback.train(trainer, evaluation_rows(hf_config, config, spec))
             peaks = memory.peaks(callback.innermost_optimizer())
             of_varied = _vary(trainer, hf_config, callback)

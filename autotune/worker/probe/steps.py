@@ -4,7 +4,8 @@ An optimizer step is cut at marks, so that its parts add up to all of it:
 
     fetch | forward+backward | gap | forward+backward | clip, optimizer, zero_grad
 
-The second micro-step adds to the gradients of the first; a third and a further one cost the same.
+The second micro-step adds to the gradients of the first; a third and a further one cost the same. Where
+several GPUs share a run, the last one also sends gradients: so three are run.
 A gap holds what the Trainer does between micro-steps, among it the wait for the loss.
 """
 
@@ -86,15 +87,15 @@ def step_seconds(clock: Clock, marks: Marks, accumulation: int) -> TimedStep:
 
     Waits for the step's end.
     """
-    last = marks.micro_steps[-1]
+    first, last = marks.micro_steps[0], marks.micro_steps[-1]
+    num_run = len(marks.micro_steps)
     optimizer = clock.seconds(last[1], marks.ended)
-    first = marks.micro_steps[0]
-    fetch = clock.seconds(marks.began, first[0]) / len(marks.micro_steps)
-    micro = clock.seconds(*first)
-    if accumulation > 1:
-        assert len(marks.micro_steps) == 2
-        further = clock.seconds(first[1], last[0]) + clock.seconds(*last)
-        micro += (accumulation - 1) * further
+    fetch = clock.seconds(marks.began, first[0]) / num_run
+    micro = clock.seconds(first[0], last[1])
+    if accumulation > num_run:
+        # The second stands for those that were not run, with the gap before it.
+        assert num_run > 1
+        micro += (accumulation - num_run) * clock.seconds(first[1], marks.micro_steps[1][1])
     micro += accumulation * fetch
     return TimedStep(
         micro_step_seconds=micro / accumulation,

@@ -29,6 +29,8 @@ from autotune.worker.probe.checks import Invalid
 MAX_WARM_UP_STEPS = 8
 """Most warm-up steps. [judgement] Reserved bytes grow in the first two steps, seldom in a third."""
 MAX_ACCUMULATION = 2
+MAX_SHARED_ACCUMULATION = 3
+"""Most micro-steps of a run that GPUs share: the last of a step sends gradients, which others do not."""
 
 
 def build_trainer(
@@ -42,7 +44,12 @@ def build_trainer(
         model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
     arguments = _arguments(config, spec, folder)
     micro_batch = config.micro_batch_size
-    num_rows = arguments.max_steps * arguments.gradient_accumulation_steps * micro_batch
+    num_rows = (
+        arguments.max_steps
+        * arguments.gradient_accumulation_steps
+        * micro_batch
+        * config.data_parallel_size
+    )
     trainer_class, more = Trainer, {}
     if config.trainer == "trl-sft":
         trainer_class = sft_trainer.trainer_class(spec.task)
@@ -59,7 +66,7 @@ def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: Prob
     """The rows that a confirmation evaluates; None for another probe."""
     if not spec.confirm_steps:
         return None
-    num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size
+    num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size * config.data_parallel_size
     return _rows(hf_config, config, spec, num_rows, kept=num_rows)
 
 
@@ -72,7 +79,7 @@ def varied_rows(
     seed: int,
 ) -> Any:
     """Rows for so many optimizer steps of a confirmation with varied lengths."""
-    per_step = config.micro_batch_size * config.gradient_accumulation_steps
+    per_step = config.effective_batch_size
     num_rows, kept = num_steps * per_step, 2 * config.micro_batch_size
     lengths = draw(spec.lengths, config.sequence_length, num_rows, seed=seed)
     return _rows(hf_config, config, spec, num_rows, kept=kept, lengths=lengths)
@@ -111,7 +118,8 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
     values: dict[str, Any] = training_arguments(config, installed_fields())
     accumulation = config.gradient_accumulation_steps
     if not spec.confirm_steps:
-        accumulation = min(accumulation, MAX_ACCUMULATION)
+        is_shared = config.num_gpus > 1
+        accumulation = min(accumulation, MAX_SHARED_ACCUMULATION if is_shared else MAX_ACCUMULATION)
     values |= {
         "output_dir": folder,
         "gradient_accumulation_steps": accumulation,

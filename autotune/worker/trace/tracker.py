@@ -149,6 +149,14 @@ class Tracker(TorchDispatchMode):
 
         self._references[address] = weakref.ref(storage, freed)
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage's memory is given back, though it lives on."""
+        address = storage._cdata
+        index = self._index_of.pop(address, None)
+        if index is not None:
+            del self._references[address]
+            self.recording.events.append(~index)
+
     def go_on_from(self, recording: Recording, alive: Mapping[int, torch.UntypedStorage]) -> None:
         """Take over what another one has recorded, and these storages with their numbers."""
         self.recording = recording.copy()

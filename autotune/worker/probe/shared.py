@@ -1,0 +1,59 @@
+"""What a run that several processes share needs beside one alone: FSDP2 on CPUs, and a check that it is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+
+from autotune.space.config import TrainConfig
+from autotune.space.parallelisms import PARALLELISMS
+
+
+def is_gathered(config: TrainConfig) -> bool:
+    """Whether processes keep parts of the weights, which FSDP2 gathers layer by layer."""
+    row = PARALLELISMS[config.parallelism]
+    return row.library == "torch" and row.stage == 3
+
+
+def shard_on_cpu(trainer: Any) -> None:
+    """Have a Trainer on the CPU share weights out, as its environment says.
+
+    Accelerate does so on accelerators alone, and runs DDP on CPUs without a word (1.15 state.py,
+    AcceleratorState): these are the attributes that it sets there.
+    """
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator = trainer.accelerator
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)
+    accelerator.state.fsdp_plugin = plugin
+    accelerator.state.distributed_type = DistributedType.FSDP
+    trainer.is_fsdp_enabled = True
+
+
+def check_shared(model: Any, config: TrainConfig) -> list[str]:
+    """Complain where the wrapped model is not shared as the configuration says."""
+    if config.num_gpus == 1:
+        return []
+    found = _sharing_of(model)
+    row = PARALLELISMS[config.parallelism]
+    wanted = "deepspeed" if row.library == "deepspeed" else "ddp"
+    if row.splits or is_gathered(config):
+        wanted = "tp" if row.splits else "fsdp2"
+    return [] if found == wanted else [f"the GPUs share it by {found}, not by {wanted}"]
+
+
+def _sharing_of(model: Any) -> str:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return "ddp"
+    if type(model).__module__.partition(".")[0] == "deepspeed":
+        return "deepspeed"
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "fsdp2"
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return "tp"
+    return "nothing"
