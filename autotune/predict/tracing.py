@@ -83,7 +83,7 @@ def trace_all(
     found = {} if found is None else found
     sharing: dict[TraceSpec, list[TraceSpec]] = {}
     for spec in specs:
-        sharing.setdefault(_of_one_gpu(spec), []).append(spec)
+        sharing.setdefault(of_one_gpu(spec), []).append(spec)
     hidden_size = model.text_config.get("hidden_size")
     hidden_size = hidden_size if isinstance(hidden_size, int) else 0
 
@@ -154,7 +154,7 @@ def of_card(gpu: Gpu) -> dict[str, Any]:
     }
 
 
-def _of_one_gpu(spec: TraceSpec) -> TraceSpec:
+def of_one_gpu(spec: TraceSpec) -> TraceSpec:
     """The step alone that a shared run's step follows from.
 
     FSDP2 gathers weights and adapters in 16 bits, and accelerate puts no autocast around it (1.15

@@ -20,7 +20,7 @@ from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
-from autotune.records.question import BACKENDS, Question
+from autotune.records.question import Question
 from autotune.search.own_rates import with_own_rates
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
@@ -180,13 +180,26 @@ def agreed(option: str, value: int | None, of_base: int) -> int:
     return of_base
 
 
-def check_backend(backend: str, num_gpus: int) -> None:
-    """Raise ConfigError where the backend would measure on one GPU what several are to run."""
-    if num_gpus > 1 and backend in BACKENDS:
-        raise ConfigError(
-            f"A run on {num_gpus} GPUs does not go with --backend {backend}",
-            why="Probes run on one GPU",
+def check_shared_probes(backend: str, num_gpus: int, card: ChosenCard) -> None:
+    """Check that probes of a run that several GPUs share have those GPUs here.
+
+    Raises HardwareError where there are too few of one kind, ConfigError where the CPU's memory is too
+    small to stand in for so many. A cluster counts its own.
+    """
+    if num_gpus == 1 or card.source is CardSource.CLUSTER:
+        return
+    if backend == "cuda" and (found := len(nvml.alike())) < num_gpus:
+        raise HardwareError(
+            f"Probes of a run on {num_gpus} GPUs need as many of one kind",
+            why=f"This machine shows {found}",
             remedy="Leave --backend out, for a prediction",
+        )
+    if backend == "cpu" and num_gpus * card.budget_bytes > card.gpu.capacity_bytes // 2:
+        raise ConfigError(
+            f"{num_gpus} processes with {format_bytes(card.budget_bytes)} each need more than half of this "
+            "machine's memory",
+            why=f"It has {format_bytes(card.gpu.capacity_bytes)}",
+            remedy="Lower --gpu-mem or --num-gpus",
         )
 
 

@@ -52,14 +52,22 @@ HERE = Where()
 
 
 @contextlib.contextmanager
-def fleet_here(where: Where, backend: str, server: ForkServer) -> Iterator[Fleet]:
-    """The cards of this machine. `server`: of the one card. Raises HardwareError."""
-    if where.cards is None or where.number == 1:
+def fleet_here(
+    where: Where, backend: str, server: ForkServer, *, num_gpus: int = 1
+) -> Iterator[Fleet]:
+    """The cards of this machine. `server`: of the one card. `num_gpus`: that each probe runs on.
+
+    Raises HardwareError.
+    """
+    is_one = where.cards is None or where.number == 1
+    if is_one and (num_gpus == 1 or backend == "cpu"):
         yield OneCard(server)
         return
     if backend == "cpu" and where.number is None:
         raise ConfigError("--cards all does not go with --backend cpu", remedy="Give a number")
-    with contextlib.closing(CardsHere(environments_of(backend, where.number))) as cards:
+    number = 1 if is_one else where.number
+    environments = environments_of(backend, number, num_gpus=num_gpus)
+    with contextlib.closing(CardsHere(environments)) as cards:
         yield cards
 
 

@@ -70,7 +70,7 @@ def measured(
     with (
         listener.measuring(answer.counts, max_probes, confirm_steps) as heard,
         ForkServer() if server is None else contextlib.nullcontext(server) as server,
-        fleet_here(where, backend, server)
+        fleet_here(where, backend, server, num_gpus=workload.num_gpus)
         if fleet is None
         else contextlib.nullcontext(fleet) as fleet,
     ):

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autotune.catalogue import nvml
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.models import resolve as find_model
@@ -120,7 +121,7 @@ def resolve(
         length = budget.agreed("--seq-len", length, base.sequence_length)
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
-    budget.check_backend(question.backend, num_gpus)
+    budget.check_shared_probes(question.backend, num_gpus, card)
     task = question.task or source.task
     length = _possible_length(source, length, note)
     _note_untrained_positions(source, length, note)
@@ -139,7 +140,8 @@ def resolve(
         )
         changing.to(space, "around the base")
     methods = budget.methods_for(source, _methods(question) or METHODS)
-    measures_here = question.backend == "auto" and card.is_here and num_gpus == 1
+    has_all = num_gpus == 1 or len(nvml.alike()) >= num_gpus
+    measures_here = question.backend == "auto" and card.is_here and has_all
     asked_for = question.backend if question.backend in BACKENDS else None
     backend = "cuda" if measures_here else asked_for
     space_file.require_method(changing.space, methods)

@@ -1,7 +1,7 @@
 """The files for several GPUs: accelerate's own loaders read them, and two processes train with them.
 
-On the CPU accelerate runs DDP whatever the file says of FSDP, and DeepSpeed is not installed: of those
-the plugins are made that accelerate would make.
+On the CPU accelerate would run DDP whatever the file says of FSDP: there support/as_on_gpus.py does what it
+does on GPUs. DeepSpeed is not installed: its plugin is made as accelerate would make it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 import transformers
 from test_export_trains import FULL, TEXT, make_models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotune import export
+from autotune.export import accelerate_config
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
 
@@ -83,12 +85,21 @@ def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     file = str(folder / "accelerate_config.yaml")
     typed = launch_command_parser().parse_args(["--config_file", file, "train.py"])
     arguments, _, _ = _validate_launch_command(typed)
-    for key, value in prepare_multi_gpu_env(arguments).items():
+    launched = prepare_multi_gpu_env(arguments)
+    # Probes are started with the same.
+    own = accelerate_config.launch_environment(config)
+    assert own.items() <= launched.items()
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in own.items():
+            patch.setenv(key, value)
+        probed = FullyShardedDataParallelPlugin()
+    for key, value in launched.items():
         if key.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_")):
             monkeypatch.setenv(key, value)
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
     assert os.environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
     plugin = FullyShardedDataParallelPlugin()
+    assert repr(plugin) == repr(probed)
     assert plugin.fsdp_version == 2
     assert plugin.reshard_after_forward is True
     assert plugin.activation_checkpointing is False
@@ -141,25 +152,69 @@ def free_port() -> str:
         return str(listening.getsockname()[1])
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "tp"])
-def test_two_processes_train(tmp_path: Path, name: str) -> None:
-    (tmp_path / "models").mkdir()
-    make_models(tmp_path / "models")
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text(f"{TEXT}\n" * 4)
-    config = dataclasses.replace(
-        FULL, num_gpus=2, parallelism=name, optimizer="adamw_torch", attention="sdpa"
+    folder = tmp_path / "models"
+    folder.mkdir()
+    make_models(folder)
+    return folder
+
+
+SPACE = """
+name: shared
+description: one point
+methods:
+  full:
+    micro_batch_size: [2]
+    precision: [fp32]
+    optimizer: [adamw_torch]
+    activation_checkpointing: [none]
+    attention: [sdpa]
+    parallelism: [{name}]
+"""
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_what_two_processes_measured_trains_with_two(
+    tmp_path: Path, models: Path, name: str
+) -> None:
+    """From the question to the trained model: probed, confirmed, exported, launched."""
+    (tmp_path / "space.yaml").write_text(SPACE.format(name=name))
+    asked = (
+        f"find --model {models / 'llama'} --backend cpu --gpu-mem 300MB --num-gpus 2 --space space.yaml "
+        "--seq-len 32 --effective-batch 4 --effort quick --confirm-steps 3 --out out --json"
     )
-    folder = exported(tmp_path / "shared", config, str(tmp_path / "models" / "llama"))
+    found = here.command(*asked.split(), cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    answer = json.loads(found.stdout)
+    assert answer["evidence"] == "measured"
+    assert answer["best"]["config"]["parallelism"] == name
+    assert answer["measured"]["best"]["rank"] in (0, 1)
+    assert answer["measured"]["confirmation"]["outcome"] == "ok"
+    launched(tmp_path / "out", as_on_gpus=name == "fsdp2")
+
+
+def test_what_is_split_trains_with_two(tmp_path: Path, models: Path) -> None:
+    # Whole heads are dealt out.
+    config_of_two = LlamaConfig.from_pretrained(models / "llama")
+    config_of_two.num_key_value_heads = 2
+    LlamaForCausalLM(config_of_two).save_pretrained(models / "llama")
+    config = dataclasses.replace(
+        FULL, num_gpus=2, parallelism="tp", optimizer="adamw_torch", attention="sdpa"
+    )
+    launched(exported(tmp_path / "out", config, str(models / "llama")), as_on_gpus=True)
+
+
+def launched(folder: Path, *, as_on_gpus: bool) -> None:
+    """Train with the files of a folder, as their reader is told to."""
     program = ["train.py", "--dataset", "../text.txt", "--output-dir", "out", "--max-steps", "2"]
     launch = [
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
         *("--config_file", "accelerate_config.yaml", "--main_process_port", free_port()),
     ]
-    if name == "tp":
-        # Whole heads are dealt out.
-        config_of_two = LlamaConfig.from_pretrained(tmp_path / "models" / "llama")
-        config_of_two.num_key_value_heads = 2
-        LlamaForCausalLM(config_of_two).save_pretrained(tmp_path / "models" / "llama")
+    if as_on_gpus:
         program = [str(Path(__file__).parents[1] / "support" / "as_on_gpus.py"), *program]
     for _ in range(2):
         done = subprocess.run(

@@ -10,7 +10,7 @@ import answers
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune.catalogue import gpus
+from autotune.catalogue import gpus, nvml
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.common.units import GIB, MIB
@@ -295,9 +295,17 @@ def test_an_effective_batch_is_shared_evenly_or_the_next_larger_is_named() -> No
             budget.shared_batch(size, 4)
 
 
-def test_probes_on_one_gpu_say_nothing_of_several() -> None:
-    budget.check_backend("cuda", 1)
-    budget.check_backend("predicted", 2)
-    for backend in ("cuda", "cpu"):
-        with pytest.raises(ConfigError, match="A run on 2 GPUs"):
-            budget.check_backend(backend, 2)
+def test_probes_of_a_shared_run_need_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvml, "alike", lambda: ["0"])
+    card = budget.cpu_as_card(None, "1GB")
+    budget.check_shared_probes("cuda", 1, card)
+    budget.check_shared_probes("predict", 2, card)
+    budget.check_shared_probes("cpu", 2, card)
+    with pytest.raises(HardwareError, match="Probes of a run on 2 GPUs need as many of one kind"):
+        budget.check_shared_probes("cuda", 2, card)
+    half_bytes = card.gpu.capacity_bytes // 2
+    much = dataclasses.replace(card, budget_bytes=half_bytes)
+    with pytest.raises(ConfigError, match=r"2 processes with .* need more than half"):
+        budget.check_shared_probes("cpu", 2, much)
+    in_cluster = dataclasses.replace(card, source=CardSource.CLUSTER)
+    budget.check_shared_probes("cuda", 2, in_cluster)

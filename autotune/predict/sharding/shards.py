@@ -106,8 +106,10 @@ def ddp_broadcasts(weights: Iterable[Weight]) -> list[int]:
 
 
 def _closed_when_full(weights: Iterable[Weight], *, first_cap: int, cap: int) -> list[int]:
-    """Bytes of buckets, each closed by what fills it, those of each dtype by themselves (c10d reducer.cpp
-    compute_bucket_assignment_by_size)."""
+    """Bytes of buckets, each closed by what fills it, those of each dtype by themselves.
+
+    Source: torch 2.13 csrc/distributed/c10d/reducer.cpp compute_bucket_assignment_by_size.
+    """
     closed: list[int] = []
     open_bytes: dict[str, int] = {}
     caps: dict[str, int] = {}
@@ -257,7 +259,7 @@ class Shares:
         return sum(self._padded_bytes(w) for w in weights if self._is_gathered(w))
 
     def gathered_weight_bytes(self, rank: int, position: int) -> int:
-        """Bytes of one weight, by its position in the list, once it is whole on the GPU; 0 where it always is."""
+        """Bytes of the weight at that position once it is whole on the GPU; 0 where it always is."""
         weight = self._weights(rank)[position]
         return self._padded_bytes(weight) if self._is_gathered(weight) else 0
 

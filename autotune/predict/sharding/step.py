@@ -97,8 +97,8 @@ class MicroStep:
     def _at_logits_gradient(self, events: list[int]) -> tuple[list[int], list[int]]:
         """Part the first events of a backward pass where the head begins to go backward.
 
-        Until then the loss does, which needs no weights: FSDP2 hears of the backward pass as the gradient comes
-        to what the head returned (torch 2.13 _fsdp_state.py, _pre_backward).
+        Until then the loss does, which needs no weights: FSDP2 hears of the backward pass as the gradient
+        comes to what the head returned (torch 2.13 _fsdp_state.py, _pre_backward).
         """
         last = max((n for n, event in enumerate(events) if event in self._logits), default=-1)
         after = (n for n, event in enumerate(events) if n > last and event >= 0)

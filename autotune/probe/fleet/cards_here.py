@@ -66,27 +66,33 @@ class CardsHere:
     def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:  # noqa: ARG002  # the last one
         if self._last is None or not self._environments[0]:
             return None
-        number = self._cards.index(self._last)
-        return nvml.taken_of(budget_bytes, number=number)
+        at = self._cards.index(self._last)
+        num_gpus = self._environments[at]["CUDA_VISIBLE_DEVICES"].count(",") + 1
+        seen = (nvml.taken_of(budget_bytes, number=at * num_gpus + gpu) for gpu in range(num_gpus))
+        return next(filter(None, seen), None)
 
 
-def environments_of(backend: str, wanted: int | None) -> list[dict[str, str]]:
-    """Variables with which a process sees one of the cards of this machine, for each that is wanted.
+def environments_of(backend: str, wanted: int | None, *, num_gpus: int = 1) -> list[dict[str, str]]:
+    """Variables with which a process sees the cards of a probe, for each place that probes run at.
 
-    `wanted` None: all that are like the first. On a CPU a card is a process.
+    `wanted`: number of places; None: all that cards like the first make. `num_gpus`: cards that a probe runs
+    on. On a CPU a card is a process.
 
     Raises HardwareError where there are fewer.
     """
     if backend == "cpu":
         return [{} for _ in range(wanted or 1)]
     alike = nvml.alike()
-    if len(alike) < (wanted or 1):
+    needed = (wanted or 1) * num_gpus
+    if len(alike) < needed:
+        option = f"--num-gpus {num_gpus}" if wanted in (None, 1) and num_gpus > 1 else "--cards"
         raise HardwareError(
-            f"--cards {wanted or 'all'} needs {wanted or 1} GPUs of one kind",
+            f"{option} needs {needed} GPUs of one kind",
             why=f"This machine shows {len(alike)}",
-            remedy="Lower --cards, or leave it out",
+            remedy=f"Lower {option.partition(' ')[0]}, or leave it out",
         )
+    groups = [alike[n : n + num_gpus] for n in range(0, len(alike) - num_gpus + 1, num_gpus)]
     return [
-        {"CUDA_VISIBLE_DEVICES": entry, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        for entry in alike[:wanted]
+        {"CUDA_VISIBLE_DEVICES": ",".join(group), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        for group in groups[:wanted]
     ]

@@ -61,8 +61,8 @@ def probe(
 ) -> Measurement:
     """Measure one configuration, in a process that has run no other on this device.
 
-    `folder`: where its temporary folder goes [default: where all go]. `rank`: which of the processes it is that
-    share the run.
+    `folder`: where its temporary folder goes [default: where all go]. `rank`: which of the processes it is
+    that share the run.
     `on_progress` gets {"step": timed steps so far, "tokens_per_second_at_most": float}; `stop_reason`
     is asked after each timed step: what it answers ends the timing (outcome slow), unless that was
     done anyway. Whatever is neither out of memory nor invalid is raised as it is.

@@ -1,9 +1,10 @@
-"""What a run that several processes share needs beside one alone: FSDP2 on CPUs, and a check that it is on."""
+"""Parts of a probe for runs that several processes share: FSDP2 on CPUs, and a check that it is on."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 
@@ -28,7 +29,8 @@ def shard_on_cpu(trainer: Any) -> None:
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = DistributedType.FSDP
+    for state in (accelerator.state, PartialState()):
+        state.distributed_type = DistributedType.FSDP
     trainer.is_fsdp_enabled = True
 
 

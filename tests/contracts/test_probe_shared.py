@@ -1,0 +1,268 @@
+"""Probes of runs that several GPUs share: real processes over gloo on the CPU, against what is predicted.
+
+Bytes are those of the tightest process: of its storages, through the model of CUDA's allocator. They differ
+from what is predicted by the token ids that the Trainer fetches ahead, as for one process (test_probe.py),
+and by a segment of 2 MiB where the order of a few small tensors decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import answers
+import psutil
+import pytest
+
+from autotune.catalogue.gpus import find_gpu
+from autotune.common.units import GIB, MIB
+from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.tracing import of_one_gpu
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.space.config import TrainConfig
+from autotune.worker.build import model as models
+from autotune.worker.client import isolate
+from autotune.worker.probe import group
+from autotune.worker.probe.group import OnProgress, Rank
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.cuda import Device
+
+pytestmark = pytest.mark.slow
+
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "vocab_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 128,
+}
+LENGTH = 64
+DDP = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=2,
+    sequence_length=LENGTH,
+    precision="fp32",
+    optimizer="adamw_torch_fused",
+    attention="eager",
+    parallelism="ddp",
+    num_gpus=2,
+)
+FSDP2 = dataclasses.replace(DDP, parallelism="fsdp2")
+LORA: dict[str, Any] = {"method": "lora", "lora_rank": 4, "lora_targets": "all-linear"}
+CONFIGS = {
+    "ddp": DDP,
+    "ddp of 3, in one micro-step": dataclasses.replace(
+        DDP, num_gpus=3, gradient_accumulation_steps=1
+    ),
+    "ddp lora": dataclasses.replace(DDP, precision="bf16-true", **LORA),
+    "fsdp2": FSDP2,
+    "fsdp2 of 4, in six micro-steps": dataclasses.replace(
+        FSDP2, num_gpus=4, gradient_accumulation_steps=6
+    ),
+    "fsdp2 bf16-mixed": dataclasses.replace(FSDP2, precision="bf16-mixed"),
+    "fsdp2 checkpointed": dataclasses.replace(FSDP2, activation_checkpointing=1),
+    "fsdp2 lora": dataclasses.replace(FSDP2, precision="bf16-true", **LORA),
+    "fsdp2 lora bf16-autocast": dataclasses.replace(FSDP2, precision="bf16-autocast", **LORA),
+}
+SPEC = ProbeSpec(
+    task="causal-lm",
+    backend="cpu",
+    memory_budget_bytes=GIB,
+    max_seconds=0.1,
+    target_spread=0.0,
+    max_steps=3,
+)
+
+
+def request(config: TrainConfig, **spec: Any) -> dict[str, Any]:
+    return {
+        "config": MODEL,
+        "train_config": config.to_dict(),
+        "spec": dataclasses.asdict(dataclasses.replace(SPEC, **spec)),
+    }
+
+
+def measured(config: TrainConfig, **spec: Any) -> Measurement:
+    end = isolate.run("probe", request(config, **spec), deadline_seconds=120)
+    assert end.how == "ok", end.stderr_tail[-3000:]
+    return measurement_from_dict(end.answers[-1]["measurement"])
+
+
+def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
+    """What is predicted without the buffers of CUDA's kernels and cuBLAS."""
+    monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
+    spec = TraceSpec.of(config)
+    answer = trace_module.trace_step(
+        models.load_config(MODEL),
+        "causal-lm",
+        of_one_gpu(spec),
+        sequence_length=LENGTH,
+        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),
+    )
+    trace = RankTrace(
+        Trace(json.loads(json.dumps(answer))),
+        spec,
+        num_gpus=config.num_gpus,
+        hidden_size=MODEL["hidden_size"],
+    )
+    gpu = find_gpu("rtx-4070")
+    return Estimator({spec: trace}, gpu, memory_budget_bytes=GIB).estimate(config)
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_shared_probe_needs_what_was_predicted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = CONFIGS[name]
+    predicted = estimated(config, monkeypatch)
+    batch_bytes = 2 * config.micro_batch_size * LENGTH * 8
+    # On a busy machine a thread of gloo's may hold the buffer of a collective a moment too long.
+    for _ in range(3):
+        found = measured(config)
+        assert (found.outcome, found.message) == ("ok", "")
+        assert found.peak_allocated_bytes is not None
+        difference = found.peak_allocated_bytes - predicted.peak_allocated_bytes
+        if difference <= 3 * batch_bytes:
+            break
+    assert found.fits
+    assert found.rank in range(config.num_gpus)
+    assert found.peak_reserved_bytes is not None
+    unseen = max(config.gradient_accumulation_steps - 3, 0)
+    assert -unseen * batch_bytes <= difference <= 3 * batch_bytes
+    assert abs(found.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
+    assert found.step_seconds is not None
+    assert found.step_seconds > 0
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_the_budget_holds_on_every_gpu() -> None:
+    whole = measured(FSDP2)
+    assert whole.peak_reserved_bytes is not None
+    assert measured(FSDP2, memory_budget_bytes=whole.peak_reserved_bytes).fits
+    began = time.monotonic()
+    found = measured(FSDP2, memory_budget_bytes=whole.peak_reserved_bytes // 2)
+    assert time.monotonic() - began < 20
+    assert found.outcome == "oom"
+    assert found.message.startswith(("GPU 1 of 2: ", "GPU 2 of 2: "))
+    assert "out of memory" in found.message
+    assert found.rank in (0, 1)
+    assert found.excess_bytes is not None
+
+
+UNSHARED = """
+from autotune.worker.__main__ import main
+from autotune.worker.probe import run
+run.shard_on_cpu = lambda _: None
+main()
+"""
+
+
+def test_what_is_not_shared_out_is_no_measurement_of_it() -> None:
+    """Accelerate runs DDP on CPUs, whatever its file says: nobody may take that for FSDP2."""
+    command = [sys.executable, "-c", UNSHARED]
+    end = isolate.run("probe", request(FSDP2), deadline_seconds=120, command=command)
+    found = measurement_from_dict(end.answers[-1]["measurement"])
+    assert found.outcome == "invalid"
+    assert "the GPUs share it by ddp, not by fsdp2" in found.message
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_what_a_cpu_cannot_share_is_said() -> None:
+    found = measured(dataclasses.replace(FSDP2, parallelism="hsdp", num_gpus=4))
+    assert found.outcome == "invalid"
+    assert "hsdp needs CUDA devices" in found.message
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_process_that_is_killed_takes_all_with_it() -> None:
+    """The kernel kills one when the host's memory runs out: the worker ends alike, and nobody waits."""
+    ranks: list[psutil.Process] = []
+
+    def kill_one(answer: dict[str, Any]) -> None:
+        if not ranks:
+            assert answer["step"] == 1
+            everybody = psutil.Process().children(recursive=True)
+            (worker,) = {each.parent() for each in everybody if _is_rank(each)}
+            ranks.extend(worker.children())
+            ranks[1].kill()
+
+    end = isolate.run(
+        "probe",
+        request(DDP, max_seconds=60.0, max_steps=10_000),
+        deadline_seconds=120,
+        on_answer=kill_one,
+    )
+    assert (end.how, end.exit_code) == ("crashed", -signal.SIGKILL)
+    assert len(ranks) == 2
+    _, alive = psutil.wait_procs(ranks, timeout=10)
+    assert not alive
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """Whether the process listens to, or speaks with, another one of its worker's."""
+    parent = process.parent()
+    return parent is not None and len(parent.children()) == 2 and not process.children()
+
+
+def out_of_memory() -> Measurement:
+    return answers.measurement(
+        config=DDP,
+        outcome="oom",
+        message="CUDA out of memory",
+        excess_bytes=7,
+        peak_reserved_bytes=None,
+    )
+
+
+def test_one_gpu_out_of_memory_ends_all_at_once() -> None:
+    def measure(rank: Rank, tell: OnProgress) -> Measurement:
+        tell({"step": 1})
+        if rank.number == 0:
+            time.sleep(60)  # As in a collective that the other will never come to.
+        return out_of_memory()
+
+    began = time.monotonic()
+    told, found = group.run(2, {}, measure)
+    assert time.monotonic() - began < 10
+    assert told == {"step": 1}
+    assert isinstance(found, Measurement)
+    assert (found.outcome, found.rank, found.excess_bytes) == ("oom", 1, 7)
+    assert found.message == "GPU 2 of 2: CUDA out of memory"
+
+
+def test_all_agree_and_follow_the_first() -> None:
+    def measure(rank: Rank, _: OnProgress) -> Measurement:
+        said = [
+            rank.all_agree(True),
+            rank.all_agree(rank.number != 1),
+            rank.first_says(rank.number == 0),
+            rank.first_says(rank.number != 0),
+        ]
+        variables = (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["ACCELERATE_X"])
+        is_right = said == [True, False, True, False]
+        is_right = is_right and variables == (str(rank.number), "3", "x")
+        return answers.measurement(
+            config=DDP,
+            peak_reserved_bytes=(rank.number + 1) * MIB,
+            step_seconds=1.0 + (rank.number == 1),
+            num_steps=3 if is_right else 0,
+        )
+
+    (found,) = group.run(3, {"ACCELERATE_X": "x"}, measure)
+    assert isinstance(found, Measurement)
+    # The memory of the tightest, the time of the slowest.
+    assert (found.rank, found.peak_reserved_bytes, found.num_steps) == (2, 3 * MIB, 3)
+    assert found.step_seconds == pytest.approx(2.0)
