@@ -17,9 +17,10 @@ def measured_speed(measurement: Measurement) -> str:
 
 
 def measured(measurement: Measurement) -> str:
-    """Speed and peak of a probe that ran."""
+    """Speed and peak of a probe that ran; of the fullest GPU where several share the run."""
     peak = measurement.peak_device_bytes
-    return measured_speed(measurement) + ("" if peak is None else f", {format_bytes(peak)}")
+    where = "" if measurement.rank is None else " on the fullest GPU"
+    return measured_speed(measurement) + ("" if peak is None else f", {format_bytes(peak)}{where}")
 
 
 def probed(measurement: Measurement) -> str:

@@ -194,9 +194,9 @@ def test_a_process_that_is_killed_takes_all_with_it() -> None:
     def kill_one(answer: dict[str, Any]) -> None:
         if not ranks:
             assert answer["step"] == 1
+            # The worker leads a session of its own, and they are its children.
             everybody = psutil.Process().children(recursive=True)
-            (worker,) = {each.parent() for each in everybody if _is_rank(each)}
-            ranks.extend(worker.children())
+            ranks.extend(each for each in everybody if os.getsid(each.pid) == each.ppid())
             ranks[1].kill()
 
     end = isolate.run(
@@ -209,12 +209,6 @@ def test_a_process_that_is_killed_takes_all_with_it() -> None:
     assert len(ranks) == 2
     _, alive = psutil.wait_procs(ranks, timeout=10)
     assert not alive
-
-
-def _is_rank(process: psutil.Process) -> bool:
-    """Whether the process listens to, or speaks with, another one of its worker's."""
-    parent = process.parent()
-    return parent is not None and len(parent.children()) == 2 and not process.children()
 
 
 def out_of_memory() -> Measurement:

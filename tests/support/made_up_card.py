@@ -74,6 +74,6 @@ def made_up_card(monkeypatch: pytest.MonkeyPatch) -> Card:
     }
     for name, function in functions.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(memory, "_used_before_context_bytes", lambda: OTHERS)
+    monkeypatch.setattr(memory, "_used_before_context_bytes", lambda _: OTHERS)
     monkeypatch.setattr(memory, "_load_libraries", lambda *_: None)
     return card

@@ -117,7 +117,7 @@ def test_a_context_of_our_own_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True, raising=False)
     monkeypatch.setattr(memory.pynvml, "nvmlInit", lambda: pytest.fail("asked NVML"))
-    assert memory._used_before_context_bytes() is None
+    assert memory._used_before_context_bytes(0) is None
 
 
 @pytest.mark.parametrize(("mig_mode", "used"), [(None, OTHERS), (0, OTHERS), (1, None)])
@@ -140,7 +140,7 @@ def test_what_others_hold_of_a_whole_card(
     }
     for name, function in functions.items():
         monkeypatch.setattr(memory.pynvml, name, function)
-    assert memory._used_before_context_bytes() == used
+    assert memory._used_before_context_bytes(0) == used
 
 
 def test_a_cpu_refuses_what_passes_the_budget() -> None:

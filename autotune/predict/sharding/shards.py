@@ -160,8 +160,10 @@ class Shares:
         self.groups = sorted({p.group for p in parameters if p.trainable})
         self.is_torch = self.row.library == "torch"
         self._precision = PRECISIONS[spec.precision]
-        # accelerate 1.15 utils/fsdp_utils.py: what trains beside 4-bit weights stays as it is.
-        self._upcasts = self._precision.autocast and spec.quantization == "none"
+        # accelerate 1.15 utils/fsdp_utils.py: what trains beside 4-bit weights stays as it is, which is as
+        # PEFT has made it.
+        is_float32 = spec.quantization == "none" or not spec.adapter_in_base_dtype
+        self._upcasts = self._precision.autocast and is_float32
         self._bucket_elements = hidden_size**2
         self._persistent_elements = _PERSISTENT_ROWS * hidden_size
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.

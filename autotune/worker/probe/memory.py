@@ -140,7 +140,8 @@ class CudaMemory:
 
     def __enter__(self) -> CudaMemory:
         self._others_bytes = _used_before_context_bytes(self.device.index) or 0
-        torch.cuda.set_device(self.device)
+        if self.device.index:
+            torch.cuda.set_device(self.device)
         _load_libraries(self.device, self._compute_dtype)
         self._fraction_of_bytes = _fraction_of_bytes(self.device)
         self._cap(managed_bytes=0)
