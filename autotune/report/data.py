@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from autotune.common import json_records
 from autotune.common.units import format_bytes
@@ -19,6 +19,9 @@ from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
 from autotune.store.predicted_trials import OVER_BUDGET, SPACE
 from autotune.store.stored_answers import StoredAnswer, load_with_trials
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
 
 FITS, DOES_NOT_FIT = "fits", "does not fit"
 """Outcomes of predictions; those of measurements are measurement.OUTCOMES."""
@@ -56,15 +59,6 @@ class TrialRow:
         return "; ".join(filter(None, (self.reason, self.space and f"of the space {self.space}")))
 
 
-class Trial(Protocol):
-    """A trial of Optuna's, or a stored_answers.StoredTrial."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def user_attrs(self) -> dict[str, Any]: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportData:
     """A study's answer and its trials, ready to be drawn."""
@@ -93,7 +87,7 @@ def read(url: str, name: str) -> ReportData:
     return collect(*load_with_trials(url, name))
 
 
-def collect(stored: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
+def collect(stored: StoredAnswer, trials: Iterable[FrozenTrial]) -> ReportData:
     """Make the record of a report from an answer and its trials."""
     rows = [_row(trial, stored) for trial in trials]
     frontier = _frontier(rows)
@@ -106,7 +100,7 @@ def collect(stored: StoredAnswer, trials: Iterable[Trial]) -> ReportData:
     )
 
 
-def _row(trial: Trial, stored: StoredAnswer) -> TrialRow:
+def _row(trial: FrozenTrial, stored: StoredAnswer) -> TrialRow:
     attributes, answer = trial.user_attrs, stored.answer
     try:
         config = json_records.read(TrainConfig, attributes.get("config"), "config")
