@@ -161,8 +161,7 @@ def of_one_gpu(spec: TraceSpec) -> TraceSpec:
     accelerator.py, _prepare_fsdp2).
     """
     alone = dataclasses.replace(spec, parallelism="none")
-    row = PARALLELISMS[spec.parallelism]
-    if row.library == "torch" and row.stage == 3 and spec.precision == "bf16-autocast":
+    if PARALLELISMS[spec.parallelism].is_fsdp and spec.precision == "bf16-autocast":
         is_full = spec.method == "full"
         return dataclasses.replace(alone, precision="bf16-true", adapter_in_base_dtype=not is_full)
     return alone

@@ -28,13 +28,17 @@ class Parallelism:
     """Whether each layer's products are split among the GPUs, which have the same micro-batches; otherwise
     every GPU has its own."""
 
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 shares out weights, and gathers them layer by layer."""
+        return self.library == "torch" and self.stage == 3
+
     def data_parallel_size(self, num_gpus: int) -> int:
         """Number of micro-batches that so many GPUs work on at the same time."""
         return 1 if self.splits else num_gpus
 
 
-# accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model: float32 shards, gathered in 16 bits, and
-# autocast around the forward pass.
+# accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model: float32 shards, gathered in 16 bits.
 _FSDP2_TRACED_AS = (("bf16-mixed", "bf16-autocast"), ("fp16-mixed", "fp16-autocast"))
 # deepspeed 0.19.8 runtime/engine.py _cast_module_mixed_precision: 16-bit weights, no autocast.
 _ZERO_TRACED_AS = (("bf16-mixed", "bf16-true"), ("fp16-mixed", "fp16-autocast"))

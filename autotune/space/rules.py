@@ -80,6 +80,14 @@ def _shards_its_codes(config: TrainConfig) -> bool:
     )
 
 
+def _trains_in_two_dtypes(config: TrainConfig) -> bool:
+    """Whether what trains beside an adapter has another dtype, and nothing casts it."""
+    precision = PRECISIONS[config.precision]
+    if config.method not in KNOBS["adapter_in_base_dtype"].methods or precision.autocast:
+        return False
+    return precision.parameter_dtype != "float32" and not config.adapter_in_base_dtype
+
+
 def _computes_in_float32(config: TrainConfig) -> bool:
     return PRECISIONS[config.precision].compute_dtype == "float32"
 
@@ -481,6 +489,26 @@ RULES: tuple[Rule, ...] = (
             c.quantization != "none"
             and PARALLELISMS[c.parallelism].stage == 3
             and not _shards_its_codes(c)
+        ),
+    ),
+    Rule(
+        # torch 2.13 fully_shard: a parameter that two groups see (tests/contracts/test_probe_shared.py).
+        name="sharding-needs-one-stack",
+        reason="encoder and decoder share their embedding, which accelerate 1.15 cannot have FSDP2 share "
+        "out: take ddp, or ZeRO",
+        breaks=lambda c, context: (
+            PARALLELISMS[c.parallelism].is_fsdp and context.task == "seq2seq-lm"
+        ),
+    ),
+    Rule(
+        # torch 2.13 FSDPParamGroup._init_mp_dtypes (tests/contracts/test_probe_shared.py).
+        name="sharding-needs-one-dtype",
+        reason="a classifier's head trains in 16 bits beside float32 adapters, and FSDP2 takes one dtype: "
+        "take bf16-autocast, where accelerate casts both",
+        breaks=lambda c, context: (
+            PARALLELISMS[c.parallelism].is_fsdp
+            and context.task == "sequence-classification"
+            and _trains_in_two_dtypes(c)
         ),
     ),
     Rule(

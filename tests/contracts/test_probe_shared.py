@@ -28,6 +28,7 @@ from autotune.predict.tracing import of_one_gpu
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
+from autotune.space.rules import Context, broken_rules
 from autotune.worker.build import model as models
 from autotune.worker.client import isolate
 from autotune.worker.probe import group
@@ -86,9 +87,9 @@ SPEC = ProbeSpec(
 )
 
 
-def request(config: TrainConfig, **spec: Any) -> dict[str, Any]:
+def request(config: TrainConfig, model: dict[str, Any] = MODEL, **spec: Any) -> dict[str, Any]:
     return {
-        "config": MODEL,
+        "config": model,
         "train_config": config.to_dict(),
         "spec": dataclasses.asdict(dataclasses.replace(SPEC, **spec)),
     }
@@ -160,6 +161,55 @@ def test_the_budget_holds_on_every_gpu() -> None:
     assert "out of memory" in found.message
     assert found.rank in (0, 1)
     assert found.excess_bytes is not None
+
+
+T5 = {
+    "model_type": "t5",
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 512,
+    "decoder_start_token_id": 0,
+}
+BERT = {**MODEL, "model_type": "bert"}
+
+
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize(
+    ("model", "task", "config", "rule", "said"),
+    [
+        (T5, "seq2seq-lm", FSDP2, "sharding-needs-one-stack", "already managed by another FSDP"),
+        (
+            BERT,
+            "sequence-classification",
+            CONFIGS["fsdp2 lora"],
+            "sharding-needs-one-dtype",
+            "FSDP expects uniform original parameter dtype",
+        ),
+    ],
+)
+def test_a_rule_leaves_out_what_cannot_be_shared(
+    model: dict[str, Any], task: str, config: TrainConfig, rule: str, said: str
+) -> None:
+    context = Context(effective_batch_size=config.effective_batch_size, task=task)
+    assert [each.name for each in broken_rules(config, context)] == [rule]
+    end = isolate.run("probe", request(config, model, task=task), deadline_seconds=120)
+    assert end.how == "crashed"
+    assert said in end.stderr_tail
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_an_embedding_within_a_module_of_its_own_is_shared() -> None:
+    """BERT's: accelerate would wrap both."""
+    end = isolate.run(
+        "probe",
+        request(FSDP2, BERT, task="sequence-classification"),
+        deadline_seconds=120,
+    )
+    found = measurement_from_dict(end.answers[-1]["measurement"])
+    assert (found.outcome, found.message) == ("ok", "")
 
 
 UNSHARED = """

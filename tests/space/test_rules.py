@@ -224,6 +224,13 @@ BREAKERS = {
         ON_TWO_QLORA,
         ADA,
     ),
+    "sharding-needs-one-stack": (ON_TWO, dataclasses.replace(ADA, task="seq2seq-lm")),
+    "sharding-needs-one-dtype": (
+        dataclasses.replace(
+            ON_TWO, method="lora", precision="bf16-true", lora_rank=8, lora_targets="all-linear"
+        ),
+        dataclasses.replace(ADA, task="sequence-classification"),
+    ),
     "zero-keeps-only-its-dtype": (
         dataclasses.replace(
             ON_TWO_QLORA,

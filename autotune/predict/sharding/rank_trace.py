@@ -5,7 +5,8 @@ gradients give way to the GPU's part of them, a layer's weights are gathered bef
 dropped after, gradients are reduced at the end of a layer's backward pass, the optimizer sees the
 part. The result answers what a Trace answers (autotune.predict.estimator), and says what is sent.
 
-As run: Transformers' Trainer under `accelerate launch` with the files of autotune.export. DDP keeps
+As run: Transformers' Trainer under `accelerate launch` with the files of autotune.export. DDP sends flat
+copies of the weights as it is made, two of 250 MiB at a time, and keeps
 its buckets beside the gradients (accelerate leaves gradient_as_bucket_view False) and averages once an
 optimizer step. FSDP2 wraps each layer, the embedding, and final norm with head; it gathers the next
 layer in the backward pass; it is told to reduce in every micro-step (`sync_each_batch`), because whole
@@ -19,12 +20,14 @@ Under tensor parallelism the trace itself is of the first GPU: a worker splits t
 Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py;
 accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/. Shards,
 buckets and optimizer state of DDP, FSDP2, HSDP and tensor parallelism are compared with two to four real
-processes, of the last activations and collectives too (tests/contracts/test_parallel_real.py); nothing of
-DeepSpeed is measured.
+processes, of the last activations and collectives too (tests/contracts/test_parallel_real.py), and peaks of
+whole steps of DDP and FSDP2 with what probes of them measure (tests/contracts/test_probe_shared.py); nothing
+of DeepSpeed is measured.
 
 Known limitations
 - ZeRO 3 gathers module by module: a layer is too much.
 - Streams: a block freed on one stream is taken to be free on all. Real peaks can be higher.
+- FSDP2 in float16 is traced under autocast, though accelerate puts none around it.
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
   bound if all did.
 - Adapters under ZeRO run in 16 bits; their small casts under autocast are counted all the same.

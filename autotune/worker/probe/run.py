@@ -39,7 +39,7 @@ from autotune.worker.probe.group import ALONE, Rank
 from autotune.worker.probe.memory import Peaks, device_memory, left_bytes
 from autotune.worker.probe.paging import require_host_memory
 from autotune.worker.probe.probe_callback import OnProgress, ProbeCallback, StopReason
-from autotune.worker.probe.shared import is_gathered, shard_on_cpu
+from autotune.worker.probe.shared import is_gathered, name_layers, shard_on_cpu
 from autotune.worker.probe.steps import summarize
 from autotune.worker.probe.training import (
     build_trainer,
@@ -132,6 +132,8 @@ def _run(
     on_host = torch.device("cpu")
     model = build(hf_config, spec.task, config, on_host if is_gathered(config) else memory.device)
     memory.model_is_built()
+    if is_gathered(config):
+        name_layers(model)
     checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.
         require_host_memory(model, config, host_memory.left_bytes())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
@@ -14,8 +16,19 @@ from autotune.space.parallelisms import PARALLELISMS
 
 def is_gathered(config: TrainConfig) -> bool:
     """Whether processes keep parts of the weights, which FSDP2 gathers layer by layer."""
-    row = PARALLELISMS[config.parallelism]
-    return row.library == "torch" and row.stage == 3
+    return PARALLELISMS[config.parallelism].is_fsdp
+
+
+def name_layers(model: Any) -> None:
+    """Have FSDP2 gather layer by layer, as train.py does: accelerate gathers the embedding by itself.
+
+    Of some models (BERT) it would also take the module that holds the embedding, and fail (1.15
+    utils/fsdp_utils.py, fsdp2_prepare_model).
+    """
+    layers = {
+        type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
+    }
+    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(sorted(layers))
 
 
 def shard_on_cpu(trainer: Any) -> None:
