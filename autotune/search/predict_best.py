@@ -51,6 +51,7 @@ from autotune.space.search_space import (
 )
 from autotune.space.space_changes import Changing, SpaceChange
 from autotune.store.trace_cache import TraceCache
+from autotune.worker.client.launching import EarlyWorker
 
 _log = log.logger(__name__)
 
@@ -164,12 +165,13 @@ def find(
     so_far: Callable[[Estimate], None] | None = None,
     cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
+    early: EarlyWorker | None = None,
 ) -> Prediction:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
     What `has` needs is taken for installed. `so_far` hears of the best so far while others are traced.
-    `changes` is what has become of the space before.
+    `changes` is what has become of the space before. `early`: a worker that has begun to import.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
@@ -246,6 +248,7 @@ def find(
             on_trace=on_trace,
             cache=cache,
             found=traces,
+            early=early,
         )
 
     trace({TraceSpec.of(config) for config in [*possible, *baselines]})
