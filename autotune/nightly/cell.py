@@ -29,10 +29,14 @@ from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
+from autotune.probe.fleet.fleet import CardsLostError, Fleet
+from autotune.probe.fleet.one_card import OneCard
 from autotune.records.answer import Counts
 from autotune.records.measurement import Measurement
 from autotune.report.deliver import deliver
+from autotune.search import budget
 from autotune.search.find import Finding, find
+from autotune.search.fleet import Cards
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
@@ -77,23 +81,29 @@ class CellNight:
         matrix: Matrix,
         place: Place,
         *,
-        server: ForkServer,
+        server: ForkServer | None = None,
+        cards: Cards | None = None,
         journal: Journal,
         prior: drift.Noise,
         give_up: float,
     ) -> None:
         """Take the cell and its time.
 
-        `prior` is the noise of the machine's cells together; `give_up` of time.monotonic.
+        `cards` are those of a cluster to measure on; None: `server` runs the probes here. `prior` is the
+        noise of the machine's cells together; `give_up` of time.monotonic.
         """
         self._planned, self._matrix, self._place = planned, matrix, place
         self._prior = prior
-        self._server, self._journal, self._give_up = server, journal, give_up
+        self._server, self._cards = server, cards
+        self._journal, self._give_up = journal, give_up
         self._cell = planned.cell
         self._level, self._earlier = levels(planned.nights)
 
     def run(self) -> Done:
-        """Run the cell's night. Whatever goes wrong is said of the cell, and does not end the night."""
+        """Run the cell's night. Whatever goes wrong is said of the cell, and does not end the night.
+
+        Raises CardsLostError, which is nothing of the cell: it goes on where there is another card.
+        """
         began = time.monotonic()
         searches = self._planned.searches
         try:
@@ -103,7 +113,8 @@ class CellNight:
                     self._cell,
                     self._matrix,
                     backend=self._place.backend,
-                    server=self._server,
+                    fleet=self._fleet(),
+                    budget_bytes=self._budget_bytes(),
                     table=table,
                     journal=self._journal,
                 )
@@ -117,6 +128,8 @@ class CellNight:
             )
         except (KeyboardInterrupt, TimeIsUp):
             self._journal.pause(self._cell.name)
+            raise
+        except CardsLostError:
             raise
         except AutotuneError as error:
             # Not begun any more: a cell that fails is tried again in its turn.
@@ -221,6 +234,16 @@ class CellNight:
             is_replaced=True,
         )
 
+    def _fleet(self) -> Fleet:
+        if self._cards is not None:
+            return self._cards.fleet
+        assert self._server is not None
+        return OneCard(self._server)
+
+    def _budget_bytes(self) -> int:
+        choose = budget.CHOOSERS[self._place.backend] if self._cards is None else self._cards.chosen
+        return choose(None, self._cell.options.gpu_mem).budget_bytes
+
     def _judge(self, seen: Repeated) -> drift.Verdict:
         speeds = seen.tokens_per_second
         return drift.judge(speeds, self._level, self._earlier, prior=self._prior)
@@ -270,6 +293,9 @@ class CellNight:
             command=self._place.command,
             listener=_limited(self._place.listener, self._give_up),
             server=self._server,
+            # Cells of two kinds of CPU share a study.
+            waits=self._cards is not None,
+            cards=self._cards,
         )
 
     def _record(self, finding: Finding, *, writes: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,12 +119,7 @@ class Digest:
     @property
     def headline(self) -> str:
         """Return a line such as `2 cells: 1 regression, 1 unchanged`."""
-        counts = [(len(self.of_kind(kind)), kind) for kind in _ORDER]
-        said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
-        nothing = (
-            "no cell has ended" if any(each.has_work for each in self.left) else "nothing to do"
-        )
-        words = f"{counted(len(self.done), 'cell')}: {said}" if self.done else nothing
+        words = _headline(self.done, self.left)
         return f"{words} (interrupted)" if self.is_interrupted else words
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,6 +141,74 @@ class Digest:
             "left": [each.to_dict() for each in self.left],
             "notes": list(self.notes),
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NightProblem:
+    """Reason why part of a cluster's night was not done."""
+
+    of: str
+    """The kind of card, or the file."""
+    problem: str
+    exit_code: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterDigest:
+    """A night of a cluster: a digest of each kind of card, and what could not be done."""
+
+    made_at: str
+    digests: tuple[Digest, ...]
+    problems: tuple[NightProblem, ...] = ()
+    is_interrupted: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def events(self) -> list[str]:
+        """Return the events that happened on any kind of card, of EVENTS."""
+        happened = {event for each in self.digests for event in each.events}
+        happened |= {"failure"} if self.problems else set()
+        return [event for event in EVENTS if event in happened]
+
+    @property
+    def exit_code(self) -> int:
+        """Return a Digest's exit code, of what matters most on any kind of card."""
+        codes = [each.exit_code for each in self.digests]
+        codes = [code for code in (*codes, *(each.exit_code for each in self.problems)) if code]
+        if self.is_interrupted:
+            return EXIT_INTERRUPTED
+        if EXIT_REGRESSION in codes:
+            return EXIT_REGRESSION
+        return min(codes, key=lambda code: code == EXIT_IMPROVED, default=0)
+
+    @property
+    def headline(self) -> str:
+        """Return a line such as `2 kinds of card, 4 cells: 3 new, 1 failed`."""
+        done = [one for each in self.digests for one in each.done]
+        kinds = counted(len(self.digests), "kind")
+        words = f"{kinds} of card, {_headline(done, [one for each in self.digests for one in each.left])}"
+        return f"{words} (interrupted)" if self.is_interrupted else words
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object of `nightly --on --json`."""
+        return {
+            "schema_version": 1,
+            "made_at": self.made_at,
+            "headline": self.headline,
+            "events": self.events,
+            "exit_code": self.exit_code,
+            "interrupted": self.is_interrupted,
+            "machines": [each.to_dict() for each in self.digests],
+            "problems": [dataclasses.asdict(each) for each in self.problems],
+            "notes": list(self.notes),
+        }
+
+
+def _headline(done: Sequence[Done], left: Sequence[Planned]) -> str:
+    counts = [(sum(each.kind == kind for each in done), kind) for kind in _ORDER]
+    said = ", ".join(f"{count} {kind}" for count, kind in counts if count)
+    nothing = "no cell has ended" if any(each.has_work for each in left) else "nothing to do"
+    return f"{counted(len(done), 'cell')}: {said}" if done else nothing
 
 
 def percent(share: float | None) -> str:

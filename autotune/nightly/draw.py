@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.common.units import format_bytes, format_seconds
 from autotune.nightly import drift, relatives
-from autotune.nightly.digest import Digest, Done, interval, ordered, percent
+from autotune.nightly.digest import ClusterDigest, Digest, Done, interval, ordered, percent
 from autotune.nightly.history import Night
 from autotune.nightly.plan import Planned, Prepared
 from autotune.report.html import environment as templates
@@ -88,6 +88,28 @@ def digest_text(digest: Digest, files: Sequence[Path]) -> str:
         *(f"written  {path}" for path in files),
     ]
     return "".join(f"{printable(line)}\n" for line in lines)
+
+
+def cluster_text(digest: ClusterDigest, files: Sequence[Path]) -> str:
+    """Return the text that a night of a cluster prints."""
+    texts = [digest_text(each, ()) for each in digest.digests]
+    lines = [
+        *(f"{each.of}: {each.problem}" for each in digest.problems),
+        *([digest.headline] if len(digest.digests) > 1 else []),
+        *(f"written  {path}" for path in files),
+    ]
+    return "".join([*texts, *(f"{printable(line)}\n" for line in lines)])
+
+
+def cluster_markdown(digest: ClusterDigest) -> str:
+    """Return the text of a cluster's digest.md: what each kind of card's says, under one heading."""
+    parts = [f"# Ray cluster, {plain(digest.headline)}"]
+    for each in digest.digests:
+        lines = markdown(each).rstrip().splitlines()
+        parts.append("\n".join(f"#{line}" if line.startswith("#") else line for line in lines))
+    parts += [f"{plain(each.of)}: {plain(each.problem)}" for each in digest.problems]
+    parts += [plain(f"Note: {text}") for text in digest.notes]
+    return "\n\n".join(parts) + "\n"
 
 
 def markdown(digest: Digest) -> str:

@@ -1,7 +1,7 @@
 """Journal of what is under way on a machine, so that whatever ends a night at any moment costs it nothing.
 
 `nightly.json` in the machine's folder: the cells that were begun, and the repeated measurements that no
-recommendation has yet. Written whole, beside its place, and moved there.
+recommendation has yet. Written whole, beside its place, and moved there. Several threads may use one.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,7 @@ class Journal:
     def __init__(self, folder: Path, now: datetime.datetime) -> None:
         self._path = folder / FILE
         self._now = now
+        self._lock = threading.RLock()
         self._cells: dict[str, dict[str, Any]] = {}
         # Without it, or with one that was damaged, cells start afresh: the probes are in the database.
         with contextlib.suppress(OSError, ValueError):
@@ -52,20 +54,23 @@ class Journal:
 
     def begin(self, name: str, *, searches: bool) -> None:
         """Count the cell's run as a death, until `pause` or `end` says otherwise."""
-        deaths = self.begun.get(name, 0) + 1
-        cell = self._cells.setdefault(name, {})
-        cell |= {"searches": searches or bool(cell.get("searches")), "deaths": deaths}
-        self._write()
+        with self._lock:
+            deaths = self.begun.get(name, 0) + 1
+            cell = self._cells.setdefault(name, {})
+            cell |= {"searches": searches or bool(cell.get("searches")), "deaths": deaths}
+            self._write()
 
     def pause(self, name: str) -> None:
         """Record that the cell's run was stopped in good order, and goes on another time."""
-        self._cells.get(name, {})["deaths"] = 0
-        self._write()
+        with self._lock:
+            self._cells.get(name, {})["deaths"] = 0
+            self._write()
 
     def end(self, name: str) -> None:
         """Record that all of the cell's run is in the database."""
-        self._cells.pop(name, None)
-        self._write()
+        with self._lock:
+            self._cells.pop(name, None)
+            self._write()
 
     def speeds(self, name: str, config: TrainConfig, fingerprint: Fingerprint) -> list[float]:
         """Return tokens per second that this night, begun before, measured of that configuration."""
@@ -82,12 +87,13 @@ class Journal:
         self, name: str, config: TrainConfig, fingerprint: Fingerprint, speeds: list[float]
     ) -> None:
         key, at = _key(config, fingerprint), self._now.isoformat()
-        is_more = bool(self.speeds(name, config, fingerprint))
-        known = self._cells.setdefault(name, {}).setdefault("speeds", {})
-        if is_more:
-            at = known[key]["at"]
-        known[key] = {"at": at, "speeds": list(speeds)}
-        self._write()
+        with self._lock:
+            is_more = bool(self.speeds(name, config, fingerprint))
+            known = self._cells.setdefault(name, {}).setdefault("speeds", {})
+            if is_more:
+                at = known[key]["at"]
+            known[key] = {"at": at, "speeds": list(speeds)}
+            self._write()
 
     def _write(self) -> None:
         text = json.dumps({"begun": self._cells}, indent=1, sort_keys=True) + "\n"

@@ -8,14 +8,12 @@ from autotune.catalogue.models import resolve
 from autotune.nightly import drift
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Cell, Matrix
-from autotune.probe.fleet.one_card import OneCard
+from autotune.probe.fleet.fleet import Fleet
 from autotune.probe.run_one import Prober
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
-from autotune.search import budget
 from autotune.space.config import TrainConfig
 from autotune.store.probe_table import ProbeTable
-from autotune.worker.client.forkserver import ForkServer
 
 NUM_FAILURES = 2
 """Number of failures in a row that end it: the first may be chance."""
@@ -41,21 +39,21 @@ class Repeater:
         matrix: Matrix,
         *,
         backend: str,
-        server: ForkServer,
+        fleet: Fleet,
+        budget_bytes: int,
         table: ProbeTable,
         journal: Journal,
     ) -> None:
         options = cell.options
         assert options.model is not None
         source = resolve(options.model)
-        budget_bytes = budget.CHOOSERS[backend](None, options.gpu_mem).budget_bytes
         spec = ProbeSpec(
             task=options.task or source.task,
             backend=backend,
             memory_budget_bytes=budget_bytes,
             max_seconds=PROBE_SECONDS[backend],
         )
-        self._prober = Prober(OneCard(server), table, source, spec)
+        self._prober = Prober(fleet, table, source, spec)
         self._cell, self._matrix, self._journal = cell, matrix, journal
 
     def measure(

@@ -17,16 +17,15 @@ from pathlib import Path
 
 from autotune.catalogue import gpus, models, nvml
 from autotune.errors import AutotuneError, HardwareError, StorageError
-from autotune.nightly import draw, drift, ledger
-from autotune.nightly.cell import CellNight, Place, TimeIsUp
+from autotune.nightly import draw
+from autotune.nightly.cell import Place
 from autotune.nightly.digest import Digest, Done
-from autotune.nightly.history import levels
-from autotune.nightly.journal import Journal, locked
+from autotune.nightly.journal import locked
+from autotune.nightly.machine_night import MachineNight, prepared
 from autotune.nightly.matrix import Matrix
-from autotune.nightly.plan import Prepared, expected_seconds, plan
+from autotune.nightly.plan import Prepared
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe.fingerprint import fingerprint_here
-from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.report.files import write
 from autotune.worker.client.forkserver import ForkServer
 
@@ -59,13 +58,25 @@ def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
         # Where that is known without torch it takes a second.
         known = fingerprints.assumed_fingerprint(place.backend)
         fingerprint = known or fingerprint_here(server, place.backend)
-    prepared = _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
+    plan = prepared(
+        matrix,
+        place,
+        fingerprint,
+        budget_seconds=budget_seconds,
+        now=now,
+        capacity_bytes=_capacity_bytes(place.backend),
+    )
+    return looked_up(plan)
+
+
+def looked_up(plan: Prepared) -> Prepared:
+    """Return the plan with the models that cannot be read here without the network."""
     problem_of = functools.cache(_why_not_found)
     looked = (
         dataclasses.replace(each, problem=problem_of(each.cell.options.model))
-        for each in prepared.planned
+        for each in plan.planned
     )
-    return dataclasses.replace(prepared, planned=tuple(looked))
+    return dataclasses.replace(plan, planned=tuple(looked))
 
 
 def _why_not_found(model: str | None) -> str:
@@ -98,11 +109,11 @@ def night(
         digest = _run(
             matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
         )
-        digest, written = _written(place.out / digest.machine, digest)
-        return NightReport(digest=digest, files=written)
+        digest, files = written(place.out / digest.machine, digest)
+        return NightReport(digest=digest, files=files)
 
 
-def _written(folder: Path, digest: Digest) -> tuple[Digest, list[Path]]:
+def written(folder: Path, digest: Digest) -> tuple[Digest, list[Path]]:
     """Write the files of a digest, and return the digest and their paths.
 
     Where there is no writing them that is a note, and the night is not lost by it.
@@ -117,26 +128,9 @@ def _written(folder: Path, digest: Digest) -> tuple[Digest, list[Path]]:
     return digest, [folder / name for name in texts]
 
 
-def _prepared(
-    matrix: Matrix,
-    place: Place,
-    fingerprint: Fingerprint,
-    *,
-    budget_seconds: float,
-    now: datetime.datetime,
-) -> Prepared:
-    here = gpus.detect() if place.backend == "cuda" else []
-    planned = plan(
-        matrix,
-        ledger.nights(place.storage, matrix.cells, place.machine_name(fingerprint.device)),
-        fingerprint_of=lambda night: fingerprint_for(night.config, fingerprint),
-        backend=place.backend,
-        now=now,
-        budget_seconds=budget_seconds,
-        begun=Journal(place.folder(fingerprint.device), now).begun,
-        capacity_bytes=here[0].capacity_bytes if here else None,
-    )
-    return Prepared(backend=place.backend, fingerprint=fingerprint, planned=tuple(planned))
+def _capacity_bytes(backend: str) -> int | None:
+    here = gpus.detect() if backend == "cuda" else []
+    return here[0].capacity_bytes if here else None
 
 
 def _run(
@@ -149,66 +143,23 @@ def _run(
 ) -> Digest:
     now = datetime.datetime.now(datetime.UTC)
     began = time.monotonic()
-    done: list[Done] = []
-    notes: dict[str, None] = {}
     is_interrupted = False
     with ForkServer() as server:
         server.start("probe")
-        fingerprint = fingerprint_here(server, place.backend)
-        prepared = _prepared(matrix, place, fingerprint, budget_seconds=budget_seconds, now=now)
-        on_plan(prepared)
-        folder = place.folder(prepared.fingerprint.device)
-        journal = Journal(folder, now)
-        nights = [night for each in prepared.planned for night in each.nights]
-        known = [levels(each.nights) for each in prepared.planned]
-        prior = drift.noise_of(
-            [each for level, earlier in known for each in (*earlier, level.nights)]
+        plan = prepared(
+            matrix,
+            place,
+            fingerprint_here(server, place.backend),
+            budget_seconds=budget_seconds,
+            now=now,
+            capacity_bytes=_capacity_bytes(place.backend),
+        )
+        on_plan(plan)
+        night = MachineNight(
+            plan, matrix, place, now=now, began=began, budget_seconds=budget_seconds
         )
         try:
-            has_begun = False
-            # Those that were not chosen, too: the plan of a first night knows no cell's time, this one does.
-            for planned in prepared.planned:
-                if not planned.has_work:
-                    continue
-                seen = [each.night for each in done if each.night is not None]
-                needed_seconds = expected_seconds(planned, [*nights, *seen], matrix, place.backend)
-                left_seconds = began + budget_seconds - time.monotonic()
-                if has_begun and needed_seconds > left_seconds:
-                    continue
-                has_begun = True
-                one = CellNight(
-                    planned,
-                    matrix,
-                    place,
-                    server=server,
-                    journal=journal,
-                    prior=prior,
-                    give_up=began + budget_seconds,
-                )
-                try:
-                    done.append(one.run())
-                except TimeIsUp:
-                    continue
-                on_done(done[-1])
-                notes |= _disturbed(place.backend)
+            night.work(on_done, server=server)
         except KeyboardInterrupt:
             is_interrupted = True
-    ended = {each.planned.cell.name for each in done}
-    return Digest(
-        made_at=now.isoformat(timespec="seconds"),
-        machine=folder.name,
-        fingerprint=prepared.fingerprint,
-        done=tuple(done),
-        left=tuple(each for each in prepared.planned if each.cell.name not in ended),
-        elapsed_seconds=time.monotonic() - began,
-        is_interrupted=is_interrupted,
-        notes=tuple(notes),
-    )
-
-
-def _disturbed(backend: str) -> dict[str, None]:
-    """Return who else holds some of the card, once a cell has ended."""
-    taken = nvml.occupancy() if backend == "cuda" else None
-    if taken is None or taken.used_bytes <= nvml.IDLE_BYTES:
-        return {}
-    return {f"Others used the card meanwhile, and its speeds may be theirs: {taken}": None}
+    return night.digest(is_interrupted=is_interrupted)

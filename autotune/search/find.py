@@ -23,8 +23,7 @@ from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.question import Question
 from autotune.search import predict_best
-from autotune.search.budget import ChosenCard
-from autotune.search.fleet import HERE, Where, fleet_on_ray
+from autotune.search.fleet import HERE, Cards, Where, fleet_on_ray
 from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem, resolve
@@ -73,23 +72,24 @@ def find(
     server: ForkServer | None = None,
     waits: bool = False,
     where: Where = HERE,
+    cards: Cards | None = None,
 ) -> Finding:
     """Answer what was asked; whatever it cannot answer is an AutotuneError.
 
     Probes are kept in the database `storage`, where later searches find them; traces in the user's cache
     folder. `command` is what the study keeps of how it was made. `server` runs the probes; None: one of
-    their own. `waits`: for another search in the same study to end. `where`: the cards that probes run on.
-    Raises StudyBusyError where there is one
-    and it does not, NotMeasuredError where the database fails what is to be measured.
+    their own. `waits`: for another search in the same study to end. `where`: the cards that probes run on;
+    `cards`: a cluster's, where they were taken already. Raises StudyBusyError where another search is in the
+    study and it does not wait, NotMeasuredError where the database fails what is to be measured.
     """
     check_place(parse_url(storage))  # what cannot be used is said before a search, not after it
     asked = functools.partial(
         _find, storage=storage, command=command, listener=listener, server=server, waits=waits
     )
-    if where.on is None:
-        return asked(question, where=where, fleet=None, card=None)
-    with fleet_on_ray(where, question, listener.note) as (question, fleet, card):
-        return asked(question, where=where, fleet=fleet, card=card)
+    if where.on is None or cards is not None:
+        return asked(question, where=where, cards=cards)
+    with fleet_on_ray(where, question, listener.note) as (question, cards):
+        return asked(question, where=where, cards=cards)
 
 
 def _find(
@@ -101,9 +101,9 @@ def _find(
     server: ForkServer | None,
     waits: bool,
     where: Where,
-    fleet: Fleet | None,
-    card: ChosenCard | None,
+    cards: Cards | None,
 ) -> Finding:
+    card = None if cards is None else cards.chosen(question.gpu, question.gpu_mem)
     problem = resolve(question, card=card, note=listener.note)
     if problem.backend is not None:
         _note_unmeasured(question, listener)
@@ -122,7 +122,7 @@ def _find(
             server=server,
             waits=waits,
             where=where,
-            fleet=fleet,
+            fleet=None if cards is None else cards.fleet,
         )
     except StudyBusyError:
         raise

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from autotune.catalogue.gpus import Gpu
 from autotune.common.units import parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.probe.fleet.cards_here import CardsHere, environments_of
@@ -51,6 +52,31 @@ class Where:
 HERE = Where()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cards:
+    """Cards that were taken for searches: those of a cluster."""
+
+    fleet: Fleet
+    gpu: Gpu | None
+    """The kind that they are; None where probes run on CPUs."""
+
+    def chosen(self, name: str | None, size: str | None) -> ChosenCard:
+        """Return the card with the budget on it, of the size or of all of its memory.
+
+        `name` is of a card that was asked for, on CPUs too. Raises ConfigError, HardwareError.
+        """
+        gpu = self.gpu
+        if gpu is None:
+            return budget.cpu_as_card(name, size)
+        budget_bytes = gpu.capacity_bytes if size is None else parse_bytes(size)
+        if budget_bytes > gpu.capacity_bytes:
+            raise HardwareError(
+                f"--gpu-mem {size} is more than the {gpu.name} of the cluster has",
+                remedy="Lower --gpu-mem",
+            )
+        return ChosenCard(gpu=gpu, source=CardSource.CLUSTER, budget_bytes=budget_bytes)
+
+
 @contextlib.contextmanager
 def fleet_here(
     where: Where, backend: str, server: ForkServer, *, num_gpus: int = 1
@@ -71,11 +97,22 @@ def fleet_here(
         yield cards
 
 
+def backend_there(asked: str) -> str:
+    """Return the backend of probes on a cluster. Raises ConfigError where nothing is to be probed."""
+    if asked == "predict":
+        raise ConfigError(
+            "--backend predict does not go with --on",
+            why="A prediction needs no cluster",
+            remedy="Leave one of them out",
+        )
+    return "cpu" if asked == "cpu" else "cuda"
+
+
 @contextlib.contextmanager
 def fleet_on_ray(
     where: Where, question: Question, note: Callable[[str], None]
-) -> Iterator[tuple[Question, Fleet, ChosenCard]]:
-    """Cards of the Ray cluster, the question with its backend, and the kind of card with its budget.
+) -> Iterator[tuple[Question, Cards]]:
+    """Cards of the Ray cluster, and the question with its backend.
 
     Raises ConfigError, HardwareError and WorkerError.
     """
@@ -83,27 +120,14 @@ def fleet_on_ray(
     from autotune.probe.fleet import on_ray
 
     assert where.on is not None
-    if question.backend == "predict":
-        raise ConfigError(
-            "--backend predict does not go with --on",
-            why="A prediction needs no cluster",
-            remedy="Leave one of them out",
-        )
-    is_cpu = question.backend == "cpu"
-    backend = "cpu" if is_cpu else "cuda"
-    chosen = budget.cpu_as_card(question.gpu, question.gpu_mem) if is_cpu else None
+    backend = backend_there(question.backend)
+    is_cpu = backend == "cpu"
+    if is_cpu:
+        budget.cpu_as_card(
+            question.gpu, question.gpu_mem
+        )  # What is wrong is said before a cluster is asked.
     name = None if is_cpu or question.gpu is None else gpus.find_gpu(question.gpu).name
     with on_ray.connected(
         where.on, backend=backend, wanted=where.number, name=name, note=note
     ) as cards:
-        if chosen is None:
-            assert cards.gpu is not None
-            gpu, size = cards.gpu, question.gpu_mem
-            budget_bytes = gpu.capacity_bytes if size is None else parse_bytes(size)
-            if budget_bytes > gpu.capacity_bytes:
-                raise HardwareError(
-                    f"--gpu-mem {size} is more than the {gpu.name} of the cluster has",
-                    remedy="Lower --gpu-mem",
-                )
-            chosen = ChosenCard(gpu=gpu, source=CardSource.CLUSTER, budget_bytes=budget_bytes)
-        yield dataclasses.replace(question, backend=backend), cards, chosen
+        yield dataclasses.replace(question, backend=backend), Cards(fleet=cards, gpu=cards.gpu)

@@ -64,6 +64,8 @@ def measured(
         memory_budget_bytes=workload.memory_budget_bytes,
         max_seconds=PROBE_SECONDS[backend],
     )
+    # What was measured here before is not of cards elsewhere.
+    assumed = fingerprint.assumed_fingerprint(backend) if fleet is None else None
     max_probes = predict_best.EFFORTS[question.effort].max_probes
     if confirm_steps is None:
         confirm_steps = CONFIRM_STEPS[backend]
@@ -101,7 +103,7 @@ def measured(
             )
             # Where everything was measured before, no process is needed that could tell the fingerprint.
             try:
-                prober = new_prober(assumed=fingerprint.assumed_fingerprint(backend))
+                prober = new_prober(assumed=assumed)
                 found = loop.search(opened, plan, prober, on_probe=heard.on_probe)
             except NotAsAssumed:
                 found = loop.search(opened, plan, new_prober(), on_probe=heard.on_probe)

@@ -21,7 +21,7 @@ from autotune.catalogue import nvml
 from autotune.common.units import GIB
 from autotune.errors import NothingFitsError, StorageError
 from autotune.nightly import cell as cell_module
-from autotune.nightly import draw, drift, ledger, run
+from autotune.nightly import draw, drift, ledger, machine_night, run
 from autotune.nightly.cell import CellNight, Place, TimeIsUp, _limited
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import Night
@@ -437,9 +437,9 @@ def test_machines_with_cards_of_one_name_may_have_names_of_their_own(tmp_path: P
 def test_who_else_holds_the_card_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = nvml.Occupancy(free_bytes=20 * GIB, used_bytes=4 * GIB, holders=())
     monkeypatch.setattr(nvml, "occupancy", lambda: taken)
-    (said,) = run._disturbed("cuda")
+    (said,) = machine_night.disturbed("cuda")
     assert "4.00 GiB are held by processes that cannot be seen from here" in said
-    assert run._disturbed("cpu") == {}
+    assert machine_night.disturbed("cpu") == {}
     idle = dataclasses.replace(taken, used_bytes=64 * 2**20)
     monkeypatch.setattr(nvml, "occupancy", lambda: idle)
-    assert run._disturbed("cuda") == {}
+    assert machine_night.disturbed("cuda") == {}

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from autotune.catalogue.nvml import Occupancy
+from autotune.errors import HardwareError
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import STOP_FILE
 from autotune.worker.client.forkserver import ForkServer
@@ -43,6 +44,10 @@ class Job:
     on_answer: Hear = _hear_nothing
 
 
+class CardsLostError(HardwareError):
+    """Every card of a fleet is lost; another fleet can go on with what was to be probed."""
+
+
 class Fleet(Protocol):
     """Cards that are alike, each of which runs one probe at a time."""
 
@@ -59,7 +64,7 @@ class Fleet(Protocol):
     def wait(self) -> tuple[Job, WorkerEnd]:
         """Wait until one of those that were started has ended; answers of all are heard meanwhile.
 
-        Raises HardwareError where no card is left, WorkerError.
+        Raises CardsLostError where no card is left, HardwareError, WorkerError.
         """
 
     def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:

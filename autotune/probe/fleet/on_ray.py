@@ -7,6 +7,7 @@ files stay where they are; machines that lack autotune get the package from here
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections import Counter
@@ -19,7 +20,7 @@ from autotune.common.units import counted
 from autotune.common.version import __version__
 from autotune.errors import ConfigError, HardwareError
 from autotune.probe.fleet.ray_actor import CardActor
-from autotune.probe.fleet.ray_cards import RayCard, RayCards, failed, first_line, kind_of
+from autotune.probe.fleet.ray_cards import RayCard, RayCards, failed, first_line
 
 CPU_RESOURCE = "autotune_card"
 """Resource of a cluster's machines that stands for a card where probes run on CPUs."""
@@ -51,6 +52,32 @@ def connected(
     Raises ConfigError where Ray is not installed or several kinds are there, HardwareError where no cluster
     answers, or it lacks such cards, WorkerError where Ray fails.
     """
+    with _joined(address, backend) as ray:
+        choose = functools.partial(_of_one_kind, name=name, backend=backend)
+        (cards,) = _take(ray, backend, wanted, choose, note)
+        with contextlib.closing(cards):
+            yield cards
+
+
+@contextlib.contextmanager
+def connected_kinds(
+    address: str, *, backend: str, wanted: int | None, note: Callable[[str], None]
+) -> Iterator[list[RayCards]]:
+    """Take cards as `connected` does, of every kind: a fleet for each kind.
+
+    `wanted` counts them together. Cards that cannot be used are left out, which `note` hears. Raises what
+    `connected` raises.
+    """
+    with _joined(address, backend) as ray, contextlib.ExitStack() as taken:
+        fleets = _take(ray, backend, wanted, functools.partial(_by_kind, note=note), note)
+        for cards in fleets:
+            taken.enter_context(contextlib.closing(cards))
+        yield fleets
+
+
+@contextlib.contextmanager
+def _joined(address: str, backend: str) -> Iterator[Any]:
+    """Ray, connected to a cluster whose machines have autotune."""
     ray = _imported()
     is_ours = not ray.is_initialized()
     try:
@@ -64,11 +91,7 @@ def connected(
                 )
             ray.shutdown()
             _connect(ray, address, {"py_modules": [_PACKAGE]})
-        cards = _take(ray, backend, wanted, name, note)
-        try:
-            yield cards
-        finally:
-            cards.close()
+        yield ray
     finally:
         if is_ours:
             ray.shutdown()
@@ -156,9 +179,13 @@ def _lacks_autotune(ray: Any, backend: str) -> bool:
     return "" in found
 
 
+Choose = Callable[[list[RayCard]], list[list[RayCard]]]
+"""A function that chooses among the cards of a cluster, and returns those of each kind."""
+
+
 def _take(
-    ray: Any, backend: str, wanted: int | None, name: str | None, note: Callable[[str], None]
-) -> RayCards:
+    ray: Any, backend: str, wanted: int | None, choose: Choose, note: Callable[[str], None]
+) -> list[RayCards]:
     what = "GPUs" if backend == "cuda" else f"machines with the resource {CPU_RESOURCE}"
     there_are = int(ray.cluster_resources().get(_resource(backend), 0))
     free = int(ray.available_resources().get(_resource(backend), 0))
@@ -187,14 +214,14 @@ def _take(
             for actor, reference in zip(actors, described, strict=True)
             if reference in ready
         ]
-        chosen = _of_one_kind(cards, name) if cards else []
+        kinds = choose(cards) if cards else []
+        chosen = [card for kind in kinds for card in kind]
         if len(chosen) < (wanted or 1):
             raise HardwareError(
                 f"The Ray cluster gave {len(chosen)} of {counted(wanted or 1, 'card')}",
                 why=f"It has {there_are} {what}, {free} of them free",
                 remedy="Lower --cards, or wait until others are done",
             )
-        _check_versions(chosen)
     except BaseException as error:
         for actor in actors:
             ray.kill(actor)
@@ -207,21 +234,31 @@ def _take(
             ray.kill(actor)
     nodes = {card.there.node for card in chosen}
     note(f"{counted(len(chosen), 'card')} on {counted(len(nodes), 'machine')} of the Ray cluster.")
-    return RayCards(ray=ray, backend=backend, new_actor=new_actor, cards=chosen, note=note)
+    return [
+        RayCards(
+            ray=ray,
+            backend=backend,
+            new_actor=new_actor,
+            cards=kind,
+            alike=kind[0].there,
+            note=note,
+        )
+        for kind in kinds
+    ]
 
 
-def _of_one_kind(cards: list[RayCard], name: str | None) -> list[RayCard]:
+def _of_one_kind(cards: list[RayCard], name: str | None, backend: str) -> list[list[RayCard]]:
     """The cards of that kind, or of the only kind."""
     for card in cards:
-        if card.there.why_no_card:
-            raise HardwareError(
-                f"A GPU of {card.there.node} cannot be used", why=card.there.why_no_card
-            )
-    kinds = Counter(kind_of(card.there) for card in cards)
+        _check_works(card)
+    kinds = Counter(card.there.kind for card in cards)
     if name is None and len(kinds) > 1:
         listed = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
+        alone = f"Give the resource {CPU_RESOURCE} to machines of one kind"
         raise ConfigError(
-            "The Ray cluster has cards of several kinds", why=listed, remedy="Name one with --gpu"
+            "The Ray cluster has cards of several kinds",
+            why=listed,
+            remedy="Name one with --gpu" if backend == "cuda" else alone,
         )
     wanted = name or next(iter(kinds))
     if wanted not in kinds:
@@ -230,24 +267,52 @@ def _of_one_kind(cards: list[RayCard], name: str | None) -> list[RayCard]:
             why=f"It has {', '.join(sorted(kinds))}",
             remedy="Name another with --gpu",
         )
-    return [card for card in cards if kind_of(card.there) == wanted]
+    chosen = [card for card in cards if card.there.kind == wanted]
+    for card in chosen:
+        _check_versions(card)
+    return [chosen]
 
 
-def _check_versions(cards: list[RayCard]) -> None:
-    """Raise HardwareError where machines have other libraries than predictions were made with here."""
-    here = {name: _public(version) for name, version in installed.versions()}
+def _by_kind(cards: list[RayCard], note: Callable[[str], None]) -> list[list[RayCard]]:
+    """The cards that can be used, those of each kind together. Raises HardwareError where none can."""
+    kinds: dict[str, list[RayCard]] = {}
+    problems: dict[str, HardwareError] = {}
     for card in cards:
-        others = [
-            f"{name} {version} there, {here[name]} here"
-            for name, version in card.there.versions
-            if name in here and _public(version) != here[name]
-        ]
-        if others:
-            raise HardwareError(
-                f"{card.there.node} has other versions than this machine",
-                why="; ".join(others),
-                remedy="Install the same versions, or search on the cluster: ray job submit",
-            )
+        try:
+            _check_works(card)
+            _check_versions(card)
+        except HardwareError as error:
+            problems[str(error)] = error
+        else:
+            kinds.setdefault(card.there.kind, []).append(card)
+    if not kinds:
+        raise next(iter(problems.values()))
+    for problem in problems:
+        note(f"left out: {problem}")
+    return list(kinds.values())
+
+
+def _check_works(card: RayCard) -> None:
+    if card.there.why_no_card:
+        raise HardwareError(
+            f"A GPU of {card.there.node} cannot be used", why=card.there.why_no_card
+        )
+
+
+def _check_versions(card: RayCard) -> None:
+    """Raise HardwareError where a machine has other libraries than predictions are made with here."""
+    here = {name: _public(version) for name, version in installed.versions()}
+    others = [
+        f"{name} {version} there, {here[name]} here"
+        for name, version in card.there.versions
+        if name in here and _public(version) != here[name]
+    ]
+    if others:
+        raise HardwareError(
+            f"{card.there.node} has other versions than this machine",
+            why="; ".join(others),
+            remedy="Install the same versions, or run this on the cluster: ray job submit",
+        )
 
 
 def _public(version: str) -> str:

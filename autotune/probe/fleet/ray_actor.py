@@ -27,6 +27,8 @@ class CardThere:
     """A card of a cluster's machine, as its actor sees it."""
 
     node: str
+    kind: str
+    """Name of the card, or of the CPU."""
     gpu: Gpu | None
     """The card by the catalogue; None on a CPU, or where its driver shows none."""
     why_no_card: str
@@ -47,6 +49,7 @@ class CardActor:
         found = gpus.detect() if backend == "cuda" else []
         return CardThere(
             node=socket.gethostname(),
+            kind=found[0].name if found else installed.cpu_name(),
             gpu=found[0] if found else None,
             why_no_card="" if found or backend == "cpu" else nvml.why_no_card(),
             versions=(("autotune", __version__), *installed.versions()),

@@ -7,6 +7,7 @@ times; one of the same kind is asked for in its place. Not yet run on GPUs.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.nvml import Occupancy
 from autotune.errors import HardwareError, WorkerError
-from autotune.probe.fleet.fleet import Job
+from autotune.probe.fleet.fleet import CardsLostError, Job
 from autotune.probe.fleet.ray_actor import CardThere
 from autotune.records.fingerprint import Fingerprint
 from autotune.worker.client.isolate import WorkerEnd
@@ -53,6 +54,8 @@ class RayCards:
     backend: str
     new_actor: Callable[[], Any]
     cards: list[RayCard]
+    alike: CardThere
+    """One of them, which another must be like to take a lost one's place."""
     note: Callable[[str], None]
     starting: dict[Any, Any] = field(default_factory=dict)
     """Actors that take the place of lost ones, by the reference of their description."""
@@ -60,6 +63,8 @@ class RayCards:
     """Jobs without a card: theirs was lost."""
     losses: Counter[Job] = field(default_factory=Counter)
     last: RayCard | None = None
+    interrupted: threading.Event = field(default_factory=threading.Event)
+    """Set by whoever wants `wait` and `fingerprint` to raise KeyboardInterrupt, in whatever thread."""
 
     @property
     def num_cards(self) -> int:
@@ -68,21 +73,38 @@ class RayCards:
     @property
     def gpu(self) -> Gpu | None:
         """The kind of the cards; None on CPUs."""
-        return self.cards[0].there.gpu
+        return self.alike.gpu
+
+    def apart(self) -> list[RayCards]:
+        """Return a fleet of each card alone, for a thread each; this one has none any more."""
+        fleets = [
+            RayCards(
+                ray=self.ray,
+                backend=self.backend,
+                new_actor=self.new_actor,
+                cards=[card],
+                alike=self.alike,
+                note=self.note,
+                interrupted=self.interrupted,
+            )
+            for card in self.cards
+        ]
+        self.cards.clear()
+        return fleets
 
     def fingerprint(self, backend: str) -> Fingerprint:
-        for card in self.cards:
-            card.actor.ask_fingerprint.remote(backend)
         found: dict[Fingerprint, RayCard] = {}
-        for card in list(self.cards):
-            try:
-                found[self._fingerprint_of(card)] = card
-            except self.ray.exceptions.RayActorError as error:
-                self._remove(card, str(error))
-            except self.ray.exceptions.RayError as error:
-                raise failed(error) from error
-        if not found:
-            raise HardwareError("All cards of the cluster are lost", remedy="Run it again")
+        while not found:
+            self._await_card()
+            for card in self.cards:
+                card.actor.ask_fingerprint.remote(backend)
+            for card in list(self.cards):
+                try:
+                    found[self._fingerprint_of(card)] = card
+                except self.ray.exceptions.RayActorError as error:
+                    self._remove(card, str(error))
+                except self.ray.exceptions.RayError as error:
+                    raise failed(error) from error
         if len(found) > 1:
             nodes = ", ".join(sorted({card.there.node for card in found.values()}))
             raise HardwareError(
@@ -95,6 +117,7 @@ class RayCards:
 
     def _fingerprint_of(self, card: RayCard) -> Fingerprint:
         while True:
+            self.go_on()
             for said in self.ray.get(card.actor.poll.remote(POLL_SECONDS)):
                 if isinstance(said, BaseException):
                     raise said
@@ -106,30 +129,39 @@ class RayCards:
         self._deal()
 
     def wait(self) -> tuple[Job, WorkerEnd]:
-        lost_since: float | None = None
         while True:
+            self._await_card()
             self._welcome()
             self._deal()
             busy = {card.polling: card for card in self.cards if card.job is not None}
-            if not busy:
-                now = time.monotonic()
-                lost_since = lost_since or now
-                if now - lost_since > REPLACE_SECONDS:
-                    raise HardwareError(
-                        "The last card of the cluster is lost, and none came in its place",
-                        remedy="What was measured is kept, and the same command goes on",
-                    )
-                time.sleep(POLL_SECONDS)
-                continue
-            lost_since = None
+            assert busy, "nothing was started"
             ready, _ = self.ray.wait(list(busy), num_returns=1, timeout=10 * POLL_SECONDS)
             for reference in ready:
                 ended = self._hear(busy[reference], reference)
                 if ended is not None:
                     return ended
+            self.go_on()
             silent_since = time.monotonic() - SILENT_SECONDS
             for card in [card for card in busy.values() if card.heard_at < silent_since]:
                 self._lost(card, f"It has been silent for {SILENT_SECONDS:.0f} s.")
+
+    def _await_card(self) -> None:
+        """Wait until there is a card, where the last one is lost. Raises CardsLostError."""
+        until = time.monotonic() + REPLACE_SECONDS
+        while not self.cards:
+            self.go_on()
+            if time.monotonic() > until:
+                raise CardsLostError(
+                    "The last card of the cluster is lost, and none came in its place",
+                    remedy="What was measured is kept, and the same command goes on",
+                )
+            time.sleep(POLL_SECONDS)
+            self._welcome()
+
+    def go_on(self) -> None:
+        """Raise KeyboardInterrupt where somebody asked for that."""
+        if self.interrupted.is_set():
+            raise KeyboardInterrupt
 
     def _hear(self, card: RayCard, reference: Any) -> tuple[Job, WorkerEnd] | None:
         """Take in what a card says; how its job has ended, once it has."""
@@ -213,8 +245,7 @@ class RayCards:
                 there: CardThere = self.ray.get(reference)
             except self.ray.exceptions.RayError:
                 continue
-            alike = self.cards[0].there if self.cards else there
-            if (kind_of(there), there.versions) != (kind_of(alike), alike.versions):
+            if (there.kind, there.versions) != (self.alike.kind, self.alike.versions):
                 self.ray.kill(actor)
                 continue
             self.cards.append(RayCard(actor=actor, there=there))
@@ -227,11 +258,6 @@ class RayCards:
         for actor in [*(card.actor for card in self.cards), *self.starting.values()]:
             with contextlib.suppress(self.ray.exceptions.RayError, ValueError):
                 self.ray.kill(actor)
-
-
-def kind_of(there: CardThere) -> str:
-    """Name of the kind of card."""
-    return "CPU" if there.gpu is None else there.gpu.name
 
 
 def words_of(fingerprint: Fingerprint) -> str:
