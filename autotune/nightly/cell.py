@@ -40,6 +40,7 @@ from autotune.search.fleet import Cards
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
+from autotune.store.locks import StudyBusyError
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 
@@ -102,7 +103,8 @@ class CellNight:
     def run(self) -> Done:
         """Run the cell's night. Whatever goes wrong is said of the cell, and does not end the night.
 
-        Raises CardsLostError, which is nothing of the cell: it goes on where there is another card.
+        On a cluster it raises what is nothing of the cell, which goes on another time: CardsLostError, and
+        StudyBusyError where another search works in its study.
         """
         began = time.monotonic()
         searches = self._planned.searches
@@ -129,9 +131,13 @@ class CellNight:
         except (KeyboardInterrupt, TimeIsUp):
             self._journal.pause(self._cell.name)
             raise
-        except CardsLostError:
-            raise
         except AutotuneError as error:
+            if isinstance(error, StudyBusyError) and self._cards is not None:
+                self._journal.pause(self._cell.name)
+                raise
+            if isinstance(error, CardsLostError):
+                # Still begun: it may be what takes cards with it.
+                raise
             # Not begun any more: a cell that fails is tried again in its turn.
             with contextlib.suppress(AutotuneError):
                 self._journal.end(self._cell.name)
@@ -293,8 +299,6 @@ class CellNight:
             command=self._place.command,
             listener=_limited(self._place.listener, self._give_up),
             server=self._server,
-            # Cells of two kinds of CPU share a study.
-            waits=self._cards is not None,
             cards=self._cards,
         )
 

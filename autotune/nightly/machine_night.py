@@ -22,10 +22,14 @@ from autotune.nightly.plan import Planned, Prepared, expected_seconds, plan
 from autotune.probe.fleet.fleet import CardsLostError
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.search.fleet import Cards
+from autotune.store.locks import StudyBusyError
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_LOST = 3
 """Cards that a cell may lose in a night. [judgement] One that so many did not survive is what took them."""
+
+BUSY_SECONDS = 5.0
+"""Time between two attempts at a cell in whose study another search works. [judgement]"""
 
 
 def prepared(
@@ -108,6 +112,10 @@ class MachineNight:
                 done = one.run()
             except TimeIsUp:
                 continue
+            except StudyBusyError:
+                # Another card's thread has it: two cells may have one study, and so have two kinds of CPU.
+                self._put_off(planned)
+                continue
             except CardsLostError:
                 self._give_back(planned)
                 raise
@@ -152,6 +160,13 @@ class MachineNight:
                     self._has_begun = True
                     return planned
         return None
+
+    def _put_off(self, planned: Planned) -> None:
+        with self._lock:
+            is_last = not self._waiting
+            self._waiting.append(planned)
+        if is_last:
+            time.sleep(BUSY_SECONDS)
 
     def _give_back(self, planned: Planned) -> None:
         """Let another card go on with the cell, before those that were not begun."""
