@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -16,32 +15,10 @@ from typing import Any
 
 import here
 import pytest
+from nights_of import tiny_night
 
 from autotune.nightly.journal import locked
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
-SPACE = """
-name: tiny
-description: the base, so that one trace is all there is to predict
-methods:
-  full:
-    micro_batch_size: [1]
-    precision: [bf16-true]
-    optimizer: [adamw_torch_fused]
-"""
-MATRIX = """
-models: [tiny]
-budgets: [30MB, 40MB]
-lengths: [64]
-methods: [full]
-effective_batch: 8
-effort: quick
-space: space.yaml
-confirm_steps: 0
-measure_again_after: 0s
-probes: 2
-max_probes: 2
-"""
 URL = "sqlite:///studies/autotune.db"
 CELLS = ("tiny-30mb-seq64-full", "tiny-40mb-seq64-full")
 
@@ -63,13 +40,7 @@ def num_probes(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("nightly")
-    (folder / "tiny").mkdir()
-    (folder / "studies").mkdir()
-    shutil.copy(EXAMPLE, folder / "tiny" / "config.json")
-    (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
-    (folder / "studies" / "nightly.yaml").write_text(MATRIX, encoding="utf-8")
-    return folder
+    return tiny_night(tmp_path_factory.mktemp("nightly"))
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,29 @@ CONFIG = TrainConfig(
     lora_rank=16,
     lora_targets="all-linear",
 )
+SPACE = """
+name: tiny
+description: the base, so that one trace is all there is to predict
+methods:
+  full:
+    micro_batch_size: [1]
+    precision: [bf16-true]
+    optimizer: [adamw_torch_fused]
+"""
+MATRIX = """
+models: [tiny]
+budgets: [30MB, 40MB]
+lengths: [64]
+methods: [full]
+effective_batch: 8
+effort: quick
+space: space.yaml
+confirm_steps: 0
+measure_again_after: 0s
+probes: 2
+max_probes: 2
+"""
+"""A night of real probes, which takes a minute."""
 
 
 def night(
@@ -62,3 +86,15 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "nightly.yaml"
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def tiny_night(folder: Path, *, budgets: str = "[30MB, 40MB]") -> Path:
+    """Make the folder of a night of real probes."""
+    (folder / "tiny").mkdir()
+    (folder / "studies").mkdir()
+    example = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
+    shutil.copy(example, folder / "tiny" / "config.json")
+    (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
+    text = MATRIX.replace("[30MB, 40MB]", budgets)
+    (folder / "studies" / "nightly.yaml").write_text(text, encoding="utf-8")
+    return folder

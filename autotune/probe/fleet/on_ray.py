@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -80,6 +81,13 @@ def _joined(address: str, backend: str) -> Iterator[Any]:
     """Ray, connected to a cluster whose machines have autotune."""
     ray = _imported()
     is_ours = not ray.is_initialized()
+    # Ray prints on stdout that a machine has gone, whatever log_to_driver says; an answer goes there.
+    stdout = contextlib.redirect_stdout(sys.stderr) if is_ours else contextlib.nullcontext()
+    with stdout:
+        yield from _connected(ray, address, backend, is_ours=is_ours)
+
+
+def _connected(ray: Any, address: str, backend: str, *, is_ours: bool) -> Iterator[Any]:
     try:
         if is_ours:
             _connect(ray, address, {})
