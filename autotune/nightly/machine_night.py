@@ -29,7 +29,7 @@ MAX_LOST = 3
 """Cards that a cell may lose in a night. [judgement] One that so many did not survive is what took them."""
 
 BUSY_SECONDS = 5.0
-"""Time between two attempts at a cell in whose study another search works. [judgement]"""
+"""Time before the next cell where another search works in the study of one. [judgement]"""
 
 
 def prepared(
@@ -163,10 +163,8 @@ class MachineNight:
 
     def _put_off(self, planned: Planned) -> None:
         with self._lock:
-            is_last = not self._waiting
             self._waiting.append(planned)
-        if is_last:
-            time.sleep(BUSY_SECONDS)
+        time.sleep(BUSY_SECONDS)
 
     def _give_back(self, planned: Planned) -> None:
         """Let another card go on with the cell, before those that were not begun."""

@@ -150,14 +150,14 @@ def test_cells_of_two_kinds_run_side_by_side(first: dict[str, Any]) -> None:
     )
 
 
-def test_nothing_that_one_kind_measured_is_taken_for_the_other_s(
+def test_each_kind_has_measurements_of_its_own(
     folder: Path, first: dict[str, Any]
 ) -> None:
     repeats = {
         machine["device"]: sum(each["num_probes"] for each in machine["cells"])
         for machine in first["machines"]
     }
-    # What the search probed comes on top.
+    # What its searches probed comes on top of what was measured again.
     assert all(probes(folder)[device] > count for device, count in repeats.items())
 
 

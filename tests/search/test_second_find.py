@@ -11,9 +11,13 @@ import pytest
 
 from autotune.errors import NothingFitsError, StorageError
 from autotune.probe import fingerprint
+from autotune.probe.fleet.fleet import CardsLostError
+from autotune.probe.fleet.one_card import OneCard
+from autotune.records.fingerprint import Fingerprint
 from autotune.records.question import Question
 from autotune.search import predict_best
 from autotune.search.find import Finding, find
+from autotune.search.fleet import Cards
 from autotune.worker.client import forkserver, isolate, launching
 
 pytestmark = pytest.mark.worker
@@ -109,6 +113,19 @@ def test_another_budget_needs_no_process(
     budget_bytes = found.answer.workload.memory_budget_bytes
     assert measured.final.spec.memory_budget_bytes == budget_bytes
     assert measured.final.probed_budget_bytes == (None if size == "100MB" else 100_000_000)
+
+
+@pytest.mark.usefixtures("_no_process")
+def test_cards_elsewhere_are_not_taken_for_the_one_here(
+    first: tuple[str, Finding], options: Question
+) -> None:
+    class Elsewhere(OneCard):
+        def fingerprint(self, backend: str) -> Fingerprint:
+            raise CardsLostError(f"asked what measures on {backend}")
+
+    fleet = Elsewhere(forkserver.ForkServer())
+    with pytest.raises(CardsLostError, match="asked what measures on cpu"):
+        find(options, storage=first[0], cards=Cards(fleet=fleet, gpu=None))
 
 
 @pytest.mark.usefixtures("_no_process")
