@@ -150,9 +150,7 @@ def test_cells_of_two_kinds_run_side_by_side(first: dict[str, Any]) -> None:
     )
 
 
-def test_each_kind_has_measurements_of_its_own(
-    folder: Path, first: dict[str, Any]
-) -> None:
+def test_each_kind_has_measurements_of_its_own(folder: Path, first: dict[str, Any]) -> None:
     repeats = {
         machine["device"]: sum(each["num_probes"] for each in machine["cells"])
         for machine in first["machines"]
