@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.errors import HardwareError, StorageError, WorkerError
+from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
 from autotune.predict.tracing import is_known
 from autotune.probe.fleet.fleet import Fleet
@@ -105,6 +105,12 @@ def _find(
 ) -> Finding:
     card = None if cards is None else cards.chosen(question.gpu, question.gpu_mem)
     problem = resolve(question, card=card, note=listener.note)
+    num_gpus = problem.workload.num_gpus
+    if cards is not None and cards.num_gpus != num_gpus:
+        raise ConfigError(
+            f"This run is shared by {num_gpus} GPUs, and each probe was to have {cards.num_gpus}",
+            remedy=f"Give --num-gpus {num_gpus}",
+        )
     if problem.backend is not None:
         _note_unmeasured(question, listener)
     prediction = predict(problem, listener=listener)

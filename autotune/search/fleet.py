@@ -59,6 +59,8 @@ class Cards:
     fleet: Fleet
     gpu: Gpu | None
     """The kind that they are; None where probes run on CPUs."""
+    num_gpus: int = 1
+    """Number of them that each probe runs on, on one machine."""
 
     def chosen(self, name: str | None, size: str | None) -> ChosenCard:
         """Return the card with the budget on it, of the size or of all of its memory.
@@ -127,7 +129,14 @@ def fleet_on_ray(
             question.gpu, question.gpu_mem
         )  # What is wrong is said before a cluster is asked.
     name = None if is_cpu or question.gpu is None else gpus.find_gpu(question.gpu).name
+    num_gpus = question.num_gpus or 1
     with on_ray.connected(
-        where.on, backend=backend, wanted=where.number, name=name, note=note
+        where.on,
+        backend=backend,
+        wanted=where.number,
+        name=name,
+        note=note,
+        num_gpus=num_gpus,
     ) as cards:
-        yield dataclasses.replace(question, backend=backend), Cards(fleet=cards, gpu=cards.gpu)
+        taken = Cards(fleet=cards, gpu=cards.gpu, num_gpus=num_gpus)
+        yield dataclasses.replace(question, backend=backend), taken

@@ -17,10 +17,11 @@ from typing import Any, Self
 import answers
 import sweep
 
+from autotune.catalogue import gpus
 from autotune.catalogue.models import resolve
 from autotune.probe.fleet import card_thread, on_ray
 from autotune.probe.fleet.fleet import Fleet
-from autotune.probe.fleet.ray_actor import CardActor
+from autotune.probe.fleet.ray_actor import CardActor, CardThere
 from autotune.probe.fleet.ray_cards import RayCards
 from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import Prober
@@ -88,6 +89,19 @@ class StandInActor(CardActor):
     def __init__(self, variables: Mapping[str, str]) -> None:
         card_thread.ForkServer = StandInServer  # type: ignore[assignment,misc]
         super().__init__(variables)
+
+
+class GpuActor(CardActor):
+    """An actor whose card is the one that its machine's resource accelerator_type names."""
+
+    def describe(self, backend: str) -> CardThere:
+        import ray
+
+        here = ray.get_runtime_context().get_node_id()
+        (resources,) = (each["Resources"] for each in ray.nodes() if each["NodeID"] == here)
+        (kind,) = (name for name in resources if name.startswith("accelerator_type:"))
+        there = super().describe("cpu")
+        return dataclasses.replace(there, gpu=gpus.find_gpu(kind.partition(":")[2]))
 
 
 def pool() -> list[Estimate]:

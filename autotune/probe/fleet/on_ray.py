@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import Any
 from autotune.catalogue import installed
 from autotune.common.units import counted
 from autotune.common.version import __version__
-from autotune.errors import ConfigError, HardwareError
+from autotune.errors import AutotuneError, ConfigError, HardwareError
 from autotune.probe.fleet.ray_actor import CardActor
-from autotune.probe.fleet.ray_cards import RayCard, RayCards, failed, first_line
+from autotune.probe.fleet.ray_cards import RayCard, RayCards, end
+from autotune.probe.fleet.ray_head import KNOCK_SECONDS, Head, failed, first_line, gone, knock
 
 CPU_RESOURCE = "autotune_card"
 """Resource of a cluster's machines that stands for a card where probes run on CPUs."""
@@ -30,7 +31,9 @@ READY_SECONDS = 120.0
 unpacked first."""
 SCALE_SECONDS = 900.0
 """Time for a cluster to scale up. [judgement] Clouds start a machine in minutes."""
-CONNECT_SECONDS = 10.0
+_TYPE = "accelerator_type:"
+"""Beginning of the resource that stands for a type of card in Ray."""
+_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 _PACKAGE = str(Path(__file__).parents[2])
 """Folder of the package, for machines that lack it."""
 _VARIABLES = ("HF_TOKEN", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -45,17 +48,19 @@ def connected(
     wanted: int | None,
     name: str | None,
     note: Callable[[str], None],
+    num_gpus: int = 1,
 ) -> Iterator[RayCards]:
     """Take cards of the cluster at that address, or of RAY_ADDRESS's with `auto`, until the end of the block.
 
     `wanted` None: all that it has. `name`: of the card in the catalogue; None: the kind that it has.
+    `num_gpus`: cards of one machine that a probe runs on; they count as one.
 
     Raises ConfigError where Ray is not installed or several kinds are there, HardwareError where no cluster
     answers, or it lacks such cards, WorkerError where Ray fails.
     """
     with _joined(address, backend) as ray:
         choose = functools.partial(_of_one_kind, name=name, backend=backend)
-        (cards,) = _take(ray, backend, wanted, choose, note)
+        (cards,) = _take(ray, backend, wanted, choose, note, name=name, num_gpus=num_gpus)
         with contextlib.closing(cards):
             yield cards
 
@@ -100,6 +105,14 @@ def _connected(ray: Any, address: str, backend: str, *, is_ours: bool) -> Iterat
             ray.shutdown()
             _connect(ray, address, {"py_modules": [_PACKAGE]})
         yield ray
+    except AutotuneError:
+        raise
+    except Exception as error:
+        if not ray.is_initialized():  # Ray Client has given up: it raises what it likes
+            raise gone(str(error)) from error
+        if isinstance(error, ray.exceptions.RayError):
+            raise failed(error) from error
+        raise
     finally:
         if is_ours:
             ray.shutdown()
@@ -120,14 +133,15 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
     import logging
 
     try:
-        _knock(address)
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-            runtime_env=runtime_env or None,
-        )
+        knock(address)
+        with _patient():
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+                runtime_env=runtime_env or None,
+            )
     except (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError) as error:
         raise HardwareError(
             f"No Ray cluster answers at {address}",
@@ -136,12 +150,16 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
         ) from error
 
 
-def _knock(address: str) -> None:
-    """Raise OSError where nobody listens at an address with a port: Ray would try for many minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS):
-            pass
+@contextlib.contextmanager
+def _patient() -> Iterator[None]:
+    """Let Ray, which reads this as it connects, not end this process when the head goes: see Head."""
+    before = os.environ.get(_PATIENCE)
+    os.environ[_PATIENCE] = before or str(24 * 3600)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PATIENCE]
 
 
 def _resource(backend: str) -> str:
@@ -192,31 +210,51 @@ Choose = Callable[[list[RayCard]], list[list[RayCard]]]
 
 
 def _take(
-    ray: Any, backend: str, wanted: int | None, choose: Choose, note: Callable[[str], None]
+    ray: Any,
+    backend: str,
+    wanted: int | None,
+    choose: Choose,
+    note: Callable[[str], None],
+    *,
+    name: str | None = None,
+    num_gpus: int = 1,
 ) -> list[RayCards]:
     what = "GPUs" if backend == "cuda" else f"machines with the resource {CPU_RESOURCE}"
-    there_are = int(ray.cluster_resources().get(_resource(backend), 0))
-    free = int(ray.available_resources().get(_resource(backend), 0))
+    kind = "" if name is None else _accelerator_type(ray, name)
+    there_are = sum(
+        int(node["Resources"].get(_resource(backend), 0)) // num_gpus
+        for node in ray.nodes()
+        if node["Alive"] and (not kind or _TYPE + kind in node["Resources"])
+    )
+    free = int(ray.available_resources().get(_resource(backend), 0)) // num_gpus
+    free = min(free, there_are)
     number = wanted or there_are
     if not number:
         raise HardwareError(
-            f"The Ray cluster has no {what}",
+            f"The Ray cluster has no {what}"
+            if num_gpus == 1
+            else f"No machine of the Ray cluster has {num_gpus} GPUs",
             remedy="Add some; --cards N waits until the cluster has scaled up to N",
         )
     if number > free:
         note(f"waiting for {counted(number, 'card')} of the cluster: {free} are free.")
     variables = {key: os.environ[key] for key in _VARIABLES if key in os.environ}
-    needs = {"num_gpus": 1} if backend == "cuda" else {"resources": {CPU_RESOURCE: 1}}
+    needs = (
+        {"num_gpus": num_gpus, "accelerator_type": kind or None}
+        if backend == "cuda"
+        else {"resources": {CPU_RESOURCE: num_gpus}}
+    )
     actor_class = ray.remote(CardActor)
 
     def new_actor() -> Any:
         return actor_class.options(num_cpus=0, **needs).remote(variables)
 
+    head = Head(ray)
     actors = [new_actor() for _ in range(number)]
     try:
         described = [actor.describe.remote(backend) for actor in actors]
         seconds = READY_SECONDS if number <= free else SCALE_SECONDS
-        ready, _ = ray.wait(described, num_returns=number, timeout=seconds)
+        ready = _awaited(ray, head, described, seconds)
         cards = [
             RayCard(actor=actor, there=ray.get(reference))
             for actor, reference in zip(actors, described, strict=True)
@@ -231,15 +269,12 @@ def _take(
                 remedy="Lower --cards, or wait until others are done",
             )
     except BaseException as error:
-        for actor in actors:
-            ray.kill(actor)
+        end(ray, head, actors)
         if isinstance(error, ray.exceptions.RayError):
             raise failed(error) from error
         raise
     kept = {id(card.actor) for card in chosen}
-    for actor in actors:
-        if id(actor) not in kept:
-            ray.kill(actor)
+    end(ray, head, [actor for actor in actors if id(actor) not in kept])
     nodes = {card.there.node for card in chosen}
     note(f"{counted(len(chosen), 'card')} on {counted(len(nodes), 'machine')} of the Ray cluster.")
     return [
@@ -250,9 +285,39 @@ def _take(
             cards=kind,
             alike=kind[0].there,
             note=note,
+            head=head,
         )
         for kind in kinds
     ]
+
+
+def _accelerator_type(ray: Any, name: str) -> str:
+    """Ray's type of the card of that name, of those that its machines have; empty where none is alike.
+
+    A type is of several cards: A100 is the 40 GB one's, too.
+    """
+    types = [
+        resource.removeprefix(_TYPE)
+        for resource in ray.cluster_resources()
+        if resource.startswith(_TYPE)
+    ]
+    words = f"-{name.replace(' ', '-')}-"
+    alike = [each for each in types if f"-{each.removeprefix('GeForce-')}-" in words]
+    return max(alike, key=len, default="")
+
+
+def _awaited(ray: Any, head: Head, references: list[Any], seconds: float) -> list[Any]:
+    """Those of the references that are answered within the time. Raises HardwareError where Ray is gone."""
+    until = time.monotonic() + seconds
+    while True:
+        left = until - time.monotonic()
+        ready: list[Any]
+        ready, _ = ray.wait(
+            references, num_returns=len(references), timeout=max(min(left, KNOCK_SECONDS), 0.0)
+        )
+        if len(ready) == len(references) or left <= KNOCK_SECONDS:
+            return ready
+        head.check()
 
 
 def _of_one_kind(cards: list[RayCard], name: str | None, backend: str) -> list[list[RayCard]]:

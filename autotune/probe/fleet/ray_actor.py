@@ -37,7 +37,7 @@ class CardThere:
 
 
 class CardActor:
-    """One card of a cluster."""
+    """One card of a cluster, or those of a machine that a probe runs on together."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
         """Start the card's thread. `variables`: of the search's environment that its probes need."""
@@ -75,7 +75,9 @@ class CardActor:
         self._card.stop(reason)
 
     def taken_of(self, budget_bytes: int) -> Occupancy | None:
-        return nvml.taken_of(budget_bytes)
+        numbers = range(max(len(nvml.alike()), 1))
+        seen = (nvml.taken_of(budget_bytes, number=number) for number in numbers)
+        return next(filter(None, seen), None)
 
     def close(self) -> None:
         """End the probe and the server."""

@@ -10,15 +10,16 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.nvml import Occupancy
-from autotune.errors import HardwareError, WorkerError
+from autotune.errors import HardwareError
 from autotune.probe.fleet.fleet import CardsLostError, Job
 from autotune.probe.fleet.ray_actor import CardThere
+from autotune.probe.fleet.ray_head import Head, failed, first_line
 from autotune.records.fingerprint import Fingerprint
 from autotune.worker.client.isolate import WorkerEnd
 
@@ -57,6 +58,7 @@ class RayCards:
     alike: CardThere
     """One of them, which another must be like to take a lost one's place."""
     note: Callable[[str], None]
+    head: Head
     starting: dict[Any, Any] = field(default_factory=dict)
     """Actors that take the place of lost ones, by the reference of their description."""
     waiting: deque[Job] = field(default_factory=deque)
@@ -85,6 +87,7 @@ class RayCards:
                 cards=[card],
                 alike=self.alike,
                 note=self.note,
+                head=self.head,
                 interrupted=self.interrupted,
             )
             for card in self.cards
@@ -130,6 +133,7 @@ class RayCards:
 
     def wait(self) -> tuple[Job, WorkerEnd]:
         while True:
+            self.head.check()
             self._await_card()
             self._welcome()
             self._deal()
@@ -150,6 +154,7 @@ class RayCards:
         until = time.monotonic() + REPLACE_SECONDS
         while not self.cards:
             self.go_on()
+            self.head.check()
             if time.monotonic() > until:
                 raise CardsLostError(
                     "The last card of the cluster is lost, and none came in its place",
@@ -174,6 +179,7 @@ class RayCards:
             return None
         except self.ray.exceptions.RayError as error:
             raise failed(error) from error
+        self.head.heard()
         for said in heard:
             if isinstance(said, BaseException):
                 card.job = None
@@ -252,28 +258,25 @@ class RayCards:
 
     def close(self) -> None:
         """End all probes, servers and actors, and nothing else of the cluster."""
-        with contextlib.suppress(self.ray.exceptions.RayError):
-            closing = [card.actor.close.remote() for card in self.cards]
-            self.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        for actor in [*(card.actor for card in self.cards), *self.starting.values()]:
-            with contextlib.suppress(self.ray.exceptions.RayError, ValueError):
-                self.ray.kill(actor)
+        actors = [card.actor for card in self.cards]
+        if self.ray.is_initialized():
+            with contextlib.suppress(self.ray.exceptions.RayError):
+                closing = [actor.close.remote() for actor in actors]
+                self.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
+        end(self.ray, self.head, [*actors, *self.starting.values()])
+
+
+def end(ray: Any, head: Head, actors: Iterable[Any]) -> None:
+    """End actors, whatever they do; those of a cluster that is gone end by themselves."""
+    # Without a head the call would wait for it, and where Ray Client has given up start a cluster here.
+    if not (ray.is_initialized() and head.answers()):
+        return
+    for actor in actors:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(actor)
 
 
 def words_of(fingerprint: Fingerprint) -> str:
     """A fingerprint in words."""
     versions = ", ".join(f"{name} {version}" for name, version in fingerprint.versions)
     return f"{fingerprint.device}, driver {fingerprint.driver or 'none'}: {versions}"
-
-
-def failed(error: BaseException) -> WorkerError:
-    """The error that says what Ray said."""
-    why = first_line(str(error)) or type(error).__name__
-    return WorkerError(
-        "The Ray cluster failed", why=why, remedy="What was measured is kept; run it again"
-    )
-
-
-def first_line(said: str) -> str:
-    """First line of what Ray said."""
-    return (said.strip().splitlines() or [""])[0]

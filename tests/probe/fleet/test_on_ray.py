@@ -18,8 +18,9 @@ import stand_in_cards
 from optuna.trial import TrialState
 from optuna_storage import unpooled
 
-from autotune.errors import ConfigError, HardwareError
-from autotune.probe.fleet import on_ray
+from autotune.catalogue import gpus
+from autotune.errors import ConfigError, HardwareError, WorkerError
+from autotune.probe.fleet import on_ray, ray_head
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
 
@@ -112,6 +113,46 @@ def test_a_machine_that_dies_loses_no_probe(cluster: Any, tmp_path: Path) -> Non
     assert found.num_run == ended[TrialState.COMPLETE] + ended[TrialState.PRUNED]
 
 
+def test_a_cluster_that_is_gone(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setattr(ray_head, "GONE_SECONDS", 3.0)
+    head = {"num_cpus": 1, "include_dashboard": False, "resources": {on_ray.CPU_RESOURCE: 1}}
+    other = Cluster(initialize_head=True, head_node_args=head)
+
+    def kill(_: Any = None) -> None:
+        other.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+
+    try:
+        with pytest.raises(HardwareError, match="The Ray cluster is gone") as raised:
+            searched(other, url_in(tmp_path), meanwhile=kill)
+    finally:
+        kill()
+    assert "the same command goes on" in raised.value.remedy
+    assert not ray.is_initialized()
+    measured = states(url_in(tmp_path))
+    assert measured[TrialState.RUNNING] == 0
+    found, _, _ = searched(cluster, url_in(tmp_path))
+    ended = states(url_in(tmp_path))
+    assert ended[TrialState.COMPLETE] == measured[TrialState.COMPLETE] + found.num_run
+
+
+def test_an_error_of_ray_is_said_in_one_line(cluster: Any) -> None:
+    def fill() -> None:
+        from ray.exceptions import OutOfDiskError
+
+        raise OutOfDiskError("the store and the disk")
+
+    with (
+        pytest.raises(WorkerError) as raised,
+        stand_in_cards.cards_of(cluster.address, 1) as cards,
+    ):
+        cards.ray.get(cards.ray.remote(num_cpus=0)(fill).remote())
+    assert raised.value.why == "the store and the disk"
+
+
 def test_a_search_on_the_cluster_probes_for_real(cluster: Any, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "tiny-llama.json", tmp_path / "tiny.json")
     ended = here.command(
@@ -144,6 +185,57 @@ def test_a_cluster_without_gpus(cluster: Any) -> None:
         on_ray.connected(cluster.address, backend="cuda", wanted=None, name=None, note=print),
     ):
         pass
+
+
+def test_only_cards_of_the_kind_that_was_asked_for(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(wanted: int | None, name: str | None) -> None:
+        with on_ray.connected(
+            cluster.address, backend="cuda", wanted=wanted, name=name, note=print
+        ) as cards:
+            assert cards.gpu is not None
+            assert (len(cards.cards), cards.gpu.name) == (1, name)
+            # Actors with another card end after they were told to.
+            until = time.monotonic() + 20
+            while ray.available_resources().get("GPU") != 2 and time.monotonic() < until:
+                time.sleep(0.1)
+            assert ray.available_resources()["GPU"] == 2
+
+    monkeypatch.setattr(on_ray, "CardActor", stand_in_cards.GpuActor)
+    nodes = [
+        cluster.add_node(num_cpus=1, num_gpus=1, resources={f"accelerator_type:{kind}": 1})
+        for kind in ("T4", "T4", "H100")
+    ]
+    h100 = gpus.find_gpu("h100").name
+    try:
+        for _ in range(2):  # another machine might be taken by chance
+            taken(1, h100)
+        with pytest.raises(ConfigError, match="1 x NVIDIA H100 80GB HBM3, 2 x NVIDIA T4"):
+            taken(None, None)
+        monkeypatch.setattr(on_ray, "_accelerator_type", lambda *_: "")
+        taken(None, h100)
+    finally:
+        for node in nodes:
+            cluster.remove_node(node)
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "found"),
+    [
+        ("a100-80gb", ["A100", "A100-80G", "H100"], "A100"),
+        ("l40s", ["L4", "L40S"], "L40S"),
+        ("l4", ["L40S"], ""),
+        ("rtx-5090", ["GeForce-RTX-5090", "T4"], "GeForce-RTX-5090"),
+        ("rtx-pro-6000", ["RTX-PRO-6000", "RTX-6000"], "RTX-PRO-6000"),
+    ],
+)
+def test_types_of_cards_by_name(name: str, types: list[str], found: str) -> None:
+    class Cluster:
+        def cluster_resources(self) -> dict[str, float]:
+            return {"GPU": 2.0, **{f"accelerator_type:{each}": 1.0 for each in types}}
+
+    assert on_ray._accelerator_type(Cluster(), gpus.find_gpu(name).name) == found
 
 
 def test_machines_of_another_version(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
