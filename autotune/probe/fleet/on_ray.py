@@ -307,7 +307,7 @@ def _accelerator_type(ray: Any, name: str) -> str:
 
 
 def _awaited(ray: Any, head: Head, references: list[Any], seconds: float) -> list[Any]:
-    """Those of the references that are answered within the time. Raises HardwareError where Ray is gone."""
+    """Return the references that are answered within the time. Raises HardwareError where Ray is gone."""
     until = time.monotonic() + seconds
     while True:
         left = until - time.monotonic()
