@@ -101,7 +101,8 @@ class GpuActor(CardActor):
         (resources,) = (each["Resources"] for each in ray.nodes() if each["NodeID"] == here)
         (kind,) = (name for name in resources if name.startswith("accelerator_type:"))
         there = super().describe("cpu")
-        return dataclasses.replace(there, gpu=gpus.find_gpu(kind.partition(":")[2]))
+        gpu = gpus.find_gpu(kind.partition(":")[2])
+        return dataclasses.replace(there, gpu=gpu, kind=gpu.name)
 
 
 def pool() -> list[Estimate]:
