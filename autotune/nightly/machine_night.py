@@ -19,7 +19,6 @@ from autotune.nightly.history import levels
 from autotune.nightly.journal import Journal
 from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Planned, Prepared, expected_seconds, plan
-from autotune.probe.fleet.fleet import CardsLostError
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.search.fleet import Cards
 from autotune.store.locks import StudyBusyError
@@ -95,7 +94,8 @@ class MachineNight:
     ) -> None:
         """Do cell after cell until none is left, or the time is over.
 
-        Raises KeyboardInterrupt, and CardsLostError; the cell then goes to whoever else works at the night.
+        Raises KeyboardInterrupt, CardsLostError and what is nothing of the cell, which then goes to whoever
+        else works at the night.
         """
         while (planned := self._next()) is not None:
             one = CellNight(
@@ -116,7 +116,8 @@ class MachineNight:
                 # Another card's thread has it: two cells may have one study, and so have two kinds of CPU.
                 self._put_off(planned)
                 continue
-            except CardsLostError:
+            except Exception:
+                # CardsLostError, and whatever Ray raises once its cluster is gone.
                 self._give_back(planned)
                 raise
             with self._lock:

@@ -239,7 +239,7 @@ class _Worker(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         self.night, self.fleet = night, fleet
-        self.error: BaseException | None = None
+        self.error: Exception | None = None
         """What is wrong with this program, and not with a cell or a card."""
         self._voice, self._on_done = voice, on_done
 
@@ -252,10 +252,11 @@ class _Worker(threading.Thread):
             )
         except KeyboardInterrupt:
             pass
-        except CardsLostError as error:
-            self._voice.note(f"{device}: {error}")
-        except BaseException as error:  # the night's to raise
-            self.error = error
+        except Exception as error:  # the night's to raise, where the cluster is there
+            if isinstance(error, CardsLostError) or not self.fleet.ray.is_initialized():
+                self._voice.note(f"{device}: {error}")
+            else:
+                self.error = error
         finally:
             # A card that is done with its cells takes the place of one that is lost.
             self.fleet.close()

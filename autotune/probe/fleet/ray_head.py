@@ -7,7 +7,8 @@ import socket
 import time
 from typing import Any
 
-from autotune.errors import HardwareError, WorkerError
+from autotune.errors import WorkerError
+from autotune.probe.fleet.fleet import CardsLostError
 
 GONE_SECONDS = 20.0
 """Silence of the head and of all cards after which the cluster is gone. [judgement] A head that starts again
@@ -41,7 +42,7 @@ class Head:
         return not (self._is_reachable and self._silence())
 
     def check(self) -> None:
-        """Raise HardwareError where neither the head nor a card has answered for GONE_SECONDS."""
+        """Raise CardsLostError where neither the head nor a card has answered for GONE_SECONDS."""
         now = time.monotonic()
         if not self._is_reachable or now - self._asked_at < KNOCK_SECONDS:
             return
@@ -49,8 +50,10 @@ class Head:
         if not why:
             self._silent_since = None
             return
-        self._silent_since = self._silent_since or now
-        if now - self._silent_since > GONE_SECONDS:
+        # Several threads may wait for cards: what one has heard must not come in between.
+        since = self._silent_since or now
+        self._silent_since = since
+        if now - since > GONE_SECONDS:
             raise gone(
                 f"Its head at {self._address} has not answered for {GONE_SECONDS:.0f} s: {why}"
             )
@@ -72,9 +75,9 @@ def knock(address: str, seconds: float = CONNECT_SECONDS) -> None:
             pass
 
 
-def gone(why: str) -> HardwareError:
+def gone(why: str) -> CardsLostError:
     """The error that says that the whole cluster is lost."""
-    return HardwareError(
+    return CardsLostError(
         "The Ray cluster is gone",
         why=first_line(why),
         remedy="What was measured is kept: start the cluster again, and the same command goes on",
