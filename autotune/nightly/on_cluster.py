@@ -29,6 +29,7 @@ from autotune.nightly.plan import Prepared
 from autotune.probe.fleet import on_ray
 from autotune.probe.fleet.fleet import CardsLostError
 from autotune.probe.fleet.ray_cards import RayCards
+from autotune.probe.fleet.ray_head import gone
 from autotune.report.files import write
 from autotune.search.fleet import Cards, Where
 from autotune.search.listener import SILENT, Listener
@@ -253,8 +254,10 @@ class _Worker(threading.Thread):
         except KeyboardInterrupt:
             pass
         except Exception as error:  # the night's to raise, where the cluster is there
-            if isinstance(error, CardsLostError) or not self.fleet.ray.is_initialized():
+            if isinstance(error, CardsLostError):
                 self._voice.note(f"{device}: {error}")
+            elif not self.fleet.ray.is_initialized():  # Ray Client has given up
+                self._voice.note(f"{device}: {gone(str(error))}")
             else:
                 self.error = error
         finally:
