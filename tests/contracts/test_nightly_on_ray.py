@@ -112,7 +112,7 @@ def ran(cell: dict[str, Any]) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_night(tmp_path_factory.mktemp("cluster"))
+    return tiny_night(tmp_path_factory.mktemp("cluster"), probes=6)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_the_next_night_goes_by_each_kind_s_own_history(cluster: Any, folder: Pa
 
 
 def test_a_machine_that_dies_loses_no_cell(cluster: Any, tmp_path: Path) -> None:
-    folder = tiny_night(tmp_path)
+    folder = tiny_night(tmp_path, probes=6)
     extra = add_card(cluster)
     with once_probed(folder, cpu_name(), lambda: cluster.remove_node(extra, allow_graceful=False)):
         code, digest, err = nightly(cluster, folder)

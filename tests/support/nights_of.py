@@ -88,13 +88,13 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def tiny_night(folder: Path, *, budgets: str = "[30MB, 40MB]") -> Path:
-    """Make the folder of a night of real probes."""
+def tiny_night(folder: Path, *, budgets: str = "[30MB, 40MB]", probes: int = 2) -> Path:
+    """Make the folder of a night of real probes; each of `probes` takes a second or more."""
     (folder / "tiny").mkdir()
     (folder / "studies").mkdir()
     example = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
     shutil.copy(example, folder / "tiny" / "config.json")
     (folder / "space.yaml").write_text(SPACE, encoding="utf-8")
-    text = MATRIX.replace("[30MB, 40MB]", budgets)
+    text = MATRIX.replace("[30MB, 40MB]", budgets).replace("probes: 2", f"probes: {probes}")
     (folder / "studies" / "nightly.yaml").write_text(text, encoding="utf-8")
     return folder
