@@ -26,9 +26,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
-from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_jobs, run_many
-from autotune.worker.client.launching import EarlyWorker
-from autotune.worker.trace.imports import is_usual
+from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_many
 
 _log = log.logger(__name__)
 
@@ -55,12 +53,10 @@ def trace_all(
     cache: TraceCache | None = None,
     operations: bool = False,
     found: dict[TraceSpec, Trace | RankTrace] | None = None,
-    early: EarlyWorker | None = None,
 ) -> dict[TraceSpec, Trace | RankTrace]:
     """Trace a step per spec; `on_trace(done, all)` is called as they arrive.
 
-    `server`: whose forks trace, for who asks again and again: the imports are then paid once. `early`: a
-    worker that has begun to import.
+    `server`: whose forks trace, for who asks again and again: the imports are then paid once.
     `cache`: what was traced before is taken from it, and what is new is kept there.
     `operations`: with what made each tensor, which is kept in no cache.
     `found`: the result, for who looks at it before all of it is there; a trace is in it before `on_trace`
@@ -75,12 +71,15 @@ def trace_all(
             why="What its kernels and its allocator do is not modelled",
             remedy="Name an NVIDIA card (autotune gpus)",
         )
-    shared = _shared(model, task, sequence_length, gpu)
+    shared = {
+        "config": model.config,
+        "task": task,
+        "sequence_length": sequence_length,
+        **of_card(gpu),
+    }
     run = run_many if server is None else functools.partial(_run_forked, server)
     assert cache is None or not operations
     specs = set(specs)
-    if early is not None and all(is_usual(_plain(spec)) for spec in specs):
-        run = functools.partial(run_jobs, launch=early.launch)
     found = {} if found is None else found
     sharing: dict[TraceSpec, list[TraceSpec]] = {}
     for spec in specs:
@@ -130,37 +129,6 @@ def trace_all(
     if not jobs.traces:
         raise _refusal(model, specs, next(iter(jobs.refused.values())))
     return found
-
-
-def is_known(
-    model: ModelSource,
-    task: str,
-    sequence_length: int,
-    gpu: Gpu,
-    spec: TraceSpec,
-    cache: TraceCache,
-) -> bool:
-    """Whether a step was traced before: then others of its model probably were, too."""
-    shared = _shared(model, task, sequence_length, gpu)
-    request = request_of(of_one_gpu(spec), shared)
-    return request in cache.find([request])
-
-
-def _shared(model: ModelSource, task: str, sequence_length: int, gpu: Gpu) -> dict[str, Any]:
-    """What the traces of one request have in common."""
-    return {
-        "config": model.config,
-        "task": task,
-        "sequence_length": sequence_length,
-        **of_card(gpu),
-    }
-
-
-def request_of(spec: TraceSpec, shared: Mapping[str, Any]) -> str:
-    """The text that a trace is kept by, which cards of any number of multiprocessors share."""
-    # Liger's kernels are launched by their number.
-    asked = dict(shared) if spec.liger else {**shared, "num_sms": None}
-    return json.dumps([asked, _plain(spec)], sort_keys=True)
 
 
 def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> ConfigError:
@@ -256,7 +224,11 @@ class _Jobs:
                 _log.debug("%s", line)
 
     def _request(self, number: int, shared: Mapping[str, Any]) -> str:
-        return request_of(self._specs[number], shared)
+        """Return the text that a trace is kept by, which cards of any number of multiprocessors share."""
+        spec = self._specs[number]
+        # Liger's kernels are launched by their number.
+        asked = dict(shared) if spec.liger else {**shared, "num_sms": None}
+        return json.dumps([asked, _plain(spec)], sort_keys=True)
 
     def left(self) -> list[dict[str, Any]]:
         """List what is left to ask for."""

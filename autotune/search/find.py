@@ -6,35 +6,30 @@ hears how far the work is.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
-from autotune.predict.tracing import is_known
 from autotune.probe.fleet.fleet import Fleet
 from autotune.records.answer import Answer
 from autotune.records.charts import Details
-from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.estimate import Estimate
 from autotune.records.question import Question
 from autotune.search import predict_best
 from autotune.search.fleet import HERE, Cards, Where, fleet_on_ray
 from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem, resolve
-from autotune.space.defaults import default_base
 from autotune.store import optuna_study, stored_answers, study_names
 from autotune.store.database import check_place, parse_url
 from autotune.store.locks import StudyBusyError
 from autotune.store.recommendations import question_of
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
-from autotune.worker.client.launching import EarlyWorker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,7 +147,7 @@ def _predicted(problem: Problem, listener: Listener) -> Finding:
 
 def predict(problem: Problem, *, listener: Listener) -> Prediction:
     """Answer a problem by prediction. Raises ConfigError, HardwareError and NothingFitsError."""
-    with listener.searching() as progress, _early_worker(problem) as early:
+    with listener.searching() as progress:
         return predict_best.find(
             problem.source,
             problem.workload,
@@ -167,18 +162,7 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
             so_far=listener.so_far,
             cache=TraceCache(),
             changes=problem.changes,
-            early=early,
         )
-
-
-def _early_worker(problem: Problem) -> AbstractContextManager[EarlyWorker | None]:
-    """A worker that imports while the space is enumerated, where nothing of the model is traced yet."""
-    workload, source, gpu = problem.workload, problem.source, problem.card.gpu
-    base = problem.base or default_base(workload, gpu, source)
-    spec = TraceSpec.of(base)
-    if is_known(source, workload.task, workload.sequence_length, gpu, spec, TraceCache()):
-        return contextlib.nullcontext()
-    return EarlyWorker()
 
 
 def measure(

@@ -51,7 +51,6 @@ from autotune.space.search_space import (
 )
 from autotune.space.space_changes import Changing, SpaceChange
 from autotune.store.trace_cache import TraceCache
-from autotune.worker.client.launching import EarlyWorker
 
 _log = log.logger(__name__)
 
@@ -165,13 +164,12 @@ def find(
     so_far: Callable[[Estimate], None] | None = None,
     cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
-    early: EarlyWorker | None = None,
 ) -> Prediction:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
     What `has` needs is taken for installed. `so_far` hears of the best so far while others are traced.
-    `changes` is what has become of the space before. `early`: a worker that has begun to import.
+    `changes` is what has become of the space before.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
@@ -248,7 +246,6 @@ def find(
             on_trace=on_trace,
             cache=cache,
             found=traces,
-            early=early,
         )
 
     trace({TraceSpec.of(config) for config in [*possible, *baselines]})

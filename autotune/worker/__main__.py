@@ -1,8 +1,5 @@
 """The worker: `python -m autotune.worker REQUEST.json RESULT.jsonl` (contract: worker.client.isolate).
 
-`python -m autotune.worker --early` imports what a trace takes first, and reads a line from stdin then:
-[request, result, file for what it prints], as JSON; without a line it ends.
-
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
@@ -39,7 +36,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import queue
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -195,26 +191,8 @@ VERBS: dict[str, Verb] = {
 
 def main() -> None:
     die_with_parent()
-    request_file, result_file = _early() if sys.argv[1:] == ["--early"] else sys.argv[1:]
+    request_file, result_file = sys.argv[1:]
     answer_request(VERBS, request_file, result_file)
-
-
-def _early() -> tuple[str, str]:
-    """Import what a usual trace takes, and wait for the request."""
-    from autotune.worker.trace.imports import import_libraries
-
-    import_libraries(())
-
-    import autotune.worker.trace.step  # noqa: F401
-
-    line = sys.stdin.readline()
-    if not line:
-        sys.exit()
-    request_file, result_file, printed_file = json.loads(line)
-    printed = os.open(printed_file, os.O_WRONLY | os.O_APPEND)
-    os.dup2(printed, 1)
-    os.dup2(printed, 2)
-    return request_file, result_file
 
 
 def answer_request(verbs: Mapping[str, Verb], request_file: str, result_file: str) -> None:

@@ -23,7 +23,7 @@ import pytest
 from autotune import cli
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
-from autotune.search import find, measure_best
+from autotune.search import measure_best
 from autotune.search.inverse import limits
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.forkserver import ForkServer
@@ -94,7 +94,6 @@ class Workers:
         with pytest.MonkeyPatch.context() as patch:
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            patch.setattr(find, "EarlyWorker", contextlib.nullcontext)
             for module in (forkserver, measure_best, limits, nightly):
                 patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
             yield

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -106,45 +105,6 @@ class _Spawned:
 def has_ended(pid: int) -> bool:
     """Whether a child has ended. It is left a zombie. Raises ChildProcessError for no child."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-class EarlyWorker:
-    """A worker that imports what a trace takes while its request is being made; it takes one job."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        with contextlib.suppress(OSError):  # The job will say what is wrong.
-            self._process = subprocess.Popen(
-                [*worker_command(), "--early"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                env=worker_environment("trace"),
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> EarlyWorker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
-
-    def launch(self, job: ChildJob) -> Process:
-        """Give it the job; start another one where it has had one, or has died."""
-        process, self._process = self._process, None
-        if process is None or process.stdin is None:
-            return spawn(worker_command(), job)
-        paths = [job.request_path, job.result_path, job.printed_path]
-        try:
-            with process.stdin as line:
-                line.write(json.dumps(list(map(str, paths))).encode() + b"\n")
-        except OSError:
-            process.wait()
-            return spawn(worker_command(), job)
-        return _Spawned(process)
 
 
 def spawn(command: Sequence[str], job: ChildJob) -> Process:

@@ -47,11 +47,6 @@ def import_libraries(specs: Iterable[Spec]) -> None:
         import peft  # noqa: F401
 
 
-def is_usual(spec: Spec) -> bool:
-    """Whether a trace needs nothing but what every trace does."""
-    return spec["num_splits"] == 1 and not any(asks(spec) for asks in _ASKED_BY.values())
-
-
 def _leave_out(specs: Collection[Spec]) -> None:
     for name, asks in _ASKED_BY.items():
         if not any(map(asks, specs)):
