@@ -117,7 +117,6 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--method", "vera"), 2, ("default has no section for vera", "Give --space adapters")),
         (("--method", "peft"), 2, ("default has no section for peft", "Give --peft with a file")),
         (("--method", "qlora", "--space", "full"), 2, ("It has full", "default or everything")),
-        (("--num-gpus", "2", "--backend", "cpu"), 2, ("Probes run on one GPU",)),
         (("--effective-batch", "1e3"), 2, ("--effective-batch",)),
         (("--headroom", "99GB"), 2, ("--headroom 99GB leaves nothing of the budget",)),
         (("--base", "nowhere.yaml"), 2, ("nowhere.yaml cannot be read",)),
@@ -614,8 +613,8 @@ def _wrong_byte(connection: sqlite3.Connection) -> None:
     connection.execute(f"UPDATE sqlite_master SET sql = {wrong} WHERE name = 'studies'")
 
 
-def _wrong_number(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE trials SET number = 'x'")
+def _wrong_state(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE trials SET state = 'x'")
 
 
 def _deep_value(connection: sqlite3.Connection) -> None:
@@ -656,7 +655,7 @@ _READ = (
     ("command", "damage"),
     [
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
-        (("report", "one"), _wrong_number),
+        (("report", "one"), _wrong_state),
         (("studies", "list"), _deep_value),
     ],
 )

@@ -217,6 +217,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "file": None,
         "--backend": "auto",
         "--max-minutes": None,
+        "--on": None,
+        "--cards": None,
         "--dry-run": False,
         "--out": None,
         "--machine": None,

@@ -51,7 +51,7 @@ class Rank:
         return vote if self.meeting is None else all(self.meeting.votes(vote))
 
     def first_says(self, vote: bool) -> bool:
-        """What the first process says; each must ask as often as the others."""
+        """Return the vote of the first process; each must ask as often as the others."""
         return vote if self.meeting is None else self.meeting.votes(vote)[0]
 
 
