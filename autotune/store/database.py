@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import sqlite3
+import time
 from collections.abc import Collection, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
@@ -31,6 +32,7 @@ PREFIX = "autotune_"
 """Prefix of the names of our own tables."""
 BUSY_SECONDS = 5.0
 """How long a statement waits for another process to finish writing to SQLite."""
+_AGAIN_SECONDS = 0.01
 CONNECT_SECONDS = 10
 SQLITE_PRAGMAS = ["journal_mode=WAL", "synchronous=NORMAL"]
 """Readers need not wait for a writer; a crash of the machine loses the last commits, no more."""
@@ -282,11 +284,24 @@ class _SqliteConnection(sqlite3.Connection):
         super().__init__(*args, **kwargs)
         try:
             for pragma in (*SQLITE_PRAGMAS, *((DURABLE_PRAGMA,) if self.is_durable else ())):
-                self.execute(f"PRAGMA {pragma}")
+                self._apply(pragma)
         except sqlite3.Error:
             # Nobody gets this connection, so that nobody else could close it.
             self.close()
             raise
+
+    def _apply(self, pragma: str) -> None:
+        """Apply a pragma. SQLite does not wait by itself where others open a new file at the same time."""
+        until = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                self.execute(f"PRAGMA {pragma}")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(_AGAIN_SECONDS)
+            else:
+                return
 
 
 class _DurableConnection(_SqliteConnection):

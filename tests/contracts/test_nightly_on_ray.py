@@ -100,6 +100,11 @@ def once_probed(folder: Path, device: str, do: Callable[[], None]) -> Iterator[N
         watching.join()
 
 
+def problems(digest: dict[str, Any]) -> list[str]:
+    cells = [each["problem"] for of in digest["machines"] for each in of["cells"]]
+    return [each["problem"] for each in digest["problems"]] + list(filter(None, cells))
+
+
 def by_device(digest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {machine["device"]: machine for machine in digest["machines"]}
 
@@ -118,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(cluster: Any, folder: Path) -> dict[str, Any]:
     code, digest, err = nightly(cluster, folder)
-    assert code == 0, err
+    assert code == 0, (err, problems(digest))
     return digest
 
 
@@ -162,7 +167,7 @@ def test_each_kind_has_measurements_of_its_own(folder: Path, first: dict[str, An
 @pytest.mark.usefixtures("first")
 def test_the_next_night_goes_by_each_kind_s_own_history(cluster: Any, folder: Path) -> None:
     code, plans, err = nightly(cluster, folder, "--cards", "2", "--dry-run")
-    assert code == 0, err
+    assert code == 0, (err, plans)
     states = {
         machine["device"]: [each["state"] for each in machine["cells"]]
         for machine in plans["machines"]
@@ -175,7 +180,7 @@ def test_a_machine_that_dies_loses_no_cell(cluster: Any, tmp_path: Path) -> None
     extra = add_card(cluster)
     with once_probed(folder, cpu_name(), lambda: cluster.remove_node(extra, allow_graceful=False)):
         code, digest, err = nightly(cluster, folder)
-    assert code == 0, err
+    assert code == 0, (err, problems(digest))
     assert any("is lost" in text for text in digest["notes"])
     for machine in digest["machines"]:
         assert machine["headline"] == "2 cells: 2 new"
@@ -205,7 +210,7 @@ def test_a_kind_whose_last_card_dies_goes_on_the_next_night(
     kept = probes(folder)[cpu_name()]
     assert kept >= 1
     code, digest, err = nightly(cluster, folder)
-    assert code == 0, err
+    assert code == 0, (err, problems(digest))
     (again,) = by_device(digest)[cpu_name()]["cells"]
     assert (again["state"], again["kind"]) == ("interrupted", "new")
     assert probes(folder)[cpu_name()] > kept

@@ -8,6 +8,8 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +310,20 @@ def test_processes_that_open_an_old_one_at_once_upgrade_it_once(url: str, file: 
     assert ended == [("", 0)] * 3
     assert revision(url) == NEXT
     assert len(list(file.parent.glob("*before*"))) == int(url.startswith("sqlite"))
+
+
+def test_several_open_a_new_one_at_once(tmp_path: Path) -> None:
+    """SQLite refuses some of them at once, without waiting: about one time in ten."""
+
+    def opened(file: Path) -> None:
+        start.wait()
+        with open_engine(f"sqlite:///{file}"):
+            pass
+
+    start = threading.Barrier(3)
+    with ThreadPoolExecutor(start.parties) as pool:
+        for number in range(40):
+            list(pool.map(opened, [tmp_path / f"{number}.db"] * start.parties))
 
 
 def test_what_is_committed_to_our_tables_is_on_the_disk(tmp_path: Path) -> None:
