@@ -1,4 +1,7 @@
-"""`autotune nightly --on`: real cells on a Ray cluster here, of which one machine says it has another CPU."""
+"""`autotune nightly --on`: real cells on a Ray cluster here, of which one machine says it has another CPU.
+
+Nights that last, or lose a machine, take minutes on an idle machine: with AUTOTUNE_TEST_NIGHTS=1.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,9 @@ from autotune.probe.fleet import on_ray, ray_cards
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 ROOT = Path(__file__).parents[2]
+lasts = pytest.mark.skipif(
+    not os.environ.get("AUTOTUNE_TEST_NIGHTS"), reason="it takes minutes: AUTOTUNE_TEST_NIGHTS=1"
+)
 OTHER = "Another CPU"
 """Name that tests/support/other_cpu gives."""
 CELLS = {"tiny-30mb-seq64-full", "tiny-40mb-seq64-full"}
@@ -117,7 +123,7 @@ def ran(cell: dict[str, Any]) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_night(tmp_path_factory.mktemp("cluster"), probes=6)
+    return tiny_night(tmp_path_factory.mktemp("cluster"))
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +150,11 @@ def test_each_kind_of_card_does_every_cell(folder: Path, first: dict[str, Any]) 
     assert all(f"## {device}: 2 cells: 2 new" in whole for device in machines)
 
 
-def test_cells_of_two_kinds_run_side_by_side(first: dict[str, Any]) -> None:
-    machines = by_device(first)
+@lasts
+def test_cells_of_two_kinds_run_side_by_side(cluster: Any, tmp_path: Path) -> None:
+    code, digest, err = nightly(cluster, tiny_night(tmp_path, probes=6))
+    assert code == 0, (err, problems(digest))
+    machines = by_device(digest)
     spans = [[ran(each) for each in machines[name]["cells"]] for name in (cpu_name(), OTHER)]
     # Ends are given to the second.
     assert any(
@@ -175,6 +184,7 @@ def test_the_next_night_goes_by_each_kind_s_own_history(cluster: Any, folder: Pa
     assert states == {cpu_name(): ["fresh"] * 2, OTHER: ["fresh"] * 2}
 
 
+@lasts
 def test_a_machine_that_dies_loses_no_cell(cluster: Any, tmp_path: Path) -> None:
     folder = tiny_night(tmp_path, probes=6)
     extra = add_card(cluster)
@@ -187,6 +197,7 @@ def test_a_machine_that_dies_loses_no_cell(cluster: Any, tmp_path: Path) -> None
         assert machine["left"] == []
 
 
+@lasts
 def test_a_kind_whose_last_card_dies_goes_on_the_next_night(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +227,7 @@ def test_a_kind_whose_last_card_dies_goes_on_the_next_night(
     assert probes(folder)[cpu_name()] > kept
 
 
+@lasts
 def test_an_interrupted_night_lets_the_cards_go(cluster: Any, tmp_path: Path) -> None:
     folder = tiny_night(tmp_path)
     command = [sys.executable, "-m", "autotune", "nightly", "--backend", "cpu"]

@@ -91,8 +91,8 @@ class StandInActor(CardActor):
         super().__init__(variables)
 
 
-class GpuActor(CardActor):
-    """An actor whose card is the one that its machine's resource accelerator_type names."""
+class GpuActor(StandInActor):
+    """An actor whose stand-in is of the kind that its machine's resource accelerator_type names."""
 
     def describe(self, backend: str) -> CardThere:
         import ray

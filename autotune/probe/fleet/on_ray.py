@@ -229,6 +229,8 @@ def _take(
     free = int(ray.available_resources().get(_resource(backend), 0)) // num_gpus
     free = min(free, there_are)
     number = wanted or there_are
+    if name is not None and not kind:  # Cards themselves must say of what kind they are.
+        number = max(number, free)
     if not number:
         raise HardwareError(
             f"The Ray cluster has no {what}"
@@ -260,7 +262,7 @@ def _take(
             for actor, reference in zip(actors, described, strict=True)
             if reference in ready
         ]
-        kinds = choose(cards) if cards else []
+        kinds = [kind[:wanted] for kind in choose(cards)] if cards else []
         chosen = [card for kind in kinds for card in kind]
         if len(chosen) < (wanted or 1):
             raise HardwareError(

@@ -61,6 +61,9 @@ class RayCards:
     head: Head
     starting: dict[Any, Any] = field(default_factory=dict)
     """Actors that take the place of lost ones, by the reference of their description."""
+    unlike: list[Any] = field(default_factory=list)
+    """Actors that came on cards of another kind: they hold those until one of the right kind is found, or the
+    next one would come there again."""
     waiting: deque[Job] = field(default_factory=deque)
     """Jobs without a card: theirs was lost."""
     losses: Counter[Job] = field(default_factory=Counter)
@@ -237,6 +240,9 @@ class RayCards:
         self.note(
             f"a card on {card.there.node} is lost: {first_line(why)} Another one takes its probe."
         )
+        self._ask_another()
+
+    def _ask_another(self) -> None:
         actor = self.new_actor()
         self.starting[actor.describe.remote(self.backend)] = actor
 
@@ -249,12 +255,19 @@ class RayCards:
             actor = self.starting.pop(reference)
             try:
                 there: CardThere = self.ray.get(reference)
+            except self.ray.exceptions.RayActorError:  # Ray had put it on the machine that is lost.
+                self._ask_another()
+                continue
             except self.ray.exceptions.RayError:
                 continue
-            if (there.kind, there.versions) != (self.alike.kind, self.alike.versions):
-                self.ray.kill(actor)
-                continue
-            self.cards.append(RayCard(actor=actor, there=there))
+            if (there.kind, there.versions) == (self.alike.kind, self.alike.versions):
+                self.cards.append(RayCard(actor=actor, there=there))
+            else:
+                self.unlike.append(actor)
+                self._ask_another()
+        if not self.starting:
+            end(self.ray, self.head, self.unlike)
+            self.unlike.clear()
 
     def close(self) -> None:
         """End all probes, servers and actors, and nothing else of the cluster."""
@@ -263,7 +276,7 @@ class RayCards:
             with contextlib.suppress(self.ray.exceptions.RayError):
                 closing = [actor.close.remote() for actor in actors]
                 self.ray.wait(closing, num_returns=len(closing), timeout=CLOSE_SECONDS)
-        end(self.ray, self.head, [*actors, *self.starting.values()])
+        end(self.ray, self.head, [*actors, *self.starting.values(), *self.unlike])
 
 
 def end(ray: Any, head: Head, actors: Iterable[Any]) -> None:

@@ -203,10 +203,12 @@ def test_only_cards_of_the_kind_that_was_asked_for(
             assert ray.available_resources()["GPU"] == 2
 
     monkeypatch.setattr(on_ray, "CardActor", stand_in_cards.GpuActor)
-    nodes = [
-        cluster.add_node(num_cpus=1, num_gpus=1, resources={f"accelerator_type:{kind}": 1})
-        for kind in ("T4", "T4", "H100")
-    ]
+
+    def add_gpu(kind: str) -> Any:
+        resources = {f"accelerator_type:{kind}": 1}
+        return cluster.add_node(num_cpus=1, num_gpus=1, resources=resources)
+
+    nodes = [add_gpu(kind) for kind in ("T4", "T4", "H100")]
     h100 = gpus.find_gpu("h100").name
     try:
         for _ in range(2):  # another machine might be taken by chance
@@ -215,6 +217,18 @@ def test_only_cards_of_the_kind_that_was_asked_for(
             taken(None, None)
         monkeypatch.setattr(on_ray, "_accelerator_type", lambda *_: "")
         taken(None, h100)
+        # The one that takes a lost one's place is of its kind, too, whichever machine Ray tries first.
+        with on_ray.connected(
+            cluster.address, backend="cuda", wanted=1, name=h100, note=print
+        ) as cards:
+            (lost,) = cards.cards
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            nodes.append(add_gpu("H100"))
+            assert cards.fingerprint("cuda") == stand_in_cards.HERE
+            (found,) = cards.cards
+            assert (found.there.kind, found.there.node) == (h100, lost.there.node)
+            assert found.actor != lost.actor
+            assert cards.unlike == []
     finally:
         for node in nodes:
             cluster.remove_node(node)
