@@ -37,7 +37,7 @@ def checkpoint_of(name: str, config: Mapping[str, Any]) -> Checkpoint | None:
     if not isinstance(stored, Mapping):
         return None
     method = stored.get("quant_method", "bitsandbytes" if "load_in_4bit" in stored else None)
-    if method in UNPACKED_BY:
+    if isinstance(method, str) and method in UNPACKED_BY:
         return Checkpoint(quantization="none", unpacked_by=UNPACKED_BY[method])
     if method == "bitsandbytes" and stored.get("load_in_8bit"):
         return Checkpoint(quantization="int8")

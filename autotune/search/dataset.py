@@ -36,8 +36,8 @@ def read_dataset(
     asked = {name: getattr(question, name) for name in _READ_AS}
     tokenizer = question.tokenizer or source.folder_or_id
     # The child may have begun in another folder.
-    here = Path(question.dataset)
-    dataset = str(here.absolute()) if here.exists() else question.dataset
+    is_here = os.path.exists(question.dataset)  # Path's raises where no file can have that name.
+    dataset = str(Path(question.dataset).absolute()) if is_here else question.dataset
     request = {**asked, "dataset": dataset, "task": task, "tokenizer": tokenizer}
     end = run("lengths", request, deadline_seconds=DEADLINE_SECONDS)
     if end.how != "ok" or not end.answers:

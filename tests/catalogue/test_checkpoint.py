@@ -35,7 +35,7 @@ def test_what_is_left_to_choose(stored: dict[str, Any], checkpoint: Checkpoint) 
     assert checkpoint_of("m", {"quantization_config": None}) is None
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "hqq", None, 7])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "hqq", None, 7, {}])
 def test_another_quantisation_is_refused_with_what_to_do(tmp_path: Path, method: object) -> None:
     config = {"model_type": "llama", "quantization_config": {"quant_method": method}}
     path = tmp_path / "config.json"

@@ -514,6 +514,12 @@ def test_a_dataset_that_no_file_can_be(name: str, why: str) -> None:
         read_samples(name, Columns(None, None, None), "causal-lm")
 
 
+def test_the_name_of_a_dataset_that_no_file_can_be(fail: Fail) -> None:
+    code, err = fail("estimate", "--model", "gpt2", "--gpu", "t4", "--dataset", LONG)
+    assert code == 2
+    assert "cannot be used. It cannot be read" in err
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -617,6 +623,10 @@ def _wrong_state(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE trials SET state = 'x'")
 
 
+def _no_end(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE trials SET datetime_complete = NULL")
+
+
 def _deep_value(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE study_user_attributes SET value_json = ?", ("[" * 5000,))
 
@@ -656,6 +666,7 @@ _READ = (
     [
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
         (("report", "one"), _wrong_state),
+        (("studies", "export", "--out", "out.jsonl"), _no_end),
         (("studies", "list"), _deep_value),
     ],
 )

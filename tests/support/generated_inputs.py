@@ -629,7 +629,7 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
             lambda *_, **__: answers.measurement().fingerprint,
             raising=True,
         )
-        patch.setattr(subprocess, "Popen", _no_process)
+        patch.setattr(subprocess, "Popen", _NoProcess)
         before = signal.signal(signal.SIGVTALRM, too_long)
         signal.setitimer(signal.ITIMER_VIRTUAL, 2 * MAX_CPU_SECONDS)
         try:
@@ -639,5 +639,8 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
             signal.signal(signal.SIGVTALRM, before)
 
 
-def _no_process(*words: Any, **_: Any) -> Any:
-    raise AssertionError(f"a process was to be started: {words}")
+class _NoProcess(subprocess.Popen[bytes]):
+    """A class: libraries that are imported meanwhile make subclasses of it."""
+
+    def __init__(self, *words: Any, **_: Any) -> None:
+        raise AssertionError(f"a process was to be started: {words}")

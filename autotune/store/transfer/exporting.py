@@ -24,15 +24,15 @@ def export(url: str, names: Sequence[str], path: Path) -> dict[str, int]:
     Raises ConfigError for a name that is not autotune's study, StorageError.
     """
     with existing_storage(url) as storage:
-        ours = {s.study_name for s in storage.get_all_studies() if is_ours(s.user_attrs)}
+        ours = sorted({s.study_name for s in storage.get_all_studies() if is_ours(s.user_attrs)})
     for name in names:
         if name not in ours:
             raise ConfigError(
                 f"There is no study {name[:200]!r} of autotune to export",
-                remedy=nearest(name[:200], sorted(ours)) if ours else "Run `autotune find` first",
+                remedy=nearest(name[:200], ours) if ours else "Run `autotune find` first",
             )
     counts: Counter[str] = Counter()
-    texts = map(lines.text_of, _records(url, names or sorted(ours), counts, everything=not names))
+    texts = map(lines.text_of, _records(url, names or ours, counts, everything=not names))
     files.write_all({path: texts}, what="The export", to=path, kind="file")
     return dict(counts)
 

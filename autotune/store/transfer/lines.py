@@ -147,11 +147,12 @@ def line_of_probe(row: Mapping[Any, Any]) -> ProbeLine | None:
 
 
 def line_of_trial(trial: FrozenTrial) -> TrialLine:
-    """A trial that has ended as a line; what is not finite is left out."""
+    """A trial that has ended as a line; what is not finite is left out. ValueError for damage."""
     from optuna.distributions import distribution_to_json
 
     state: Any = trial.state.name
-    assert trial.datetime_complete is not None
+    if trial.datetime_complete is None:
+        raise ValueError(f"trial {trial.number} has no end")
     values = {str(k): v for k, v in trial.intermediate_values.items() if math.isfinite(v)}
     return TrialLine(
         state=state,
