@@ -31,6 +31,10 @@ READY_SECONDS = 120.0
 unpacked first."""
 SCALE_SECONDS = 900.0
 """Time for a cluster to scale up. [judgement] Clouds start a machine in minutes."""
+_TOKEN = (
+    "Something listens there: name a cluster of this version of Ray, and where it asks for a token set "
+    "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+)
 _TYPE = "accelerator_type:"
 """Beginning of the resource that stands for a type of card in Ray."""
 _PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -132,8 +136,10 @@ def _imported() -> Any:
 def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
     import logging
 
+    remedy = "Name one as ray://HOST:10001, or run this on a machine of the cluster with --on auto"
     try:
         knock(address)
+        remedy = _TOKEN
         with _patient():
             ray.init(
                 address=address,
@@ -142,11 +148,14 @@ def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
                 configure_logging=False,
                 runtime_env=runtime_env or None,
             )
-    except (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError) as error:
+    except (
+        ConnectionError, OSError, RuntimeError, TimeoutError, ValueError,
+        getattr(ray.exceptions, "AuthenticationError", RuntimeError),
+    ) as error:  # fmt: skip
         raise HardwareError(
             f"No Ray cluster answers at {address}",
-            why=first_line(str(error)) or type(error).__name__,
-            remedy="Name one as ray://HOST:10001, or run this on a machine of the cluster with --on auto",
+            why=first_line(str(error)).partition(". ")[0] or type(error).__name__,
+            remedy=remedy,
         ) from error
 
 
