@@ -42,6 +42,7 @@ from autotune.records.estimate import (
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.speed import compiling, links, roofline, step_parts
 from autotune.speed.host import USUAL, Host, Stretches
@@ -562,10 +563,14 @@ class Estimator:
 
     def _update(self, spec: TraceSpec, rank: int, name: str) -> Update:
         scaled = PRECISIONS[spec.precision].grad_scaler
-        return self._priced_update(self._trainable(spec, rank), scaled, name)
+        has_parts = PARALLELISMS[spec.parallelism].has_parts
+        return self._priced_update(self._trainable(spec, rank), scaled, name, has_parts)
 
-    def _price_update(self, trainable: _Trainable, scaled: bool, name: str) -> Update:
-        return priced_update(OPTIMIZERS[name], trainable.specs, scaled=scaled)
+    def _price_update(
+        self, trainable: _Trainable, scaled: bool, name: str, has_parts: bool
+    ) -> Update:
+        row = OPTIMIZERS[name]
+        return priced_update(row, trainable.specs, scaled=scaled, has_parts=has_parts)
 
     def _price_forward_backward(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from autotune.memory.optimizers import (
     write_unscale,
 )
 from autotune.memory.optimizers.core import NO_COST, States
-from autotune.memory.optimizers.torch_lists import TensorLists
+from autotune.memory.optimizers.torch_lists import OneByOne, TensorLists
 from autotune.memory.traces.running import changes, in_blocks, running
 from autotune.space.optimizers import Optimizer
 from autotune.speed import roofline
@@ -55,11 +56,17 @@ class Update:
         return self.write_later()
 
 
-def priced_update(row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool) -> Update:
+def priced_update(
+    row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool, has_parts: bool = False
+) -> Update:
     """Price an optimizer on these parameters: the events, memory and cost of its updates.
 
-    `scaled`: there is a loss scaler, and gradients are unscaled first.
+    `scaled`: there is a loss scaler, and gradients are unscaled first. `has_parts`: parameters are DTensors,
+    for which torch has no foreach kernels.
     """
+    lists = row.algorithm
+    if has_parts and isinstance(lists, TensorLists) and not lists.step_on_device:
+        row = dataclasses.replace(row, algorithm=OneByOne(lists=lists))
     tape = Tape()
     costs = [row.cost(specs)]
     if row.updates:

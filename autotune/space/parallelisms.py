@@ -33,6 +33,11 @@ class Parallelism:
         """Whether FSDP2 shares out weights, and gathers them layer by layer."""
         return self.library == "torch" and self.stage == 3
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether weights are torch's DTensors, each of which stands for this GPU's part of one."""
+        return self.is_fsdp or self.splits
+
     def data_parallel_size(self, num_gpus: int) -> int:
         """Number of micro-batches that so many GPUs work on at the same time."""
         return 1 if self.splits else num_gpus

@@ -52,6 +52,10 @@ def of_config(config: TrainConfig) -> tuple[str, ...]:
     )
 
 
+ON_CPUS = ("ddp", "fsdp2", "hsdp", "tp")
+"""Ways to share a run that processes on CPUs run, too, over gloo. Offloading pins host memory for a card."""
+
+
 def of_cuda(config: TrainConfig) -> tuple[str, ...]:
     """Return the parts of a configuration that a probe on the CPU cannot run, for people; empty if none."""
     precision = PRECISIONS[config.precision]
@@ -66,12 +70,12 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
         (config.expandable_segments, "expandable segments need CUDA's allocator"),
         (config.liger, "Liger's kernels need a CUDA device"),
         (
-            config.parallelism not in ("none", "ddp", "fsdp2"),
+            config.parallelism not in ("none", *ON_CPUS),
             f"{config.parallelism} needs CUDA devices",
         ),
         (
-            config.parallelism == "fsdp2" and config.is_compiled,
-            "torch.compile of what fsdp2 shares out needs CUDA devices",
+            config.parallelism not in ("none", "ddp") and config.is_compiled,
+            f"torch.compile of what {config.parallelism} shares out needs CUDA devices",
         ),
         # torch 2.13 nn/attention/flex_attention.py, _validate_device.
         (

@@ -324,7 +324,7 @@ def test_a_server_that_hangs_is_killed_with_its_job(
         assert server.server_pid is not None
         os.kill(server.server_pid, signal.SIGSTOP)
 
-    end = server.run("brood", {"seconds": 60}, deadline_seconds=0.3, on_answer=stop)
+    end = server.run("brood", {"seconds": 60}, deadline_seconds=1.5, on_answer=stop)
     assert (end.how, end.exit_code) == ("timeout", -signal.SIGKILL)
     # The job's own session is gone; what it had put into another dies with nobody.
     assert (set(left_behind(mark)) - {end.answers[0]["children"][1]}) == set()

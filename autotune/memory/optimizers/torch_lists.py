@@ -78,6 +78,42 @@ class TensorLists(Algorithm):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OneByOne(Algorithm):
+    """A loop over the weights: torch.optim runs it in place of foreach kernels where a weight is a DTensor.
+
+    Source: torch 2.13 optim/optimizer.py _default_to_fused_or_foreach; optim/adam.py _single_tensor_adam,
+    whose denominator stays until the next weight's takes its name.
+    """
+
+    lists: TensorLists
+
+    def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
+        return self.lists.state(spec)
+
+    def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
+        kept = empty_states(specs) if states is None else states
+        for group in by_group(specs):
+            if states is None:
+                for i in group:
+                    kept[i] = alloc_state(tape, self.state(specs[i]))
+            denominator: list[int] = []
+            for i in group if self.lists.num_temporaries else ():
+                root = tape.alloc(specs[i].size_bytes, "temporary")
+                quotient = tape.alloc(specs[i].size_bytes, "temporary")
+                free_list(tape, [root, *denominator])
+                denominator = [quotient]
+            free_list(tape, denominator)
+        return kept
+
+    def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
+        num_moved = sum(moved for _, moved in self.lists.passes)
+        return StepCost(
+            bytes_moved=num_moved * total_bytes(specs),
+            num_kernels=len(self.lists.passes) * len(specs),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleFree(Algorithm):
     """schedulefree's foreach code: a second copy of the weights (z) is their state.
 

@@ -21,8 +21,8 @@ Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp
 accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/. Shards,
 buckets and optimizer state of DDP, FSDP2, HSDP and tensor parallelism are compared with two to four real
 processes, of the last activations and collectives too (tests/contracts/test_parallel_real.py), and peaks of
-whole steps of DDP and FSDP2 with what probes of them measure (tests/contracts/test_probe_shared.py); nothing
-of DeepSpeed is measured.
+whole steps with what probes of them measure (tests/contracts/test_probe_shared.py); nothing of DeepSpeed is
+measured.
 
 Known limitations
 - ZeRO 3 gathers module by module: a layer is too much.
@@ -33,8 +33,10 @@ Known limitations
 - Adapters under ZeRO run in 16 bits; their small casts under autocast are counted all the same.
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, FSDP2 and ZeRO 3 the whole
   model in the first process. Saving gathers it again.
-- Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
-  sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.
+- Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
+- Tensor parallelism: the head's gradient may be counted once too often as the backward pass begins; missing
+  is what DTensors cost the host beside each operation, and the few bytes that clipping sends to add up norms.
+  Where a dimension does not divide, the first GPU has the largest part.
 - Several machines, unlike GPUs, and context, sequence, expert or pipeline parallelism.
 """
 

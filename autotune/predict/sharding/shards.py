@@ -295,6 +295,14 @@ class Shares:
         """Bytes that go into FSDP2's reduce-scatter: whole gradients, padded to whole shards."""
         return sum(self._padded_bytes(w) for w in self.trained(rank, unit))
 
+    def all_reduced_bytes(self, rank: int, unit: Unit) -> int:
+        """Bytes of HSDP's part of a unit's gradients, which is averaged between the groups."""
+        return self.reduced_bytes(rank, unit) // self.num_gpus
+
+    def is_cast(self, rank: int, unit: Unit) -> bool:
+        """Whether FSDP2 reduces a unit's gradients in another dtype than that in which it keeps them."""
+        return self.all_reduced_bytes(rank, unit) != self.gradient_shard_bytes(rank, unit)
+
     def gradient_shard_bytes(self, rank: int, unit: Unit) -> int:
         """Bytes of FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))

@@ -62,6 +62,7 @@ class MicroStep:
         self._arriving: dict[Unit, int] = {}
         self._arrived: int | None = None
         self._reducing: int | None = None
+        self._held: list[int] = []
         self._made: dict[Unit, list[int]] = {}
 
     def written(self, blocks: Sequence[tuple[Phase, Place, list[int]]]) -> list[int]:
@@ -86,6 +87,8 @@ class MicroStep:
         for number in (*itertools.chain(*self._gathered.values()), *self._arriving.values()):
             self._free(number)
         self._free(self._reducing)
+        for number in self._held:
+            self._free(number)
         return self._events
 
     def _unit_in(self, phase: Phase, place: Place) -> Unit:
@@ -174,12 +177,32 @@ class MicroStep:
         for number in made:
             self._free(number)
         if self._shares.is_torch:
-            shard = functools.partial(self._shares.gradient_shard_bytes, unit=unit)
-            part = self._new("gradient", shard)
+            if self._shares.row.num_replicas > 1:
+                self._hold_all_reduced(unit)
+            part = self._new("gradient", functools.partial(self._part_bytes, unit=unit))
             if self._keeps:
                 self.gradients.append(part)
             else:
                 self._free(part)
+
+    def _hold_all_reduced(self, unit: Unit) -> None:
+        """Hold what HSDP averages between the groups until the backward pass has ended.
+
+        Source: torch 2.13 _fsdp_param_group.py, AllReduceState.
+        """
+
+        def size(rank: int) -> int:
+            is_gradient = self._keeps and not self._shares.is_cast(rank, unit)
+            return 0 if is_gradient else self._shares.all_reduced_bytes(rank, unit)
+
+        self._held.append(self._new("temporary", size))
+
+    def _part_bytes(self, rank: int, unit: Unit) -> int:
+        """Return the bytes of this GPU's part of a unit's gradients, beside what is held."""
+        is_held = self._shares.row.num_replicas > 1 and not self._keeps
+        if is_held and not self._shares.is_cast(rank, unit):
+            return 0
+        return self._shares.gradient_shard_bytes(rank, unit)
 
     def _new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
         number = self._extra.new(category, size, is_gathered=is_gathered)

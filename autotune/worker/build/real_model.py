@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
-from autotune.worker.build import adapters, loading, quantize
+from autotune.worker.build import adapters, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 
 STANDARD_DEVIATION = 0.02
@@ -29,12 +29,15 @@ def build(
 ) -> nn.Module:
     """Build the model that the Trainer gets: base, quantised where it should be, with its adapter.
 
-    Raises model.UnsupportedModel.
+    Of one whose weights are split it is this process's part; the group of processes is there. Raises
+    model.UnsupportedModel.
     """
     # What is traced in another precision is made in its own.
     precision = train_config.precision
     spec = dataclasses.replace(TraceSpec.of(train_config), precision=precision)
     model = models.build_base(config, task, spec)
+    if spec.num_splits > 1:
+        tensor_parallel.split(model, spec.num_splits, device.type)
     if train_config.quantization != "none":
         quantize.quantize(model, task, spec)
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
@@ -42,7 +45,10 @@ def build(
         quantize.prepare(model)
     if train_config.method == "full":
         return model
-    return adapters.add_adapter(model, task, train_config)
+    model = adapters.add_adapter(model, task, train_config)
+    if spec.num_splits > 1:
+        tensor_parallel.check_adapters(model)
+    return model
 
 
 def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
@@ -92,5 +98,5 @@ def _random(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) ->
 
 
 def _storage_for(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    empty = torch.empty_like(parameter, device=device)
+    empty = tensor_parallel.empty_like(parameter, device)
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)

@@ -1,8 +1,8 @@
-"""A model whose products several GPUs share, as Transformers splits it, in one process without the others.
+"""A model whose products several GPUs share, as Transformers splits it; for a trace in one process alone.
 
 Transformers makes DTensors of the weights that its plan names: each process holds its part, and a
-collective follows where parts have to come together. Here the other processes are torch's fake ones:
-a collective returns at once, and on `meta` nothing but its shape matters. What is built is the first
+collective follows where parts have to come together. Where a step is traced, the others are torch's fake
+ones: a collective returns at once, and on `meta` nothing but its shape matters. What is built is the first
 process, whose parts are the largest where a dimension does not divide.
 
 Source: transformers 5.23 distributed/tensor_parallel.py and distributed/mixin.py; torch 2.13
@@ -55,10 +55,11 @@ def begin(num_processes: int) -> None:
         dist.init_process_group("fake", rank=0, world_size=num_processes, store=dist.HashStore())
 
 
-def split(model: Any, num_gpus: int) -> None:
-    """Split the model's weights by its own plan. `begin` comes first.
+def split(model: Any, num_gpus: int, device_type: str = "cpu") -> None:
+    """Split the model's weights, which are on `meta`, by its own plan, for devices of that type.
 
-    Raises UnsupportedModel where the family has no plan, or one that does not go with so many GPUs.
+    A group of processes is there: `begin`'s, or real ones. Raises UnsupportedModel where the family has no
+    plan, or one that does not go with so many GPUs.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import TransformersDeviceMesh
@@ -70,12 +71,12 @@ def split(model: Any, num_gpus: int) -> None:
     check_heads(model.config.get_text_config(), num_gpus)
     config = DistributedConfig(tp_size=num_gpus)
     try:
-        # On the CPU, wherever this runs: Transformers' own function would take a GPU that is there.
+        # Transformers' own function would take a GPU that is there.
         dense = init_device_mesh(
-            "cpu", (1, 1, 1, num_gpus), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+            device_type, (1, 1, 1, num_gpus), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
         )
         experts = init_device_mesh(
-            "cpu", (1, 1, num_gpus, 1), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
+            device_type, (1, 1, num_gpus, 1), mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep")
         )
         _untie(model)
         model.maybe_distribute_model(model, config, TransformersDeviceMesh(dense, experts))
@@ -139,6 +140,22 @@ def is_part(tensor: torch.Tensor) -> bool:
     # A trace of what no other GPU shares does without the library.
     library = sys.modules.get("torch.distributed.tensor")
     return library is not None and isinstance(tensor, library.DTensor)
+
+
+def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return an empty tensor on the device like the one on `meta`; of the part where that stands for one."""
+    if not is_part(tensor):
+        return torch.empty_like(tensor, device=device)
+    part = cast(Any, tensor)
+    whole: torch.Tensor = type(part).from_local(
+        torch.empty_like(local(part), device=device),
+        part.device_mesh,
+        part.placements,
+        run_check=False,
+        shape=part.shape,
+        stride=part.stride(),
+    )
+    return whole
 
 
 def wrappers() -> tuple[type, ...]:

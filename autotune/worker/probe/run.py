@@ -19,6 +19,7 @@ import time
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from transformers import PretrainedConfig
 
 from autotune.catalogue import host_memory
@@ -39,7 +40,7 @@ from autotune.worker.probe.group import ALONE, Rank
 from autotune.worker.probe.memory import Peaks, device_memory, left_bytes
 from autotune.worker.probe.paging import require_host_memory
 from autotune.worker.probe.probe_callback import OnProgress, ProbeCallback, StopReason
-from autotune.worker.probe.shared import is_gathered, name_layers, shard_on_cpu
+from autotune.worker.probe.shared import as_gpus, has_mesh, is_gathered, name_layers, shard_on_cpu
 from autotune.worker.probe.steps import summarize
 from autotune.worker.probe.training import (
     build_trainer,
@@ -130,6 +131,11 @@ def _run(
     torch.manual_seed(0)
     hf_config = models.load_config(model_config)
     on_host = torch.device("cpu")
+    if has_mesh(config):
+        if spec.backend == "cpu":
+            as_gpus()
+        # The processes meet before weights are split.
+        PartialState(cpu=spec.backend == "cpu")
     model = build(hf_config, spec.task, config, on_host if is_gathered(config) else memory.device)
     memory.model_is_built()
     if is_gathered(config):

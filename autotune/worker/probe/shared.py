@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -19,6 +19,12 @@ def is_gathered(config: TrainConfig) -> bool:
     return PARALLELISMS[config.parallelism].is_fsdp
 
 
+def has_mesh(config: TrainConfig) -> bool:
+    """Whether processes form groups of their own, for which accelerate has a ParallelismConfig."""
+    row = PARALLELISMS[config.parallelism]
+    return row.splits or row.num_replicas > 1
+
+
 def name_layers(model: Any) -> None:
     """Have FSDP2 gather layer by layer, as train.py does: accelerate gathers the embedding by itself.
 
@@ -29,6 +35,15 @@ def name_layers(model: Any) -> None:
         type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
     }
     os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(sorted(layers))
+
+
+def as_gpus() -> None:
+    """Have accelerate take processes on CPUs for those of GPUs.
+
+    It refuses a mesh of devices where it finds CPUs alone (1.15 parallelism_config.py,
+    _validate_accelerator), though gloo runs every collective that is needed.
+    """
+    Accelerator.multi_device = property(lambda self: self.num_processes > 1)
 
 
 def shard_on_cpu(trainer: Any) -> None:
@@ -54,7 +69,7 @@ def check_shared(model: Any, config: TrainConfig) -> list[str]:
     found = _sharing_of(model)
     row = PARALLELISMS[config.parallelism]
     wanted = "deepspeed" if row.library == "deepspeed" else "ddp"
-    if row.splits or is_gathered(config):
+    if row.has_parts:
         wanted = "tp" if row.splits else "fsdp2"
     return [] if found == wanted else [f"the GPUs share it by {found}, not by {wanted}"]
 

@@ -24,10 +24,12 @@ from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, USU
 from autotune.worker.trace import sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
 from autotune.worker.trace.kernel_buffers import Multiprocessors
-from autotune.worker.trace.tracker import Tracker
+from autotune.worker.trace.tracker import Tracker, unrecorded
 from autotune.worker.trace.tracker import in_backward as engine_is_at_work
 
 aten = torch.ops.aten
+META = torch.device("meta")
+"""Device of a trace's tensors, each of which stands for one on the card."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,17 @@ class _DeviceChoices(TorchFunctionMode):
     ) -> Any:
         args, kwargs = self.autocast.cast(func, args, kwargs or {})
         return self._replaced.get(func, func)(*args, **kwargs)
+
+
+def _empty(*shape: Any, device: Any = None, **more: Any) -> torch.Tensor:
+    """`torch.empty`, which takes no memory where a library names meta: it asks for a stride.
+
+    So does transformers 5.23, distributed/tensor_parallel.py _from_local_last_dim_shard. A trace's own
+    tensors have the device META.
+    """
+    is_named = isinstance(device, str) and device == "meta"
+    with unrecorded() if is_named else contextlib.nullcontext():
+        return torch.empty(*shape, device=device, **more)
 
 
 def _dropout(
@@ -119,11 +132,12 @@ def _of_cuda(device: Device) -> dict[Any, Callable[..., Any]]:
         F.cross_entropy: _cross_entropy,
         F.dropout: _dropout,
         F.softmax: _softmax,
+        torch.empty: _empty,
     }
 
 
 def _of_cpu(_: Device) -> dict[Any, Callable[..., Any]]:
-    return {F.scaled_dot_product_attention: sdpa.attention_on_cpu}
+    return {F.scaled_dot_product_attention: sdpa.attention_on_cpu, torch.empty: _empty}
 
 
 _FUNCTIONS = {"cuda": _of_cuda, "cpu": _of_cpu}

@@ -24,6 +24,7 @@ from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace import liger, sft
+from autotune.worker.trace.cuda import META
 from autotune.worker.trace.tracker import Recording, Tracker, in_backward
 
 
@@ -151,7 +152,7 @@ class MetaStep:
                 linear: Any = module
                 with self.tracker:
                     shape = (linear.out_features, linear.in_features)
-                    quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device="meta"))
+                    quantize.quantize_weight(linear, torch.empty(shape, dtype=dtype, device=META))
             self._own(getattr(module, own))
 
     def _prepare(self, place_of: Callable[[str], Place]) -> None:
@@ -219,7 +220,7 @@ class MetaStep:
         loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
-            scaled = scaled * torch.empty((), dtype=torch.float32, device="meta")
+            scaled = scaled * torch.empty((), dtype=torch.float32, device=META)
         self.mark(Phase.HEAD_BACKWARD)
         # Tensor.backward would switch the function mode off; the engine's own entry does not.
         torch.autograd.graph._engine_run_backward(
@@ -335,7 +336,7 @@ def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int)
     """
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device=META)
 
     shape = micro_batch, sequence_length
     if spec.batching == "padding-free":

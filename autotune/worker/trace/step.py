@@ -35,7 +35,7 @@ from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
 from autotune.worker.trace import attention, flex, forks, liger, sft, shared_models
 from autotune.worker.trace.chunks import Chunks
-from autotune.worker.trace.cuda import Device, Workspaces, device_choices
+from autotune.worker.trace.cuda import META, Device, Workspaces, device_choices
 from autotune.worker.trace.encode import Symbols, encode
 from autotune.worker.trace.kernel_buffers import Multiprocessors, hidden_buffers
 from autotune.worker.trace.kernels import HiddenBuffers, TrackedKernel
@@ -421,7 +421,7 @@ class _ParkOnHost(torch.autograd.graph.saved_tensors_hooks):
             return tensor.shape, tensor.dtype
 
         def unpack(parked: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
-            tensor = torch.empty(parked[0], dtype=parked[1], device="meta")
+            tensor = torch.empty(parked[0], dtype=parked[1], device=META)
             copy(tensor)
             return tensor
 

@@ -13,6 +13,7 @@ Not seen: memory that a CUDA kernel allocates for itself. `hidden_buffers` names
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -78,6 +79,20 @@ class Recording:
         return Recording(
             list(self.tensors), list(self.events), list(self.kernels), list(self.marks)
         )
+
+
+_left_out: list[None] = []
+"""One entry for each `unrecorded` that is around."""
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Leave out operations: what they make is on no device."""
+    _left_out.append(None)
+    try:
+        yield
+    finally:
+        _left_out.pop()
 
 
 class Tracker(TorchDispatchMode):
@@ -228,6 +243,8 @@ class Tracker(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if _left_out:
+            return func(*args, **(kwargs or {}))
         if self._wrappers and any(issubclass(t, self._wrappers) for t in types):
             return NotImplemented  # It does the same to what it is made of, which comes here again.
         kwargs = kwargs or {}
