@@ -89,9 +89,8 @@ CONFIGS = {
     "tp checkpointed": dataclasses.replace(TP, activation_checkpointing=1),
 }
 NUM_WEIGHTS = 9 * MODEL["num_hidden_layers"] + 3
-HEAD_BYTES = 4 * MODEL["vocab_size"] * MODEL["hidden_size"]
-"""The head's gradient: where weights are split, one more than there is may be predicted as the backward pass
-begins. [open]"""
+NUM_ADAPTERS = 2 * 2 * MODEL["num_hidden_layers"]
+"""LoRA's weights on two projections of each layer."""
 SPEC = ProbeSpec(
     task="causal-lm",
     backend="cpu",
@@ -146,9 +145,10 @@ def test_a_shared_probe_needs_what_was_predicted(
     predicted = estimated(config, monkeypatch)
     batch_bytes = 2 * config.micro_batch_size * LENGTH * 8
     # A loop over the weights keeps its step counts on the CPU, which is the card here: a block for each.
-    of_counts = 512 * NUM_WEIGHTS if config.optimizer == "adamw_torch" else 0
+    num_trained = NUM_ADAPTERS if config.method == "lora" else NUM_WEIGHTS
+    of_counts = 512 * num_trained if config.optimizer == "adamw_torch" else 0
     # On a busy machine a thread of gloo's may hold the buffer of a collective a moment too long.
-    for _ in range(3):
+    for _ in range(5):
         found = measured(config)
         assert (found.outcome, found.message) == ("ok", "")
         assert found.peak_allocated_bytes is not None
@@ -159,8 +159,7 @@ def test_a_shared_probe_needs_what_was_predicted(
     assert found.rank in range(config.num_gpus)
     assert found.peak_reserved_bytes is not None
     unseen = max(config.gradient_accumulation_steps - 3, 0)
-    too_much = HEAD_BYTES // config.num_gpus if config.parallelism == "tp" else 0
-    assert -unseen * batch_bytes - too_much <= difference <= 3 * batch_bytes + of_counts
+    assert -unseen * batch_bytes <= difference <= 3 * batch_bytes + of_counts
     assert abs(found.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
     assert found.step_seconds is not None
     assert found.step_seconds > 0

@@ -34,9 +34,8 @@ Known limitations
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, FSDP2 and ZeRO 3 the whole
   model in the first process. Saving gathers it again.
 - Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
-- Tensor parallelism: the head's gradient may be counted once too often as the backward pass begins; missing
-  is what DTensors cost the host beside each operation, and the few bytes that clipping sends to add up norms.
-  Where a dimension does not divide, the first GPU has the largest part.
+- Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
+  sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.
 - Several machines, unlike GPUs, and context, sequence, expert or pipeline parallelism.
 """
 

@@ -39,6 +39,18 @@ DECOMPOSITIONS: dict[Any, Any] = {_collectives.all_reduce.default: _all_reduce}
 """Functions in the place of operations that are made of others."""
 
 
+def stand_ins() -> dict[Any, Any]:
+    """Return functions in the place of operations that do something else where a step is traced.
+
+    The tensor that waits for a collective holds the collective's result (torch 2.13
+    distributed/_functional_collectives.py, AsyncCollectiveTensor); on `meta` it is a copy.
+    """
+    import torch.distributed.tensor  # which registers the operation
+
+    wrap = getattr(_collectives, "_wrap_tensor_autograd", None)
+    return DECOMPOSITIONS | ({} if wrap is None else {wrap.default: torch.ops.aten.alias.default})
+
+
 def begin(num_processes: int) -> None:
     """Let this process be the first of so many that are not there; 1: let it be alone.
 

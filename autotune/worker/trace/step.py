@@ -210,7 +210,7 @@ def trace_step(
             **({} if spec.quantization == "none" else quantize.decompositions()),
             **(_OF_LABELS if task == "sequence-classification" else {}),
             **attention.decompositions(spec, sequence_length),
-            **(tensor_parallel.DECOMPOSITIONS if is_split else {}),
+            **(tensor_parallel.stand_ins() if is_split else {}),
         },
         kernel_names={
             **(attention.KERNEL_NAMES.get(spec.attention) or {}),
