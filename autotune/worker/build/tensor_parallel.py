@@ -67,6 +67,11 @@ def begin(num_processes: int) -> None:
         dist.init_process_group("fake", rank=0, world_size=num_processes, store=dist.HashStore())
 
 
+def has_begun() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_initialized()
+
+
 def split(model: Any, num_gpus: int, device_type: str = "cpu") -> None:
     """Split the model's weights, which are on `meta`, by its own plan, for devices of that type.
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, USUAL_NUM_SMS
+from autotune.worker.build import tensor_parallel
 from autotune.worker.trace import sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
 from autotune.worker.trace.kernel_buffers import Multiprocessors
@@ -75,13 +76,13 @@ class _DeviceChoices(TorchFunctionMode):
 
 
 def _empty(*shape: Any, device: Any = None, **more: Any) -> torch.Tensor:
-    """`torch.empty`, which takes no memory where a library names meta: it asks for a stride.
+    """`torch.empty`, which takes no memory where what splits weights names meta: it asks for a stride.
 
     So does transformers 5.23, distributed/tensor_parallel.py _from_local_last_dim_shard. A trace's own
     tensors have the device META.
     """
     is_named = isinstance(device, str) and device == "meta"
-    with unrecorded() if is_named else contextlib.nullcontext():
+    with unrecorded() if is_named and tensor_parallel.has_begun() else contextlib.nullcontext():
         return torch.empty(*shape, device=device, **more)
 
 
