@@ -10,8 +10,11 @@ single process's peak. Results of one machine are in studies/speed/.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import multiprocessing
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -64,25 +67,31 @@ class Cost:
 
 
 def cost_of(arguments: Sequence[str], *, traces: Path | None = None) -> Cost:
-    """Run `autotune` once, in an empty folder and with no traces kept but those of that folder."""
+    """Run `autotune` once, in an empty folder and with no traces kept but those of that folder.
+
+    Linux counts a parent's memory in a process that it has just begun: a small process between counts.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as between:
+        return between.submit(_child_cost, arguments, traces).result()
+
+
+def _child_cost(arguments: Sequence[str], traces: Path | None) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        process = subprocess.Popen(
+        ran = subprocess.run(
             [sys.executable, "-m", "autotune", *arguments],
             cwd=folder,
             env={**environment(), trace_cache.VARIABLE: str(traces or folder)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
+            check=False,
         )
-        assert process.stderr is not None
-        said = process.stderr.read()
-        # Counts the processes that it waited for, too.
-        _, status, usage = os.wait4(process.pid, 0)
         wall_seconds = time.perf_counter() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-        process.stderr.close()
-    if process.returncode:
-        raise RuntimeError(f"autotune {' '.join(arguments)}: {said.decode(errors='replace')}")
+    if ran.returncode:
+        raise RuntimeError(f"autotune {' '.join(arguments)}: {ran.stderr.decode(errors='replace')}")
+    # Counts the processes that it waited for, too.
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return Cost(
         wall_seconds=wall_seconds,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
