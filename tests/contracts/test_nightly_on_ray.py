@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import json
 import os
-import shutil
 import signal
 import sqlite3
 import subprocess
@@ -23,7 +22,9 @@ from typing import Any
 
 import here
 import pytest
+import ray_cluster
 from nights_of import tiny_night
+from ray_cluster import add_card
 
 from autotune.catalogue.installed import cpu_name
 from autotune.errors import ConfigError, HardwareError
@@ -44,29 +45,11 @@ CELLS = {"tiny-30mb-seq64-full", "tiny-40mb-seq64-full"}
 def cluster() -> Iterator[Any]:
     """A head without cards, a machine with this CPU and one with another; each has one card."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
-    from ray.cluster_utils import Cluster
-
-    patched = pytest.MonkeyPatch()
-    # Sockets have paths of at most 107 characters.
-    folder = f"/tmp/ray-night-{os.getpid()}"
-    patched.setenv("RAY_TMPDIR", folder)
-    patched.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]))
-    patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    head = {"num_cpus": 1, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    made.like_here = add_card(made)
-    other = [str(ROOT / "tests" / "support" / "other_cpu"), os.environ["PYTHONPATH"]]
-    made.other = add_card(made, env_vars={"PYTHONPATH": os.pathsep.join(other)})
-    try:
+    with ray_cluster.started("night") as made:
+        made.like_here = add_card(made)
+        other = [str(ROOT / "tests" / "support" / "other_cpu"), os.environ["PYTHONPATH"]]
+        made.other = add_card(made, env_vars={"PYTHONPATH": os.pathsep.join(other)})
         yield made
-    finally:
-        made.shutdown()
-        patched.undo()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def add_card(cluster: Any, **more: Any) -> Any:
-    return cluster.add_node(num_cpus=1, resources={on_ray.CPU_RESOURCE: 1}, **more)
 
 
 def nightly(cluster: Any, folder: Path, *more: str) -> tuple[int, dict[str, Any], str]:

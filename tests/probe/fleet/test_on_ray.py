@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import threading
@@ -14,9 +13,11 @@ from typing import Any
 import here
 import optuna
 import pytest
+import ray_cluster
 import stand_in_cards
 from optuna.trial import TrialState
 from optuna_storage import unpooled
+from ray_cluster import add_card
 
 from autotune.catalogue import gpus
 from autotune.errors import ConfigError, HardwareError, WorkerError
@@ -33,30 +34,12 @@ SECONDS = 0.4
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def cluster() -> Iterator[Any]:
     """A head without cards, and three machines with one each."""
-    from ray.cluster_utils import Cluster
-
-    patched = pytest.MonkeyPatch()
-    # Sockets have paths of at most 107 characters.
-    folder = f"/tmp/ray-test-{os.getpid()}"
-    patched.setenv("RAY_TMPDIR", folder)
-    patched.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]))
-    patched.setenv(stand_in_cards.SECONDS, str(SECONDS))
-    patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    head = {"num_cpus": 1, "include_dashboard": False}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    made.cards = [_add_card(made) for _ in range(NUM_MACHINES)]
-    try:
+    with pytest.MonkeyPatch.context() as patched, ray_cluster.started("search") as made:
+        patched.setenv(stand_in_cards.SECONDS, str(SECONDS))
+        made.cards = [add_card(made) for _ in range(NUM_MACHINES)]
         yield made
-    finally:
-        made.shutdown()
-        patched.undo()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _add_card(cluster: Any) -> Any:
-    return cluster.add_node(num_cpus=1, resources={on_ray.CPU_RESOURCE: 1})
 
 
 def searched(
@@ -106,7 +89,7 @@ def test_a_machine_that_dies_loses_no_probe(cluster: Any, tmp_path: Path) -> Non
     try:
         found, notes, _ = searched(cluster, url_in(tmp_path), meanwhile=remove)
     finally:
-        cluster.cards.append(_add_card(cluster))
+        cluster.cards.append(add_card(cluster))
     assert any("is lost" in note for note in notes)
     ended = states(url_in(tmp_path))
     assert (ended[TrialState.RUNNING], ended[TrialState.FAIL]) == (0, 0)
