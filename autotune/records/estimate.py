@@ -136,6 +136,11 @@ class Breakdown:
     rounding_bytes: int
     """Bytes by which the allocator's blocks are larger than what was asked for."""
 
+    @property
+    def is_of_loading(self) -> bool:
+        """Whether memory peaks before the first step, as the model comes to the GPU."""
+        return not (self.gradients_bytes or self.activations_bytes or self.logits_bytes)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:

@@ -86,7 +86,11 @@ def _beyond(estimate: Estimate) -> Iterator[tuple[Any, ...]]:
     for name, size_bytes, why in (
         ("activations", parts.activations_bytes, "kept for the backward pass"),
         ("logits", parts.logits_bytes, "as wide as the vocabulary, in float32 for the loss"),
-        ("temporaries", parts.temporaries_bytes, "of the operation at the peak"),
+        (
+            "temporaries",
+            parts.temporaries_bytes,
+            "as the model is loaded" if parts.is_of_loading else "of the operation at the peak",
+        ),
         ("workspace", parts.workspace_bytes, "cuBLAS keeps it"),
         ("rounding", parts.rounding_bytes, "the allocator's blocks are larger than the tensors"),
         (

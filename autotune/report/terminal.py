@@ -223,7 +223,8 @@ def draw_estimate(
             "peaks",
             f"allocated {format_bytes(estimate.peak_allocated_bytes)}, reserved "
             f"{format_bytes(estimate.peak_reserved_bytes)}, on the device "
-            f"{format_bytes(estimate.peak_device_bytes)}",
+            f"{format_bytes(estimate.peak_device_bytes)}"
+            f"{', while the model is loaded' if estimate.breakdown.is_of_loading else ''}",
         ),
         (
             "state",

@@ -236,7 +236,10 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
         ("optimizer", parts.optimizer_state_bytes),
         ("activations", parts.activations_bytes),
         ("logits", parts.logits_bytes),
-        ("other", parts.temporaries_bytes + parts.workspace_bytes + parts.rounding_bytes),
+        (
+            "loading" if parts.is_of_loading else "other",
+            parts.temporaries_bytes + parts.workspace_bytes + parts.rounding_bytes,
+        ),
         ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
         ("CUDA", estimate.nontorch_bytes - estimate.paged_in_bytes),
     ]

@@ -78,6 +78,12 @@ def nothing_fits(
 def _lower_most(smallest: Estimate, workload: Workload) -> str:
     """Say which part of the peak to go for."""
     parts = smallest.breakdown
+    if parts.is_of_loading:
+        on_each = "" if smallest.per_gpu is None else " on each GPU, before it is shared out"
+        return (
+            f"A smaller model lowers it most: {format_bytes(smallest.peak_allocated_bytes)} are allocated "
+            f"as it is loaded{on_each}"
+        )
     grows_with_length = parts.activations_bytes + parts.logits_bytes + parts.temporaries_bytes
     if grows_with_length > parts.parameters_bytes:
         half = workload.sequence_length // 2

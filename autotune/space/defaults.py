@@ -10,7 +10,7 @@ from autotune.space.adapters import TARGETS_BY_COLUMN
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.precisions import PRECISIONS, shared_storage
 from autotune.space.search_space import usual_batching
 
 OPTIMIZER = "adamw_torch_fused"
@@ -84,10 +84,9 @@ def default_base(
         config = dataclasses.replace(config, optimizer=optimizer)
         if method == "lora":
             config = dataclasses.replace(config, lora_targets=TARGETS_BY_COLUMN)
-    if parallelism == "fsdp2" and QUANTIZATIONS[config.quantization].codes:
-        # FSDP2 shards float tensors only: packed in another dtype, every GPU would keep all codes.
-        dtype = PRECISIONS[config.precision].compute_dtype
-        config = dataclasses.replace(config, quantization_storage=dtype)
+    if PARALLELISMS[parallelism].shares_packed:
+        storage = shared_storage(config.precision, config.quantization)
+        config = dataclasses.replace(config, quantization_storage=storage)
     return config
 
 

@@ -34,6 +34,11 @@ class Parallelism:
         return self.library == "torch" and self.stage == 3
 
     @property
+    def shares_packed(self) -> bool:
+        """Whether 4-bit weights, packed in the dtype that is computed with, are shared out, too."""
+        return self.name == "fsdp2"
+
+    @property
     def has_parts(self) -> bool:
         """Whether weights are torch's DTensors, each of which stands for this GPU's part of one."""
         return self.is_fsdp or self.splits

@@ -129,3 +129,12 @@ def dtype_beside(precision: str, quantization: str, quantization_storage: str) -
 QUANTIZATION_STORAGES = ("uint8", "bfloat16", "float16", "float32")
 """Types that hold the packed codes of 4-bit weights (`bnb_4bit_quant_storage`): the same bytes in each. Only
 those of a floating dtype can be shared out (accelerate 1.15 utils/fsdp_utils.py)."""
+
+
+def shared_storage(precision: str, quantization: str) -> str:
+    """Return the dtype that packs weights which FSDP2 shares out.
+
+    It takes float tensors only, of the dtype that is computed with: of codes in another, every GPU would
+    keep all.
+    """
+    return PRECISIONS[precision].compute_dtype if QUANTIZATIONS[quantization].codes else "uint8"

@@ -74,7 +74,7 @@ def _shards_its_codes(config: TrainConfig) -> bool:
     Source: accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; torch 2.13 MixedPrecisionPolicy.
     """
     return (
-        config.parallelism == "fsdp2"
+        PARALLELISMS[config.parallelism].shares_packed
         and bool(QUANTIZATIONS[config.quantization].codes)
         and config.quantization_storage == PRECISIONS[config.precision].compute_dtype
     )
@@ -404,19 +404,23 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.quantization != "none",
     ),
     Rule(
-        name="one-gpu-only",
-        reason="on several GPUs neither fp8, Liger, SFTTrainer, NEFTune nor an emptied cache is "
-        "modelled",
+        name="fp8-needs-one-gpu",
+        reason="fp8 is not modelled on several GPUs",
+        breaks=lambda c, _: c.parallelism != "none" and PRECISIONS[c.precision].fp8,
+    ),
+    Rule(
+        # Liger's kernels run on CUDA alone, so that no process here shows what they do with DTensors.
+        name="liger-needs-whole-weights",
+        reason="Liger's loss takes the head's weights past the module that would gather them, and no "
+        "run shows that it trains where GPUs hold parts of them: take ddp",
         breaks=lambda c, _: (
-            c.parallelism != "none"
-            and bool(
-                PRECISIONS[c.precision].fp8
-                or c.liger
-                or c.trainer != "transformers"
-                or c.neftune_noise_alpha
-                or c.torch_empty_cache_steps
-            )
+            c.liger and (PARALLELISMS[c.parallelism].stage == 3 or c.num_splits > 1)
         ),
+    ),
+    Rule(
+        name="trl-needs-a-whole-head",
+        reason="TRL's loss takes the head's weights past the module that is split",
+        breaks=lambda c, _: c.trainer == "trl-sft" and c.num_splits > 1,
     ),
     Rule(
         name="whole-matrix-optimizers-need-one-gpu",

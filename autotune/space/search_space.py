@@ -19,6 +19,7 @@ from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import shared_storage
 from autotune.space.rules import RULES, Context
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
@@ -242,7 +243,8 @@ def enumerate_configs(
 ) -> Enumeration:
     """Return the valid points for the workload's methods, in the order of the file.
 
-    A micro-batch that does not divide the effective batch size is counted as an invalid point.
+    A micro-batch that does not divide the effective batch size is counted as an invalid point. Where GPUs
+    share 4-bit weights out, these are packed in the dtype in which they can be.
     """
     configs: list[TrainConfig] = []
     invalid: Counter[str] = Counter()
@@ -275,9 +277,12 @@ def enumerate_configs(
 def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
     domains = dict(section.domains)
     sizes = domains.pop("micro_batch_size")
+    may_pack_anew = domains.get("quantization_storage") == (KNOBS["quantization_storage"].default,)
     for values in itertools.product(*domains.values()):
         rest = dict(zip(domains, values, strict=True))
         row = PARALLELISMS[rest.get("parallelism", "none")]
+        if row.shares_packed and may_pack_anew:
+            rest["quantization_storage"] = shared_storage(rest["precision"], rest["quantization"])
         samples = workload.effective_batch_size // row.data_parallel_size(workload.num_gpus)
         for size in sizes:
             yield TrainConfig(

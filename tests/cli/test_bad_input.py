@@ -930,6 +930,29 @@ def test_nothing_fits_names_the_smallest_and_the_way_out(fail: Fail, tmp_path: P
     assert not (tmp_path / "studies").exists()
 
 
+@pytest.mark.usefixtures("forked_workers")
+def test_no_shorter_sample_is_asked_for_where_the_load_does_not_fit(
+    fail: Fail, tmp_path: Path
+) -> None:
+    """Transformers brings all 4-bit weights to each GPU, before FSDP2 shares them out."""
+    (tmp_path / "space.yaml").write_text(
+        "name: s\ndescription: ''\nmethods:\n  qlora:\n    micro_batch_size: [1]\n"
+        "    precision: [bf16-autocast]\n    optimizer: [adamw_torch]\n    lora_rank: [8]\n"
+        "    lora_targets: [all-linear]\n    quantization: [nf4]\n    attention: [sdpa]\n"
+        "    activation_checkpointing: [full]\n    parallelism: [fsdp2]\n",
+        encoding="utf-8",
+    )
+    code, err = fail(
+        *("find", "--model", "Qwen/Qwen2.5-7B", "--gpu", "rtx-4090", "--gpu-mem", "3GB"),
+        *("--num-gpus", "8", "--seq-len", "16", "--effective-batch", "8", "--space", "space.yaml"),
+        *("--method", "qlora"),
+    )
+    assert code == 4
+    assert "fsdp2 on 8 GPUs, checkpoint every layer, packed in bfloat16" in err
+    assert "A smaller model lowers it most" in err
+    assert "GiB are allocated as it is loaded on each GPU, before it is shared out" in err
+
+
 def test_a_worker_that_talks_nonsense_is_named(
     fail: Fail, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

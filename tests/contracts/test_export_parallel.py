@@ -172,16 +172,17 @@ methods:
     activation_checkpointing: [none]
     attention: [sdpa]
     parallelism: [{name}]
+    trainer: [{trainer}]
 """
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("name", "trainer"), [("ddp", "transformers"), ("fsdp2", "trl-sft")])
 def test_what_two_processes_measured_trains_with_two(
-    tmp_path: Path, models: Path, name: str
+    tmp_path: Path, models: Path, name: str, trainer: str
 ) -> None:
     """From the question to the trained model: probed, confirmed, exported, launched."""
-    (tmp_path / "space.yaml").write_text(SPACE.format(name=name))
+    (tmp_path / "space.yaml").write_text(SPACE.format(name=name, trainer=trainer))
     asked = (
         f"find --model {models / 'llama'} --backend cpu --gpu-mem 300MB --num-gpus 2 --space space.yaml "
         "--seq-len 32 --effective-batch 4 --effort quick --confirm-steps 3 --out out --json"
@@ -190,7 +191,8 @@ def test_what_two_processes_measured_trains_with_two(
     assert found.returncode == 0, found.stderr
     answer = json.loads(found.stdout)
     assert answer["evidence"] == "measured"
-    assert answer["best"]["config"]["parallelism"] == name
+    config = answer["best"]["config"]
+    assert (config["parallelism"], config["trainer"]) == (name, trainer)
     assert answer["measured"]["best"]["rank"] in (0, 1)
     assert answer["measured"]["confirmation"]["outcome"] == "ok"
     launched(tmp_path / "out", as_on_gpus=name == "fsdp2")
@@ -207,7 +209,21 @@ def test_what_is_split_trains_with_two(tmp_path: Path, models: Path) -> None:
     launched(exported(tmp_path / "out", config, str(models / "llama")), as_on_gpus=True)
 
 
-def launched(folder: Path, *, as_on_gpus: bool) -> None:
+def test_4_bit_weights_that_are_shared_out_train_with_two(tmp_path: Path, models: Path) -> None:
+    config = dataclasses.replace(
+        FULL,
+        **{"method": "qlora", "lora_rank": 4, "lora_targets": "all-linear"},
+        quantization="nf4",
+        quantization_storage="bfloat16",
+        precision="bf16-autocast",
+        num_gpus=2,
+        parallelism="fsdp2",
+    )
+    folder = exported(tmp_path / "out", config, str(models / "llama"))
+    launched(folder, as_on_gpus=True, saved="adapter_model.safetensors")
+
+
+def launched(folder: Path, *, as_on_gpus: bool, saved: str = "model.safetensors") -> None:
     """Train with the files of a folder, as their reader is told to."""
     program = ["train.py", "--dataset", "../text.txt", "--output-dir", "out", "--max-steps", "2"]
     launch = [
@@ -227,7 +243,7 @@ def launched(folder: Path, *, as_on_gpus: bool) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     # Told by the first process alone.
     assert len(re.findall(r"^2 steps, loss ", done.stdout, re.MULTILINE)) == 1
-    assert (folder / "out" / "model.safetensors").exists()
+    assert (folder / "out" / saved).exists()
 
 
 def test_one_process_is_told_how_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

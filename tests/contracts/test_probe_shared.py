@@ -65,8 +65,8 @@ TP = dataclasses.replace(DDP, parallelism="tp", optimizer="adamw_torch")
 LORA: dict[str, Any] = {"method": "lora", "lora_rank": 4, "lora_targets": "all-linear"}
 CONFIGS = {
     "ddp": DDP,
-    "ddp of 3, in one micro-step": dataclasses.replace(
-        DDP, num_gpus=3, gradient_accumulation_steps=1
+    "ddp of 3, in one micro-step, its cache emptied": dataclasses.replace(
+        DDP, num_gpus=3, gradient_accumulation_steps=1, torch_empty_cache_steps=2
     ),
     "ddp lora": dataclasses.replace(DDP, precision="bf16-true", **LORA),
     "fsdp2": FSDP2,
@@ -74,7 +74,9 @@ CONFIGS = {
         FSDP2, num_gpus=4, gradient_accumulation_steps=6
     ),
     "fsdp2 bf16-mixed": dataclasses.replace(FSDP2, precision="bf16-mixed"),
-    "fsdp2 checkpointed": dataclasses.replace(FSDP2, activation_checkpointing=1),
+    "fsdp2 checkpointed, with noise": dataclasses.replace(
+        FSDP2, activation_checkpointing=1, neftune_noise_alpha=5.0
+    ),
     "fsdp2 lora": dataclasses.replace(FSDP2, precision="bf16-true", **LORA),
     "fsdp2 lora bf16-autocast": dataclasses.replace(FSDP2, precision="bf16-autocast", **LORA),
     "hsdp": dataclasses.replace(DDP, parallelism="hsdp", num_gpus=4),
@@ -86,7 +88,9 @@ CONFIGS = {
         TP, precision="bf16-true", **{**LORA, "lora_targets": "q_proj,v_proj"}
     ),
     "fsdp2 by a loop over the weights": dataclasses.replace(FSDP2, optimizer="adamw_torch"),
-    "tp checkpointed": dataclasses.replace(TP, activation_checkpointing=1),
+    "tp checkpointed, with noise": dataclasses.replace(
+        TP, activation_checkpointing=1, neftune_noise_alpha=5.0
+    ),
 }
 NUM_WEIGHTS = 9 * MODEL["num_hidden_layers"] + 3
 NUM_ADAPTERS = 2 * 2 * MODEL["num_hidden_layers"]
@@ -126,12 +130,9 @@ def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
         sequence_length=LENGTH,
         device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),
     )
-    trace = RankTrace(
-        Trace(json.loads(json.dumps(answer))),
-        spec,
-        num_gpus=config.num_gpus,
-        hidden_size=MODEL["hidden_size"],
-    )
+    trace: Trace | RankTrace = Trace(json.loads(json.dumps(answer)))
+    if config.num_gpus > 1:
+        trace = RankTrace(trace, spec, num_gpus=config.num_gpus, hidden_size=MODEL["hidden_size"])
     gpu = find_gpu("rtx-4070")
     return Estimator({spec: trace}, gpu, memory_budget_bytes=GIB).estimate(config)
 
@@ -163,6 +164,23 @@ def test_a_shared_probe_needs_what_was_predicted(
     assert abs(found.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
     assert found.step_seconds is not None
     assert found.step_seconds > 0
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_trl_needs_on_each_gpu_what_it_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton its loss holds more than on a GPU (test_probe_sft.py): as much however many share it."""
+
+    def unseen_bytes(config: TrainConfig) -> int:
+        found = measured(dataclasses.replace(config, trainer="trl-sft"))
+        assert (found.outcome, found.message) == ("ok", "")
+        assert found.peak_allocated_bytes is not None
+        predicted = estimated(dataclasses.replace(config, trainer="trl-sft"), monkeypatch)
+        return found.peak_allocated_bytes - predicted.peak_allocated_bytes
+
+    alone = unseen_bytes(dataclasses.replace(DDP, parallelism="none", num_gpus=1))
+    for config in (DDP, FSDP2):
+        batch_bytes = 3 * config.micro_batch_size * LENGTH * 8
+        assert abs(unseen_bytes(config) - alone) <= 2 * batch_bytes
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -191,7 +192,9 @@ BREAKERS = {
         ADA,
     ),
     "fp8-needs-float-weights": (dataclasses.replace(QLORA, precision="fp8-autocast"), ADA),
-    "one-gpu-only": (dataclasses.replace(ON_TWO, liger=True), ADA),
+    "fp8-needs-one-gpu": (dataclasses.replace(ON_TWO, precision="fp8-mixed"), ADA),
+    "liger-needs-whole-weights": (dataclasses.replace(ON_TWO, liger=True), ADA),
+    "trl-needs-a-whole-head": (dataclasses.replace(SPLIT, trainer="trl-sft"), ADA),
     "whole-matrix-optimizers-need-one-gpu": (
         dataclasses.replace(ON_TWO, parallelism="ddp", optimizer="galore_adamw"),
         ADA,
@@ -275,24 +278,28 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "ways"),
     [
-        {"precision": "fp8-mixed"},
-        {"liger": True},
-        {"trainer": "trl-sft"},
-        {"neftune_noise_alpha": 5.0},
-        {"torch_empty_cache_steps": 4},
+        ({"precision": "fp8-mixed"}, ()),
+        ({"liger": True}, ("ddp", "zero2")),
+        ({"trainer": "trl-sft"}, ("ddp", "fsdp2", "hsdp", "zero2")),
+        ({"neftune_noise_alpha": 5.0}, ("ddp", "fsdp2", "hsdp", "tp", "zero2")),
+        ({"torch_empty_cache_steps": 4}, ("ddp", "fsdp2", "hsdp", "tp", "zero2")),
     ],
-    ids=lambda changes: next(iter(changes)),
+    ids=lambda value: next(iter(value), ""),
 )
-def test_what_is_not_modelled_on_several_gpus_is_refused_there_alone(
-    changes: dict[str, object],
-) -> None:
-    """Each of those that the rule's reason names."""
-    shared = dataclasses.replace(ON_TWO, **changes)  # type: ignore[arg-type]
-    assert [rule.name for rule in broken_rules(shared, ADA)] == ["one-gpu-only"]
-    alone = dataclasses.replace(FULL, **changes)  # type: ignore[arg-type]
-    assert broken_rules(alone, ADA) == []
+def test_how_several_gpus_may_share_it(changes: dict[str, Any], ways: tuple[str, ...]) -> None:
+    common = {"num_gpus": 4, "optimizer": "adamw_torch", "precision": "bf16-mixed"}
+    four = dataclasses.replace(FULL, **{**common, **changes})  # type: ignore[arg-type]
+
+    def is_allowed(config: TrainConfig) -> bool:
+        batch_size = config.effective_batch_size
+        return not broken_rules(config, dataclasses.replace(ADA, effective_batch_size=batch_size))
+
+    all_ways = ("ddp", "fsdp2", "hsdp", "tp", "zero2")
+    found = (way for way in all_ways if is_allowed(dataclasses.replace(four, parallelism=way)))
+    assert tuple(found) == ways
+    assert is_allowed(dataclasses.replace(four, num_gpus=1))
 
 
 @pytest.mark.parametrize(

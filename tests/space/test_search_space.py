@@ -192,6 +192,36 @@ def test_a_space_is_of_so_many_gpus(
     assert found.domains["parallelism"] == expected
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "expected"),
+    [
+        (1, {}, {("none", "uint8")}),
+        (2, {}, {("ddp", "uint8"), ("fsdp2", "bfloat16")}),
+        (2, {"precision": ("fp16-autocast",)}, {("ddp", "uint8"), ("fsdp2", "float16")}),
+        (2, {"parallelism": ("ddp",)}, {("ddp", "uint8")}),
+        (2, {"quantization_storage": ("bfloat16",)}, {("ddp", "bfloat16"), ("fsdp2", "bfloat16")}),
+    ],
+)
+def test_4_bit_weights_are_shared_out_in_the_dtype_that_is_computed_with(
+    num_gpus: int, changes: dict[str, Any], expected: set[tuple[str, str]]
+) -> None:
+    offered = {
+        "precision": ("bf16-autocast",),
+        "quantization_storage": ("uint8",),
+        "quantization": ("nf4",),
+        "lora_rank": (8,),
+        "lora_targets": ("all-linear",),
+        **changes,
+    }
+    of_gpus = for_gpus(space(section(method="qlora", **offered)), num_gpus)
+    asked = dataclasses.replace(workload(32), num_gpus=num_gpus, methods=("qlora",))
+    found = {
+        (config.parallelism, config.quantization_storage)
+        for config in enumerate_configs(of_gpus, asked).configs
+    }
+    assert found == expected
+
+
 def test_gpus_share_the_effective_batch() -> None:
     shared = dataclasses.replace(workload(32), num_gpus=4)
     sizes = section(micro_batch_size=(1, 2, 8, 16), parallelism=("ddp",))
