@@ -22,7 +22,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError
 from autotune.export.quantization_config import quantization_fields
 from autotune.predict.estimator import Estimator
-from autotune.predict.sharding.shards import Weight, ddp_buckets
+from autotune.predict.sharding.library_rules import Weight, ddp_buckets
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig

@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.memory.traces import TracedParameter
-from autotune.predict.sharding.shards import (
-    EMBED,
-    TAIL,
-    Shares,
+from autotune.predict.sharding.library_rules import (
     Weight,
     ddp_buckets,
     fsdp2_shard_shape,
@@ -19,6 +16,7 @@ from autotune.predict.sharding.shards import (
     zero_buckets,
     zero_partition_elements,
 )
+from autotune.predict.sharding.shards import EMBED, TAIL, Shares
 from autotune.records.estimate import TraceSpec
 
 

@@ -19,7 +19,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from autotune.memory.traces import Trace
-from autotune.predict.sharding.shards import Weight, ddp_buckets
+from autotune.predict.sharding.library_rules import Weight, ddp_buckets
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import links, roofline
