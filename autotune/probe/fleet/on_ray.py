@@ -9,37 +9,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import installed
 from autotune.common.units import counted
-from autotune.common.version import __version__
-from autotune.errors import AutotuneError, ConfigError, HardwareError
+from autotune.errors import ConfigError, HardwareError
 from autotune.probe.fleet.ray_actor import CardActor
 from autotune.probe.fleet.ray_cards import RayCard, RayCards, end
-from autotune.probe.fleet.ray_head import KNOCK_SECONDS, Head, failed, first_line, gone, knock
+from autotune.probe.fleet.ray_head import KNOCK_SECONDS, Head, failed
+from autotune.probe.fleet.ray_join import READY_SECONDS, joined
 
 CPU_RESOURCE = "autotune_card"
 """Resource of a cluster's machines that stands for a card where probes run on CPUs."""
-READY_SECONDS = 120.0
-"""Time for an actor to start where there is a free card: it imports no torch. [judgement] A runtime_env is
-unpacked first."""
 SCALE_SECONDS = 900.0
 """Time for a cluster to scale up. [judgement] Clouds start a machine in minutes."""
-_TOKEN = (
-    "Something listens there: name a cluster of this version of Ray, and where it asks for a token set "
-    "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
-)
 _TYPE = "accelerator_type:"
 """Beginning of the resource that stands for a type of card in Ray."""
-_PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
-_PACKAGE = str(Path(__file__).parents[2])
-"""Folder of the package, for machines that lack it."""
 _VARIABLES = ("HF_TOKEN", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of the search's environment that its probes need."""
 
@@ -62,7 +50,7 @@ def connected(
     Raises ConfigError where Ray is not installed or several kinds are there, HardwareError where no cluster
     answers, or it lacks such cards, WorkerError where Ray fails.
     """
-    with _joined(address, backend) as ray:
+    with joined(address, _resource(backend)) as ray:
         choose = functools.partial(_of_one_kind, name=name, backend=backend)
         (cards,) = _take(ray, backend, wanted, choose, note, name=name, num_gpus=num_gpus)
         with contextlib.closing(cards):
@@ -78,140 +66,15 @@ def connected_kinds(
     `wanted` counts them together. Cards that cannot be used are left out, which `note` hears. Raises what
     `connected` raises.
     """
-    with _joined(address, backend) as ray, contextlib.ExitStack() as taken:
+    with joined(address, _resource(backend)) as ray, contextlib.ExitStack() as taken:
         fleets = _take(ray, backend, wanted, functools.partial(_by_kind, note=note), note)
         for cards in fleets:
             taken.enter_context(contextlib.closing(cards))
         yield fleets
 
 
-@contextlib.contextmanager
-def _joined(address: str, backend: str) -> Iterator[Any]:
-    """Ray, connected to a cluster whose machines have autotune."""
-    ray = _imported()
-    is_ours = not ray.is_initialized()
-    # Ray prints on stdout that a machine has gone, whatever log_to_driver says; an answer goes there.
-    stdout = contextlib.redirect_stdout(sys.stderr) if is_ours else contextlib.nullcontext()
-    with stdout:
-        yield from _connected(ray, address, backend, is_ours=is_ours)
-
-
-def _connected(ray: Any, address: str, backend: str, *, is_ours: bool) -> Iterator[Any]:
-    try:
-        if is_ours:
-            _connect(ray, address, {})
-        if _lacks_autotune(ray, backend):
-            if not is_ours:
-                raise HardwareError(
-                    "Machines of the cluster lack autotune",
-                    remedy="Name it in the job's runtime_env, or install it there",
-                )
-            ray.shutdown()
-            _connect(ray, address, {"py_modules": [_PACKAGE]})
-        yield ray
-    except AutotuneError:
-        raise
-    except Exception as error:
-        if not ray.is_initialized():  # Ray Client has given up: it raises what it likes
-            raise gone(str(error)) from error
-        if isinstance(error, ray.exceptions.RayError):
-            raise failed(error) from error
-        raise
-    finally:
-        if is_ours:
-            ray.shutdown()
-
-
-def _imported() -> Any:
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise ConfigError(
-            "Ray is not installed", why=str(error), remedy="pip install 'autotune-gpu[ray]'"
-        ) from error
-    return ray
-
-
-def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
-    import logging
-
-    remedy = "Name one as ray://HOST:10001, or run this on a machine of the cluster with --on auto"
-    try:
-        knock(address)
-        remedy = _TOKEN
-        with _patient():
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
-                runtime_env=runtime_env or None,
-            )
-    except (
-        ConnectionError, OSError, RuntimeError, TimeoutError, ValueError,
-        getattr(ray.exceptions, "AuthenticationError", RuntimeError),
-    ) as error:  # fmt: skip
-        raise HardwareError(
-            f"No Ray cluster answers at {address}",
-            why=first_line(str(error)).partition(". ")[0] or type(error).__name__,
-            remedy=remedy,
-        ) from error
-
-
-@contextlib.contextmanager
-def _patient() -> Iterator[None]:
-    """Let Ray, which reads this as it connects, not end this process when the head goes: see Head."""
-    before = os.environ.get(_PATIENCE)
-    os.environ[_PATIENCE] = before or str(24 * 3600)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_PATIENCE]
-
-
 def _resource(backend: str) -> str:
     return "GPU" if backend == "cuda" else CPU_RESOURCE
-
-
-def _lacks_autotune(ray: Any, backend: str) -> bool:
-    """Whether a machine with such cards has no autotune. Raises HardwareError, WorkerError."""
-
-    # By value: a machine without autotune can run it.
-    def look() -> str:
-        try:
-            from autotune.common.version import __version__ as found
-        except ImportError:
-            return ""
-        return found
-
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    looking = ray.remote(num_cpus=0)(look)
-    nodes = [
-        node["NodeID"]
-        for node in ray.nodes()
-        if node["Alive"] and node["Resources"].get(_resource(backend))
-    ]
-    # A machine that has just gone is still listed: another one looks in its place.
-    looks = [
-        looking.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True)
-        ).remote()
-        for node in nodes
-    ]
-    try:
-        found = ray.get(looks, timeout=READY_SECONDS)
-    except ray.exceptions.RayError as error:
-        raise failed(error) from error
-    others = sorted({version for version in found if version not in ("", __version__)})
-    if others:
-        raise HardwareError(
-            f"Machines of the cluster have autotune {', '.join(others)}, and this one {__version__}",
-            remedy="Install the same version everywhere",
-        )
-    return "" in found
 
 
 Choose = Callable[[list[RayCard]], list[list[RayCard]]]

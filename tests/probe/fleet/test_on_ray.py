@@ -21,7 +21,7 @@ from ray_cluster import add_card
 
 from autotune.catalogue import gpus
 from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.probe.fleet import on_ray, ray_head
+from autotune.probe.fleet import on_ray, ray_head, ray_join
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
 
@@ -236,7 +236,7 @@ def test_types_of_cards_by_name(name: str, types: list[str], found: str) -> None
 
 
 def test_machines_of_another_version(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "__version__", "9.9")
+    monkeypatch.setattr(ray_join, "__version__", "9.9")
     with (
         pytest.raises(HardwareError, match=r"have autotune \S+, and this one 9\.9"),
         on_ray.connected(cluster.address, backend="cpu", wanted=None, name=None, note=print),
