@@ -173,8 +173,8 @@ class ClusterDigest:
     @property
     def exit_code(self) -> int:
         """Return a Digest's exit code, of what matters most on any kind of card."""
-        codes = [each.exit_code for each in self.digests]
-        codes = [code for code in (*codes, *(each.exit_code for each in self.problems)) if code]
+        both: tuple[Digest | NightProblem, ...] = (*self.digests, *self.problems)
+        codes = [each.exit_code for each in both if each.exit_code]
         if self.is_interrupted:
             return EXIT_INTERRUPTED
         if EXIT_REGRESSION in codes:

@@ -187,7 +187,7 @@ class _Voice:
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note
         self._owner = threading.current_thread()
-        self._unsaid: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._queued: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.heard: list[str] = []
         """Notes on the cards, for the digest."""
 
@@ -204,14 +204,14 @@ class _Voice:
         if threading.current_thread() is self._owner:
             words()
         else:
-            self._unsaid.put(words)
+            self._queued.put(words)
 
     def speak(self, seconds: float) -> None:
         """Say what others have left to say, waiting for it so long at most."""
         with contextlib.suppress(queue.Empty):
-            self._unsaid.get(timeout=seconds)()
+            self._queued.get(timeout=seconds)()
             while True:
-                self._unsaid.get_nowait()()
+                self._queued.get_nowait()()
 
 
 def _listener(fleet: RayCards, predicting: threading.Lock, voice: _Voice) -> Listener:
@@ -241,7 +241,7 @@ class _Worker(threading.Thread):
         super().__init__(daemon=True)
         self.night, self.fleet = night, fleet
         self.error: Exception | None = None
-        """What is wrong with this program, and not with a cell or a card."""
+        """Error of the thread that is neither a cell's nor a card's: one of this program."""
         self._voice, self._on_done = voice, on_done
 
     def run(self) -> None:

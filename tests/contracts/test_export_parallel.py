@@ -212,7 +212,9 @@ def test_what_is_split_trains_with_two(tmp_path: Path, models: Path) -> None:
 def test_4_bit_weights_that_are_shared_out_train_with_two(tmp_path: Path, models: Path) -> None:
     config = dataclasses.replace(
         FULL,
-        **{"method": "qlora", "lora_rank": 4, "lora_targets": "all-linear"},
+        method="qlora",
+        lora_rank=4,
+        lora_targets="all-linear",
         quantization="nf4",
         quantization_storage="bfloat16",
         precision="bf16-autocast",
