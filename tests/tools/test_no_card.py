@@ -28,7 +28,7 @@ needs_toolkit = pytest.mark.skipif(
     not (CUDA / "include/cuda_runtime_api.h").exists(), reason="no headers of the CUDA toolkit"
 )
 
-OUT_OF_MEMORY, INITIALIZATION = 2, 3
+OUT_OF_MEMORY, INITIALIZATION, INVALID_DEVICE = 2, 3, 101
 """Of cudaError and of CUresult."""
 
 DEFINITIONS = """
@@ -43,9 +43,9 @@ def take(size):
 """
 
 
-def run(folder: Path, script: str) -> Any:
-    """What the script prints, as JSON, in a process that finds the card."""
-    environment = card.environment(folder, CARD, CONTEXT)
+def run(folder: Path, script: str, *, num_cards: int = 1) -> Any:
+    """What the script prints, as JSON, in a process that finds the card, or several like it."""
+    environment = card.environment(folder, CARD, CONTEXT, num_cards=num_cards)
     if not (folder / "libcuda.so.1").exists():
         del environment["LD_PRELOAD"]
     command = [sys.executable, "-c", script]
@@ -118,6 +118,48 @@ print(json.dumps([reserved, took, held, ended, before - free()]))
 """
     )
     assert run(tmp_path, script) == [0, [0, OUT_OF_MEMORY, 0], 20 * MIB, [0, 0], 0]
+
+
+@needs_toolkit
+def test_each_of_several_cards_has_its_memory(tmp_path: Path) -> None:
+    card.build(tmp_path, "libcuda.so.1", CUDA)
+    script = (
+        DEFINITIONS
+        + f"""
+count, where = ctypes.c_int(), ctypes.c_int()
+cuda.cudaGetDeviceCount(ctypes.byref(count))
+def on(number):
+    said = cuda.cudaSetDevice(number)
+    return [said, free()]
+before = [on(number) for number in range(3)]
+cuda.cudaSetDevice(1)
+taken = ctypes.c_void_p()
+cuda.cudaMalloc(ctypes.byref(taken), ctypes.c_size_t({GIB}))
+cuda.cudaGetDevice(ctypes.byref(where))
+after = [on(number)[1] for number in range(3)]
+cuda.cudaFree(taken)  # whichever card is the current one
+print(json.dumps([count.value, where.value, before, after, on(1)[1], cuda.cudaSetDevice(3)]))
+"""
+    )
+    count, where, before, after, back, beyond = run(tmp_path, script, num_cards=3)
+    left = CARD.capacity_bytes - CONTEXT
+    assert (count, where) == (3, 1)
+    assert before == [[0, left]] * 3
+    assert after == [left, left - GIB, left]
+    assert (back, beyond) == (left, INVALID_DEVICE)
+
+
+def test_nvml_tells_of_several_cards(tmp_path: Path) -> None:
+    card.build(tmp_path, "libnvidia-ml.so.1", CUDA)
+    script = """
+import json, pynvml
+pynvml.nvmlInit()
+handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+ids = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
+again = [pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByUUID(name)) for name in ids]
+print(json.dumps([len(set(ids)), again == ids]))
+"""
+    assert run(tmp_path, script, num_cards=2) == [2, True]
 
 
 @needs_toolkit

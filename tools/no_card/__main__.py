@@ -2,11 +2,11 @@
 
     python -m tools.no_card --gpu H200 -- python -m tools.gpu_check predict --studies no-card
 
-The command finds a card of the catalogue (autotune gpus) that is not there: a CUDA runtime, driver, cuBLAS,
-cuDNN and NVML whose kernels do nothing. All the rest runs as on that card: PyTorch's own choice
-of kernels, its autocast, its autograd, its optimizers and its caching allocator, bitsandbytes, Triton; out
-of memory comes where the card would have no more. So a prediction of memory is held against PyTorch
-itself, byte for byte, and the program is tried from end to end.
+The command finds a card of the catalogue (autotune gpus) that is not there, or several like it (--num-gpus):
+a CUDA runtime, driver, cuBLAS, cuDNN and NVML whose kernels do nothing. All the rest runs as on that card:
+PyTorch's own choice of kernels, its autocast, its autograd, its optimizers and its caching allocator,
+bitsandbytes, Triton; out of memory comes where the card would have no more. So a prediction of memory is
+held against PyTorch itself, byte for byte, and the program is tried from end to end.
 
 What it cannot tell, and no record of it may be taken for: any time; what the card holds outside PyTorch's
 allocator (the context is put in: --context-mib); workspaces that cuDNN and cuBLASLt ask for; what depends
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.errors import ConfigError
-from tools.no_card.card import LIBRARIES, build, environment
+from tools.no_card.card import LIBRARIES, MOST_CARDS, build, environment
 
 
 def main() -> int:
@@ -35,6 +35,14 @@ def main() -> int:
         prog="python -m tools.no_card", description="Run a command as if a card were here."
     )
     parser.add_argument("--gpu", default="H200", help="of the catalogue [default: H200]")
+    parser.add_argument(
+        "--num-gpus",
+        type=int,
+        choices=range(1, MOST_CARDS + 1),
+        default=1,
+        metavar="N",
+        help="cards alike [default: 1]",
+    )
     parser.add_argument(
         "--context-mib", type=int, help="of each process [default: as is predicted]"
     )
@@ -65,7 +73,13 @@ def main() -> int:
             print(f"error: no card can be made: {error}", file=sys.stderr)
             return 1
         (folder / "libcuda.so").symlink_to("libcuda.so.1")  # Triton's compiler links it.
-        variables = environment(folder, card, context_bytes, padded=options.padded)
+        variables = environment(
+            folder,
+            card,
+            context_bytes,
+            num_cards=options.num_gpus,
+            padded=options.padded,
+        )
         return subprocess.run(options.command, env=variables, check=False).returncode
 
 

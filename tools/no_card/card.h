@@ -1,4 +1,5 @@
-/* The card that is not there: what it is said to be, and which process holds how much of its memory.
+/* The cards that are not there, one or several alike: what each is said to be, and which process holds how
+   much of its memory.
 
    The table of processes is a file that all of them map, so that each sees the others' memory, and a
    process that was killed holds nothing. Settings are read from the environment (card.py sets them). */
@@ -19,6 +20,7 @@ namespace card {
 
 constexpr size_t MIB = 1 << 20;
 constexpr int MOST_PROCESSES = 512;
+constexpr int MOST_CARDS = 16;
 
 inline size_t number(const char *name, size_t otherwise) {
     const char *said = getenv(name);
@@ -28,7 +30,9 @@ inline size_t number(const char *name, size_t otherwise) {
 /* What CUDA calls total; NVML's total has what the driver keeps for itself besides. */
 inline const size_t total_bytes = number("NO_CARD_TOTAL_BYTES", 0);
 inline const size_t driver_bytes = number("NO_CARD_DRIVER_BYTES", 0);
-/* Of each process that uses CUDA. A figure that was put in: no card told it. */
+/* Cards alike, numbered from 0. */
+inline const int num_cards = (int)number("NO_CARD_COUNT", 1);
+/* Of each process that uses CUDA, on each card that it uses. A figure that was put in: no card told it. */
 inline const size_t context_bytes = number("NO_CARD_CONTEXT_BYTES", 0);
 /* 90 is 9.0. */
 inline const int capability = (int)number("NO_CARD_CAPABILITY", 80);
@@ -49,7 +53,7 @@ inline bool is_hidden() {
 
 struct Process {
     int pid;
-    size_t bytes;
+    size_t bytes[MOST_CARDS];
 };
 
 inline Process *processes() {
@@ -83,12 +87,12 @@ inline bool is_alive(int pid) {
     return end && end[2] != 'Z' && end[2] != 'X';
 }
 
-inline size_t used_bytes() {
+inline size_t used_bytes(int device) {
     size_t sum = 0;
     for (int i = 0; i < MOST_PROCESSES; i++) {
         Process &process = processes()[i];
         int pid = __atomic_load_n(&process.pid, __ATOMIC_SEQ_CST);
-        if (pid && is_alive(pid)) sum += __atomic_load_n(&process.bytes, __ATOMIC_SEQ_CST);
+        if (pid && is_alive(pid)) sum += __atomic_load_n(&process.bytes[device], __ATOMIC_SEQ_CST);
     }
     return sum;
 }
@@ -101,7 +105,7 @@ inline Process *enter() {
         if (pid && is_alive(pid)) continue;
         if (__atomic_compare_exchange_n(
                 &process.pid, &pid, getpid(), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-            __atomic_store_n(&process.bytes, 0, __ATOMIC_SEQ_CST);
+            for (size_t &bytes : process.bytes) __atomic_store_n(&bytes, 0, __ATOMIC_SEQ_CST);
             return &process;
         }
     }

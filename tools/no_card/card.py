@@ -10,6 +10,9 @@ from autotune.catalogue.gpus import Gpu
 
 SOURCES = Path(__file__).parent
 
+MOST_CARDS = 16
+"""Most cards that there can be, as in card.h."""
+
 LIBRARIES = {
     # PyTorch has it loaded as libcudart, libcublas and libcudnn; Triton and NVRTC as the driver.
     "libcuda.so.1": ("runtime.cpp", "libraries.cpp"),
@@ -26,12 +29,13 @@ def build(folder: Path, name: str, cuda: Path) -> None:
 
 
 def environment(
-    folder: Path, card: Gpu, context_bytes: int, *, padded: bool = False
+    folder: Path, card: Gpu, context_bytes: int, *, num_cards: int = 1, padded: bool = False
 ) -> dict[str, str]:
-    """Of a process that is to find the card."""
+    """Of a process that is to find the card, or several like it."""
     major, minor = card.compute_capability or (8, 0)
     settings = {
         "NO_CARD_STATE": folder / "processes",
+        "NO_CARD_COUNT": num_cards,
         "NO_CARD_NAME": card.name,
         "NO_CARD_CAPABILITY": 10 * major + minor,
         "NO_CARD_NUM_SMS": card.num_sms or 108,

@@ -1,6 +1,8 @@
-/* libnvidia-ml.so.1 of the card that is not there: what autotune and PyTorch ask of NVML.
+/* libnvidia-ml.so.1 of the cards that are not there: what autotune and PyTorch ask of NVML.
 
    Structures as in nvml.h of CUDA 13.0. */
+
+#include <cstdint>
 
 #include "card.h"
 
@@ -30,7 +32,9 @@ struct ProcessInfo {
     unsigned gpu_instance, compute_instance;
 };
 
-void *const HANDLE = (void *)1;
+/* A card's handle is its number and 1. */
+void *handle_of(unsigned index) { return (void *)(uintptr_t)(index + 1); }
+int index_of(void *handle) { return (int)(uintptr_t)handle - 1; }
 
 int text(char *to, unsigned size, const char *words) {
     return snprintf(to, size, "%s", words) < (int)size ? SUCCESS : INSUFFICIENT_SIZE;
@@ -70,29 +74,32 @@ NVML nvmlSystemGetProcessName(unsigned pid, char *to, unsigned size) {
 }
 
 NVML nvmlDeviceGetCount_v2(unsigned *count) {
-    *count = 1;
+    *count = (unsigned)card::num_cards;
     return SUCCESS;
 }
 
 NVML nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) {
-    *handle = HANDLE;
-    return index ? INVALID_ARGUMENT : SUCCESS;
+    *handle = handle_of(index);
+    return index < (unsigned)card::num_cards ? SUCCESS : INVALID_ARGUMENT;
 }
 
-NVML nvmlDeviceGetHandleByPciBusId_v2(const char *, void **handle) {
-    *handle = HANDLE;
-    return SUCCESS;
+NVML nvmlDeviceGetHandleByPciBusId_v2(const char *words, void **handle) {
+    unsigned domain, bus = 0;
+    if (sscanf(words, "%x:%x", &domain, &bus) != 2 || !bus) return INVALID_ARGUMENT;
+    return nvmlDeviceGetHandleByIndex_v2(bus - 1, handle);
 }
 
-NVML nvmlDeviceGetHandleByUUID(const char *, void **handle) {
-    *handle = HANDLE;
-    return SUCCESS;
+NVML nvmlDeviceGetHandleByUUID(const char *words, void **handle) {
+    const char *last = strrchr(words, '-');
+    return nvmlDeviceGetHandleByIndex_v2(last ? (unsigned)strtoul(last + 1, nullptr, 16) - 1 : 0, handle);
 }
 
 NVML nvmlDeviceGetName(void *, char *to, unsigned size) { return text(to, size, card::name()); }
 
-NVML nvmlDeviceGetUUID(void *, char *to, unsigned size) {
-    return text(to, size, "GPU-00000000-0000-0000-0000-000000000001");
+NVML nvmlDeviceGetUUID(void *handle, char *to, unsigned size) {
+    char words[64];
+    snprintf(words, sizeof words, "GPU-00000000-0000-0000-0000-%012x", index_of(handle) + 1);
+    return text(to, size, words);
 }
 
 NVML nvmlDeviceGetCudaComputeCapability(void *, int *major, int *minor) {
@@ -101,27 +108,28 @@ NVML nvmlDeviceGetCudaComputeCapability(void *, int *major, int *minor) {
     return SUCCESS;
 }
 
-NVML nvmlDeviceGetMemoryInfo(void *, Memory *memory) {
+NVML nvmlDeviceGetMemoryInfo(void *handle, Memory *memory) {
     memory->total = card::total_bytes + card::driver_bytes;
-    memory->used = card::used_bytes() + card::driver_bytes;
+    memory->used = card::used_bytes(index_of(handle)) + card::driver_bytes;
     memory->free = memory->total - memory->used;
     return SUCCESS;
 }
 
-NVML nvmlDeviceGetMemoryInfo_v2(void *, Memory_v2 *memory) {
+NVML nvmlDeviceGetMemoryInfo_v2(void *handle, Memory_v2 *memory) {
     memory->total = card::total_bytes + card::driver_bytes;
     memory->reserved = card::driver_bytes;
-    memory->used = card::used_bytes();
+    memory->used = card::used_bytes(index_of(handle));
     memory->free = card::total_bytes - memory->used;
     return SUCCESS;
 }
 
-NVML nvmlDeviceGetComputeRunningProcesses_v3(void *, unsigned *count, ProcessInfo *infos) {
+NVML nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *count, ProcessInfo *infos) {
+    int device = index_of(handle);
     unsigned space = infos ? *count : 0, found = 0;
     for (int i = 0; i < card::MOST_PROCESSES; i++) {
         const card::Process &process = card::processes()[i];
-        if (!process.pid || !card::is_alive(process.pid)) continue;
-        if (found < space) infos[found] = {(unsigned)process.pid, process.bytes, ~0u, ~0u};
+        if (!process.pid || !process.bytes[device] || !card::is_alive(process.pid)) continue;
+        if (found < space) infos[found] = {(unsigned)process.pid, process.bytes[device], ~0u, ~0u};
         found++;
     }
     *count = found;

@@ -1,4 +1,4 @@
-/* The CUDA runtime and driver of a card that is not there: memory is counted, and nothing is computed.
+/* The CUDA runtime and driver of cards that are not there: memory is counted, and nothing is computed.
 
    PyTorch's CUDA build runs on it as on a card: its choice of kernels, its autograd and autocast, its
    caching allocator. A kernel that is launched does nothing, so tensors hold whatever their memory held.
@@ -32,6 +32,8 @@ constexpr size_t REGION = (size_t)16 << 40;
 
 int driver_pid = 0;                /* who called cuInit, in this process or in one that it was forked from */
 card::Process *process = nullptr;  /* the context of this process */
+bool has_context[card::MOST_CARDS];  /* on which cards */
+thread_local int current = 0;        /* number of the card that this thread uses */
 thread_local cudaError_t last_error = cudaSuccess;
 bool is_capturing = false;
 
@@ -43,6 +45,7 @@ thread_local bool asks_of_all = false;
 struct Block {
     size_t bytes;
     bool is_counted;
+    int device;
 };
 std::mutex blocks_mutex;
 std::map<uintptr_t, Block> blocks;
@@ -60,22 +63,27 @@ cudaError_t initialize() {
 
 bool is_initialized() { return driver_pid == getpid(); }
 
-bool take(size_t bytes) {
-    if (card::used_bytes() + bytes > card::total_bytes) return false;
-    __atomic_add_fetch(&process->bytes, bytes, __ATOMIC_SEQ_CST);
+bool take(size_t bytes, int device) {
+    if (card::used_bytes(device) + bytes > card::total_bytes) return false;
+    __atomic_add_fetch(&process->bytes[device], bytes, __ATOMIC_SEQ_CST);
     return true;
 }
 
-void give_back(size_t bytes) { __atomic_sub_fetch(&process->bytes, bytes, __ATOMIC_SEQ_CST); }
+void give_back(size_t bytes, int device) { __atomic_sub_fetch(&process->bytes[device], bytes, __ATOMIC_SEQ_CST); }
 
 cudaError_t make_context() {
     if (cudaError_t error = initialize()) return error;
-    if (process) return cudaSuccess;
-    if (card::used_bytes() + card::context_bytes > card::total_bytes) return cudaErrorMemoryAllocation;
-    process = card::enter();
-    process->bytes = card::context_bytes;
+    if (process && has_context[current]) return cudaSuccess;
+    std::lock_guard<std::mutex> guard(blocks_mutex);
+    if (card::used_bytes(current) + card::context_bytes > card::total_bytes) return cudaErrorMemoryAllocation;
+    if (!process) process = card::enter();
+    if (has_context[current]) return cudaSuccess;
+    has_context[current] = true;
+    __atomic_add_fetch(&process->bytes[current], card::context_bytes, __ATOMIC_SEQ_CST);
     return cudaSuccess;
 }
+
+bool is_device(int device) { return device >= 0 && device < card::num_cards; }
 
 uintptr_t whole_pages(uintptr_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
@@ -112,21 +120,24 @@ cudaError_t allocate(void **to, size_t bytes, bool is_counted) {
     *to = nullptr;
     if (!bytes) return cudaSuccess;
     bytes = whole_pages(bytes);
-    if (is_counted && !take(bytes)) return cudaErrorMemoryAllocation;
+    if (is_counted && !take(bytes, current)) return cudaErrorMemoryAllocation;
     std::lock_guard<std::mutex> guard(blocks_mutex);
     *to = (void *)place(bytes);
     if (!*to || mprotect(*to, bytes, PROT_READ | PROT_WRITE)) return cudaErrorMemoryAllocation;
-    blocks[(uintptr_t)*to] = {bytes, is_counted};
+    blocks[(uintptr_t)*to] = {bytes, is_counted, current};
     return cudaSuccess;
 }
 
-bool is_on_card(const void *pointer) {
+/* The number of the card whose memory it is; -1: of none. */
+int device_of(const void *pointer) {
     std::lock_guard<std::mutex> guard(blocks_mutex);
     auto after = blocks.upper_bound((uintptr_t)pointer);
-    if (after == blocks.begin()) return false;
+    if (after == blocks.begin()) return -1;
     auto block = std::prev(after);
-    return (uintptr_t)pointer < block->first + block->second.bytes;
+    return (uintptr_t)pointer < block->first + block->second.bytes ? block->second.device : -1;
 }
+
+bool is_on_card(const void *pointer) { return device_of(pointer) >= 0; }
 
 /* PyTorch counts what is not zero by a sum of cub's over NonZeroOp, of arguments (from, to, number of
    elements, ...), and reads the count back (torch 2.13 aten/src/ATen/native/cuda/Nonzero.cu). */
@@ -342,17 +353,19 @@ RUNTIME cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, cudaMemcp
 RUNTIME cudaGetDeviceCount(int *count) {
     *count = 0;
     INITIALIZED;
-    *count = 1;
+    *count = card::num_cards;
     return cudaSuccess;
 }
 
 RUNTIME cudaGetDevice(int *device) {
     INITIALIZED;
-    *device = 0;
+    *device = current;
     return cudaSuccess;
 }
 
-RUNTIME cudaSetDevice(int) {
+RUNTIME cudaSetDevice(int device) {
+    if (!is_device(device)) return said(cudaErrorInvalidDevice);
+    current = device;
     IN_CONTEXT;
     return cudaSuccess;
 }
@@ -375,12 +388,12 @@ RUNTIME cudaDeviceGetAttribute(int *value, cudaDeviceAttr which, int) {
     return cudaSuccess;
 }
 
-RUNTIME cudaGetDeviceProperties(cudaDeviceProp *properties, int) {
+RUNTIME cudaGetDeviceProperties(cudaDeviceProp *properties, int device) {
     INITIALIZED;
     *properties = {};
     snprintf(properties->name, sizeof properties->name, "%s", card::name());
-    properties->uuid.bytes[15] = 1;
-    properties->pciBusID = 1;
+    properties->uuid.bytes[15] = (char)(device + 1);
+    properties->pciBusID = device + 1;
     properties->totalGlobalMem = card::total_bytes;
     properties->major = card::capability / 10;
     properties->minor = card::capability % 10;
@@ -410,8 +423,8 @@ RUNTIME cudaGetDeviceProperties(cudaDeviceProp *properties, int) {
     return cudaSuccess;
 }
 
-RUNTIME cudaDeviceGetPCIBusId(char *to, int size, int) {
-    snprintf(to, (size_t)size, "0000:01:00.0");
+RUNTIME cudaDeviceGetPCIBusId(char *to, int size, int device) {
+    snprintf(to, (size_t)size, "0000:%02x:00.0", device + 1);
     return cudaSuccess;
 }
 
@@ -476,7 +489,7 @@ RUNTIME cudaFree(void *pointer) {
     auto block = blocks.find((uintptr_t)pointer);
     if (block == blocks.end()) return said(cudaErrorInvalidValue);
     forget(pointer, block->second.bytes);
-    if (block->second.is_counted) give_back(block->second.bytes);
+    if (block->second.is_counted) give_back(block->second.bytes, block->second.device);
     blocks.erase(block);
     return cudaSuccess;
 }
@@ -503,7 +516,7 @@ RUNTIME cudaHostUnregister(void *) { return cudaSuccess; }
 RUNTIME cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     IN_CONTEXT;
     *total_bytes = card::total_bytes;
-    *free_bytes = card::total_bytes - card::used_bytes();
+    *free_bytes = card::total_bytes - card::used_bytes(current);
     return cudaSuccess;
 }
 
@@ -511,6 +524,10 @@ RUNTIME cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind
     IN_CONTEXT;
     copy(to, from, bytes);
     return cudaSuccess;
+}
+
+RUNTIME cudaMemcpyPeerAsync(void *to, int, const void *from, int, size_t bytes, cudaStream_t stream) {
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
 }
 
 RUNTIME cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
@@ -532,7 +549,9 @@ RUNTIME cudaMemPrefetchAsync(const void *, size_t, cudaMemLocation, unsigned, cu
 
 RUNTIME cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *pointer) {
     *attributes = {};
-    bool is_ours = is_on_card(pointer);
+    int device = device_of(pointer);
+    bool is_ours = device >= 0;
+    attributes->device = is_ours ? device : 0;
     attributes->type = is_ours ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
     attributes->devicePointer = is_ours ? const_cast<void *>(pointer) : nullptr;
     return cudaSuccess;
@@ -677,15 +696,16 @@ DRIVER cuDriverGetVersion(int *version) {
     return CUDA_SUCCESS;
 }
 
-DRIVER cuDeviceGet(CUdevice *device, int) {
+DRIVER cuDeviceGet(CUdevice *device, int number) {
     DRIVER_INITIALIZED;
-    *device = 0;
+    if (!is_device(number)) return CUDA_ERROR_INVALID_DEVICE;
+    *device = number;
     return CUDA_SUCCESS;
 }
 
 DRIVER cuDeviceGetCount(int *count) {
     DRIVER_INITIALIZED;
-    *count = 1;
+    *count = card::num_cards;
     return CUDA_SUCCESS;
 }
 
@@ -695,30 +715,38 @@ DRIVER cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice) {
     return CUDA_SUCCESS;
 }
 
-DRIVER cuDevicePrimaryCtxGetState(CUdevice, unsigned *flags, int *is_active) {
+DRIVER cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_active) {
     DRIVER_INITIALIZED;
     *flags = 0;
-    *is_active = process != nullptr;
+    *is_active = process && has_context[device];
     return CUDA_SUCCESS;
 }
 
-DRIVER cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice) {
-    DRIVER_IN_CONTEXT;
-    *context = (CUcontext)process;
+/* A context is the address of its card's mark. */
+static CUcontext context_of(int device) { return (CUcontext)&has_context[device]; }
+
+DRIVER cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
+    int before = current;
+    current = device;
+    cudaError_t error = make_context();
+    current = before;
+    if (error) return CUDA_ERROR_OUT_OF_MEMORY;
+    *context = context_of(device);
     return CUDA_SUCCESS;
 }
 
 DRIVER cuCtxGetCurrent(CUcontext *context) {
-    *context = (CUcontext)process;
+    *context = process && has_context[current] ? context_of(current) : nullptr;
     return CUDA_SUCCESS;
 }
 
-DRIVER cuCtxSetCurrent(CUcontext) {
+DRIVER cuCtxSetCurrent(CUcontext context) {
+    if (context) current = (int)((bool *)context - has_context);
     DRIVER_IN_CONTEXT;
     return CUDA_SUCCESS;
 }
 
-DRIVER cuCtxGetDevice(CUdevice *device) { return cuDeviceGet(device, 0); }
+DRIVER cuCtxGetDevice(CUdevice *device) { return cuDeviceGet(device, current); }
 
 DRIVER cuCtxGetLimit(size_t *value, CUlimit) {
     *value = 0;
@@ -797,11 +825,12 @@ DRIVER cuTensorMapEncodeTiled(
 }
 
 DRIVER cuPointerGetAttribute(void *value, CUpointer_attribute which, CUdeviceptr pointer) {
-    if (!is_on_card((const void *)pointer)) return CUDA_ERROR_INVALID_VALUE;
+    int device = device_of((const void *)pointer);
+    if (device < 0) return CUDA_ERROR_INVALID_VALUE;
     if (which == CU_POINTER_ATTRIBUTE_DEVICE_POINTER)
         *(CUdeviceptr *)value = pointer;
     else
-        *(int *)value = 0;
+        *(int *)value = which == CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL ? device : 0;
     return CUDA_SUCCESS;
 }
 
@@ -823,22 +852,26 @@ DRIVER cuMemAddressFree(CUdeviceptr pointer, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
-DRIVER cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *, unsigned long long) {
+/* A handle is its number of bytes, whole pages, and the number of its card. */
+DRIVER cuMemCreate(
+    CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *property, unsigned long long) {
     DRIVER_IN_CONTEXT;
-    if (!take(bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
-    *handle = (CUmemGenericAllocationHandle)bytes;
+    int device = property ? property->location.id : current;
+    if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
+    if (!take(bytes, device)) return CUDA_ERROR_OUT_OF_MEMORY;
+    *handle = (CUmemGenericAllocationHandle)(bytes + (size_t)device);
     return CUDA_SUCCESS;
 }
 
 DRIVER cuMemRelease(CUmemGenericAllocationHandle handle) {
-    give_back((size_t)handle);
+    give_back((size_t)handle / PAGE * PAGE, (int)((size_t)handle % PAGE));
     return CUDA_SUCCESS;
 }
 
-DRIVER cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAllocationHandle, unsigned long long) {
+DRIVER cuMemMap(CUdeviceptr pointer, size_t bytes, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
     mprotect((void *)pointer, bytes, PROT_READ | PROT_WRITE);
     std::lock_guard<std::mutex> guard(blocks_mutex);
-    blocks[(uintptr_t)pointer] = {bytes, false};
+    blocks[(uintptr_t)pointer] = {bytes, false, (int)((size_t)handle % PAGE)};
     return CUDA_SUCCESS;
 }
 
