@@ -25,6 +25,7 @@ from autotune.space.dataset import Dataset
 from autotune.space.knobs import difference
 from autotune.space.lengths import vary
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
@@ -39,24 +40,29 @@ _OPENING = "RECIPE: dict[str, Any] = {"
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return a Python program. Every value in it is an ASCII literal, line breaks escaped."""
-    recipe = _recipe(workload, config)
+    recipe = _recipe(workload, config, _layers(config, result.get("best")))
     given: Any = result.get("fallbacks", ())
-    fallbacks = [TrainConfig(**each["config"]) for each in given]
-    recipe["fallbacks"] = [
-        {"settings": difference(each, config), "changes": _changes(recipe, workload, each)}
-        for each in fallbacks
-    ]
+    fallbacks: list[dict[str, object]] = []
+    for each in given:
+        fallback = TrainConfig(**each["config"])
+        other = _recipe(workload, fallback, _layers(fallback, each))
+        changes = _changes(recipe, other)
+        fallbacks.append({"settings": difference(fallback, config), "changes": changes})
+    recipe["fallbacks"] = fallbacks
     recipe["evidence"] = result["evidence"]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, _pasted())
     before, after = program.split(_OPENING)
     return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
 
 
-def _changes(
-    recipe: Mapping[str, Any], workload: Workload, config: TrainConfig
-) -> dict[str, object]:
+def _layers(config: TrainConfig, estimate: Any) -> list[int] | None:
+    """Return how many layers each GPU has, as was predicted; None where they are not dealt out."""
+    deals = PARALLELISMS[config.parallelism].deals_layers
+    return list(estimate["per_gpu"]["layers"]) if deals else None
+
+
+def _changes(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, object]:
     """Return what of the recipe is another for a fallback; in a table, None takes an entry out."""
-    other = _recipe(workload, config)
     changes: dict[str, object] = {}
     for name, value in other.items():
         if isinstance(value, dict) and name in ("training_arguments", "environment"):
@@ -101,8 +107,11 @@ def _entries(values: Mapping[str, object], indent: str) -> str:
     return "".join(lines)
 
 
-def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
-    precision = PRECISIONS[config.precision]
+def _recipe(
+    workload: Workload, config: TrainConfig, layers_per_gpu: list[int] | None
+) -> dict[str, object]:
+    precision, row = PRECISIONS[config.precision], PARALLELISMS[config.parallelism]
+    is_one_process = row.name == "none" or row.deals_layers
     return {
         "model": model_reference(workload.model),
         "task": workload.task,
@@ -115,7 +124,8 @@ def _recipe(workload: Workload, config: TrainConfig) -> dict[str, object]:
         and not OPTIMIZERS[config.optimizer].updates,
         "parallelism": config.parallelism,
         "num_splits": config.num_splits,
-        "num_processes": None if config.parallelism == "none" else config.num_gpus,
+        "num_processes": None if is_one_process else config.num_gpus,
+        "layers_per_gpu": layers_per_gpu,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
         "trainer": config.trainer,

@@ -27,7 +27,10 @@ from autotune.predict.expandable_segments import grown
 from autotune.predict.floors import MicroStepBytes, micro_step_of
 from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import Update, kernels_of, priced_update
-from autotune.predict.sharding.rank_trace import Exchange, RankTrace
+from autotune.predict.sharding.dealt_layers import DealtTrace
+from autotune.predict.sharding.exchange import Exchange
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
 from autotune.records.charts import Timeline
@@ -83,7 +86,7 @@ class Estimator:
 
     def __init__(
         self,
-        traces: Mapping[TraceSpec, Trace | RankTrace],
+        traces: Mapping[TraceSpec, Trace | SharedTrace],
         gpu: Gpu,
         *,
         memory_budget_bytes: int,
@@ -120,6 +123,9 @@ class Estimator:
         self._micro_parts = functools.cache(self._price_micro_parts)
         self._exchange = functools.cache(self._find_exchange)
         self._floor = functools.cache(self._find_floor)
+        self._whole: Estimator | None = None
+        """Where this is of one of several GPUs among which layers are dealt out: of all of them."""
+        self._stages = functools.cache(self._find_stages)
         self._estimates: dict[tuple[TrainConfig, int], Estimate] = {}
         """Estimates by configuration and budget."""
         self._replays: dict[tuple[TrainConfig, int | None], Replay] = {}
@@ -137,7 +143,9 @@ class Estimator:
 
     def room_for(self, config: TrainConfig) -> int:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
-        outside = self._context_bytes + (self.gpu.nccl_bytes if config.num_gpus > 1 else 0)
+        row = PARALLELISMS[config.parallelism]
+        is_shared = config.num_gpus > 1 and not row.deals_layers
+        outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
         return self._headroom.within(self.memory_budget_bytes, outside, config)
 
     def fits(self, estimate: Estimate) -> bool:
@@ -197,6 +205,8 @@ class Estimator:
 
     def floor_bytes(self, config: TrainConfig) -> int:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""
+        if stages := self._stages_of(config):
+            return max(stage.floor_bytes(config) for stage in stages)
         return self._floor(
             TraceSpec.of(config),
             config.micro_batch_size,
@@ -227,6 +237,8 @@ class Estimator:
         `resident_bytes`: what the device holds besides managed memory (peak reserved and context).
         Without it the floor is taken, so paging is not overestimated.
         """
+        if self._whole is not None:
+            return self._whole.seconds(config, resident_bytes)
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         micro = self._forward_backward(spec, config.micro_batch_size, rank, config.precision)
         added = self._accumulation(self._trainable(spec, rank))
@@ -354,6 +366,9 @@ class Estimator:
 
     def reserving(self, config: TrainConfig, most_bytes: int) -> Estimate | None:
         """The estimate where no more is reserved; None where more is, by a replay up to there."""
+        if stages := self._stages_of(config):
+            each = [stage.reserving(config, most_bytes) for stage in stages]
+            return self.estimate(config) if all(each) else None
         if (config, self.memory_budget_bytes) not in self._estimates:
             misfit = config, self.memory_budget_bytes, most_bytes
             if misfit in self._misfits or self._begins_like_a_misfit(config, most_bytes):
@@ -405,7 +420,44 @@ class Estimator:
             most_bytes,
         )
 
+    def _stages_of(self, config: TrainConfig) -> tuple[Estimator, ...]:
+        """Estimators of each GPU where layers are dealt out; none elsewhere."""
+        if not PARALLELISMS[config.parallelism].deals_layers or self._whole is not None:
+            return ()
+        return self._stages(TraceSpec.of(config), self.memory_budget_bytes)
+
+    def _find_stages(self, spec: TraceSpec, memory_budget_bytes: int) -> tuple[Estimator, ...]:
+        if memory_budget_bytes != self.memory_budget_bytes:
+            stages = self._stages(spec, self.memory_budget_bytes)
+            return tuple(stage.with_budget(memory_budget_bytes) for stage in stages)
+        trace = self._traces[spec]
+        assert isinstance(trace, DealtTrace)
+        found = []
+        for stage in trace.stages:
+            estimator = Estimator(
+                {spec: stage},
+                self.gpu,
+                memory_budget_bytes=self.memory_budget_bytes,
+                headroom=self._headroom,
+                useful_share=self._useful_share,
+                host=self._host,
+            )
+            estimator._whole = self
+            found.append(estimator)
+        return tuple(found)
+
+    def of_each_gpu(self, config: TrainConfig) -> list[Estimate]:
+        """Estimates of each GPU where layers are dealt out; elsewhere of one, which stands for all."""
+        return [stage.estimate(config) for stage in self._stages_of(config) or (self,)]
+
+    def _fullest(self, config: TrainConfig) -> Estimator:
+        """The estimator of the GPU that holds most; itself where all hold the same."""
+        stages = self._stages_of(config)
+        return max(stages, key=lambda s: s.estimate(config).peak_device_bytes, default=self)
+
     def _find_estimate(self, config: TrainConfig) -> Estimate:
+        if (fullest := self._fullest(config)) is not self:
+            return fullest.estimate(config)
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         trace, precision = self._traces[spec], PRECISIONS[config.precision]
         optimizer = self._update(spec, rank, config.optimizer)
@@ -492,6 +544,7 @@ class Estimator:
             buffers_bytes=exchange.buffers_bytes,
             host_bytes=exchange.host_bytes,
             sent_bytes_per_step=round(exchange.sent_bytes(config.gradient_accumulation_steps)),
+            layers=exchange.layers,
             communication_seconds=None if seconds is None else seconds.communication_seconds,
         )
 
@@ -502,10 +555,15 @@ class Estimator:
 
     def _find_exchange(self, spec: TraceSpec, micro_batch: int, rank: int) -> Exchange | None:
         trace = self._traces[spec]
-        return trace.exchange(micro_batch, rank) if isinstance(trace, RankTrace) else None
+        return trace.exchange(micro_batch, rank) if isinstance(trace, SharedTrace) else None
 
     def replayed(self, config: TrainConfig) -> tuple[Steps, Replay]:
-        """The events of the first steps, and the allocator's replay of them within the budget."""
+        """The events of the first steps, and the allocator's replay of them within the budget.
+
+        Where GPUs hold different layers, those of the one that holds most.
+        """
+        if (fullest := self._fullest(config)) is not self:
+            return fullest.replayed(config)
         steps = self._steps(config)
         key = self._replay_key(config)
         found = self._replays.get(key)
@@ -524,9 +582,9 @@ class Estimator:
         room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
         return self._kept.growing(steps, room_bytes, lambda: grown(steps, room_bytes))
 
-    def trace_of(self, config: TrainConfig) -> Trace | RankTrace:
-        """The trace that the configuration is priced by."""
-        return self._traces[TraceSpec.of(config)]
+    def trace_of(self, config: TrainConfig) -> Trace | SharedTrace:
+        """The trace that the configuration's memory is priced by: of the fullest GPU, where they differ."""
+        return self._fullest(config)._traces[TraceSpec.of(config)]
 
     def kernels(self, config: TrainConfig) -> list[roofline.Kernel]:
         """The kernels of a micro-step, then those of an optimizer step in which nothing is paged."""
@@ -628,14 +686,16 @@ class Estimator:
         )
 
     def _flops(self, config: TrainConfig, spec: TraceSpec, rank: int) -> tuple[float, float]:
-        """Floating-point operations of one optimizer step: (all, without recomputation)."""
+        """Floating-point operations of one optimizer step on each GPU: (all, without recomputation)."""
         total = model = 0.0
         for launch in self._traces[spec].launches(config.micro_batch_size, rank):
             flops = launch.count * launch.flops
             total += flops
             model += 0 if launch.kernel.phase == "recompute" else flops
-        accumulation = config.gradient_accumulation_steps
-        return float(total * accumulation), float(model * accumulation)
+        steps: float = config.gradient_accumulation_steps
+        if PARALLELISMS[spec.parallelism].deals_layers:
+            steps /= config.num_gpus  # Each GPU runs its layers: on average so many.
+        return total * steps, model * steps
 
 
 def _time_shares(parts: Parts) -> tuple[TimeShare, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.traces import Trace
-from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
@@ -29,7 +29,7 @@ class MicroStepBytes:
 
 
 def micro_step_of(
-    trace: Trace | RankTrace, micro_batch: int, rank: int, *, in_backward: bool
+    trace: Trace | SharedTrace, micro_batch: int, rank: int, *, in_backward: bool
 ) -> MicroStepBytes:
     """Return the memory of a micro-step. `in_backward`: weights are updated in the backward pass."""
 

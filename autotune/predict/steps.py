@@ -15,7 +15,7 @@ from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, togethe
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
 from autotune.predict.optimizer_update import MOST_STEPS, Update
-from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.charts import StepPhase
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, Optimizer
@@ -103,7 +103,7 @@ def _events_of(parts: Iterable[StepPart]) -> list[int]:
     return [event for part in parts for event in part.events]
 
 
-def first_steps(trace: Trace | RankTrace, config: TrainConfig, update: Update) -> Steps:
+def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update) -> Steps:
     rank = config.lora_rank or 0
     sizes = trace.sizes(config.micro_batch_size, rank)
     row = OPTIMIZERS[config.optimizer]
@@ -147,7 +147,7 @@ class _KeptByTrainer:
 
     def __init__(
         self,
-        trace: Trace | RankTrace,
+        trace: Trace | SharedTrace,
         sizes: Sequence[int],
         config: TrainConfig,
         *,
@@ -234,7 +234,7 @@ def _later_steps(config: TrainConfig) -> tuple[int, ...]:
 
 
 def _updating_after(
-    trace: Trace | RankTrace, update: Update, num_tensors: int, config: TrainConfig
+    trace: Trace | SharedTrace, update: Update, num_tensors: int, config: TrainConfig
 ) -> list[StepPart]:
     def micro_step(
         events: list[int],

@@ -21,7 +21,9 @@ from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, Trace, on_card_with
+from autotune.predict.sharding.dealt_layers import DealtTrace, can_deal
 from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.store.trace_cache import TraceCache
@@ -52,8 +54,8 @@ def trace_all(
     server: ForkServer | None = None,
     cache: TraceCache | None = None,
     operations: bool = False,
-    found: dict[TraceSpec, Trace | RankTrace] | None = None,
-) -> dict[TraceSpec, Trace | RankTrace]:
+    found: dict[TraceSpec, Trace | SharedTrace] | None = None,
+) -> dict[TraceSpec, Trace | SharedTrace]:
     """Trace a step per spec; `on_trace(done, all)` is called as they arrive.
 
     `server`: whose forks trace, for who asks again and again: the imports are then paid once.
@@ -89,11 +91,12 @@ def trace_all(
 
     def keep(of_one_gpu: TraceSpec, trace: Trace) -> None:
         for spec in sharing[of_one_gpu]:
-            is_shared = spec.parallelism != "none"
+            if PARALLELISMS[spec.parallelism].deals_layers and not can_deal(trace, num_gpus):
+                continue
             found[spec] = (
-                RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size)
-                if is_shared
-                else trace
+                trace
+                if spec.parallelism == "none"
+                else shared_trace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size)
             )
 
     jobs = _Jobs(
@@ -128,7 +131,22 @@ def trace_all(
         raise jobs.crash
     if not jobs.traces:
         raise _refusal(model, specs, next(iter(jobs.refused.values())))
+    if not found:
+        raise ConfigError(
+            f"The layers of {model.name} cannot be dealt out over {num_gpus} GPUs",
+            why="They are fewer, or in several stacks, or not alike enough to be told apart",
+            remedy="Take another way to share: --parallelism fsdp2",
+        )
     return found
+
+
+def shared_trace(
+    trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
+) -> SharedTrace:
+    """Return what several GPUs make of one GPU's step."""
+    if PARALLELISMS[spec.parallelism].deals_layers:
+        return DealtTrace(trace, spec, num_gpus=num_gpus)
+    return RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size)
 
 
 def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> ConfigError:

@@ -91,7 +91,7 @@ def can_run(config: TrainConfig, backend: str) -> bool:
 
     A CPU has no device memory to offload from, and no Triton.
     """
-    runs_there = backend == "cuda" or not requirements.of_cuda(config)
+    runs_there = not requirements.of_probe(config, backend)
     return runs_there and not compiled.why_not(config, backend)
 
 

@@ -176,6 +176,8 @@ class PerGpu:
     communication_seconds: float | None
     """Seconds of communication in an optimizer step, part of its time: none of it is taken to overlap with
     kernels."""
+    layers: tuple[int, ...] = ()
+    """Number of layers that each GPU has, where they are dealt out: figures are of the fullest GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,12 +247,13 @@ class Estimate:
     def overlapped_step_seconds(self) -> float | None:
         """Seconds of a step if all communication that can overlapped with kernels: a lower bound.
 
-        Where products are split, the next kernel waits for each collective.
+        Where products are split, the next kernel waits for each collective; where layers are dealt out,
+        for each copy.
         """
         seconds = self.step_seconds
         if seconds is None or self.per_gpu is None or self.per_gpu.communication_seconds is None:
             return seconds
-        if self.config.num_splits > 1:
+        if self.config.num_splits > 1 or self.per_gpu.layers:
             return seconds
         communication = self.per_gpu.communication_seconds
         return max(seconds - communication, communication)

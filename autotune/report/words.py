@@ -307,7 +307,18 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
     )
     parts += [f"{name} {format_bytes(size_bytes)}" for name, size_bytes in others if size_bytes]
     parts[-1] += beyond_host(share.host_bytes)
-    rows = [("per GPU", "all figures of memory are of each GPU. It keeps " + ", ".join(parts))]
+    held = ", ".join(parts)
+    rows = [("per GPU", f"all figures of memory are of each GPU. It keeps {held}")]
+    if share.layers:
+        counts = " + ".join(map(str, share.layers))
+        idle = f"{100 * (1 - 1 / share.num_gpus):.0f} %"
+        rows = [
+            ("per GPU", f"all figures of memory are of the fullest GPU. It keeps {held}"),
+            (
+                "in turn",
+                f"{counts} layers; while one GPU works the others wait: {idle} of the time idle",
+            ),
+        ]
     seconds, best = share.communication_seconds, estimate.overlapped_step_seconds
     if seconds is not None and best is not None:
         sent = f"{format_bytes(share.sent_bytes_per_step)} a step: {format_seconds(seconds)} of the step, "

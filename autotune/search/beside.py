@@ -81,7 +81,7 @@ def safer(
         return None
 
     def keeps_updates(other: TrainConfig) -> bool:
-        runs_there = backend == "cuda" or not requirements.of_cuda(other)
+        runs_there = not requirements.of_probe(other, backend)
         return runs_there and other.method == config.method and not loses_small_updates(other)
 
     best = candidates.best(keeps_updates)

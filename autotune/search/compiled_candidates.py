@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from autotune.common import log
 from autotune.errors import AutotuneError
 from autotune.memory.traces import Trace
-from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.probe import compiled
 from autotune.records.compilation import Compilation
 from autotune.records.estimate import Estimate, TraceSpec
@@ -79,7 +79,7 @@ def compiled_configs(
     *,
     allow: str | None,
     trace: Callable[[set[TraceSpec]], None],
-    traces: Mapping[TraceSpec, Trace | RankTrace],
+    traces: Mapping[TraceSpec, Trace | SharedTrace],
 ) -> tuple[list[TrainConfig], tuple[LeftOut, ...]]:
     """Trace the best few compiled; return all configurations that these price, and what was not traced.
 

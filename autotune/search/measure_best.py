@@ -9,7 +9,7 @@ import math
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from autotune.errors import WorkerError
+from autotune.errors import NothingFitsError, WorkerError
 from autotune.probe import compiled, fingerprint, loop
 from autotune.probe.fleet.fleet import Fleet
 from autotune.probe.run_one import NotAsAssumed, Prober
@@ -22,6 +22,7 @@ from autotune.search.fleet import HERE, Where, fleet_here
 from autotune.search.listener import Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem
+from autotune.space import requirements
 from autotune.space.config import Workload
 from autotune.space.dataset import Dataset
 from autotune.space.requirements import LeftOut, Reason
@@ -66,6 +67,13 @@ def measured(
     )
     # What was measured here before is not of cards elsewhere.
     assumed = fingerprint.assumed_fingerprint(backend) if fleet is None else None
+    pool = [e for e in prediction.pool() if loop.can_run(e.config, backend)]
+    if not pool and (reasons := requirements.of_probe(answer.best.config, backend)):
+        raise NothingFitsError(
+            "Nothing that is predicted to fit can be measured here",
+            why="; ".join(reasons),
+            remedy="Take the prediction: --backend predict",
+        )
     max_probes = predict_best.EFFORTS[question.effort].max_probes
     if confirm_steps is None:
         confirm_steps = CONFIRM_STEPS[backend]
@@ -77,7 +85,7 @@ def measured(
         else contextlib.nullcontext(fleet) as fleet,
     ):
         plan = loop.Plan(
-            pool=[e for e in prediction.pool() if loop.can_run(e.config, backend)],
+            pool=pool,
             base=answer.base,
             baseline=answer.baseline,
             budget_bytes=workload.memory_budget_bytes,

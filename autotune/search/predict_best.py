@@ -18,7 +18,7 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
-from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
@@ -38,6 +38,7 @@ from autotune.search.nothing_fits import none_of_class, nothing_fits
 from autotune.search.tips import best_tip
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.requirements import predictable
 from autotune.space.rules import Context
 from autotune.space.search_space import (
@@ -216,7 +217,7 @@ def find(
         reference = dataclasses.replace(reference, peft=points.configs[0].peft)
     baselines = [base] if base is not None else larger_micro_batches(reference)
     possible = _possible(points.configs, model, workload)
-    traces: dict[TraceSpec, Trace | RankTrace] = {}
+    traces: dict[TraceSpec, Trace | SharedTrace] = {}
     estimator = Estimator(
         traces,
         gpu,
@@ -379,6 +380,8 @@ def _possible(
 ) -> list[TrainConfig]:
     """Return the configurations whose weights and gradients leave room, where their number is known.
 
+    Of those that deal layers out, the ones whose weights need it.
+
     A little more memory counts too, since the answer says what it would bring. All of them where
     there is no such configuration, so that what is lacking can be said.
     """
@@ -387,7 +390,12 @@ def _possible(
 
 def _is_possible(config: TrainConfig, model: ModelSource, workload: Workload) -> bool:
     count = model.num_parameters_known
-    if count is None or workload.task != model.task or workload.num_gpus > 1:
+    if count is None or workload.task != model.task:
+        return True
+    if PARALLELISMS[config.parallelism].deals_layers:
+        # Where a GPU has room for all weights twice, all GPUs can work at the same time.
+        return 2 * least_bytes(config, count) > workload.memory_budget_bytes
+    if workload.num_gpus > 1:
         return True
     return least_bytes(config, count) <= workload.memory_budget_bytes + MORE_MEMORY_BYTES
 

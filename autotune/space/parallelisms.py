@@ -28,6 +28,9 @@ class Parallelism:
     """Whether each layer's products are split among the GPUs, which have the same micro-batches; otherwise
     every GPU has its own."""
 
+    deals_layers: bool = False
+    """Whether each GPU has whole layers of its own, and one process has them work one after the other."""
+
     @property
     def is_fsdp(self) -> bool:
         """Whether FSDP2 shares out weights, and gathers them layer by layer."""
@@ -45,7 +48,7 @@ class Parallelism:
 
     def data_parallel_size(self, num_gpus: int) -> int:
         """Number of micro-batches that so many GPUs work on at the same time."""
-        return 1 if self.splits else num_gpus
+        return 1 if self.splits or self.deals_layers else num_gpus
 
 
 # accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model: float32 shards, gathered in 16 bits.
@@ -57,6 +60,8 @@ _ZERO_TRACED_AS = (("bf16-mixed", "bf16-true"), ("fp16-mixed", "fp16-autocast"))
 _FSDP2_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 # DTensors beside plain ones: the fused kernel takes no mixture (tests/contracts/test_parallel_real.py).
 _TP_OPTIMIZERS = ("adamw_torch", "sgd")
+# Those that were run without a card (studies/device-map).
+_DEALT_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adamw_bnb_8bit")
 _ZERO_OPTIMIZERS = (
     *_FSDP2_OPTIMIZERS, "adamw_bnb_8bit", "lion_32bit", "lion_8bit"
 )  # fmt: skip
@@ -130,6 +135,16 @@ PARALLELISMS: dict[str, Parallelism] = {
             optimizers=_TP_OPTIMIZERS,
             splits=True,
             summary="each layer's products split, the same samples on every GPU",
+        ),
+        Parallelism(
+            name="device-map",
+            library="torch",
+            stage=0,
+            offload=False,
+            traced_as=(),
+            optimizers=_DEALT_OPTIMIZERS,
+            deals_layers=True,
+            summary="whole layers dealt out; the GPUs work in turn, one at a time",
         ),
         _zero(1, False, "optimizer state shared out"),
         _zero(1, True, "optimizer state in host memory"),

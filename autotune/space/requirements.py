@@ -17,6 +17,7 @@ from autotune.space.compilation import why_not_predicted
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED, Knob
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import SearchSpace
 
@@ -84,6 +85,13 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
         ),
     )
     return tuple(reason for applies, reason in reasons if applies)
+
+
+def of_probe(config: TrainConfig, backend: str) -> tuple[str, ...]:
+    """Return the parts of a configuration that no probe on that backend can run, for people."""
+    if PARALLELISMS[config.parallelism].deals_layers:
+        return (f"{config.parallelism} is predicted alone: a probe has one GPU in each process",)
+    return of_cuda(config) if backend == "cpu" else ()
 
 
 def unpredicted(config: TrainConfig) -> tuple[str, ...]:

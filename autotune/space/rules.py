@@ -136,6 +136,23 @@ def _leaves_groups_uneven(config: TrainConfig) -> bool:
     return num_replicas > 1 and (left > 0 or size < 2)
 
 
+def _deals_layers(config: TrainConfig) -> bool:
+    return PARALLELISMS[config.parallelism].deals_layers
+
+
+def _is_untried_in_turn(config: TrainConfig) -> bool:
+    return bool(
+        config.method not in ("full", "lora", "qlora")
+        or config.lora_variant not in ("plain", "rslora")
+        or config.quantization not in ("none", "nf4", "nf4-double")
+        or config.trainer != "transformers"
+        or config.liger
+        or config.activation_offloading
+        or config.neftune_noise_alpha
+        or config.torch_empty_cache_steps
+    )
+
+
 _FOR_ONE_GPU = frozenset(
     {"none"}
     | {row.name for row in PARALLELISMS.values() if row.offload and row.library == "deepspeed"}
@@ -460,6 +477,27 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: _leaves_groups_uneven(c),
     ),
     Rule(
+        name="layers-for-every-gpu",
+        reason="device-map gives every GPU a layer at least, and the model has fewer layers",
+        breaks=lambda c, context: (
+            _deals_layers(c) and context.num_layers is not None and context.num_layers < c.num_gpus
+        ),
+    ),
+    Rule(
+        name="dealing-needs-packed-causal-lm",
+        reason="layers are dealt out in runs of causal language models on packed samples alone: second "
+        "stacks, classifiers and padding are not modelled on several GPUs that work in turn",
+        breaks=lambda c, context: (
+            _deals_layers(c) and (c.batching != "packed" or context.task not in (None, "causal-lm"))
+        ),
+    ),
+    Rule(
+        name="dealing-needs-tried-settings",
+        reason="device-map was tried with full fine-tuning, LoRA and QLoRA in Transformers' Trainer: other "
+        "adapters, TRL, Liger, offloading, noise on embeddings and an emptied cache were not",
+        breaks=lambda c, _: _deals_layers(c) and _is_untried_in_turn(c),
+    ),
+    Rule(
         name="splitting-needs-float-weights",
         reason="weights are split among GPUs as floats: Transformers' plans split no codes that "
         "PEFT can adapt",
@@ -527,7 +565,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sharding-needs-its-optimizers",
-        reason="the optimizer does not work on a part of a tensor, or not in host memory",
+        reason="the optimizer does not work on a part of a tensor, not in host memory, or was not tried "
+        "with this way to share",
         breaks=lambda c, _: (
             bool(PARALLELISMS[c.parallelism].optimizers)
             and c.optimizer not in PARALLELISMS[c.parallelism].optimizers

@@ -23,6 +23,8 @@ from autotune.space.precisions import shared_storage
 from autotune.space.rules import RULES, Context
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
+_FOR_QUANTIZED = ("device-map",)
+"""Ways to share beside these of 4-bit weights, all of which FSDP2 has loaded on each GPU first."""
 
 Domains = Mapping[str, tuple[Any, ...]]
 """Values that a search may give to a setting, by name of the knob."""
@@ -134,7 +136,8 @@ def usual_batching(task: str) -> str:
 def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
     """Return the space on so many GPUs.
 
-    One needs no parallelism; where a section names none for several, PyTorch's own are taken.
+    One needs no parallelism; where a section names none for several, PyTorch's own are taken, and for
+    quantised weights layers dealt out.
     """
 
     def left(section: MethodSpace) -> Domains:
@@ -142,7 +145,9 @@ def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
             return {"parallelism": ("none",)}
         named = section.domains.get("parallelism", ())
         kept = tuple(name for name in named if name != "none")
-        return {"parallelism": kept or _PARALLELISMS_OF_TORCH}
+        quantizes = section.method in KNOBS["quantization"].methods
+        usual = (*_PARALLELISMS_OF_TORCH, *(_FOR_QUANTIZED if quantizes else ()))
+        return {"parallelism": kept or usual}
 
     return with_domains(space, left)
 

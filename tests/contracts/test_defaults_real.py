@@ -319,6 +319,7 @@ def test_every_default_of_a_section_has_its_test() -> None:
         f"{QUANTIZATION}bnb_4bit_quant_type",
         f"{MODEL}attn_implementation",
         f"{RECIPE}num_processes",
+        f"{RECIPE}layers_per_gpu",
         f"{RECIPE}parallelism",
         f"{RECIPE}kbit_preparation",
         f"{RECIPE}adapter_in_base_dtype",

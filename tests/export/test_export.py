@@ -401,6 +401,7 @@ def test_the_recipe_of_qlora() -> None:
         "parallelism": "none",
         "num_splits": 1,
         "num_processes": None,
+        "layers_per_gpu": None,
         "dtype": "float32",
         "attention": "eager",
         "trainer": "transformers",

@@ -18,8 +18,10 @@ import tiny_model
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.sharding.rank_trace import RankTrace
-from autotune.predict.tracing import trace_all
+from autotune.predict.sharding.shared_trace import SharedTrace
+from autotune.predict.tracing import shared_trace, trace_all
 from autotune.records.estimate import Estimate, PerGpu, TraceSpec
 from autotune.search import predict_best
 from autotune.space.adapters import TARGETS_BY_COLUMN
@@ -68,7 +70,7 @@ def lora_on(parallelism: str) -> TrainConfig:
 
 
 @functools.cache
-def one_gpu_traces() -> Mapping[TraceSpec, Trace | RankTrace]:
+def one_gpu_traces() -> Mapping[TraceSpec, Trace | SharedTrace]:
     """Of one GPU, for all configurations here."""
     configs = [
         dataclasses.replace(config, parallelism="none", num_gpus=1, precision=precision)
@@ -89,8 +91,10 @@ def estimator(config: TrainConfig) -> Estimator:
     spec = TraceSpec.of(config)
     trace = one_gpu_traces()[dataclasses.replace(spec, parallelism="none")]
     assert isinstance(trace, Trace)
-    shared = RankTrace(trace, spec, num_gpus=config.num_gpus, hidden_size=1024)
-    traces = {spec: trace if config.parallelism == "none" else shared}
+    shared = None
+    if config.parallelism != "none":
+        shared = shared_trace(trace, spec, num_gpus=config.num_gpus, hidden_size=1024)
+    traces = {spec: shared or trace}
     return Estimator(traces, A100, memory_budget_bytes=80 * 10**9)
 
 
@@ -277,15 +281,18 @@ def test_every_event_list_adds_up(name: str, method: str, accumulation: int) -> 
     )
     priced = estimator(config)
     trace = priced._traces[TraceSpec.of(config)]
-    assert isinstance(trace, RankTrace)
     rank = config.lora_rank or 0
-    again, later = (trace.running_bytes(events, 2, rank) for events in ("again", "next"))
-    # What a micro-step leaves behind is its gradients and the loss; one that adds to them, the loss.
-    assert trace.loss is not None
-    loss_bytes = trace.bytes_of([trace.loss], 2, rank)
-    assert again[-1] == trace.bytes_of(trace.gradients, 2, rank) + loss_bytes
-    assert later[-1] == loss_bytes == 512
-    assert min(again.min(), later.min()) >= 0
+    parts_of_it = trace.stages if isinstance(trace, DealtTrace) else (trace,)
+    losses = 0
+    for part in parts_of_it:
+        again, later = (part.running_bytes(events, 2, rank) for events in ("again", "next"))
+        # What a micro-step leaves behind is its gradients and the loss; one that adds to them, the loss.
+        loss_bytes = part.bytes_of([part.loss] if part.loss is not None else [], 2, rank)
+        assert again[-1] == part.bytes_of(part.gradients, 2, rank) + loss_bytes
+        assert later[-1] == loss_bytes
+        assert min(again.min(), later.min()) >= 0
+        losses += loss_bytes
+    assert losses == 512
     estimate = priced.estimate(config)
     parts = dataclasses.asdict(estimate.breakdown)
     assert sum(parts.values()) == estimate.peak_allocated_bytes

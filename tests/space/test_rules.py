@@ -26,6 +26,7 @@ ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_acc
 SPLIT = dataclasses.replace(
     FULL, parallelism="tp", num_gpus=2, optimizer="adamw_torch", gradient_accumulation_steps=8
 )
+DEALT = dataclasses.replace(FULL, parallelism="device-map", num_gpus=2)
 ON_TWO_QLORA = dataclasses.replace(
     QLORA, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4
 )
@@ -212,6 +213,9 @@ BREAKERS = {
     "gpus-need-parallelism": (dataclasses.replace(ON_TWO, parallelism="none"), ADA),
     "parallelism-needs-gpus": (dataclasses.replace(FULL, parallelism="zero2"), ADA),
     "replicas-divide-gpus": (dataclasses.replace(ON_TWO, parallelism="hsdp"), ADA),
+    "layers-for-every-gpu": (dataclasses.replace(DEALT, num_gpus=17), ADA),
+    "dealing-needs-packed-causal-lm": (dataclasses.replace(DEALT, batching="padded"), ADA),
+    "dealing-needs-tried-settings": (dataclasses.replace(DEALT, neftune_noise_alpha=5.0), ADA),
     "splitting-needs-float-weights": (
         dataclasses.replace(
             SPLIT, method="qlora", lora_rank=8, lora_targets="q_proj", quantization="nf4"
@@ -285,6 +289,7 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
         ({"trainer": "trl-sft"}, ("ddp", "fsdp2", "hsdp", "zero2")),
         ({"neftune_noise_alpha": 5.0}, ("ddp", "fsdp2", "hsdp", "tp", "zero2")),
         ({"torch_empty_cache_steps": 4}, ("ddp", "fsdp2", "hsdp", "tp", "zero2")),
+        ({"expandable_segments": True}, ("ddp", "fsdp2", "hsdp", "tp", "device-map", "zero2")),
     ],
     ids=lambda value: next(iter(value), ""),
 )
@@ -296,7 +301,7 @@ def test_how_several_gpus_may_share_it(changes: dict[str, Any], ways: tuple[str,
         batch_size = config.effective_batch_size
         return not broken_rules(config, dataclasses.replace(ADA, effective_batch_size=batch_size))
 
-    all_ways = ("ddp", "fsdp2", "hsdp", "tp", "zero2")
+    all_ways = ("ddp", "fsdp2", "hsdp", "tp", "device-map", "zero2")
     found = (way for way in all_ways if is_allowed(dataclasses.replace(four, parallelism=way)))
     assert tuple(found) == ways
     assert is_allowed(dataclasses.replace(four, num_gpus=1))

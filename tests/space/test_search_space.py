@@ -196,10 +196,18 @@ def test_a_space_is_of_so_many_gpus(
     ("num_gpus", "changes", "expected"),
     [
         (1, {}, {("none", "uint8")}),
-        (2, {}, {("ddp", "uint8"), ("fsdp2", "bfloat16")}),
-        (2, {"precision": ("fp16-autocast",)}, {("ddp", "uint8"), ("fsdp2", "float16")}),
+        (2, {}, {("ddp", "uint8"), ("fsdp2", "bfloat16"), ("device-map", "uint8")}),
+        (
+            2,
+            {"precision": ("fp16-autocast",)},
+            {("ddp", "uint8"), ("fsdp2", "float16"), ("device-map", "uint8")},
+        ),
         (2, {"parallelism": ("ddp",)}, {("ddp", "uint8")}),
-        (2, {"quantization_storage": ("bfloat16",)}, {("ddp", "bfloat16"), ("fsdp2", "bfloat16")}),
+        (
+            2,
+            {"quantization_storage": ("bfloat16",)},
+            {("ddp", "bfloat16"), ("fsdp2", "bfloat16"), ("device-map", "bfloat16")},
+        ),
     ],
 )
 def test_4_bit_weights_are_shared_out_in_the_dtype_that_is_computed_with(

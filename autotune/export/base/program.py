@@ -26,8 +26,8 @@ OF_RECIPE = {
     **{
         f"{RECIPE}{name}": name
         for name in (
-            "sequence_length", "batching", "trainer", "parallelism", "num_processes", "environment",
-            "kbit_preparation", "adapter_in_base_dtype",
+            "sequence_length", "batching", "trainer", "parallelism", "num_processes", "layers_per_gpu",
+            "environment", "kbit_preparation", "adapter_in_base_dtype",
         )
     },
 }  # fmt: skip

@@ -215,6 +215,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{QUANTIZATION}bnb_4bit_quant_type": "fp4",
         f"{loading}attn_implementation": "sdpa",
         f"{RECIPE}num_processes": 1,
+        f"{RECIPE}layers_per_gpu": None,
         f"{RECIPE}parallelism": "none",
         f"{RECIPE}kbit_preparation": False,
         f"{RECIPE}adapter_in_base_dtype": False,
@@ -248,6 +249,15 @@ def _recipe_precision(*, is_quantized: bool) -> Row:
     return with_products(rows, "expandable_segments", is_quantized=is_quantized)
 
 
+# One process uses all GPUs among which layers are dealt out.
+_NUM_GPUS = Row(
+    ours=("num_gpus",),
+    keys=(f"{RECIPE}num_processes", f"{RECIPE}layers_per_gpu"),
+    say=lambda value: {f"{RECIPE}num_processes": value, f"{RECIPE}layers_per_gpu": None},
+    hear=lambda said: len(said[f"{RECIPE}layers_per_gpu"] or ()) or said[f"{RECIPE}num_processes"],
+)
+
+
 def _recipe_rows() -> list[Row]:
     return [
         of_key("sequence_length", f"{RECIPE}sequence_length"),
@@ -262,7 +272,7 @@ def _recipe_rows() -> list[Row]:
         ),
         of_values("trainer", f"{RECIPE}trainer", {name: name for name in TRAINERS}),
         of_values("parallelism", f"{RECIPE}parallelism", {name: name for name in PARALLELISMS}),
-        of_key("num_gpus", f"{RECIPE}num_processes"),
+        _NUM_GPUS,
     ]
 
 

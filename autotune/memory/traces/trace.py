@@ -124,7 +124,7 @@ class Trace:
         backward, backward_starts = whole(backward_phases, traced, len(forward))
         self._first = np.concatenate((forward, backward))
         self._first_starts = [*forward_starts, *backward_starts]
-        self._next, _ = whole(step, functools.partial(adding, self._tensors))
+        self._next, self._next_starts = whole(step, functools.partial(adding, self._tensors))
         self._make_released = functools.partial(whole, step, giving_up)
         self._categories = self._categorise(np.concatenate((batch, count, forward)))
         self.loss = listed(self._template).index(answer["loss"]) if "loss" in answer else None
@@ -169,7 +169,7 @@ class Trace:
     @property
     def layers(self) -> dict[int, int]:
         """Return the layer of each tensor that a layer makes in its first micro-step."""
-        blocks = (*cut(self.setup, self._setup_starts), *self.blocks())
+        blocks = (*self.setup_blocks(), *self.blocks())
         return {
             number: layer
             for _, (_, layer), events in blocks
@@ -235,10 +235,18 @@ class Trace:
         """Return (phase, place, events) of `first`, in order."""
         return cut(self.first, self._first_starts)
 
+    def next_blocks(self) -> list[tuple[Phase, Place, list[int]]]:
+        """Return (phase, place, events) of `next`, in order."""
+        return cut(self.next, self._next_starts)
+
+    def setup_blocks(self) -> list[tuple[Phase, Place, list[int]]]:
+        """Return (phase, place, events) of `setup`, in order."""
+        return cut(self.setup, self._setup_starts)
+
     def parameters(self) -> list[TracedParameter]:
         """Every weight, in the model's order."""
         found = []
-        for _, place, events in cut(self.setup, self._setup_starts):
+        for _, place, events in self.setup_blocks():
             for number in events:
                 if number < 0 or "shape" not in (entry := self._tensors[self.template[number]]):
                     continue
@@ -365,15 +373,19 @@ class Trace:
             ),
         )
 
-    def trainable(self, rank: int) -> list[TensorSpec]:
+    def trainable(self, rank: int, among: Collection[int] | None = None) -> list[TensorSpec]:
         """Return the parameters that get a gradient, in the model's order, as an optimizer sees them.
 
-        In a model that reads images too, those of its image part get none from text.
+        `among`: numbers of tensors; None for all. In a model that reads images too, the parameters of its
+        image part get no gradient from text.
         """
         spec_of = {
             number: self._spec(self._tensors[number], rank) for number in self._with_gradient
         }
-        traced = listed(self._template[self._setup[self._setup >= 0]])
+        made = self._setup[self._setup >= 0]
+        if among is not None:
+            made = made[np.isin(made, list(among))]
+        traced = listed(self._template[made])
         return [spec_of[number] for number in traced if number in spec_of]
 
     @functools.cached_property

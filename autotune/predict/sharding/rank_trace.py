@@ -43,20 +43,21 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Launch, Phase, Trace
-from autotune.memory.traces.running import in_blocks, running
+from autotune.memory.traces.running import running
 from autotune.memory.traces.terms import Array, summable
+from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.shards import TAIL, Shares
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.records.estimate import TraceSpec
-from autotune.speed.links import RINGS, Message, sent_bytes
+from autotune.speed.links import RINGS, Message
 
 # deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
 _ZERO_GATHERED_ELEMENTS = 500_000_000
@@ -64,41 +65,15 @@ _MOST_RANK = 1024
 """LoRA rank up to which copies of adapters that DDP sends are counted. [judgement]"""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
-    """Bytes that one GPU sends, and that pass between it and the host."""
-
-    num_gpus: int
-    messages_per_micro_step: tuple[Message, ...]
-    """Collectives of a micro-step."""
-    messages_per_step: tuple[Message, ...]
-    """Collectives beside those, once an optimizer step."""
-    host_copy_bytes_per_micro_step: int
-    host_copy_bytes_per_step: int
-    host_bytes: int
-    """Host memory that the GPU's part of the run takes."""
-    host_update_elements: int
-    """Number of weights that the host's CPU updates, for all GPUs together: they share one host."""
-    gathered_bytes: int
-    """Most bytes that are gathered at one time."""
-    buffers_bytes: int
-    """Bytes of the buffers that are kept for communication."""
-
-    def sent_bytes(self, accumulation: int) -> float:
-        """Bytes sent over the interconnect in an optimizer step, in rings."""
-        each = sent_bytes(self.messages_per_micro_step, self.num_gpus)
-        return accumulation * each + sent_bytes(self.messages_per_step, self.num_gpus)
-
-
-class RankTrace:
+class RankTrace(SharedTrace):
     """A Trace as one of several GPUs runs it: it answers the same questions, and has `exchange`."""
 
     def __init__(
         self, trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
     ) -> None:
+        super().__init__(trace, spec.parallelism)
         blocks = trace.blocks()
         has_head = any(phase == Phase.HEAD for phase, *_ in blocks)
-        self._trace = trace
         self._shares = shares = Shares(
             trace.parameters(),
             spec,
@@ -109,8 +84,6 @@ class RankTrace:
         self._num_gpus = num_gpus
         self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
-        # What prices a configuration asks for the same sizes several times in a row.
-        self._all_sizes = functools.lru_cache(maxsize=2)(self._put_together)
         self.workspaces = trace.workspaces
         self.batch, self.count, self.loss = trace.batch, trace.count, trace.loss
         self._replaced: dict[int, Size] = {}
@@ -133,56 +106,9 @@ class RankTrace:
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
 
-    @functools.cached_property
-    def categories(self) -> list[str]:
-        """One of allocator.CATEGORIES per tensor."""
-        return [*self._trace.categories, *self._extra.categories]
-
     @property
-    def operations(self) -> list[str]:
-        """The operation that made each tensor, as Trace.operations.
-
-        Tensors that sharing adds have the parallelism's name instead.
-        """
-        extra = [self._shares.row.name] * len(self._extra.categories)
-        return [*self._trace.operations, *extra]
-
-    @property
-    def layers(self) -> dict[int, int]:
-        """The layers of the trace, as Trace.layers."""
-        return self._trace.layers
-
-    @property
-    def num_weights(self) -> int:
-        """Number of weights of the whole model, as Trace.num_weights."""
-        return self._trace.num_weights
-
-    @property
-    def stretches(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Order of the kernels, as Trace.stretches."""
-        return self._trace.stretches
-
-    def sizes(self, micro_batch: int, rank: int) -> list[int]:
-        """Bytes of each tensor."""
-        listed: list[int] = self._all_sizes(micro_batch, rank).tolist()
-        return listed
-
-    def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
-        """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
-        order = np.asarray(getattr(self, events), dtype=np.int64)
-        return running(order, in_blocks(self._all_sizes(micro_batch, rank)))
-
-    def left_bytes(self, events: str, micro_batch: int, rank: int) -> int:
-        """Bytes that are left after the events."""
-        return int(self.running_bytes(events, micro_batch, rank)[-1])
-
-    def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
-        """Sum of tensors' sizes, each rounded to 512 B."""
-        return int(in_blocks(self._all_sizes(micro_batch, rank))[list(numbers)].sum())
-
-    def num_parameters(self, rank: int) -> tuple[int, int]:
-        """Elements of the whole model: (all, trainable)."""
-        return self._trace.num_parameters(rank)
+    def added_categories(self) -> list[str]:
+        return self._extra.categories
 
     def trainable(self, rank: int) -> list[TensorSpec]:
         """The tensors that the optimizer updates on this GPU."""

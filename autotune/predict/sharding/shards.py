@@ -72,7 +72,7 @@ class Shares:
         self._weights = functools.cache(self._evaluated)
         self._ddp_buckets = functools.cache(self._filled_buckets)
         self._ddp_broadcasts = functools.cache(lambda rank: ddp_broadcasts(self._weights(rank)))
-        self.tail_stays = is_one_unit or _is_tied(parameters)
+        self.tail_stays = is_one_unit or is_tied(parameters)
         """Whether the tail is gathered from beginning to end, as where the embedding is the head too."""
         self.members: dict[Unit, list[int]] = {}
         """Positions in the list of weights, by unit."""
@@ -299,7 +299,7 @@ class Shares:
         return self.is_torch or weight.num_elements > self._persistent_elements
 
 
-def _is_tied(parameters: Sequence[TracedParameter]) -> bool:
+def is_tied(parameters: Sequence[TracedParameter]) -> bool:
     """Whether the embedding is the head too: no other weight is as wide as the vocabulary."""
     outside = [p for p in parameters if p.place[1] < 0]
     vocabularies = {p.shape[0] for p in outside if p.embedding}

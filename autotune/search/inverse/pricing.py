@@ -19,7 +19,7 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
-from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.question import Question
@@ -94,7 +94,7 @@ class Pricer:
         self._server = server
         self._cache = TraceCache()
         self._progress = progress
-        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | RankTrace]] = {}
+        self._traces: dict[tuple[object, ...], dict[TraceSpec, Trace | SharedTrace]] = {}
         """Traces by what else changes them."""
         self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
         self._estimators: dict[tuple[object, ...], Estimator] = {}
@@ -421,7 +421,7 @@ def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(more, needs, strict=True))
 
 
-def narrowest_layer(trace: Trace | RankTrace) -> int:
+def narrowest_layer(trace: Trace | SharedTrace) -> int:
     """The fewest inputs or outputs of a layer that has an adapter with a rank; 0 where none has.
 
     They are the sides of the matrices A (rank, inputs) and B (outputs, rank) that the rank leaves alone.

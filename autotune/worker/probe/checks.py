@@ -43,8 +43,8 @@ def require(complaints: Sequence[str]) -> None:
 
 
 def check_backend(config: TrainConfig, backend: str) -> list[str]:
-    """Complain of settings that a CPU cannot run, rather than leave them out."""
-    return list(requirements.of_cuda(config)) if backend == "cpu" else []
+    """Complain of settings that cannot run there, rather than leave them out."""
+    return list(requirements.of_probe(config, backend))
 
 
 def check_model(model: Any, config: TrainConfig) -> list[str]:

@@ -1,0 +1,35 @@
+"""Bytes that the GPUs of a shared run send to each other and to the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.speed.links import Message, sent_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """Bytes that one GPU sends, and that pass between it and the host."""
+
+    num_gpus: int
+    messages_per_micro_step: tuple[Message, ...]
+    """Collectives of a micro-step."""
+    messages_per_step: tuple[Message, ...]
+    """Collectives beside those, once an optimizer step."""
+    host_copy_bytes_per_micro_step: int
+    host_copy_bytes_per_step: int
+    host_bytes: int
+    """Host memory that the GPU's part of the run takes."""
+    host_update_elements: int
+    """Number of weights that the host's CPU updates, for all GPUs together: they share one host."""
+    gathered_bytes: int
+    """Most bytes that are gathered at one time."""
+    buffers_bytes: int
+    """Bytes of the buffers that are kept for communication."""
+    layers: tuple[int, ...] = ()
+    """Number of layers that each GPU has; empty where all of them have all."""
+
+    def sent_bytes(self, accumulation: int) -> float:
+        """Bytes sent over the interconnect in an optimizer step, in rings."""
+        each = sent_bytes(self.messages_per_micro_step, self.num_gpus)
+        return accumulation * each + sent_bytes(self.messages_per_step, self.num_gpus)

@@ -1,0 +1,110 @@
+"""The answers that steps of several GPUs have in common with the trace of one GPU's step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.traces import Launch, Trace
+from autotune.memory.traces.running import in_blocks, running
+from autotune.memory.traces.terms import Array
+from autotune.predict.sharding.exchange import Exchange
+
+
+class SharedTrace:
+    """A Trace as one of several GPUs runs it: it answers the same questions, and has `exchange`."""
+
+    setup: list[int]
+    first: list[int]
+    again: list[int]
+    next: list[int]
+    gradients: list[int]
+    step_buffers: list[int]
+    workspaces: list[int]
+    batch: list[int]
+    count: list[int]
+    loss: int | None
+    num_prepared_events: int
+    num_own_events: int
+
+    def __init__(self, trace: Trace, name: str) -> None:
+        """`name`: of the way to share, which goes for the operation that makes the tensors it adds."""
+        self._trace = trace
+        self.name = name
+        # What prices a configuration asks for the same sizes several times in a row.
+        self._all_sizes = functools.lru_cache(maxsize=2)(self._put_together)
+
+    def _put_together(self, micro_batch: int, rank: int) -> Array:
+        """Return the bytes of each tensor, those that sharing adds last."""
+        raise NotImplementedError
+
+    @property
+    def added_categories(self) -> list[str]:
+        """One of allocator.CATEGORIES per tensor that sharing adds."""
+        raise NotImplementedError
+
+    def trainable(self, rank: int) -> list[TensorSpec]:
+        """The tensors that the optimizer updates on this GPU."""
+        raise NotImplementedError
+
+    def exchange(self, micro_batch: int, rank: int) -> Exchange:
+        """Bytes that are sent between the GPUs and to the host, and that are kept for it."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def categories(self) -> list[str]:
+        """One of allocator.CATEGORIES per tensor."""
+        return [*self._trace.categories, *self.added_categories]
+
+    @property
+    def operations(self) -> list[str]:
+        """The operation that made each tensor, as Trace.operations.
+
+        Tensors that sharing adds have the parallelism's name instead.
+        """
+        return [*self._trace.operations, *[self.name] * len(self.added_categories)]
+
+    @property
+    def layers(self) -> dict[int, int]:
+        """The layers of the trace, as Trace.layers."""
+        return self._trace.layers
+
+    @property
+    def num_weights(self) -> int:
+        """Number of weights of the whole model, as Trace.num_weights."""
+        return self._trace.num_weights
+
+    @property
+    def stretches(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Order of the kernels, as Trace.stretches."""
+        return self._trace.stretches
+
+    def launches(self, micro_batch: int, rank: int) -> list[Launch]:
+        """The kernels of a micro-step, as Trace.launches."""
+        return self._trace.launches(micro_batch, rank)
+
+    def num_parameters(self, rank: int) -> tuple[int, int]:
+        """Elements of the whole model: (all, trainable)."""
+        return self._trace.num_parameters(rank)
+
+    def sizes(self, micro_batch: int, rank: int) -> list[int]:
+        """Bytes of each tensor."""
+        listed: list[int] = self._all_sizes(micro_batch, rank).tolist()
+        return listed
+
+    def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
+        """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
+        order = np.asarray(getattr(self, events), dtype=np.int64)
+        return running(order, in_blocks(self._all_sizes(micro_batch, rank)))
+
+    def left_bytes(self, events: str, micro_batch: int, rank: int) -> int:
+        """Bytes that are left after the events."""
+        return int(self.running_bytes(events, micro_batch, rank)[-1])
+
+    def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
+        """Sum of tensors' sizes, each rounded to 512 B."""
+        return int(in_blocks(self._all_sizes(micro_batch, rank))[list(numbers)].sum())
