@@ -19,8 +19,7 @@ from autotune.space.precisions import PRECISIONS
 
 def applies(config: TrainConfig) -> bool:
     """Return whether there is anything to say: several processes, DeepSpeed in one, fp8."""
-    is_launched = config.parallelism != "none" and not PARALLELISMS[config.parallelism].deals_layers
-    return is_launched or PRECISIONS[config.precision].fp8
+    return PARALLELISMS[config.parallelism].is_launched or PRECISIONS[config.precision].fp8
 
 
 def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:

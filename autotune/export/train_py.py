@@ -111,7 +111,6 @@ def _recipe(
     workload: Workload, config: TrainConfig, layers_per_gpu: list[int] | None
 ) -> dict[str, object]:
     precision, row = PRECISIONS[config.precision], PARALLELISMS[config.parallelism]
-    is_one_process = row.name == "none" or row.deals_layers
     return {
         "model": model_reference(workload.model),
         "task": workload.task,
@@ -124,7 +123,7 @@ def _recipe(
         and not OPTIMIZERS[config.optimizer].updates,
         "parallelism": config.parallelism,
         "num_splits": config.num_splits,
-        "num_processes": None if is_one_process else config.num_gpus,
+        "num_processes": config.num_gpus if row.is_launched else None,
         "layers_per_gpu": layers_per_gpu,
         "dtype": precision.parameter_dtype,
         "attention": config.attention,

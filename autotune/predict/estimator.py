@@ -124,7 +124,7 @@ class Estimator:
         self._exchange = functools.cache(self._find_exchange)
         self._floor = functools.cache(self._find_floor)
         self._whole: Estimator | None = None
-        """Where this is of one of several GPUs among which layers are dealt out: of all of them."""
+        """The estimator of all GPUs, where this one is of the layers of one of them."""
         self._stages = functools.cache(self._find_stages)
         self._estimates: dict[tuple[TrainConfig, int], Estimate] = {}
         """Estimates by configuration and budget."""
@@ -143,8 +143,7 @@ class Estimator:
 
     def room_for(self, config: TrainConfig) -> int:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
-        row = PARALLELISMS[config.parallelism]
-        is_shared = config.num_gpus > 1 and not row.deals_layers
+        is_shared = config.num_gpus > 1 and PARALLELISMS[config.parallelism].is_launched
         outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
         return self._headroom.within(self.memory_budget_bytes, outside, config)
 

@@ -21,7 +21,8 @@ from autotune.catalogue.models import ModelSource
 from autotune.common import log
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, Trace, on_card_with
-from autotune.predict.sharding.dealt_layers import DealtTrace, can_deal
+from autotune.predict.sharding.dealt_layers import DealtTrace
+from autotune.predict.sharding.layer_counts import can_deal
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import TraceSpec

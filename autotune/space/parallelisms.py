@@ -46,6 +46,11 @@ class Parallelism:
         """Whether weights are torch's DTensors, each of which stands for this GPU's part of one."""
         return self.is_fsdp or self.splits
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether every GPU has a process of its own, as `accelerate launch` starts them."""
+        return bool(self.library) and not self.deals_layers
+
     def data_parallel_size(self, num_gpus: int) -> int:
         """Number of micro-batches that so many GPUs work on at the same time."""
         return 1 if self.splits or self.deals_layers else num_gpus

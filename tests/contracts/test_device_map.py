@@ -73,6 +73,13 @@ def test_the_exported_map_has_every_weight(
     assert rotary in ([], [0])
 
 
+def test_a_model_of_other_layers_is_refused(tmp_path: Path) -> None:
+    config = dataclasses.replace(device_map.FULL, num_gpus=2)
+    case = Case(model=device_map.LLAMA, config=config, layers=(4, 4))
+    with pytest.raises(SystemExit, match="deals out 8 layers, and the model has 6"):
+        made_map(tmp_path, case)
+
+
 def test_the_program_says_how_many_gpus_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,16 +21,16 @@ Known limitations
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place, Trace
-from autotune.memory.traces.running import in_blocks, running
 from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.exchange import Exchange
+from autotune.predict.sharding.layer_counts import USUAL_RANK, layers_per_gpu
 from autotune.predict.sharding.shards import is_tied
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import TraceSpec
@@ -38,9 +38,6 @@ from autotune.speed.links import Message
 
 Block = tuple[Phase, Place, list[int]]
 
-_STATE_BYTES = 8
-"""Bytes per weight that trains of AdamW's state in float32."""
-_USUAL_RANK = 16
 _OF_LAYERS = ("gradient", "workspace")
 """Categories of tensors that no layer hands on to the next."""
 
@@ -130,53 +127,6 @@ class StageTrace(SharedTrace):
         return np.concatenate((whole, whole[self._copied], [whole[self._loaded].sum()]))
 
 
-def can_deal(trace: Trace, num_gpus: int) -> bool:
-    """Whether the trace tells one stack of layers apart, and every GPU can have one of them."""
-    places = {place for _, place, _ in trace.blocks() if place[1] >= 0}
-    return len(places) >= num_gpus and len({stack for stack, _ in places}) == 1
-
-
-def layers_per_gpu(trace: Trace, num_gpus: int, *, micro_batch: int) -> tuple[int, ...]:
-    """Deal a trace's layers out so that the fullest GPU is about as empty as can be.
-
-    Each layer goes to the GPU with the least on it: weights, what trains with AdamW, and what stays for
-    the backward pass; beside them the embedding, and what the head takes at its peak.
-    """
-    sizes = in_blocks(trace.sizes(micro_batch, _USUAL_RANK))
-    parameters = trace.parameters()
-    head = 0 if is_tied(parameters) else num_gpus - 1
-    trained = {p.number for p in parameters if p.trainable}
-    state_bytes = sum(
-        _STATE_BYTES * spec.num_elements for spec in trace.trainable(_USUAL_RANK, trained)
-    )
-    trained_bytes = int(sizes[list(trained)].sum()) if trained else 0
-    times = 2 + state_bytes / trained_bytes if trained_bytes else 1.0
-
-    def held(numbers: Iterable[int]) -> float:
-        return sum(int(sizes[n]) * (times if n in trained else 1.0) for n in numbers)
-
-    num_layers = 1 + max(place[1] for _, place, _ in trace.blocks())
-    of_layers = held(p.number for p in parameters if p.place[1] >= 0)
-    loads = [0.0] * num_gpus
-    for parameter in parameters:
-        if parameter.place[1] < 0:
-            loads[0 if parameter.embedding else head] += held([parameter.number])
-    for phase, place, events in trace.blocks():
-        alive = running(np.asarray(events, dtype=np.int64), sizes)
-        if phase in FORWARD_PHASES and place[1] >= 0:
-            of_layers += int(alive[-1])
-        elif phase == Phase.HEAD:
-            loads[head] += int(alive.max(initial=0))
-    each = of_layers / num_layers
-    counts = [1] * num_gpus
-    loads = [load + each for load in loads]
-    for _ in range(num_layers - num_gpus):
-        emptiest = loads.index(min(loads))
-        counts[emptiest] += 1
-        loads[emptiest] += each
-    return tuple(counts)
-
-
 def _left(events: Sequence[int]) -> list[int]:
     """Return the tensors that events leave."""
     freed = {~event for event in events if event < 0}
@@ -200,7 +150,7 @@ class _Events:
         self.head = 0 if is_tied(trace.parameters()) else len(counts) - 1
         """The GPU that has final norm and head."""
         self._checkpoint_every = checkpoint_every
-        self._sizes = [trace.sizes(micro_batch, _USUAL_RANK) for micro_batch in (2, 4)]
+        self._sizes = [trace.sizes(micro_batch, USUAL_RANK) for micro_batch in (2, 4)]
         self._number_of: dict[object, int] = {}
         self.setup: list[list[int]] = [[] for _ in counts]
         self.num_prepared = [0] * len(counts)
@@ -297,7 +247,7 @@ class _Parting:
         self._wanted: list[list[int]] = [[] for _ in self.parts]
         """Workspaces of libraries that each GPU has yet to make."""
         self._logits: int | None = None
-        """What the head makes first."""
+        """The tensor of the logits: what the head makes first."""
         self._is_returned = False
         """Whether the forward pass has its loss, and what is made is made of what it returns."""
         self._kept, self._transient = self._given_to_layers(blocks)
