@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,7 +166,8 @@ def forward_watched(model: Any, case: dict[str, Any], report: dict[str, Any]) ->
         num_items = (tokens[:, 1:] != -100).sum()
         known = len(watch.recording.tensors) - 1
         loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=num_items).loss
-    left = [watch.recording.tensors[index].size_bytes for index in watch.alive() if index >= known]
+    alive = settled(watch)
+    left = [watch.recording.tensors[index].size_bytes for index in alive if index >= known]
     report["activations"] = sum(-(-size // 512) * 512 for size in left)
     with watch:
         loss.backward()
@@ -175,6 +177,24 @@ def forward_watched(model: Any, case: dict[str, Any], report: dict[str, Any]) ->
         if kernel.name in RINGS
     )
     return loss
+
+
+def settled(watch: Tracker) -> set[int]:
+    """Return the tensors that are alive once gloo's threads have let go of what they sent.
+
+    They do that some time after the collective has ended for whoever waited for it. What stays alive for half
+    a second stays for the backward pass. Raises TimeoutError where nothing settles in a minute.
+    """
+    alive, since = set(watch.alive()), time.monotonic()
+    began = since
+    while time.monotonic() - since < 0.5:
+        time.sleep(0.05)
+        now = set(watch.alive())
+        if now != alive:
+            alive, since = now, time.monotonic()
+        if time.monotonic() - began > 60:
+            raise TimeoutError("tensors come and go though nothing runs")
+    return alive
 
 
 def make_optimizer(name: str, parameters: list[Any]) -> Any:
