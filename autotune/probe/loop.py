@@ -263,13 +263,16 @@ class _Search:
         study.sampler = sampler
         base = self._base_params(predicted)
 
+        def needs_base() -> bool:
+            return base is not None and not seen.known([base[0]])
+
         def propose() -> Proposal | None:
             seen.look()
-            if base is not None and not seen.known([base[0]]) and base[0] not in running:
+            if base is not None and needs_base() and base[0] not in running:
                 return Proposal(
                     params=base[1], distributions={n: distributions[n] for n in base[1]}
                 )
-            if seen.num_begun >= max_probes or sampler.should_stop(study):
+            if seen.num_begun >= max_probes or not sampler.has_another(study):
                 return None
             proposed = sampler.propose(study)
             if proposed is None:
@@ -294,10 +297,13 @@ class _Search:
                 if not running:
                     return
                 self._told(running, self._prober.wait()[1])
-        except BaseException:
+                if running and not needs_base() and sampler.should_stop(study):
+                    self._prober.drop()
+                    return
+        finally:
+            # An exception's, or those that were dropped.
             for trial, _ in running.values():
                 give_back_interrupted(study, trial)
-            raise
 
     def _told(
         self,

@@ -139,6 +139,15 @@ class Prober:
         measurement = self._keep(end, config, spec, functools.partial(self._fleet.taken_of, job))
         return config, dataclasses.replace(measurement, useful_share=self._useful_share(config))
 
+    def drop(self) -> None:
+        """End the probes that run; nothing is kept of them."""
+        self._fleet.drop()
+        for config, spec in self._running.values():
+            self._on_end(config, spec)
+        self.num_run -= len(self._running)
+        self._own -= {config for config, _ in self._running.values()}
+        self._running.clear()
+
     def again(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:
         """Measure anew, whatever the table knows; the result is in the table when this returns."""
         self._start_probe(config, watch)

@@ -21,8 +21,9 @@ Nothing is kept between calls: a study read from its database goes on where it s
         trial = study.ask(sampler.search_space(candidate))
 
 Where several probes run at once, each that runs is believed to end as predicted, with the corrections so far
-("kriging believer": Ginsbourger, Le Riche and Carraro, 2010): what is proposed beside it is worth a probe
-even then, and tells of something else.
+("kriging believer": Ginsbourger, Le Riche and Carraro, 2010): what is proposed beside it tells of something
+else. Whether a card that is free gets a probe at all (`has_another`), and whether those that run may end
+(`should_stop`), goes by what was measured alone.
 
 Not modelled: knobs that act on each other; errors of the micro-step and the optimizer step apart.
 """
@@ -188,8 +189,16 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         return self._next(self._history(study))
 
     def should_stop(self, study: optuna.Study) -> bool:
-        """Whether no probe is likely to find a candidate that fits and is faster by more than the noise."""
+        """Whether no candidate is likely to fit and to be faster by more than the noise.
+
+        Those that are probed at this moment count: where this is true their probes are not worth their end.
+        """
         return self._is_over(self._history(study))
+
+    def has_another(self, study: optuna.Study) -> bool:
+        """Whether a candidate that is not being probed is likely enough to be worth it."""
+        history = self._history(study)
+        return self._is_likely(history, self._free(history))
 
     def search_space(self, candidate: Candidate) -> dict[str, BaseDistribution]:
         """The distributions of the parameters that the candidate has."""
@@ -270,16 +279,21 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         return self._candidates[int(free[worth[free].argmax()])]
 
     def _is_over(self, history: History) -> bool:
-        history = self._believed(history)
-        free = self._free(history)
-        if not free.size:
-            return True
+        open_ones = np.union1d(
+            self._free(history), np.array(sorted(history.running), dtype=np.intp)
+        )
+        return not self._is_likely(history, open_ones)
+
+    def _is_likely(self, history: History, numbers: npt.NDArray[np.intp]) -> bool:
+        """Whether one of these is likely enough to fit and to be faster than what was measured."""
+        if not numbers.size:
+            return False
         promise = self._chance_to_fit(history)
         if history.best_speed is not None:
             log_speed, sd = self._speed(history)
             target = math.log(history.best_speed * (1 + self._noise))
             promise = promise * below((log_speed - target) / sd)
-        return bool(promise[free].max() < STOP_BELOW)
+        return bool(promise[numbers].max() >= STOP_BELOW)
 
     def _believed(self, history: History) -> History:
         """The history as it will be if all that run end as is expected of them by now."""

@@ -198,7 +198,7 @@ def vanish(by_client: bool, folder: Path) -> dict[str, Any]:
         "num_probes_stored": len(before),
         "num_probes_lost": len(before - probes(file)),
         "num_trials_open": len(in_database(file, OPEN_TRIALS)),
-        "said": err.strip().splitlines()[-1].partition("HardwareError: ")[2],
+        "said": err.strip().splitlines()[-1].partition("Error: ")[2],
     }
 
 

@@ -25,6 +25,7 @@ from autotune.probe.fleet.fleet import Job
 from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.loop import Plan, search
 from autotune.probe.run_one import SET_UP_SECONDS, NotAsAssumed, Prober, _require_free_card
+from autotune.probe.trial_history import INTERRUPTED
 from autotune.records.answer import Measured
 from autotune.records.estimate import Estimate
 from autotune.records.fingerprint import Fingerprint, fingerprint_for
@@ -285,6 +286,7 @@ def test_a_retry_of_the_allocator_does_not_fit(url: str, table: ProbeTable) -> N
 def all_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search does not stop before every candidate has been probed."""
     monkeypatch.setattr(loop.PredictionSampler, "should_stop", lambda *_: False)
+    monkeypatch.setattr(loop.PredictionSampler, "has_another", lambda *_: True)
 
 
 @pytest.mark.usefixtures("all_probed")
@@ -388,14 +390,25 @@ def test_what_runs_out_because_others_took_the_card_is_held_against_nobody(
         find(out_of_memory)
     assert raised.value.exit_code == 3
     assert all(trial.state.is_finished() for trial in trials(url))
-    # The card is free again: nothing is held against what could not run. Then it is the budget's.
-    monkeypatch.setattr(
-        nvml, "occupancy", lambda _number: dataclasses.replace(taken, free_bytes=10**10)
-    )
-    assert find(measured).best.config.micro_batch_size == 8
-    no_more = dataclasses.replace(taken, free_bytes=BUDGET_BYTES)
-    monkeypatch.setattr(nvml, "occupancy", lambda _number: no_more)
-    assert find(lambda config: pytest.fail("probed again")).best.config.micro_batch_size == 8
+
+
+def test_probes_end_where_another_has_shown_that_they_cannot_win(
+    url: str, table: ProbeTable
+) -> None:
+    plan = plan_of()
+    slow = [
+        dataclasses.replace(each, micro_step_seconds=100.0 * each.config.micro_batch_size)
+        for each in plan.pool
+        if each.config.micro_batch_size != 8
+    ]
+    plan = dataclasses.replace(plan, pool=[*slow, predicted(8)])
+    cards = Cards(3, measured, is_in_order=True)
+    with open_study(url, "s", workload=WORKLOAD, gpu="CPU") as study:
+        found = search(study, plan, Prober(cards, table, MODEL, SPEC))
+    assert found.best.config.micro_batch_size == 8
+    assert (found.num_run, cards.num_dropped) == (1, 2)
+    outcomes = [trial.user_attrs["outcome"] for trial in trials(url)]
+    assert outcomes == ["ok", INTERRUPTED, INTERRUPTED]
 
 
 def test_what_a_probe_held_may_be_told_as_held_for_a_moment(
@@ -1322,12 +1335,20 @@ def plan_of(confirm_steps: int = 0) -> Plan:
 
 
 class Cards:
-    """A fleet of cards on which probes end in another order than they began."""
+    """A fleet of cards on which the last probe to begin ends first, or the first."""
 
-    def __init__(self, num_cards: int, seen: Callable[[TrainConfig], Measurement]) -> None:
+    def __init__(
+        self,
+        num_cards: int,
+        seen: Callable[[TrainConfig], Measurement],
+        *,
+        is_in_order: bool = False,
+    ) -> None:
         self.num_cards = num_cards
+        self._ends = 0 if is_in_order else -1
         self.most_at_once = 0
         self.confirmed_beside: list[int] = []
+        self.num_dropped = 0
         self._server = Server(seen, seen)
         self._jobs: list[Job] = []
 
@@ -1341,10 +1362,14 @@ class Cards:
             self.confirmed_beside.append(len(self._jobs) - 1)
 
     def wait(self) -> tuple[Job, WorkerEnd]:
-        job = self._jobs.pop()
+        job = self._jobs.pop(self._ends)
         alone = OneCard(self._server)  # type: ignore[arg-type]
         alone.start(job)
         return alone.wait()
+
+    def drop(self) -> None:
+        self.num_dropped += len(self._jobs)
+        self._jobs.clear()
 
     def taken_of(self, *_: object) -> None:
         return None

@@ -40,6 +40,10 @@ class _Closing(Exception):
     """The card is to end, whatever it does."""
 
 
+class _Dropped(Exception):
+    """The probe is to end, whatever it does."""
+
+
 class CardThread:
     """One card: its thread, its server, and the job that it runs."""
 
@@ -51,7 +55,9 @@ class CardThread:
         self._says = says
         self._asked: queue.SimpleQueue[Callable[[ForkServer], Any] | None] = queue.SimpleQueue()
         self._stop_reason = ""
-        self._is_closing = False
+        self._is_closing = self._is_dropped = False
+        self._is_idle = threading.Event()
+        self._is_idle.set()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
@@ -59,6 +65,8 @@ class CardThread:
         """Give it a job; it must have none."""
         assert self.job is None
         self.job, self._stop_reason = job, ""
+        self._is_dropped = False
+        self._is_idle.clear()
         self._asked.put(lambda server: run_job(server, job, self._hear, on_poll=self._go_on))
 
     def ask_fingerprint(self, backend: str) -> None:
@@ -67,6 +75,19 @@ class CardThread:
     def stop(self, reason: str) -> None:
         """Let the probe stop at its next step."""
         self._stop_reason = reason
+
+    def drop(self) -> None:
+        """Begin to end its probe, of whose end it says nothing; see `await_idle`."""
+        self._is_dropped = True
+
+    def await_idle(self) -> None:
+        """Wait until its probe has gone. Raises WorkerError where that takes too long."""
+        if not self._is_idle.wait(CLOSE_SECONDS):
+            raise WorkerError(
+                "A probe cannot be ended",
+                why=f"Its process was killed, and is still there after {CLOSE_SECONDS:.0f} s",
+            )
+        self.job = None
 
     def close(self) -> None:
         """Begin to end its probe and its server; see `join`."""
@@ -87,8 +108,11 @@ class CardThread:
                     self._says.put(Said(self, ask(server)))
                 except _Closing:
                     return
+                except _Dropped:
+                    pass
                 except BaseException as error:  # the owner's to raise
                     self._says.put(Said(self, error))
+                self._is_idle.set()
 
     def _hear(self, answer: Reply) -> str:
         self._says.put(Said(self, answer))
@@ -97,6 +121,8 @@ class CardThread:
     def _go_on(self) -> None:
         if self._is_closing:
             raise _Closing
+        if self._is_dropped:
+            raise _Dropped
 
 
 def ended(said: Said) -> WorkerEnd | Fingerprint:

@@ -6,6 +6,7 @@ winner is confirmed alone. Not yet run on GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Mapping, Sequence
 
@@ -62,6 +63,16 @@ class CardsHere:
             end = ended(said)
             assert isinstance(end, WorkerEnd)
             return job, end
+
+    def drop(self) -> None:
+        busy = [card for card in self._cards if card.job is not None]
+        for card in busy:
+            card.drop()
+        for card in busy:
+            card.await_idle()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._says.get_nowait()
 
     def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:  # noqa: ARG002  # the last one
         if self._last is None or not self._environments[0]:

@@ -67,6 +67,9 @@ class Fleet(Protocol):
         Raises CardsLostError where no card is left, HardwareError, WorkerError.
         """
 
+    def drop(self) -> None:
+        """End the probes that run, and forget them; their cards are free when this returns."""
+
     def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:
         """Return who else holds what a budget needs of the card of this job, the last to end.
 

@@ -32,5 +32,8 @@ class OneCard:
         assert job is not None
         return job, run_job(self._server, job, job.on_answer)
 
+    def drop(self) -> None:
+        self._job = None  # It has not begun.
+
     def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:  # noqa: ARG002  # there is one card
         return nvml.taken_of(budget_bytes)

@@ -74,6 +74,12 @@ class CardActor:
     def stop(self, reason: str) -> None:
         self._card.stop(reason)
 
+    def drop(self) -> None:
+        """End the probe that runs, and forget what it said."""
+        self._card.drop()
+        self._card.await_idle()
+        self.poll(0)
+
     def taken_of(self, budget_bytes: int) -> Occupancy | None:
         numbers = range(max(len(nvml.alike()), 1))
         seen = (nvml.taken_of(budget_bytes, number=number) for number in numbers)

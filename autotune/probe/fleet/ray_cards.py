@@ -200,6 +200,16 @@ class RayCards:
         card.polling = card.actor.poll.remote(POLL_SECONDS)
         card.heard_at = time.monotonic()
 
+    def drop(self) -> None:
+        self.waiting.clear()
+        dropping = {card.actor.drop.remote(): card for card in self.cards if card.job is not None}
+        for reference, card in dropping.items():
+            card.job = None
+            try:
+                self.ray.get(reference, timeout=SILENT_SECONDS)
+            except self.ray.exceptions.RayError as error:
+                self._remove(card, str(error))
+
     def taken_of(self, job: Job, budget_bytes: int) -> Occupancy | None:  # noqa: ARG002  # the last one
         if self.last is None or self.backend != "cuda":
             return None
@@ -238,7 +248,7 @@ class RayCards:
         """Take a lost card out, and ask for one in its place."""
         self.cards.remove(card)
         self.note(
-            f"a card on {card.there.node} is lost: {first_line(why)} Another one takes its probe."
+            f"a card on {card.there.node} is lost: {first_line(why)} Another one takes its place."
         )
         self._ask_another()
 

@@ -98,6 +98,17 @@ def test_what_fails_on_a_card_is_raised_here_and_the_card_goes_on(cards: CardsHe
     assert cards.wait() == (again, END)
 
 
+def test_what_is_dropped_is_not_heard_of_and_its_card_goes_on(cards: CardsHere) -> None:
+    cards.start(job("hangs"))
+    cards.start(job("ends"))
+    cards.drop()
+    again = {job("ends"), job("ends")}
+    for each in again:
+        cards.start(each)
+    assert {cards.wait()[0] for _ in again} == again
+    cards.drop()
+
+
 def test_closing_ends_what_runs(cards: CardsHere) -> None:
     cards.start(job("hangs"))
     cards.start(job("hangs"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import sys
 import threading
@@ -15,6 +16,7 @@ import optuna
 import pytest
 import ray_cluster
 import stand_in_cards
+import sweep
 from optuna.trial import TrialState
 from optuna_storage import unpooled
 from ray_cluster import add_card
@@ -22,6 +24,8 @@ from ray_cluster import add_card
 from autotune.catalogue import gpus
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.probe.fleet import on_ray, ray_head, ray_join
+from autotune.probe.fleet.fleet import Job
+from autotune.probe.trial_history import INTERRUPTED
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
 
@@ -65,7 +69,12 @@ def searched(
 
 
 def states(url: str) -> dict[TrialState, int]:
-    trials = optuna.load_study(study_name="s", storage=unpooled(url)).trials
+    """Numbers of trials by state, but for those whose probes were ended because they could not win."""
+    trials = [
+        trial
+        for trial in optuna.load_study(study_name="s", storage=unpooled(url)).trials
+        if trial.user_attrs.get("outcome") != INTERRUPTED
+    ]
     return {state: sum(trial.state is state for trial in trials) for state in TrialState}
 
 
@@ -80,6 +89,29 @@ def test_three_cards_find_what_one_does_sooner(cluster: Any, tmp_path: Path) -> 
     assert seconds < 0.75 * seconds_alone
     assert notes[-1].startswith("3 cards on ")
     assert states(url_in(tmp_path, "three"))[TrialState.RUNNING] == 0
+
+
+def test_dropped_probes_leave_their_cards_free(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stand_in_cards.SECONDS, "60")
+    spec = next(iter(sweep.measured().values())).spec
+    jobs = [
+        Job(
+            request={"train_config": each.to_dict(), "spec": dataclasses.asdict(spec)},
+            deadline_seconds=120.0,
+        )
+        for each in list(sweep.measured())[:3]
+    ]
+    with stand_in_cards.cards_of(cluster.address, 2) as cards:
+        for each in jobs:  # one more than there are cards
+            cards.start(each)
+        begun = time.monotonic()
+        cards.drop()
+        assert time.monotonic() - begun < 30
+        assert not cards.waiting
+        assert [card.job for card in cards.cards] == [None, None]
+        assert cards.fingerprint("cpu") == stand_in_cards.HERE
 
 
 def test_a_machine_that_dies_loses_no_probe(cluster: Any, tmp_path: Path) -> None:
