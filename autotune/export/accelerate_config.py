@@ -25,7 +25,7 @@ def applies(config: TrainConfig) -> bool:
 def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     """Return words for all settings but the GPUs'."""
     zero: tuple[Unsaid, ...] = ()
-    if PARALLELISMS[config.parallelism].library == "deepspeed":
+    if PARALLELISMS[config.parallelism].is_deepspeed:
         words = f"{words_of(config, 'parallelism')} (that is in {deepspeed_json.filename})"
         zero = (Unsaid("parallelism", words),)
     carried = {"parallelism", "num_gpus"}
@@ -48,7 +48,8 @@ def launch_environment(config: TrainConfig) -> dict[str, str]:
     """Variables that `accelerate launch` sets for each process where it reads this file.
 
     Source: accelerate 1.15 utils/launch.py prepare_multi_gpu_env; who each process is, torchrun tells it.
-    tests/contracts/test_export_parallel.py compares the two. DeepSpeed's are not among them.
+    tests/contracts/test_export_parallel.py compares the two. DeepSpeed's are those of
+    prepare_deepspeed_cmd_env: its own file is named as seen from the folder of these files.
     """
     content = _content(config)
     variables = {"ACCELERATE_MIXED_PRECISION": str(content.get("mixed_precision", "no"))}
@@ -56,14 +57,29 @@ def launch_environment(config: TrainConfig) -> dict[str, str]:
         settings = content.get(section)
         if isinstance(settings, dict):
             variables[switch] = "true"
-            variables |= {key.upper(): _as_variable(value) for key, value in settings.items()}
+            if section == "deepspeed_config":
+                variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(settings)
+            names = _NAMES.get(section, {})
+            variables |= {
+                names.get(key, key.upper()): _as_variable(value) for key, value in settings.items()
+            }
     return variables
 
 
 _SWITCHES = {
+    "deepspeed_config": "ACCELERATE_USE_DEEPSPEED",
     "fsdp_config": "ACCELERATE_USE_FSDP",
     "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
 }
+
+DEEPSPEED_FILE_VARIABLE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+_NAMES = {
+    "deepspeed_config": {
+        "deepspeed_config_file": DEEPSPEED_FILE_VARIABLE,
+        "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    }
+}
+"""Names of variables that are not those of the keys, by section."""
 
 
 def _as_variable(value: object) -> str:
@@ -84,7 +100,7 @@ def _content(config: TrainConfig) -> dict[str, object]:
         "same_network": True,
         "use_cpu": False,
     }
-    if row.library == "deepspeed":
+    if row.is_deepspeed:
         content["distributed_type"] = "DEEPSPEED"
         # A path as seen from where the launch is typed: the folder of these files.
         content["deepspeed_config"] = {

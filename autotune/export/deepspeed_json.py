@@ -21,7 +21,7 @@ _ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
 def applies(config: TrainConfig) -> bool:
-    return PARALLELISMS[config.parallelism].library == "deepspeed"
+    return PARALLELISMS[config.parallelism].is_deepspeed
 
 
 def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
@@ -31,6 +31,11 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """Return a JSON object, for accelerate's `deepspeed_config_file` or TrainingArguments(deepspeed=...)."""
+    return json.dumps(content(config), indent=2) + "\n"
+
+
+def content(config: TrainConfig) -> dict[str, object]:
+    """The object that the file has."""
     row = PARALLELISMS[config.parallelism]
     zero: dict[str, object] = {
         "stage": row.stage,
@@ -41,7 +46,10 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     }
     if row.stage == 3:
         zero |= {
-            "stage3_prefetch_bucket_size": "auto",
+            # Nothing is gathered ahead: DeepSpeed would run on to what the backward pass uses, and keep up to
+            # stage3_max_live_parameters weights, a billion, until then (0.19.8 runtime/zero/
+            # partitioned_param_coordinator.py, __params_to_release).
+            "stage3_prefetch_bucket_size": 0,
             "stage3_param_persistence_threshold": "auto",
             # Weights are dropped after each use: by default the last billion is kept.
             "stage3_max_reuse_distance": 0,
@@ -52,7 +60,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         zero["offload_optimizer"] = _ON_HOST
         if row.stage == 3:
             zero["offload_param"] = _ON_HOST
-    content = {
+    return {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -61,7 +69,6 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         "fp16": {"enabled": "auto"},
         "zero_optimization": zero,
     }
-    return json.dumps(content, indent=2) + "\n"
 
 
 EXPORTER = Exporter(

@@ -256,12 +256,11 @@ def _updating_after(
         ]
 
     def optimizer_step(events: list[int], step: int) -> StepPart:
-        zero_grad = [~gradient for gradient in trace.gradients]
-        done = [~number for number in trace.step_buffers]
+        before, after = list[int](), [~gradient for gradient in trace.gradients]
+        if not isinstance(trace, Trace):
+            before, after = trace.around_update()
         written = _shifted(events, num_tensors)
-        return StepPart(
-            step, StepPhase.OPTIMIZER, [*trace.step_buffers, *written, *done, *zero_grad]
-        )
+        return StepPart(step, StepPhase.OPTIMIZER, [*before, *written, *after])
 
     def further(step: int) -> list[StepPart]:
         is_more = config.gradient_accumulation_steps > 1

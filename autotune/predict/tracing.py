@@ -177,10 +177,13 @@ def of_one_gpu(spec: TraceSpec) -> TraceSpec:
     """The step alone that a shared run's step follows from.
 
     FSDP2 gathers weights and adapters in 16 bits, and accelerate puts no autocast around it (1.15
-    accelerator.py, _prepare_fsdp2).
+    accelerator.py, _prepare_fsdp2). DeepSpeed casts both (0.19.8 runtime/engine.py,
+    _cast_module_mixed_precision), beside codes, which leave adapters in float32 here.
     """
     alone = dataclasses.replace(spec, parallelism="none")
-    if PARALLELISMS[spec.parallelism].is_fsdp and spec.precision == "bf16-autocast":
+    row = PARALLELISMS[spec.parallelism]
+    is_cast = row.is_fsdp or (row.is_deepspeed and spec.quantization == "none")
+    if is_cast and spec.precision == "bf16-autocast":
         is_full = spec.method == "full"
         return dataclasses.replace(alone, precision="bf16-true", adapter_in_base_dtype=not is_full)
     return alone

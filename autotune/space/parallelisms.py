@@ -37,6 +37,11 @@ class Parallelism:
         return self.library == "torch" and self.stage == 3
 
     @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed shares the run out, and takes the optimizer's step."""
+        return self.library == "deepspeed"
+
+    @property
     def shares_packed(self) -> bool:
         """Whether 4-bit weights, packed in the dtype that is computed with, are shared out, too."""
         return self.name == "fsdp2"

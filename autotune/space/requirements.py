@@ -53,7 +53,7 @@ def of_config(config: TrainConfig) -> tuple[str, ...]:
     )
 
 
-ON_CPUS = ("ddp", "fsdp2", "hsdp", "tp")
+ON_CPUS = ("ddp", "fsdp2", "hsdp", "tp", "zero1", "zero2", "zero3")
 """Ways to share a run that processes on CPUs run, too, over gloo. Offloading pins host memory for a card."""
 
 
@@ -91,7 +91,10 @@ def of_probe(config: TrainConfig, backend: str) -> tuple[str, ...]:
     """Return the parts of a configuration that no probe on that backend can run, for people."""
     if PARALLELISMS[config.parallelism].deals_layers:
         return (f"{config.parallelism} is predicted alone: a probe has one GPU in each process",)
-    return of_cuda(config) if backend == "cpu" else ()
+    lacks: tuple[str, ...] = ()
+    if PARALLELISMS[config.parallelism].is_deepspeed and not is_installed("deepspeed"):
+        lacks = (f"{config.parallelism} is run by DeepSpeed (needs: pip install deepspeed)",)
+    return lacks + (of_cuda(config) if backend == "cpu" else ())
 
 
 def unpredicted(config: TrainConfig) -> tuple[str, ...]:

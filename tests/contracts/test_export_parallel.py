@@ -1,7 +1,8 @@
 """The files for several GPUs: accelerate's own loaders read them, and two processes train with them.
 
 On the CPU accelerate would run DDP whatever the file says of FSDP: there support/as_on_gpus.py does what it
-does on GPUs. DeepSpeed is not installed: its plugin is made as accelerate would make it.
+does on GPUs. DeepSpeed need not be installed: its plugin is made as accelerate would make it, and
+tests/contracts/test_zero.py runs it where it is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from test_export_trains import FULL, TEXT, make_models
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotune import export
+from autotune.catalogue.installed import is_installed
 from autotune.export import accelerate_config
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
@@ -126,6 +128,25 @@ def test_accelerate_makes_the_deepspeed_plugin(tmp_path: Path, name: str) -> Non
     assert (plugin.offload_param_device == "cpu") == (row.offload and row.stage == 3)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if PARALLELISMS[n].is_deepspeed])
+def test_probes_of_zero_are_started_as_accelerate_launches_them(tmp_path: Path, name: str) -> None:
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    config = dataclasses.replace(SHARED, parallelism=name)
+    file = str(exported(tmp_path, config) / "accelerate_config.yaml")
+    typed = launch_command_parser().parse_args(["--config_file", file, "train.py"])
+    arguments, defaults, _ = _validate_launch_command(typed)
+    # As launch_command does it.
+    fields = ",".join(defaults.deepspeed_config)
+    arguments.deepspeed_fields_from_accelerate_config = fields
+    arguments.main_process_port = int(free_port())
+    _, launched = prepare_deepspeed_cmd_env(arguments)
+    own = accelerate_config.launch_environment(config)
+    assert own.items() <= launched.items()
+    assert own["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == "deepspeed.json"
+
+
 @pytest.mark.parametrize("name", ["zero2", "zero3-offload"])
 def test_transformers_fills_in_what_is_auto(tmp_path: Path, name: str) -> None:
     """Every `auto` is one of those that its integration names."""
@@ -177,7 +198,19 @@ methods:
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize(("name", "trainer"), [("ddp", "transformers"), ("fsdp2", "trl-sft")])
+@pytest.mark.parametrize(
+    ("name", "trainer"),
+    [
+        ("ddp", "transformers"),
+        ("fsdp2", "trl-sft"),
+        pytest.param(
+            *("zero3", "transformers"),
+            marks=pytest.mark.skipif(
+                not is_installed("deepspeed"), reason="deepspeed is not installed"
+            ),
+        ),
+    ],
+)
 def test_what_two_processes_measured_trains_with_two(
     tmp_path: Path, models: Path, name: str, trainer: str
 ) -> None:

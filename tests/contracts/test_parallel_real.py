@@ -2,8 +2,8 @@
 
 Two and three processes share a tiny Llama over gloo on the CPU: torch's DistributedDataParallel, and
 fully_shard as accelerate wraps a model. Dimensions are odd, so that shards are padded. Bytes are those
-of real storages: weights, gradients, optimizer state, buckets. DeepSpeed does not run here: its sizes
-are compared with its own formulas in tests/predict/test_rank_trace.py.
+of real storages: weights, gradients, optimizer state, buckets. DeepSpeed's ZeRO is in
+tests/contracts/test_zero.py.
 """
 
 from __future__ import annotations

@@ -167,8 +167,8 @@ def test_messages_are_as_many_as_the_libraries_send() -> None:
     assert of_ddp["all_reduce"] == pytest.approx(2 * P / (30 * 2**20), abs=3)
     # Embedding and five layers twice, the tail once; seven units reduced.
     assert counts(FSDP2) == [{"all_gather": 13, "reduce_scatter": 7}, {}]
-    # Seven products a layer and the embedding twice, the head once; norms stay whole.
-    assert counts(zero("zero3"))[0]["all_gather"] == 2 * (5 * 7 + 1) + 1
+    # Seven products a layer, the embedding and the head twice; norms stay whole.
+    assert counts(zero("zero3"))[0]["all_gather"] == 2 * (5 * 7 + 2)
     # No two products of a layer share a bucket of 1024^2 elements, but k and v, and norms with others.
     assert 5 * 6 + 2 <= counts(zero("zero3"))[0]["reduce_scatter"] <= 5 * 7 + 4
     assert counts(zero("zero1"))[0] == {}
@@ -219,7 +219,11 @@ def model_states_bytes(config: TrainConfig) -> int:
     _, share = predicted(config)
     trace = estimator(config)._traces[TraceSpec.of(config)]
     assert isinstance(trace, RankTrace)
-    step = trace.bytes_of(trace.step_buffers, 2, 0)
+    before, _ = trace.around_update()
+    freed = {~event for event in before if event < 0}
+    made = [event for event in before if event >= 0 and event not in freed]
+    # The last that is made; ZeRO 1 makes its own part of the gradients, too, as the whole ones go.
+    step = trace.bytes_of(made[-1:], 2, 0)
     held = share.parameters_bytes + share.gradients_bytes + share.optimizer_state_bytes
     return held + step - BUFFERS_BYTES
 
@@ -245,7 +249,11 @@ def test_zero_holds_what_deepspeed_says(name: str, num_gpus: int, expected: int)
     # What its formulas leave out: the largest group is all that has float32 gradients at a time (the
     # norms' are 11 x 1024), and state beside the moments (a step count per group).
     norms = 11 * 1024 * 4
-    assert model_states_bytes(zero(name, num_gpus)) == pytest.approx(expected, abs=norms + 1024)
+    # They leave out, too, that a GPU keeps all of each weight whose gradient it needs a part of: the first
+    # and the last of its part, of which the largest is the head.
+    more = 2 * 2 * TAIL if name == "zero2" else 0
+    found = model_states_bytes(zero(name, num_gpus))
+    assert expected - norms - 1024 <= found <= expected + norms + 1024 + more
 
 
 def test_zero_offload_takes_host_memory() -> None:
@@ -286,9 +294,10 @@ def test_every_event_list_adds_up(name: str, method: str, accumulation: int) -> 
     losses = 0
     for part in parts_of_it:
         again, later = (part.running_bytes(events, 2, rank) for events in ("again", "next"))
-        # What a micro-step leaves behind is its gradients and the loss; one that adds to them, the loss.
+        # A micro-step leaves its gradients and the loss, and ZeRO 1's bucket; one that adds, the loss.
         loss_bytes = part.bytes_of([part.loss] if part.loss is not None else [], 2, rank)
-        assert again[-1] == part.bytes_of(part.gradients, 2, rank) + loss_bytes
+        left_bytes = part.bytes_of(part.left, 2, rank) if isinstance(part, RankTrace) else 0
+        assert again[-1] == part.bytes_of(part.gradients, 2, rank) + left_bytes + loss_bytes
         assert later[-1] == loss_bytes
         assert min(again.min(), later.min()) >= 0
         losses += loss_bytes

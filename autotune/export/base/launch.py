@@ -37,7 +37,7 @@ def _of_zero(
             },
         )
         for row in PARALLELISMS.values()
-        if row.library == "deepspeed"
+        if row.is_deepspeed
         for device in dict.fromkeys((off, "none", None))
     ]
 
@@ -47,6 +47,7 @@ def _beside(zero: str, name: str) -> dict[str, Any]:
     if PARALLELISMS[name].stage != 3:
         return {}
     return {
+        f"{zero}.stage3_prefetch_bucket_size": 0,
         f"{zero}.stage3_max_reuse_distance": 0,
         f"{zero}.sub_group_size": ZERO3_SUB_GROUP_ELEMENTS,
     }

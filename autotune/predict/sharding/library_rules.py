@@ -2,8 +2,8 @@
 
 Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py and nn/parallel/distributed.py with
 csrc/distributed/c10d/reducer.cpp; deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py and
-partition_parameters.py. tests/contracts/test_parallel_real.py runs DDP and FSDP2 in real processes;
-DeepSpeed's sizes are compared with its published formulas, not measured.
+partition_parameters.py. tests/contracts/test_parallel_real.py runs DDP and FSDP2 in real processes,
+tests/contracts/test_zero.py DeepSpeed.
 """
 
 from __future__ import annotations

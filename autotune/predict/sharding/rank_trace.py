@@ -11,26 +11,25 @@ its buckets beside the gradients (accelerate leaves gradient_as_bucket_view Fals
 optimizer step. FSDP2 wraps each layer, the embedding, and final norm with head; it gathers the next
 layer in the backward pass; it is told to reduce in every micro-step (`sync_each_batch`), because whole
 gradients would be kept between micro-steps otherwise. ZeRO has the settings of deepspeed.json: buckets
-of hidden_size^2 elements, weights dropped after each use. HSDP is FSDP2 within each group of GPUs; each part
-of the gradients is then averaged between the groups.
+of hidden_size^2 elements, weights gathered one at a time and dropped after each use. HSDP is FSDP2
+within each group of GPUs; each part of the gradients is then averaged between the groups.
 
 Under tensor parallelism the trace itself is of the first GPU: a worker splits the model as Transformers does
 (autotune.worker.build.tensor_parallel), so that parts, activations and collectives are those of its step.
 
 Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py;
-accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/. Shards,
-buckets and optimizer state of DDP, FSDP2, HSDP and tensor parallelism are compared with two to four real
-processes, of the last activations and collectives too (tests/contracts/test_parallel_real.py), and peaks of
-whole steps with what probes of them measure (tests/contracts/test_probe_shared.py); nothing of DeepSpeed is
-measured.
+accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/ (zero_step).
+Shards, buckets and optimizer state of DDP, FSDP2, HSDP and tensor parallelism are compared with two to four
+real processes, of the last activations and collectives too (tests/contracts/test_parallel_real.py), and
+peaks of whole steps with what probes of them measure (tests/contracts/test_probe_shared.py). ZeRO is held
+against DeepSpeed itself (studies/zero, tests/contracts/test_zero.py), its offload is not.
 
 Known limitations
-- ZeRO 3 gathers module by module: a layer is too much.
 - Streams: a block freed on one stream is taken to be free on all. Real peaks can be higher.
 - FSDP2 in float16 is traced under autocast, though accelerate puts none around it.
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
   bound if all did.
-- Adapters under ZeRO run in 16 bits; their small casts under autocast are counted all the same.
+- Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same.
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, FSDP2 and ZeRO 3 the whole
   model in the first process. Saving gathers it again.
 - Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
@@ -53,9 +52,12 @@ from autotune.memory.traces import Launch, Phase, Trace
 from autotune.memory.traces.running import running
 from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.exchange import Exchange
+from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import TAIL, Shares
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
+from autotune.predict.sharding.zero_parts import ZeroParts
+from autotune.predict.sharding.zero_step import Blocks, ZeroMicroStep, ZeroUpdate, positions_of
 from autotune.records.estimate import TraceSpec
 from autotune.speed.links import RINGS, Message
 
@@ -92,7 +94,10 @@ class RankTrace(SharedTrace):
         self.num_prepared_events = trace.num_prepared_events
         self.num_own_events = trace.num_own_events
         self.step_buffers: list[int] = []
-        if shares.row.stage < 2:
+        self._around: tuple[list[int], list[int]] | None = None
+        if shares.row.is_deepspeed:
+            self._run_zero(blocks)
+        elif shares.row.stage == 0:
             self.gradients = trace.gradients
             self.first, self.again, self.next = trace.first, trace.again, trace.next
         else:
@@ -105,6 +110,48 @@ class RankTrace(SharedTrace):
             later = MicroStep(self._extra, shares, trace.gradients, logits, adds=True)
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
+
+    def _run_zero(self, blocks: Blocks) -> None:
+        """Write the micro-steps, and what is around the update, as DeepSpeed runs them."""
+        trace, shares = self._trace, self._shares
+        parts = ZeroParts(shares)
+        workspaces = set(trace.workspaces)
+        logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
+        positions = positions_of(
+            blocks,
+            shares,
+            frozenset(trace.gradients),
+            lambda gradient: trace.parameter_of(gradient, USUAL_RANK).num_elements,
+        )
+        update = ZeroUpdate(self._extra, shares, parts)
+        bucket: int | None = None
+        whole: dict[int, int] = {}
+        if shares.row.stage == 1:
+            bucket = self._extra.new("workspace", shares.bucket_bytes)
+            self._buffers.append(bucket)
+            self.left, whole = [bucket], positions
+            self.gradients, self.next = trace.gradients, trace.next
+            first = next(n for n, event in enumerate(trace.first) if event in positions)
+            self.first = [*trace.first[: first + 1], bucket, *trace.first[first + 1 :]]
+            self.again = [event for event in self.first if event not in workspaces]
+        else:
+            steps = [
+                ZeroMicroStep(self._extra, shares, parts, positions, logits, adds=adds)
+                for adds in (False, True)
+            ]
+            self.first, later = (step.written(blocks) for step in steps)
+            self.gradients = steps[0].gradients
+            self.again = [event for event in self.first if event not in workspaces]
+            self.next = [event for event in later if event not in workspaces]
+            self._buffers += [b for b in (steps[0].bucket,) if b is not None]
+        before = update.before(bucket, whole, () if whole else self.gradients)
+        self._around = before, update.after()
+        # Those of a single group go before the update, and ZeRO 1's whole ones: no bound below.
+        if shares.row.stage == 3 or (shares.row.stage == 2 and len(shares.groups) > 1):
+            self.step_buffers = list(update.step_gradients)
+
+    def around_update(self) -> tuple[list[int], list[int]]:
+        return self._around or super().around_update()
 
     @property
     def added_categories(self) -> list[str]:
@@ -126,8 +173,10 @@ class RankTrace(SharedTrace):
         shares, stage, num_gpus = self._shares, self._shares.row.stage, self._num_gpus
         trained_bytes = sum(map(shares.working_bytes, shares.trained(rank)))
         gathered_bytes = shares.gathered_bytes(rank)
-        # Gathered for the forward pass, and again for the backward; the tail stays in between.
-        used_bytes = 2 * gathered_bytes - shares.gathered_bytes(rank, TAIL)
+        # Gathered for the forward pass, and again for the backward; FSDP2's tail stays in between.
+        used_bytes = 2 * gathered_bytes
+        if shares.is_torch:
+            used_bytes -= shares.gathered_bytes(rank, TAIL)
         is_offloaded = shares.row.offload
         brought_bytes = used_bytes if stage == 3 else 0
         copied_bytes = (brought_bytes + trained_bytes) // num_gpus
@@ -170,7 +219,7 @@ class RankTrace(SharedTrace):
         reduction = "all_reduce" if stage == 2 else "reduce_scatter"
         gathers: Counter[int] = Counter()
         for unit in shares.members:
-            passes = 1 if unit == TAIL else 2
+            passes = 1 if unit == TAIL and shares.is_torch else 2
             for size_bytes in shares.gathers(rank, unit):
                 gathers[size_bytes] += passes
         reduced = Counter(shares.reductions(rank))
@@ -250,8 +299,8 @@ class RankTrace(SharedTrace):
         self._replace_weights()
         if shares.is_torch:
             return
-        self._buffers.append(self._keep("workspace", shares.bucket_bytes))
         if row.stage == 3:
+            self._buffers.append(self._keep("workspace", shares.bucket_bytes))
             self._buffers.append(self._keep("parameter", shares.persistent_bytes))
         elif row.offload:
             self._buffers.append(self._keep("workspace", shares.largest_bytes))
@@ -267,8 +316,6 @@ class RankTrace(SharedTrace):
             if not row.offload:
                 master = functools.partial(shares.master_bytes, group=group)
                 self._keep("optimizer_state", master)
-        if not row.offload:
-            self.step_buffers.append(self._extra.new("gradient", shares.step_gradient_bytes))
 
     def _send_weights(self) -> None:
         """Add the flat copies of weights that DDP sends as it is made: two at a time."""

@@ -32,9 +32,7 @@ Unit = tuple[str, Place]
 EMBED: Unit = ("embed", OUTSIDE)
 TAIL: Unit = ("tail", OUTSIDE)
 
-# transformers 5.23 integrations/deepspeed.py trainer_config_finalize, what `auto` becomes: of
-# hidden_size squared, and of hidden_size.
-_PREFETCHED_OF_SQUARE = 0.9
+# transformers 5.23 integrations/deepspeed.py trainer_config_finalize, what `auto` becomes: of hidden_size.
 _PERSISTENT_ROWS = 10
 
 
@@ -65,7 +63,9 @@ class Shares:
         # PEFT has made it.
         is_float32 = spec.quantization == "none" or not spec.adapter_in_base_dtype
         self._upcasts = self._precision.autocast and is_float32
-        self._bucket_elements = hidden_size**2
+        self.bucket_elements = hidden_size**2
+        """Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size)."""
+        self.checkpoint_every = spec.activation_checkpointing
         self._persistent_elements = _PERSISTENT_ROWS * hidden_size
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
         self._rebuilds = spec.method == "full" and spec.activation_checkpointing > 0
@@ -184,13 +184,10 @@ class Shares:
         whole = (self.working_bytes(w) for w in reversed(self.trained(rank)))
         return zero_buckets(whole, self.bucket_bytes(rank))
 
-    def prefetched_bytes(self, rank: int, unit: Unit) -> int:
-        """Bytes of the next unit that are gathered ahead: all of it by FSDP2, a part by DeepSpeed."""
-        whole = self.gathered_bytes(rank, unit)
-        if self.is_torch:
-            return whole
-        limit = int(_PREFETCHED_OF_SQUARE * self._bucket_elements)
-        return min(whole, limit * self.compute_bytes)
+    def largest_gathered_bytes(self, rank: int, unit: Unit) -> int:
+        """Bytes of the largest weight of a unit that is gathered."""
+        sizes = (self.gathered_weight_bytes(rank, p) for p in self.members.get(unit, ()))
+        return max(sizes, default=0)
 
     def reduced_bytes(self, rank: int, unit: Unit) -> int:
         """Bytes that go into FSDP2's reduce-scatter: whole gradients, padded to whole shards."""
@@ -224,11 +221,11 @@ class Shares:
 
     def bucket_bytes(self, _: int) -> int:
         """Bytes of DeepSpeed's bucket for reducing gradients (reduce_bucket_size)."""
-        return self._bucket_elements * self.compute_bytes
+        return self.bucket_elements * self.compute_bytes
 
     def persistent_bytes(self, rank: int) -> int:
-        """Bytes of the small weights that ZeRO 3 keeps whole beside their parts."""
-        return sum(self.working_bytes(w) for w in self._weights(rank) if not self._is_gathered(w))
+        """Bytes of the small weights that ZeRO 3 keeps whole beside their parts, padded to whole parts."""
+        return sum(self._padded_bytes(w) for w in self._weights(rank) if not self._is_gathered(w))
 
     def largest_bytes(self, rank: int) -> int:
         """Bytes of ZeRO-Offload's buffer on the GPU (temp_grad_buffer_for_gpu_offload)."""

@@ -24,6 +24,8 @@ class SharedTrace:
     next: list[int]
     gradients: list[int]
     step_buffers: list[int]
+    left: Sequence[int] = ()
+    """Tensors that a step's first micro-step leaves, beside gradients and the loss."""
     workspaces: list[int]
     batch: list[int]
     count: list[int]
@@ -54,6 +56,11 @@ class SharedTrace:
     def exchange(self, micro_batch: int, rank: int) -> Exchange:
         """Bytes that are sent between the GPUs and to the host, and that are kept for it."""
         raise NotImplementedError
+
+    def around_update(self) -> tuple[list[int], list[int]]:
+        """Events before the update, and after it: by default gradients go with what the update needs."""
+        done = [~number for number in (*self.step_buffers, *self.gradients)]
+        return list(self.step_buffers), done
 
     @functools.cached_property
     def categories(self) -> list[str]:

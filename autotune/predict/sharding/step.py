@@ -1,4 +1,4 @@
-"""A micro-step under ZeRO 2, ZeRO 3 and FSDP2: weights gathered, gradients reduced."""
+"""A micro-step under FSDP2: weights gathered, gradients reduced."""
 
 from __future__ import annotations
 
@@ -31,8 +31,20 @@ class AddedTensors:
         return number
 
 
+def at_logits_gradient(events: list[int], logits: Collection[int]) -> tuple[list[int], list[int]]:
+    """Part the first events of a backward pass where the head begins to go backward.
+
+    Until then the loss does, which needs no weights: FSDP2 and ZeRO 3 hear of the backward pass as the
+    gradient comes to what the head returned (torch 2.13 _fsdp_state.py, _pre_backward).
+    """
+    last = max((n for n, event in enumerate(events) if event in logits), default=-1)
+    after = (n for n, event in enumerate(events) if n > last and event >= 0)
+    begins = next(after, len(events)) if last >= 0 else 0
+    return events[:begins], events[begins:]
+
+
 class MicroStep:
-    """Writes a micro-step's forward and backward as ZeRO 2, ZeRO 3 and FSDP2 run them.
+    """Writes a micro-step's forward and backward as FSDP2 runs them.
 
     `adds`: gradients exist already, and what is reduced is added to them.
     """
@@ -54,7 +66,6 @@ class MicroStep:
         self._whole = set(whole)
         self._logits = logits
         self._keeps = not adds and not shares.row.offload
-        self._gathers = shares.row.stage == 3
         self._events: list[int] = []
         self._order: list[Unit] = []
         """Units in the order in which the forward pass uses them."""
@@ -72,10 +83,10 @@ class MicroStep:
             unit = self._unit_in(phase, place)
             if index == last_forward + 1:
                 self._begin_backward()
-                of_loss, events = self._at_logits_gradient(events)
+                of_loss, events = at_logits_gradient(events, self._logits)
                 self._events += of_loss
             is_used = phase != Phase.END
-            if is_used and self._gathers and unit in self._shares.members:
+            if is_used and unit in self._shares.members:
                 self._use(unit, is_backward=is_backward)
             self._events += events
             self._made.setdefault(unit, []).extend(e for e in events if e in self._whole)
@@ -97,25 +108,10 @@ class MicroStep:
         is_embedding = phase in EMBED_PHASES and not self._shares.tail_stays
         return EMBED if is_embedding else TAIL
 
-    def _at_logits_gradient(self, events: list[int]) -> tuple[list[int], list[int]]:
-        """Part the first events of a backward pass where the head begins to go backward.
-
-        Until then the loss does, which needs no weights: FSDP2 hears of the backward pass as the gradient
-        comes to what the head returned (torch 2.13 _fsdp_state.py, _pre_backward).
-        """
-        last = max((n for n, event in enumerate(events) if event in self._logits), default=-1)
-        after = (n for n, event in enumerate(events) if n > last and event >= 0)
-        begins = next(after, len(events)) if last >= 0 else 0
-        return events[:begins], events[begins:]
-
     def _begin_backward(self) -> None:
-        """Free the last unit's buffer (_fsdp_state.py _post_forward); make ZeRO 2's gradients."""
+        """Free the last unit's buffer (_fsdp_state.py _post_forward)."""
         self._free(self._arrived)
         self._arrived = None
-        if self._keeps and not self._gathers:
-            for group in self._shares.groups:
-                part = functools.partial(self._shares.partition_bytes, group=group)
-                self.gradients.append(self._new("gradient", part))
 
     def _use(self, unit: Unit, *, is_backward: bool) -> None:
         """Gather a unit; in the backward pass, have the one before it on the way."""
@@ -126,19 +122,19 @@ class MicroStep:
         elif unit in self._order and (position := self._order.index(unit)):
             before = self._order[position - 1]
             if before not in self._gathered:
-                self._arrive(before, self._shares.prefetched_bytes)
+                self._arrive(before)
 
-    def _arrive(self, unit: Unit, size: Callable[..., int]) -> None:
+    def _arrive(self, unit: Unit) -> None:
         if unit not in self._arriving:
-            size = functools.partial(size, unit=unit)
+            size = functools.partial(self._shares.gathered_bytes, unit=unit)
             self._arriving[unit] = self._new("temporary", size, is_gathered=True)
 
     def _gather(self, unit: Unit, *, is_backward: bool) -> None:
         """Gather a unit: the GPUs' shards arrive in one buffer and are copied out of it.
 
-        In FSDP2's forward pass the buffer stays until the next has arrived, so that both overlap.
+        In the forward pass the buffer stays until the next has arrived, so that both overlap.
         """
-        self._arrive(unit, self._shares.gathered_bytes)
+        self._arrive(unit)
         arrived = self._arriving.pop(unit)
         self._free(self._arrived)
         self._gathered[unit] = [
@@ -150,7 +146,7 @@ class MicroStep:
             for position in self._shares.members[unit]
         ]
         self._arrived = arrived
-        if is_backward or not self._shares.is_torch:
+        if is_backward:
             self._free(arrived)
             self._arrived = None
 
@@ -164,26 +160,23 @@ class MicroStep:
     def _reduce(self, unit: Unit) -> None:
         """Copy and free a unit's whole gradients.
 
-        They go into ZeRO's bucket, which is there, or into FSDP2's input of a reduce-scatter, which stays
-        until the next.
+        They go into the input of a reduce-scatter, which stays until the next.
         """
         made = self._made.pop(unit, [])
         if not made:
             return
-        if self._shares.is_torch:
-            self._free(self._reducing)
-            reduced = functools.partial(self._shares.reduced_bytes, unit=unit)
-            self._reducing = self._new("temporary", reduced)
+        self._free(self._reducing)
+        reduced = functools.partial(self._shares.reduced_bytes, unit=unit)
+        self._reducing = self._new("temporary", reduced)
         for number in made:
             self._free(number)
-        if self._shares.is_torch:
-            if self._shares.row.num_replicas > 1:
-                self._hold_all_reduced(unit)
-            part = self._new("gradient", functools.partial(self._part_bytes, unit=unit))
-            if self._keeps:
-                self.gradients.append(part)
-            else:
-                self._free(part)
+        if self._shares.row.num_replicas > 1:
+            self._hold_all_reduced(unit)
+        part = self._new("gradient", functools.partial(self._part_bytes, unit=unit))
+        if self._keeps:
+            self.gradients.append(part)
+        else:
+            self._free(part)
 
     def _hold_all_reduced(self, unit: Unit) -> None:
         """Hold what HSDP averages between the groups until the backward pass has ended.

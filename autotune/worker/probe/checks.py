@@ -24,7 +24,7 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.worker.build.quantize import is_quantized
 from autotune.worker.build.tensor_parallel import local
-from autotune.worker.probe.shared import is_gathered
+from autotune.worker.probe.shared import is_deepspeed, is_made_on_host
 from autotune.worker.trace.tracker import in_backward
 
 
@@ -215,7 +215,8 @@ class FirstStep:
 
     def _check_autocast(self, config: TrainConfig) -> list[str]:
         precision = PRECISIONS[config.precision]
-        is_on = precision.autocast and not is_gathered(config)
+        # FSDP2 and DeepSpeed cast the weights instead.
+        is_on = precision.autocast and not is_made_on_host(config)
         wanted = getattr(torch, precision.compute_dtype) if is_on else None
         found = set(self._autocast)
         if found == {wanted}:
@@ -304,14 +305,17 @@ def _tf32_is_on() -> bool:
     return bool(matmul.allow_tf32)
 
 
-def check_gradients(parameters: Iterable[nn.Parameter], config: TrainConfig) -> list[str]:
+def check_gradients(model: Any, config: TrainConfig) -> list[str]:
     """Check before the optimizer's first step that gradients have arrived, and are not all zero.
 
-    Nothing can be said where the backward pass has used them up.
+    Nothing can be said where the backward pass has used them up. DeepSpeed's step is over by then, and
+    tells their norm.
     """
     if OPTIMIZERS[config.optimizer].updates:
         return []
-    trainable = [p for p in parameters if p.requires_grad]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    if is_deepspeed(model) and model.get_global_grad_norm():
+        return []
     if any(p.grad is not None and bool(local(p.grad).any()) for p in trainable):
         return []
     return [f"none of the {len(trainable)} trainable tensors gets a gradient"]

@@ -135,7 +135,8 @@ def _follow(
 
 def together(measured: list[Measurement]) -> Measurement:
     """One measurement of what several GPUs did: the memory of the tightest, the time of the slowest."""
-    tightest = max(measured, key=lambda m: m.peak_device_bytes or 0)
+    # Of several that reserve as much, the one that allocates most.
+    tightest = max(measured, key=lambda m: (m.peak_device_bytes or 0, m.peak_allocated_bytes or 0))
     slowest = max(measured, key=lambda m: m.step_seconds or 0.0)
     timed = {
         name: getattr(slowest, name)

@@ -46,7 +46,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import tensor_parallel
 from autotune.worker.build.tensor_parallel import local
 from autotune.worker.probe.compiling import AllocationProfile
-from autotune.worker.probe.shared import is_gathered
+from autotune.worker.probe.shared import all_tensors, is_deepspeed, is_made_on_host
 from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Tracker
 
@@ -104,7 +104,7 @@ def device_memory(
         )
     assert backend == "cpu", backend
     watcher = AllocationProfile() if config.is_compiled else CappedTracker(budget_bytes, config)
-    return CpuMemory(budget_bytes, watcher, waits=is_gathered(config))
+    return CpuMemory(budget_bytes, watcher, waits=is_made_on_host(config))
 
 
 def left_bytes(backend: str) -> int | None:
@@ -371,8 +371,9 @@ class CappedTracker(Tracker):
         super().__exit__(*error)
 
     def take_stock(self, model: Any) -> None:
-        """Record the weights and buffers that are there."""
-        for tensor in itertools.chain(model.parameters(), model.buffers()):
+        """Record the weights and buffers that are there; where DeepSpeed has shared them out, all tensors."""
+        held = itertools.chain(model.parameters(), model.buffers())
+        for tensor in all_tensors() if is_deepspeed(model) else held:
             self.index_of(local(tensor.detach()))
 
     @contextlib.contextmanager

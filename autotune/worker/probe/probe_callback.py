@@ -113,9 +113,12 @@ class ProbeCallback(TrainerCallback):
         self._check_loss()
 
     def innermost_optimizer(self) -> Any:
-        """The optimizer itself: accelerate puts its own around it."""
+        """The optimizer itself: accelerate and DeepSpeed put their own around it."""
         optimizer = self._trainer.optimizer
-        return getattr(optimizer, "optimizer", optimizer)
+        # DeepSpeed's is in between.
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        return optimizer
 
     def cold_start_seconds(self) -> float:
         """Seconds that the steps before the timed ones took beyond as many of those."""
@@ -142,8 +145,7 @@ class ProbeCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._num_steps == 0:
-            parameters = self._trainer.model.parameters()
-            checks.require(checks.check_gradients(parameters, self.config))
+            checks.require(checks.check_gradients(self._trainer.model_wrapped, self.config))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._marks.ended = self._clock.mark()

@@ -30,6 +30,7 @@ from autotune.memory.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_ha
 from autotune.records.fingerprint import fingerprint_for
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.worker.build import model as models
 from autotune.worker.build.real_model import build
 from autotune.worker.fingerprint import fingerprint
@@ -40,7 +41,15 @@ from autotune.worker.probe.group import ALONE, Rank
 from autotune.worker.probe.memory import Peaks, device_memory, left_bytes
 from autotune.worker.probe.paging import require_host_memory
 from autotune.worker.probe.probe_callback import OnProgress, ProbeCallback, StopReason
-from autotune.worker.probe.shared import as_gpus, has_mesh, is_gathered, name_layers, shard_on_cpu
+from autotune.worker.probe.shared import (
+    as_gpus,
+    give_deepspeed_its_file,
+    has_mesh,
+    is_gathered,
+    is_made_on_host,
+    name_layers,
+    shard_on_cpu,
+)
 from autotune.worker.probe.steps import summarize
 from autotune.worker.probe.training import (
     build_trainer,
@@ -136,7 +145,8 @@ def _run(
             as_gpus()
         # The processes meet before weights are split.
         PartialState(cpu=spec.backend == "cpu")
-    model = build(hf_config, spec.task, config, on_host if is_gathered(config) else memory.device)
+    is_on_host = is_made_on_host(config)
+    model = build(hf_config, spec.task, config, on_host if is_on_host else memory.device)
     memory.model_is_built()
     if is_gathered(config):
         name_layers(model)
@@ -149,6 +159,8 @@ def _run(
     ):
         caches = cold_caches(output_folder) if config.is_compiled else contextlib.nullcontext()
         with caches:
+            if PARALLELISMS[config.parallelism].is_deepspeed:
+                give_deepspeed_its_file(config, spec.backend, output_folder)
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
             if is_gathered(config) and spec.backend == "cpu":
                 shard_on_cpu(trainer)

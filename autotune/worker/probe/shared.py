@@ -1,15 +1,21 @@
-"""Parts of a probe for runs that several processes share: FSDP2 on CPUs, and a check that it is on."""
+"""Parts of a probe for runs that several processes share: FSDP2 and ZeRO on CPUs, and checks of both."""
 
 from __future__ import annotations
 
+import gc
+import json
 import os
+from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from autotune.export import deepspeed_json
+from autotune.export.accelerate_config import DEEPSPEED_FILE_VARIABLE
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 
@@ -17,6 +23,14 @@ from autotune.space.parallelisms import PARALLELISMS
 def is_gathered(config: TrainConfig) -> bool:
     """Whether processes keep parts of the weights, which FSDP2 gathers layer by layer."""
     return PARALLELISMS[config.parallelism].is_fsdp
+
+
+def is_made_on_host(config: TrainConfig) -> bool:
+    """Whether the model is made in host memory, and what shares it out puts parts, or all, on the devices.
+
+    DeepSpeed casts it before that (0.19.8 runtime/engine.py, _configure_distributed_model).
+    """
+    return is_gathered(config) or PARALLELISMS[config.parallelism].is_deepspeed
 
 
 def has_mesh(config: TrainConfig) -> bool:
@@ -46,6 +60,16 @@ def as_gpus() -> None:
     Accelerator.multi_device = property(lambda self: self.num_processes > 1)
 
 
+def give_deepspeed_its_file(config: TrainConfig, backend: str, folder: str) -> None:
+    """Write DeepSpeed's file, as it is exported, into the folder, and have accelerate find it."""
+    path = Path(folder) / deepspeed_json.filename
+    path.write_text(json.dumps(deepspeed_json.content(config)), encoding="utf-8")
+    os.environ[DEEPSPEED_FILE_VARIABLE] = str(path)
+    if backend == "cpu":
+        # Where there is a card DeepSpeed takes that (0.19.8 accelerator/real_accelerator.py).
+        os.environ["DS_ACCELERATOR"] = "cpu"
+
+
 def shard_on_cpu(trainer: Any) -> None:
     """Have a Trainer on the CPU share weights out, as its environment says.
 
@@ -68,10 +92,21 @@ def check_shared(model: Any, config: TrainConfig) -> list[str]:
         return []
     found = _sharing_of(model)
     row = PARALLELISMS[config.parallelism]
-    wanted = "deepspeed" if row.library == "deepspeed" else "ddp"
+    wanted = "deepspeed" if row.is_deepspeed else "ddp"
     if row.has_parts:
         wanted = "tp" if row.splits else "fsdp2"
     return [] if found == wanted else [f"the GPUs share it by {found}, not by {wanted}"]
+
+
+def is_deepspeed(model: Any) -> bool:
+    """Whether a model is wrapped in DeepSpeed's engine."""
+    return type(model).__module__.partition(".")[0] == "deepspeed"
+
+
+def all_tensors() -> list[torch.Tensor]:
+    """Every tensor of this process that Python knows and that has memory of its own."""
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    return [each for each in found if each.device.type == "cpu" and each.untyped_storage().nbytes()]
 
 
 def _sharing_of(model: Any) -> str:
@@ -80,7 +115,7 @@ def _sharing_of(model: Any) -> str:
 
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return "ddp"
-    if type(model).__module__.partition(".")[0] == "deepspeed":
+    if is_deepspeed(model):
         return "deepspeed"
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return "fsdp2"

@@ -1,0 +1,268 @@
+"""A micro-step under ZeRO 1, 2 and 3, and what comes before and after the update, as DeepSpeed runs them.
+
+Every gradient is copied into a bucket as soon as it is there, and freed; one that is larger than the bucket
+stays until the next comes. A full bucket is reduced, and what a GPU keeps of it is copied to its own
+gradients: under ZeRO 1 and 2 they are made with the first bucket, and those of a further micro-batch stand
+beside them until the end of its backward pass. ZeRO 1 does this before the update, with the sums of all
+micro-batches.
+ZeRO 3 gathers a module's weight as the module is used, and drops it behind it: nothing is gathered ahead
+(deepspeed_json has stage3_prefetch_bucket_size 0; with it DeepSpeed runs ahead without end, and keeps up to
+stage3_max_live_parameters weights, a billion, until the backward pass).
+
+Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py (reduce_independent_p_g_buckets_and_remove_grads,
+reduce_ipg_grads, independent_gradient_partition_epilogue, step), stage3.py (the same names),
+partitioned_param_coordinator.py (fetch_sub_module, release_sub_module). Held against real processes:
+studies/zero, tests/contracts/test_zero.py.
+
+Known limitations
+- The largest weight of a layer is taken to be gathered for all of the layer's pass, and all of them where the
+  layer is computed again: those that are behind their use already, too.
+- DeepSpeed's linear layers keep their inputs though their weights are frozen (runtime/zero/linear.py,
+  LinearFunctionForZeroStage3): with adapters on some layers alone ZeRO 3 keeps more than is predicted.
+- Which gradients share a bucket is worked out at one LoRA rank.
+- Under offloading nothing was measured, and gradients are taken to leave the GPU with their bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
+from autotune.predict.sharding.layer_counts import USUAL_RANK
+from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
+from autotune.predict.sharding.step import AddedTensors, Size, at_logits_gradient
+from autotune.predict.sharding.zero_parts import ZeroParts
+
+Blocks = Sequence[tuple[Phase, Place, list[int]]]
+
+
+class _Writer:
+    """Writes events with tensors beside the trace's."""
+
+    def __init__(self, extra: AddedTensors, shares: Shares, parts: ZeroParts) -> None:
+        self.events: list[int] = []
+        self.gradients: list[int] = []
+        """Numbers of the gradients that the GPU keeps."""
+        self._extra = extra
+        self._shares = shares
+        self._parts = parts
+        # The one that makes gradients of its own first: ZeRO 1 goes through the weights in their order.
+        self._gpu = 0 if shares.row.stage == 1 else shares.num_gpus - 1
+        self._bucket: list[int] = []
+        """Positions of the weights whose gradients are in the bucket."""
+        self._elements = 0
+        self._large: int | None = None
+        """A gradient that is larger than the bucket, and waits to be reduced."""
+        self._late: list[int] = []
+        """Such gradients of which the GPU keeps nothing, and which ZeRO 1 frees last."""
+
+    def _new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
+        number = self._extra.new(category, size, is_gathered=is_gathered)
+        self.events.append(number)
+        return number
+
+    def _pass(self, size: Size) -> None:
+        """Make and free a tensor."""
+        self._free(self._new("temporary", size))
+
+    def _free(self, number: int | None) -> None:
+        if number is not None:
+            self.events.append(~number)
+
+    def _put(self, gradient: int, position: int) -> None:
+        """Copy a gradient into the bucket, which is reduced before where it has no room."""
+        num_elements = self._shares.weights(USUAL_RANK)[position].num_elements
+        if self._bucket and self._elements + num_elements > self._shares.bucket_elements:
+            self._reduce()
+        self._bucket.append(position)
+        self._elements += num_elements
+        if num_elements > self._shares.bucket_elements:
+            self._large = gradient
+        else:
+            self._free(gradient)
+
+    def _reduce(self) -> None:
+        if not self._bucket:
+            return
+        self._pass(functools.partial(_at, self._parts.reduced_bytes, tuple(self._bucket)))
+        self._keep(self._bucket)
+        if (
+            self._large is not None
+            and self._shares.row.stage == 1
+            and not self._holds(self._bucket)
+        ):
+            self._late.append(self._large)
+        else:
+            self._free(self._large)
+        self._bucket, self._elements, self._large = [], 0, None
+
+    def _keep(self, positions: Iterable[int]) -> None:
+        """Make the GPU's own gradients, where they are not there and some of the bucket's are its."""
+        if self._shares.row.stage == 3 or self._shares.row.offload or self.gradients:
+            return
+        if self._holds(positions):
+            held = functools.partial(self._parts.held_bytes, gpu=self._gpu)
+            self.gradients = [self._new("gradient", held)]
+
+    def _holds(self, positions: Iterable[int]) -> bool:
+        return any(self._parts.is_held(USUAL_RANK, self._gpu, each) for each in positions)
+
+    def _keep_more(self) -> None:
+        """Make what another GPU keeps beyond this one."""
+        if self.gradients:
+            more = functools.partial(self._parts.more_held_bytes, gpu=self._gpu)
+            self.gradients.append(self._new("gradient", more))
+
+
+def _at(size: Callable[[int, tuple[int, ...]], int], positions: tuple[int, ...], rank: int) -> int:
+    return size(rank, positions)
+
+
+class ZeroMicroStep(_Writer):
+    """Writes a micro-step's forward and backward as ZeRO 2 and 3 run them.
+
+    `adds`: gradients exist already, and what is reduced is added to them.
+    """
+
+    def __init__(
+        self,
+        extra: AddedTensors,
+        shares: Shares,
+        parts: ZeroParts,
+        position_of: Mapping[int, int],
+        logits: Collection[int],
+        *,
+        adds: bool,
+    ) -> None:
+        """`position_of`: of the weight, by the number of a gradient; `logits`: what the loss is made of."""
+        super().__init__(extra, shares, parts)
+        self.bucket: int | None = None
+        """Number of ZeRO 2's bucket, which lives for a backward pass."""
+        self._position_of = position_of
+        self._logits = logits
+        self._adds = adds
+
+    def written(self, blocks: Blocks) -> list[int]:
+        last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
+        for index, (phase, place, events) in enumerate(blocks):
+            unit = unit_in(self._shares, phase, place)
+            before: list[int] = []
+            after: list[int] = []
+            if index == last_forward + 1:
+                before, events = at_logits_gradient(events, self._logits)
+            elif phase == Phase.HEAD:
+                made = next((n for n, e in enumerate(events) if e in self._logits), len(events))
+                events, after = events[: made + 1], events[made + 1 :]
+            self.events += before
+            is_backward = index > last_forward
+            gathered = None if phase == Phase.END else self._gather(unit, is_backward=is_backward)
+            for event in events:
+                self.events.append(event)
+                if event in self._position_of:
+                    self._arrived(event)
+            self._free(gathered)
+            self.events += after
+        self._reduce()
+        self._keep_more()
+        self._free(self.bucket)
+        if self._adds:
+            for number in self.gradients:
+                self._free(number)
+            self.gradients = []
+        return self.events
+
+    def _gather(self, unit: Unit, *, is_backward: bool) -> int | None:
+        """Gather the largest weight of a unit, or all where they are gathered to compute a layer again.
+
+        Checkpointing holds what the layer saves then, weights among it (torch 2.13 utils/checkpoint.py,
+        _recomputation_hook), though DeepSpeed has dropped them.
+        """
+        if self._shares.row.stage < 3 or unit not in self._shares.members:
+            return None
+        layer, every = unit[1][1], self._shares.checkpoint_every
+        is_again = is_backward and layer >= 0 and every > 0 and layer % every == 0
+        size = self._shares.gathered_bytes if is_again else self._shares.largest_gathered_bytes
+        return self._new("parameter", functools.partial(size, unit=unit), is_gathered=True)
+
+    def _arrived(self, gradient: int) -> None:
+        if self.bucket is None and self._shares.row.stage == 2:
+            self.bucket = self._new("workspace", self._shares.bucket_bytes)
+        self._put(gradient, self._position_of[gradient])
+
+
+class ZeroUpdate(_Writer):
+    """Writes what stands before and after the update of the GPU's parts."""
+
+    step_gradients: Sequence[int] = ()
+    """Numbers of the float32 gradients of the group that is updated."""
+
+    def before(
+        self, bucket: int | None, whole: Mapping[int, int], kept: Sequence[int]
+    ) -> list[int]:
+        """Return the events that lead to float32 gradients of the largest group.
+
+        `bucket`, `whole`: ZeRO 1's bucket and whole gradients, with the positions of their weights; `kept`:
+        the gradients that the micro-steps have left under ZeRO 2.
+        """
+        row = self._shares.row
+        self.gradients = list(kept)
+        if row.stage == 1:
+            groups = [weight.group for weight in self._shares.weights(USUAL_RANK)]
+            for gradient in sorted(whole, key=lambda g: (groups[whole[g]], whole[g])):
+                self._put(gradient, whole[gradient])
+            self._reduce()
+            self._keep_more()
+            for number in (*self._late, bucket):
+                self._free(number)
+        if not row.offload:
+            self._pass(self._parts.norm_bytes)
+            flat = self._new("temporary", self._parts.flat_bytes)
+            self.step_gradients = [self._new("gradient", self._shares.step_gradient_bytes)]
+            self._free(flat)
+            if len(self._shares.groups) == 1:
+                self._free_gradients()
+        return self.events
+
+    def after(self) -> list[int]:
+        self.events = []
+        if not self._shares.row.offload:
+            self._free(self.step_gradients[0])
+            self._free_gradients()
+        return self.events
+
+    def _free_gradients(self) -> None:
+        for number in self.gradients:
+            self._free(number)
+        self.gradients = []
+
+
+def unit_in(shares: Shares, phase: Phase, place: Place) -> Unit:
+    """The unit whose weights a block uses."""
+    if place[1] >= 0:
+        return "layer", place
+    return EMBED if phase in EMBED_PHASES and not shares.tail_stays else TAIL
+
+
+def positions_of(
+    blocks: Blocks, shares: Shares, whole: Collection[int], elements_of: Callable[[int], int]
+) -> dict[int, int]:
+    """The positions of the weights that gradients are of.
+
+    It is the last of the gradient's size in its unit that has none yet.
+    `elements_of`: from a gradient's number to its elements at USUAL_RANK.
+    """
+    found: dict[int, int] = {}
+    weights = shares.weights(USUAL_RANK)
+    left = {unit: list(reversed(members)) for unit, members in shares.members.items()}
+    for phase, place, events in blocks:
+        of_unit = left.get(unit_in(shares, phase, place), [])
+        for gradient in (event for event in events if event in whole):
+            found[gradient] = next(
+                position
+                for position in of_unit
+                if weights[position].trainable
+                and weights[position].num_elements == elements_of(gradient)
+            )
+            of_unit.remove(found[gradient])
+    return found
