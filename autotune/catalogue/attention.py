@@ -6,7 +6,18 @@ import functools
 import tomllib
 from pathlib import Path
 
-ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTIONS = (
+    "eager",
+    "sdpa",
+    "sdpa_expanded",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+)
+EXPANDED = "sdpa_expanded"
+"""The one that is not Transformers' own: sdpa with grouped key heads expanded first.
+
+Its code: autotune/worker/build/expanded_heads.py."""
 FLASH_ATTENTIONS = ("flash_attention_2", "flash_attention_3")
 
 _TABLE = Path(__file__).with_name("data") / "attention.toml"
@@ -18,4 +29,5 @@ def without() -> dict[str, frozenset[str]]:
     lists = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
     flash = lists.pop("flash_attention")
     lists |= dict.fromkeys(FLASH_ATTENTIONS, flash)
+    lists[EXPANDED] += lists["sdpa"]
     return {name: frozenset(families) for name, families in lists.items()}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.catalogue import liger
-from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS, without
+from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
@@ -167,6 +167,10 @@ class ModelSource:
         if "sdpa" in lacks:
             # What else they have is FlashAttention with soft caps, or sinks, which no trace has seen.
             lacks |= set(FLASH_ATTENTIONS)
+        heads, key_heads = map(self.text_config.get, ("num_attention_heads", "num_key_value_heads"))
+        # Nothing to expand, or no fused kernel that could run then (minimum_gemm_alignment).
+        if key_heads in (None, heads) or (self.head_size or 0) % 8:
+            lacks.add(EXPANDED)
         return tuple(name for name in ATTENTIONS if name not in lacks)
 
     @property

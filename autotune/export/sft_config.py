@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.export import dataset_entries, installed, targets
 from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, comments, heading, unsaid
 from autotune.export.exporter import Exporter
@@ -80,8 +81,12 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
                 in_part=True,
             ),
         )
+    other_attention: tuple[Unsaid, ...] = ()
+    if config.attention == EXPANDED:
+        other_attention = (Unsaid("attention", f"{EXPANDED} (trl takes sdpa)"),)
     return (
         *other_products,
+        *other_attention,
         *unsaid_by_trl(config),
         *installed.unknown(model_fields(config), _named_model_fields(), "trl"),
     )
@@ -133,7 +138,7 @@ def model_fields(config: TrainConfig) -> dict[str, object]:
     is_old = "dtype" not in (_named_model_fields() or {"dtype"})
     fields: dict[str, object] = {
         "torch_dtype" if is_old else "dtype": PRECISIONS[config.precision].parameter_dtype,
-        "attn_implementation": config.attention,
+        "attn_implementation": "sdpa" if config.attention == EXPANDED else config.attention,
     }
     row = QUANTIZATIONS[config.quantization]
     if row.codes:

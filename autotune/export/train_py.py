@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import UNPACKED_BY
 from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
@@ -29,9 +30,19 @@ from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
+_EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
+_CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PASTED = ("samples.py", "encode.py")
 """Modules beside this one that are a part of the program."""
 _PLACE = "# {samples}\n"
+_PLACE_OF_LOSS = "    # {loss in parts}\n"
+_LOSS_IN_PARTS = """\
+    if RECIPE["chunked_loss"]:
+        try:
+            chunk_loss(model)
+        except ValueError as error:
+            sys.exit(f"{error}. Set 'chunked_loss' to False in this file, or train the model it is for.")
+"""
 _OF_SAMPLES = ("sequence-classification", "seq2seq-lm")
 """Tasks whose samples stay apart, however they are batched."""
 _OPENING = "RECIPE: dict[str, Any] = {"
@@ -43,14 +54,24 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     recipe = _recipe(workload, config, _layers(config, result.get("best")))
     given: Any = result.get("fallbacks", ())
     fallbacks: list[dict[str, object]] = []
+    rungs = [config]
     for each in given:
         fallback = TrainConfig(**each["config"])
+        rungs.append(fallback)
         other = _recipe(workload, fallback, _layers(fallback, each))
         changes = _changes(recipe, other)
         fallbacks.append({"settings": difference(fallback, config), "changes": changes})
     recipe["fallbacks"] = fallbacks
     recipe["evidence"] = result["evidence"]
-    program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, _pasted())
+    expands = any(each.attention == EXPANDED for each in rungs)
+    chunks = any(each.chunked_loss for each in rungs)
+    pasted = [
+        _pasted(),
+        *([expanded_heads()] if expands else []),
+        *([_after_imports(_CHUNKED.read_text(encoding="utf-8"))] if chunks else []),
+    ]
+    program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
+    program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     before, after = program.split(_OPENING)
     return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
 
@@ -80,6 +101,11 @@ def _pasted() -> str:
     """The modules' code, without docstrings of theirs and imports, which the template has."""
     texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PASTED]
     return "\n\n".join(_after_imports(text) for text in texts)
+
+
+def expanded_heads() -> str:
+    """Return the code that lets Transformers know the attention EXPANDED, and its call."""
+    return f"{_after_imports(_EXPANDED.read_text(encoding='utf-8'))}\n\nexpand_key_heads()\n"
 
 
 def _after_imports(text: str) -> str:
@@ -128,6 +154,7 @@ def _recipe(
         "dtype": precision.parameter_dtype,
         "attention": config.attention,
         "trainer": config.trainer,
+        "chunked_loss": config.chunked_loss,
         "quantization": None
         if config.quantization == "none"
         else quantization_fields(config, workload.task),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import UNPACKED_BY
 from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
@@ -21,6 +22,7 @@ from autotune.export.sft_config import (
     sft_fields,
     unsaid_by_trl,
 )
+from autotune.export.train_py import expanded_heads
 from autotune.export.training_args import set_environment
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig, Workload
@@ -46,9 +48,12 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         fields = keywords(quantization_fields(config, workload.task))
         quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
     imports.append("from trl import SFTConfig, SFTTrainer\n")
+    if config.attention == EXPANDED:
+        imports.append(f"\n\n{expanded_heads()}\n")
     lost = (*cannot_express(config), *has_no_words_for(workload))
     head = heading("A run of TRL's SFTTrainer", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
+        typing="from typing import Any\n" if config.attention == EXPANDED else "",
         imports="".join(imports),
         environment=set_environment(config),
         model=ascii(model_reference(workload.model)),

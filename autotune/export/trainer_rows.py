@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autotune.catalogue.attention import ATTENTIONS
+from autotune.catalogue.attention import ATTENTIONS, EXPANDED
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, of_values, table
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES
@@ -61,9 +61,13 @@ OPTIMIZER = Row(
 )
 
 
-def attention(key: str = "attn_implementation") -> Row:
-    """Return the row of a key that takes Transformers' own names."""
-    return of_values("attention", key, {name: name for name in ATTENTIONS})
+def attention(key: str = "attn_implementation", *, expands: bool = False) -> Row:
+    """Return the row of a key that takes Transformers' own names.
+
+    `expands`: whether EXPANDED is one of them, since the program lets Transformers know it.
+    """
+    named = {name: name for name in ATTENTIONS if expands or name != EXPANDED}
+    return of_values("attention", key, named, nearest={(EXPANDED,): ("sdpa",)})
 
 
 def lora_rows(

@@ -190,6 +190,7 @@ class Tip(StrEnum):
     """A technique outside the space that may be worth more than anything in it."""
 
     LIGER = "liger"
+    CHUNKED_LOSS = "chunked loss"
     FLASH_ATTENTION = "flash attention"
     EXPANDABLE_SEGMENTS = "expandable segments"
     COMPILE = "torch.compile"

@@ -52,6 +52,7 @@ class TraceSpec:
     num_virtual_tokens: int | None = None
     peft: str | None = None
     liger: bool = False
+    chunked_loss: bool = False
     trainer: str = "transformers"
     neftune_noise_alpha: float = 0.0
     """Noise of NEFTune, 1 for any strength."""

@@ -17,6 +17,11 @@ def tip(answer: Answer) -> str:
                 f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and Liger's loss makes "
                 f"none: {_installed('liger-kernel')}search it with --space everything."
             )
+        case Tip.CHUNKED_LOSS:
+            return (
+                f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and a loss in parts an "
+                "eighth of that: chunked_loss: [false, true] in a --space searches it."
+            )
         case Tip.FLASH_ATTENTION:
             return (
                 "eager attention keeps all scores, of the length squared; FlashAttention keeps none: "

@@ -26,6 +26,7 @@ _OTHERS: dict[str, dict[object, tuple[object, ...]]] = {
         "flash_attention_3": ("flash_attention_2", "sdpa"),
         "flash_attention_2": ("sdpa",),
         "flex_attention": ("sdpa",),
+        "sdpa_expanded": ("sdpa",),
     },
     "liger": {True: (False,)},
     "batching": {"padding-free": ("padded",)},

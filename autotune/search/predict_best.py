@@ -188,7 +188,10 @@ def find(
     changing.to(
         with_checkpoint(changing.space, model.checkpoint), "the checkpoint is quantised already"
     )
-    changing.to(with_attentions(changing.space, model.attentions), "what attention the model has")
+    changing.to(
+        with_attentions(changing.space, model.attentions, gpu.compute_capability),
+        "what attention the model and the card have",
+    )
     eager_space = compiled_candidates.without_predicted(changing.space, ways_predicted)
     space, left_out = predictable(eager_space, workload.methods, has=has)
     changing.to(space, "what is installed and predicted")

@@ -25,10 +25,14 @@ class _Candidate:
     changes: dict[str, Any]
     """Settings of TrainConfig that it stands for."""
     pays: Callable[[Estimate], bool]
+    others: tuple[tuple[str, Any], ...] = ()
+    """Settings that do as much, of which nothing more needs to be said where the space has them."""
     model_has_it: Callable[[ModelSource], bool] = lambda _: True
     tasks: tuple[str, ...] = TASKS
 
 
+_CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Keys of models that cap or scale their logits, so that the loss has no parts."""
 _CANDIDATES = (
     _Candidate(
         tip=Tip.FLASH_ATTENTION,
@@ -42,8 +46,20 @@ _CANDIDATES = (
         pays=lambda best: (
             best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
             and best.config.trainer == "transformers"
+            and not best.config.chunked_loss
         ),
         model_has_it=lambda model: model.has_liger,
+        tasks=("causal-lm",),
+    ),
+    _Candidate(
+        tip=Tip.CHUNKED_LOSS,
+        changes={"chunked_loss": True},
+        others=(("liger", True),),
+        pays=lambda best: (
+            best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
+            and not best.config.liger
+        ),
+        model_has_it=lambda model: not any(map(model.text_config.get, _CHANGE_LOGITS)),
         tasks=("causal-lm",),
     ),
     _Candidate(
@@ -81,7 +97,7 @@ def best_tip(
         config = dataclasses.replace(best.config, **candidate.changes)
         if (
             config != best.config
-            and offered.isdisjoint(candidate.changes.items())
+            and offered.isdisjoint({*candidate.changes.items(), *candidate.others})
             and candidate.pays(best)
             and candidate.model_has_it(model)
             and context.task in candidate.tasks

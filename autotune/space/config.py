@@ -183,6 +183,8 @@ class TrainConfig:
     liger: bool = False
     """Whether Liger's Triton kernels run: norms, rotary embedding, gated MLP, and a loss that makes no
     logits."""
+    chunked_loss: bool = False
+    """Whether logits and loss are made in parts of each sample, and again in the backward pass."""
     trainer: str = "transformers"
     """One of TRAINERS."""
     torch_empty_cache_steps: int = 0

@@ -354,6 +354,17 @@ KNOBS: dict[str, Knob] = {
             summary="Liger's Triton kernels and its loss without logits.",
         ),
         Knob(
+            # The head's gradient is summed over the parts in the weights' own dtype.
+            name="chunked_loss",
+            tradeoff="numerics",
+            read=values.flag,
+            default=False,
+            choices=(False, True),
+            words=lambda on: "loss in parts" if on else "loss at once",
+            flag="--chunked-loss",
+            summary="Logits and loss in eight parts of each sample: never all logits at once.",
+        ),
+        Knob(
             # SFTTrainer sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).
             name="trainer",
             tradeoff="numerics",

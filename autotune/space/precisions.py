@@ -138,3 +138,15 @@ def shared_storage(precision: str, quantization: str) -> str:
     keep all.
     """
     return PRECISIONS[precision].compute_dtype if QUANTIZATIONS[quantization].codes else "uint8"
+
+
+def fuses_grouped_heads(precision: str, compute_capability: tuple[int, int] | None) -> bool | None:
+    """Return whether a fused kernel of PyTorch takes attention with fewer heads of keys than of queries.
+
+    None: the card is not known. Flash attention and cuDNN's do, in 16 bits on cards from compute capability
+    8.0 on; the memory-efficient kernel does not. Sources: pytorch v2.13 sdp_utils.cpp; which card chooses
+    which kernel: studies/attention-kernels.
+    """
+    if PRECISIONS[precision].compute_dtype == "float32":
+        return False
+    return None if compute_capability is None else compute_capability >= (8, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autotune.catalogue.attention import FLASH_ATTENTIONS
+from autotune.catalogue.attention import EXPANDED, FLASH_ATTENTIONS
 from autotune.catalogue.checkpoint import Checkpoint
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.space.adapters import ADAPTERS, TARGETS_BY_COLUMN, adapter_of, peft_fields
@@ -13,7 +13,12 @@ from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
+from autotune.space.precisions import (
+    PRECISIONS,
+    QUANTIZATIONS,
+    dtype_beside,
+    fuses_grouped_heads,
+)
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.
@@ -273,6 +278,20 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, context: PRECISIONS[c.precision].tf32 and _is_before(context, _AMPERE),
     ),
     Rule(
+        name="expanded-heads-are-for-unfused-attention",
+        reason="this card's fused kernels take grouped key heads as they are",
+        breaks=lambda c, context: (
+            c.attention == EXPANDED
+            and fuses_grouped_heads(c.precision, context.compute_capability) is True
+        ),
+    ),
+    Rule(
+        # transformers 5.23 integrations/sdpa_attention.py, use_gqa_in_sdpa.
+        name="expanded-heads-are-for-batches-without-mask",
+        reason="beside a mask Transformers expands the key heads anyway",
+        breaks=lambda c, _: c.attention == EXPANDED and c.batching != "packed",
+    ),
+    Rule(
         name="flash-attention-computes-in-16-bits",
         reason="FlashAttention has kernels for float16 and bfloat16 only",
         breaks=lambda c, _: c.attention in FLASH_ATTENTIONS and _computes_in_float32(c),
@@ -433,6 +452,27 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: (
             c.liger and (PARALLELISMS[c.parallelism].stage == 3 or c.num_splits > 1)
         ),
+    ),
+    Rule(
+        name="loss-in-parts-is-for-causal-lm",
+        reason="only a causal language model has a loss of so many logits",
+        breaks=lambda c, context: c.chunked_loss and context.task not in (None, "causal-lm"),
+    ),
+    Rule(
+        name="loss-in-parts-of-the-trainer",
+        reason="the losses of Liger and of TRL's SFTTrainer hold no logits either",
+        breaks=lambda c, _: c.chunked_loss and (c.liger or c.trainer != "transformers"),
+    ),
+    Rule(
+        name="loss-in-parts-needs-one-gpu",
+        reason="a loss in parts is not modelled on several GPUs",
+        breaks=lambda c, _: c.chunked_loss and c.parallelism != "none",
+    ),
+    Rule(
+        # What they train may be the head, whose own weights the parts of the loss would pass by.
+        name="loss-in-parts-needs-the-models-head",
+        reason="the adapter may stand in for the head, which the parts of the loss are made with",
+        breaks=lambda c, _: c.chunked_loss and c.method in ("peft", "trainable_tokens"),
     ),
     Rule(
         name="trl-needs-a-whole-head",

@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.precisions import shared_storage
+from autotune.space.precisions import fuses_grouped_heads, shared_storage
 from autotune.space.rules import RULES, Context
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
@@ -73,13 +74,31 @@ def with_domains(space: SearchSpace, change: Callable[[MethodSpace], Domains]) -
     return dataclasses.replace(space, methods=tuple(sections))
 
 
-def with_attentions(space: SearchSpace, attentions: tuple[str, ...]) -> SearchSpace:
-    """The space for a model that has only these; sdpa, or the first, where it would have none left."""
+def with_attentions(
+    space: SearchSpace,
+    attentions: tuple[str, ...],
+    compute_capability: tuple[int, int] | None = None,
+) -> SearchSpace:
+    """The space for a model that has only these; sdpa, or the first, where it would have none left.
+
+    Where both are offered, key heads are expanded if no fused kernel of the card takes them as they are, in
+    any precision that is offered, and left as they are if not, or where there is no card: a CPU's takes them.
+    """
     usual = ("sdpa",) if "sdpa" in attentions else attentions[:1]
 
     def left(section: MethodSpace) -> Domains:
         offered = section.domains.get("attention", ())
-        return {"attention": tuple(name for name in offered if name in attentions) or usual}
+        found = tuple(name for name in offered if name in attentions) or usual
+        if EXPANDED not in found:
+            return {"attention": found}
+        fuses = (
+            fuses_grouped_heads(precision, compute_capability)
+            for precision in section.domains["precision"]
+        )
+        # Unfused attention expands the heads as well, and keeps the scores.
+        expands = compute_capability is not None and set(fuses) == {False}
+        worse = "sdpa" if expands else EXPANDED
+        return {"attention": tuple(name for name in found if name != worse) or found}
 
     return with_domains(space, left)
 

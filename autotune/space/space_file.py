@@ -27,6 +27,7 @@ and what the method's row of adapters.ADAPTERS has:
         quantization: [nf4, nf4-double, int8]           default [nf4] for qlora, [none] for others
         quantization_storage: [uint8, bfloat16]         where that is nf4 or fp4; default [uint8]
         kbit_preparation: [false, true]                 PEFT's, of a quantised base; default [false]
+        chunked_loss: [false, true]                     logits in eight parts; default [false]
         adapter_in_base_dtype: [false, true]            beside a base in 16 bits; default [false]
         peft: [{peft_type: LOHA, r: 8}]                 peft, required; fields of a PeftConfig
 """

@@ -129,6 +129,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--lora-dropout": None,
         "--kbit-preparation": None,
         "--adapter-in-base-dtype": None,
+        "--chunked-loss": None,
         "--virtual-tokens": None,
         "--peft": None,
         "--quantization": None,
@@ -187,6 +188,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--lora-dropout": None,
         "--kbit-preparation": None,
         "--adapter-in-base-dtype": None,
+        "--chunked-loss": None,
         "--virtual-tokens": None,
         "--peft": None,
         "--liger": None,
@@ -764,7 +766,7 @@ def test_a_name_that_no_study_can_have_is_refused_before_the_search(
     [
         ("gpus", ("Here: no CUDA GPU", "rtx-4070", "NVIDIA RTX 4070", "11.5", "504")),
         ("models", ("Qwen/Qwen2.5-1.5B", "1.54 B")),
-        ("spaces", ("default", "28,", "full, LoRA and QLoRA")),
+        ("spaces", ("default", "57,", "full, LoRA and QLoRA")),
     ],
 )
 def test_lists(main: Main, command: str, parts: tuple[str, ...]) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autotune.catalogue.gpus import catalogue
+from autotune.space.precisions import fuses_grouped_heads
 from autotune.worker.trace.sdpa import Call, attention_kernel
 from validation import attention_kernels
 
@@ -51,3 +53,37 @@ def test_every_card_of_the_catalogue_was_asked_about() -> None:
     capabilities = {card.compute_capability for card in catalogue() if card.compute_capability}
     asked = {_numbers(name.split()[1]) for names in choices().values() for name in names}
     assert capabilities - asked == {(7, 0), (10, 3)}
+
+
+@pytest.mark.parametrize(("letters", "asked"), choices().items(), ids=lambda value: value[0][:20])
+def test_where_key_heads_are_expanded_pytorch_has_no_fused_kernel_for_groups(
+    letters: str, asked: list[str], calls: list[dict[str, Any]]
+) -> None:
+    """Training without mask and dropout, as packed samples are, with heads that fused kernels take."""
+    chosen: dict[tuple[torch.dtype, int, bool], set[str]] = {}
+    for call, letter in zip(calls, letters, strict=True):
+        query, key, value = call["query"], call["key"], call["value"]
+        size, is_grouped = query.shape[-1], key.shape[1] < query.shape[1]
+        if (
+            query.requires_grad
+            and call["mask"] is None
+            and not call["dropout_p"]
+            and size == value.shape[-1] <= 256
+            and size % 8 == 0
+            and is_grouped == call["enable_gqa"]
+        ):
+            chosen.setdefault((query.dtype, size, is_grouped), set()).add(letter)
+    assert len(chosen) > 60
+    for name in asked:
+        capability = _numbers(name.split()[1])
+        for (dtype, size, is_grouped), kernels in chosen.items():
+            if dtype is torch.bfloat16 and capability < (8, 0):
+                continue  # Rules have float16 there.
+            if 192 < size <= 224 and is_grouped and capability not in ((8, 0), (9, 0), (10, 0)):
+                continue  # Flash attention does not train these there; no model is known to have them.
+            fuses = fuses_grouped_heads(OF_DTYPE[dtype], capability) or not is_grouped
+            assert ("m" not in kernels) == fuses, (name, dtype, size, is_grouped)
+
+
+OF_DTYPE = {torch.float32: "fp32", torch.float16: "fp16-mixed", torch.bfloat16: "bf16-mixed"}
+"""A precision that computes in each."""

@@ -26,7 +26,11 @@ RSLORA = dataclasses.replace(
     LORA, lora_variant="rslora", lora_targets="attention", attention="eager"
 )
 HALF = dataclasses.replace(
-    FULL, precision="bf16-true", optimizer="adafactor", activation_checkpointing=2
+    FULL,
+    precision="bf16-true",
+    optimizer="adafactor",
+    activation_checkpointing=2,
+    attention="sdpa_expanded",
 )
 GROUPED = dataclasses.replace(FULL, batching="grouped", torch_compile="max-autotune")
 NOISY = dataclasses.replace(FULL, neftune_noise_alpha=5.0, torch_empty_cache_steps=3)
@@ -245,7 +249,11 @@ def test_what_sft_config_loads(report: dict[str, Any], name: str) -> None:
     assert values["max_length"] == python["arguments"]["max_length"] == 16
     assert values["packing"] is python["arguments"]["packing"] is (config.batching == "packed")
     assert values["use_peft"] is (config.method != "full")
-    assert values["attn_implementation"] == config.attention
+    # A program lets Transformers know that attention; a file cannot.
+    named = "sdpa" if config.attention == "sdpa_expanded" else config.attention
+    assert values["attn_implementation"] == named
+    loading = python["arguments"]["model_init_kwargs"]
+    assert loading["attn_implementation"] == config.attention
     assert ("adapter" in python) == (config.method != "full")
     if config.method != "full":
         adapter = python["adapter"]

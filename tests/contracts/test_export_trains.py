@@ -68,7 +68,13 @@ GROUPED = dataclasses.replace(FULL, batching="grouped")
 IN_ONE_ROW = dataclasses.replace(
     FULL, batching="padding-free", attention="flash_attention_2", precision="bf16-mixed"
 )
-MIXED = dataclasses.replace(FULL, precision="bf16-mixed", optimizer="adafactor")
+MIXED = dataclasses.replace(
+    FULL,
+    precision="bf16-mixed",
+    optimizer="adafactor",
+    attention="sdpa_expanded",
+    chunked_loss=True,
+)
 FP8 = dataclasses.replace(FULL, precision="fp8-mixed", gradient_accumulation_steps=1)
 
 SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)

@@ -46,6 +46,8 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import fp8
 from autotune.worker.build import model as models
+from autotune.worker.build.chunked_loss import chunk_loss
+from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.trace import attention, liger, sdpa
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.autocast import POLICIES
@@ -87,6 +89,8 @@ DIFFERENCES = {
     "step counts": "on the CPU even when the parameters are on a GPU: left out of the real run",
 }
 """What a GPU does and a CPU does not, or the other way round; and how the comparison undoes it."""
+
+expand_key_heads()
 
 FLASH_2 = "flash_attention_2"
 SEQUENCE_LENGTH = 32
@@ -232,12 +236,17 @@ class Case:
         return TraceSpec(**{**fields, **self.settings})
 
 
+IN_PARTS = {"chunked_loss": True}
 CASES = {
     "llama full": Case(architecture="llama"),
     "llama full fp32 checkpointed": Case(architecture="llama", precision="fp32", checkpointing=1),
     "llama full every 2nd layer": Case(architecture="llama", num_layers=8, checkpointing=2),
     "llama full micro-batch 1": Case(architecture="llama", micro_batch=1, accumulation=1),
     "llama full sdpa": Case(architecture="llama", attention="sdpa", accumulation=1),
+    "llama full expanded heads": Case(architecture="llama", attention="sdpa_expanded"),
+    "qwen2 lora expanded heads checkpointed": Case(
+        architecture="qwen2", method="lora", attention="sdpa_expanded", checkpointing=1
+    ),
     "llama full bf16-mixed": Case(architecture="llama", precision="bf16-mixed", checkpointing=1),
     "llama lora checkpointed": Case(architecture="llama", method="lora", checkpointing=1),
     "llama lora bf16-autocast": Case(
@@ -249,6 +258,16 @@ CASES = {
     "gpt_neox lora": Case(architecture="gpt_neox", method="lora", accumulation=1),
     "gpt_neox full bf16-mixed": Case(
         architecture="gpt_neox", precision="bf16-mixed", accumulation=1
+    ),
+    "llama loss in parts": Case(architecture="llama", settings=IN_PARTS),
+    "llama loss in parts bf16-mixed checkpointed": Case(
+        architecture="llama", precision="bf16-mixed", checkpointing=1, settings=IN_PARTS
+    ),
+    "qwen2 loss in parts lora": Case(
+        architecture="qwen2", method="lora", micro_batch=1, settings=IN_PARTS
+    ),
+    "llama loss in parts padded": Case(
+        architecture="llama", attention="sdpa", batching="padded", settings=IN_PARTS
     ),
     "llama neftune": Case(architecture="llama", neftune_noise_alpha=5.0),
     "llama lora neftune": Case(
@@ -422,13 +441,15 @@ def real_model(case: Case) -> Any:
     model = auto.from_config(config, dtype=dtype, attn_implementation=case.attention)
     if case.task != "causal-lm":
         model.accepts_loss_kwargs = False  # as train.py has it
-    if case.method == "full":
-        return model
-    from peft import LoraConfig, get_peft_model
+    if case.method != "full":
+        from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", bias="none")
-    casts = not case.spec.adapter_in_base_dtype
-    return get_peft_model(model, case.peft or lora, autocast_adapter_dtype=casts)
+        lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", bias="none")
+        casts = not case.spec.adapter_in_base_dtype
+        model = get_peft_model(model, case.peft or lora, autocast_adapter_dtype=casts)
+    if case.spec.chunked_loss:
+        chunk_loss(model)
+    return model
 
 
 def collator(case: Case) -> dict[str, Any]:

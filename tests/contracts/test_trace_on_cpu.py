@@ -89,6 +89,7 @@ CASES = {
     "gpt2 mixed": dataclasses.replace(GPT2, precision="bf16-mixed"),
     "t5": T5,
     "t5 mixed": dataclasses.replace(T5, precision="bf16-mixed"),
+    "llama expanded heads": dataclasses.replace(LLAMA, precision="fp32", attention="sdpa_expanded"),
     "llama fp32": dataclasses.replace(LLAMA, precision="fp32"),
     "llama mixed": dataclasses.replace(LLAMA, precision="bf16-mixed", checkpointing=1),
 }

@@ -65,9 +65,11 @@ MODELS: list[tuple[TrainConfig, dict[str, Any]]] = [
     (FULL, {"precision": "tf32"}),
     (QLORA, {"precision": "fp16-autocast"}),
 ]
+CHUNKED = (dataclasses.replace(FULL, chunked_loss=True), {"chunked_loss": False})
+EXPANDED = (dataclasses.replace(FULL, attention="sdpa_expanded"), {"attention": "eager"})
 FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
     "train": [
-        *ARGUMENTS, *ADAPTER, *BITS, *MODELS,
+        *ARGUMENTS, *ADAPTER, *BITS, *MODELS, CHUNKED, EXPANDED,
         (FULL, {"batching": "grouped"}),
         (FULL, {"trainer": "trl-sft"}),
         (FULL, {"precision": "fp8-mixed"}),

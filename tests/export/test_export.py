@@ -413,6 +413,7 @@ def test_the_recipe_of_qlora() -> None:
         },
         "kbit_preparation": False,
         "adapter_in_base_dtype": False,
+        "chunked_loss": False,
         "unpacked_by": {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"},
         "adapter": {
             "peft_type": "LORA",

@@ -88,6 +88,7 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("num_gpus", DDP, (2, 4)),
     ("peft", OTHER, (LOHA, LOKR)),
     ("liger", FULL, (False, True)),
+    ("chunked_loss", FULL, (False, True)),
     ("trainer", FULL, TRAINERS),
     ("torch_empty_cache_steps", FULL, (0, 1, 2)),
     ("expandable_segments", FULL, (False, True)),

@@ -57,10 +57,22 @@ def test_liger_where_logits_are_a_large_share_and_nothing_else_stands_against_it
     assert tip_of(spending(logits=0.09)) is None
     assert tip_of(large, liger=(False, True)) is None
     assert tip_of(spending(logits=0.5, liger=True)) is None
-    assert tip_of(large, context=T4) is None
-    assert tip_of(large, model_type="gpt2") is None
     masked = dataclasses.replace(CONTEXT, task="masked-lm")
     assert tip_of(large, context=masked) is None
+
+
+def test_a_loss_in_parts_where_liger_cannot_be() -> None:
+    large = spending(logits=0.11)
+    half = spending(logits=0.11, precision="fp16-mixed")
+    assert tip_of(half, context=T4) is Tip.CHUNKED_LOSS
+    assert tip_of(large, model_type="gpt2") is Tip.CHUNKED_LOSS
+    assert tip_of(half, context=T4, chunked_loss=(False, True)) is None
+    in_parts = spending(logits=0.5, precision="fp16-mixed", chunked_loss=True)
+    assert tip_of(in_parts, context=T4) is None
+    capped = dataclasses.replace(
+        tiny_model.MODEL, config={**tiny_model.MODEL.config, "final_logit_softcapping": 30.0}
+    )
+    assert best_tip(half, capped, tiny_model.SPACE, T4, "numerics") is None
 
 
 def test_flash_attention_instead_of_eager() -> None:

@@ -119,6 +119,37 @@ BREAKERS = {
     ),
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
+    "loss-in-parts-is-for-causal-lm": (
+        dataclasses.replace(FULL, chunked_loss=True),
+        dataclasses.replace(ADA, task="masked-lm"),
+    ),
+    "loss-in-parts-of-the-trainer": (
+        dataclasses.replace(FULL, chunked_loss=True, trainer="trl-sft"),
+        ADA,
+    ),
+    "loss-in-parts-needs-one-gpu": (
+        dataclasses.replace(ON_TWO, parallelism="ddp", chunked_loss=True),
+        ADA,
+    ),
+    "loss-in-parts-needs-the-models-head": (
+        dataclasses.replace(
+            LORA,
+            method="trainable_tokens",
+            lora_rank=None,
+            lora_targets=None,
+            num_virtual_tokens=8,
+            chunked_loss=True,
+        ),
+        ADA,
+    ),
+    "expanded-heads-are-for-unfused-attention": (
+        dataclasses.replace(FULL, attention="sdpa_expanded"),
+        ADA,
+    ),
+    "expanded-heads-are-for-batches-without-mask": (
+        dataclasses.replace(FULL, precision="fp32", attention="sdpa_expanded", batching="padded"),
+        ADA,
+    ),
     "flash-attention-computes-in-16-bits": (
         dataclasses.replace(FULL, precision="fp32", attention="flash_attention_2"),
         ADA,

@@ -9,6 +9,7 @@ from typing import Any
 import answers
 import pytest
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.optimizers import OPTIMIZERS
@@ -254,6 +255,33 @@ def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
     assert left(offered("sdpa", "flex_attention"), "eager", "flex_attention") == ("flex_attention",)
     assert left(offered("flex_attention"), "eager", "sdpa") == ("sdpa",)
     assert left(offered("sdpa"), "eager", "sdpa") == ("sdpa",)
+
+
+@pytest.mark.parametrize(
+    ("precisions", "capability", "left"),
+    [
+        (("fp16-mixed",), (7, 5), (EXPANDED, "eager")),
+        # bfloat16 is computed there as well, unfused.
+        (("fp16-mixed", "bf16-mixed"), (7, 0), (EXPANDED, "eager")),
+        (("bf16-mixed",), (8, 0), ("sdpa", "eager")),
+        (("bf16-mixed", "fp32"), (8, 9), ("sdpa", "eager")),
+        (("fp32", "tf32"), (9, 0), (EXPANDED, "eager")),
+        (("fp32",), None, ("sdpa", "eager")),
+    ],
+)
+def test_key_heads_are_expanded_where_no_fused_kernel_takes_groups(
+    precisions: tuple[str, ...], capability: tuple[int, int] | None, left: tuple[str, ...]
+) -> None:
+    def of(*attentions: str) -> tuple[object, ...]:
+        domains = section(attention=attentions, precision=precisions)
+        offered = SearchSpace(name="s", description="", methods=(domains,))
+        found = with_attentions(offered, ("eager", "sdpa", EXPANDED), capability)
+        return found.methods[0].domains["attention"]
+
+    assert of("sdpa", EXPANDED, "eager") == left
+    # Who asks for one alone gets it, or is told by a rule why not.
+    assert of(EXPANDED) == (EXPANDED,)
+    assert of("sdpa") == ("sdpa",)
 
 
 def test_the_precision_of_the_base_is_searched_where_precision_is_varied() -> None:

@@ -13,9 +13,16 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autotune.catalogue.attention import ATTENTIONS
 from autotune.errors import ConfigError
 from autotune.space.config import Workload
-from autotune.space.search_space import SearchSpace, enumerate_configs, for_gpus, with_domains
+from autotune.space.search_space import (
+    SearchSpace,
+    enumerate_configs,
+    for_gpus,
+    with_attentions,
+    with_domains,
+)
 from autotune.space.space_file import MAX_FILE_BYTES, available, load
 
 pytestmark = pytest.mark.worker
@@ -96,7 +103,7 @@ def test_the_default_space_has_5000_valid_points_and_few_structures(num_layers: 
     """A 1B to 8B model at effective batch 32. A structure costs a trace, a point almost nothing."""
     for capability in ((7, 5), (8, 9)):
         result = enumerate_configs(
-            load("default"),
+            with_attentions(load("default"), ATTENTIONS, capability),
             Workload(model="m", memory_budget_bytes=1),
             num_layers=num_layers,
             compute_capability=capability,
@@ -134,6 +141,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "batching": ("packed",),
         "parallelism": ("none",),
         "liger": (False,),
+        "chunked_loss": (False,),
         "trainer": ("transformers",),
         "torch_empty_cache_steps": (0,),
         "expandable_segments": (False,),

@@ -124,6 +124,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "batching": "packed",
         "parallelism": "none",
         "liger": False,
+        "chunked_loss": False,
         "trainer": "transformers",
         "torch_empty_cache_steps": 0,
         "expandable_segments": False,

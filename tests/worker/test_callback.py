@@ -177,6 +177,36 @@ def test_a_run_as_planned_is_left_in_peace(tmp_path: Path) -> None:
     assert end.endswith("as planned, as far as it was checked")
 
 
+def test_a_loss_in_parts_is_put_into_the_model(tmp_path: Path) -> None:
+    plain = result_of(step_seconds=1.0)
+    config = dataclasses.replace(plain.config, chunked_loss=True)
+    best = answers.estimate(config)
+    seen = dataclasses.replace(plain.answer.measured.best, config=config)
+    parted = Result(
+        answer=answers.answer(best=best, measured=answers.measured(best=seen, predicted=best))
+    )
+    losses = []
+    for result in (plain, parted):
+        arguments = result.training_arguments(
+            output_dir=str(tmp_path),
+            max_steps=2,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model=model(),
+            args=arguments,
+            train_dataset=rows(),
+            callbacks=[result.callback(tolerance=1e9, say=lambda _: None)],
+        )
+        losses.append(trainer.train().training_loss)
+        parts = trainer.model.loss_function.__qualname__.startswith("chunk_loss")
+        assert not parts, "the model is as it was once it is trained"
+        assert trainer.model(torch.tensor([[1, 2]])).logits.shape[-1] == trainer.model.vocab_size
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
 @pytest.mark.parametrize("is_measured", [False, True])
 def test_another_device_is_not_compared(tmp_path: Path, is_measured: bool) -> None:
     result = result_of(step_seconds=1e-6, device="NVIDIA L4")

@@ -7,6 +7,7 @@ These are Trainer's, PEFT's, TRL's and Unsloth's. The program is parsed and neve
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 import warnings
 
@@ -27,7 +28,7 @@ OF_RECIPE = {
         f"{RECIPE}{name}": name
         for name in (
             "sequence_length", "batching", "trainer", "parallelism", "num_processes", "layers_per_gpu",
-            "environment", "kbit_preparation", "adapter_in_base_dtype",
+            "environment", "kbit_preparation", "adapter_in_base_dtype", "chunked_loss",
         )
     },
 }  # fmt: skip
@@ -57,6 +58,11 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
     bind(program, tree)
     if not _find_recipe(program):
         find_calls(program, tree)
+    program.shape = dataclasses.replace(
+        program.shape,
+        expands_heads=b"expand_key_heads()" in content,
+        chunks_loss=b"chunk_loss(model)" in content,
+    )
     return program
 
 

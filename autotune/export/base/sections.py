@@ -65,6 +65,10 @@ class Shape:
     """Whether the program calls PEFT's prepare_model_for_kbit_training."""
     adapter_in_base_dtype: bool = False
     """Whether it tells get_peft_model to leave the adapter's dtype as it is."""
+    expands_heads: bool = False
+    """Whether the program lets Transformers know the attention that expands key heads."""
+    chunks_loss: bool = False
+    """Whether the program can make its loss in parts."""
     is_part: bool = False
     """Whether what is missing is made elsewhere, and open."""
 
@@ -126,7 +130,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         if shape.keeps_checkpointing:
             own = [_switched_on(row) for row in own]
         rows += own
-        rows += _recipe_rows() if RECIPE in shape.sections else ()
+        rows += _recipe_rows(chunks_loss=shape.chunks_loss) if RECIPE in shape.sections else ()
         if shape.is_sft:
             rows += [of_sft["sequence_length"], of_sft["batching"]]
         elif RECIPE not in shape.sections:
@@ -143,7 +147,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         switches = list(of_trainer["precision"].choices)
         rows.append(with_products(switches, is_quantized=is_quantized))
     if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
-        rows.append(attention(f"{loading}attn_implementation"))
+        rows.append(attention(f"{loading}attn_implementation", expands=shape.expands_heads))
     if RECIPE not in shape.sections:
         fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
     if shape.expandable_segments:
@@ -219,6 +223,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{RECIPE}parallelism": "none",
         f"{RECIPE}kbit_preparation": False,
         f"{RECIPE}adapter_in_base_dtype": False,
+        f"{RECIPE}chunked_loss": False,
         "max_length": SFT.defaults["max_length"],
     }
     if shape.has_sft_defaults:
@@ -258,7 +263,7 @@ _NUM_GPUS = Row(
 )
 
 
-def _recipe_rows() -> list[Row]:
+def _recipe_rows(*, chunks_loss: bool) -> list[Row]:
     return [
         of_key("sequence_length", f"{RECIPE}sequence_length"),
         table(
@@ -269,6 +274,11 @@ def _recipe_rows() -> list[Row]:
         *(
             of_values(name, f"{RECIPE}{name}", {False: False, True: True})
             for name in ("kbit_preparation", "adapter_in_base_dtype")
+        ),
+        of_values(
+            "chunked_loss",
+            f"{RECIPE}chunked_loss",
+            {False: False, True: True} if chunks_loss else {False: False},
         ),
         of_values("trainer", f"{RECIPE}trainer", {name: name for name in TRAINERS}),
         of_values("parallelism", f"{RECIPE}parallelism", {name: name for name in PARALLELISMS}),

@@ -289,7 +289,7 @@ class Pricer:
 
     def _find_points(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
         space = with_checkpoint(self._asked.space, case.source.checkpoint)
-        space = with_attentions(space, case.source.attentions)
+        space = with_attentions(space, case.source.attentions, case.gpu.compute_capability)
         space = narrowed(
             with_batchings(space, self.workload(case)),
             {**self._asked.question.settings, **case.fixed},

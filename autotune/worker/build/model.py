@@ -20,8 +20,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.records.estimate import TraceSpec
 from autotune.space.precisions import PRECISIONS
+from autotune.worker.build.chunked_loss import chunk_loss
+from autotune.worker.build.expanded_heads import expand_key_heads
 
 _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -88,6 +91,8 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
     config = copy.deepcopy(config)
     config.use_cache = False  # TrainingArguments.use_cache's default
     dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
+    if spec.attention == EXPANDED:
+        expand_key_heads()
     try:
         with torch.device("meta"):
             model: Any = auto.from_config(config, dtype=dtype, attn_implementation=spec.attention)
@@ -108,6 +113,14 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
         model.accepts_loss_kwargs = False
     built: nn.Module = model
     return built
+
+
+def chunk_loss_of(model: Any) -> None:
+    """Let a model make its loss in parts. Raises UnsupportedModel where its head does not let it."""
+    try:
+        chunk_loss(model)
+    except ValueError as error:
+        raise UnsupportedModel(str(error)) from error
 
 
 def enable_checkpointing(model: Any, spec: TraceSpec) -> None:

@@ -43,11 +43,12 @@ def build(
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
     if train_config.kbit_preparation:
         quantize.prepare(model)
-    if train_config.method == "full":
-        return model
-    model = adapters.add_adapter(model, task, train_config)
-    if spec.num_splits > 1:
-        tensor_parallel.check_adapters(model)
+    if train_config.method != "full":
+        model = adapters.add_adapter(model, task, train_config)
+        if spec.num_splits > 1:
+            tensor_parallel.check_adapters(model)
+    if spec.chunked_loss:
+        models.chunk_loss_of(model)
     return model
 
 

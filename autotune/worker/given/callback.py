@@ -4,6 +4,9 @@ It compares the run's TrainingArguments with the plan's when training begins, an
 and the tokens per second over a window of steps. Each is said once, in one line on stderr; the last line
 says how the run went. Tokens are those of the batches, padding included.
 
+A loss in parts (`chunked_loss`), for which the Trainer has no argument, is put into the model as training
+begins, and taken out as it ends; ValueError where the model's head does not let it.
+
 The device is never waited for: steps are timed between events that it has passed already, peaks are
 torch's own counters, batches tell their shape. A step after an evaluation, a checkpoint or the beginning
 of an epoch does not count.
@@ -34,6 +37,7 @@ from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.knobs import describe, difference
 from autotune.space.lengths import vary
+from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.given import objects
 from autotune.worker.given.pace import Pace
 from autotune.worker.probe.steps import CpuClock, CudaClock
@@ -111,6 +115,8 @@ class WatchCallback(TrainerCallback):
             self._reserved_before_bytes = torch.cuda.max_memory_reserved(self._device)
         self._differences = objects.differences(self._config, args)
         self._not_checked = self._why_not_checked()
+        # No argument says it: the model itself is told.
+        self._undo_loss = chunk_loss(kwargs["model"]) if self._config.chunked_loss else None
         self._hook = None
         if not args.torch_compile:
             self._hook = kwargs["model"].register_forward_pre_hook(self._see, with_kwargs=True)
@@ -143,6 +149,8 @@ class WatchCallback(TrainerCallback):
         self._pace.interrupt()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._undo_loss is not None:
+            self._undo_loss()
         if self._hook is not None:
             self._hook.remove()
         if self._is_cuda:

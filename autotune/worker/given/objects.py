@@ -17,6 +17,7 @@ from peft import PeftConfig
 from transformers import BitsAndBytesConfig, TrainingArguments
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.errors import ConfigError, nearest
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.training_args import decided_arguments, environment
@@ -28,6 +29,7 @@ from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import adapters
 from autotune.worker.build import model as models
+from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.probe import checks
 
 ONLY_CUDA = ("fp16", "tf32", "use_liger_kernel")
@@ -197,6 +199,8 @@ def model_kwargs(config: TrainConfig, task: str, unpacked_by: str | None = None)
     Loading quantised weights is the first use of CUDA, so the environment variables are set here.
     """
     _set_environment(config)
+    if config.attention == EXPANDED:
+        expand_key_heads()
     kwargs: dict[str, Any] = {
         "dtype": getattr(torch, PRECISIONS[config.precision].parameter_dtype),
         "attn_implementation": config.attention,

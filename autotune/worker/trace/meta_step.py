@@ -126,6 +126,8 @@ class MetaStep:
             self._own_new(Phase.ADAPTER, place_of)
         if spec.liger:
             liger.apply(self.model, self.task, spec.trainer)
+        if spec.chunked_loss:
+            models.chunk_loss_of(self.model)
         # Of a compiled step the graph is marked.
         if spec.activation_checkpointing and not spec.is_compiled:
             models.enable_checkpointing(self.model, spec)

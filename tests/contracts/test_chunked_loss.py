@@ -1,0 +1,97 @@
+"""The loss in parts computes what the installed models' own loss does; who cannot have it is told."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from autotune.worker.build.chunked_loss import chunk_loss
+
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+OF_KIND: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "mistral": {"sliding_window": None},
+    "gemma": {},
+    "phi": {},  # its head has a bias
+    "olmo2": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "output_router_logits": True,
+    },
+}
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**TINY | OF_KIND.get(kind, {}))
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("num_items", [None, 11])
+@pytest.mark.parametrize("kind", OF_KIND)
+def test_loss_and_gradients_are_those_of_all_logits(kind: str, num_items: int | None) -> None:
+    whole = model_of(kind)
+    parted = copy.deepcopy(whole)
+    undo = chunk_loss(parted)
+    labels = torch.randint(3, 97, (3, 21))
+    labels[0, :7], labels[2, 15:] = -100, -100
+    inputs = {"input_ids": torch.randint(3, 97, (3, 21)), "labels": labels}
+    if num_items is not None:
+        inputs["num_items_in_batch"] = torch.tensor(num_items)
+    losses = []
+    for model in (whole, parted):
+        loss = model(**inputs).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    other = dict(parted.named_parameters())
+    for name, parameter in whole.named_parameters():
+        assert (parameter.grad is None) == (other[name].grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(other[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+    undo()
+    ids = inputs["input_ids"]
+    torch.testing.assert_close(parted(ids).logits, whole(ids).logits)
+    # What is saved has the same names.
+    assert whole.state_dict().keys() == parted.state_dict().keys()
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "opt"])
+def test_logits_that_are_changed_have_no_parts(kind: str) -> None:
+    model = model_of(kind)
+    before = model(torch.tensor([[3, 4, 5]])).logits
+    with pytest.raises(ValueError, match="does more with its logits"):
+        chunk_loss(model)
+    assert torch.equal(model(torch.tensor([[3, 4, 5]])).logits, before)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_over_the_head_has_no_parts() -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="no plain product"):
+        chunk_loss(peft.get_peft_model(model_of("llama"), lora))
