@@ -185,7 +185,8 @@ class Result:
     ) -> WatchCallback:
         """A TrainerCallback that says on stderr, or through `say`, when a run parts from this answer.
 
-        Where the answer has a loss in parts (`chunked_loss`), it puts that into the model as training begins.
+        Where the answer has a loss in parts (`chunked_loss`) or a plan of checkpointing (`checkpoint_plan`),
+        it puts that into the model as training begins; without it the Trainer checkpoints every layer.
         autotune.worker.given.callback says what is compared. `tolerance`: the share by which the speed may
         differ [default: 0.1 of what was measured, 0.3 of what was predicted].
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import KNOBS, METHOD_WORDS, describe
+from autotune.space.knobs import CHECKPOINTING, KNOBS, METHOD_WORDS, describe, words_of_plan
 
 QUANTIZED = ("quantization", "quantization_storage")
 OF_LORA = ("lora_rank", "lora_targets", "lora_variant", "lora_alpha_ratio", "lora_dropout")
@@ -21,6 +21,9 @@ _WORDS: dict[str, Callable[[TrainConfig], str]] = {
     "gradient_accumulation_steps": lambda config: f"{config.gradient_accumulation_steps}",
     "sequence_length": lambda config: f"{config.sequence_length:,} tokens",
     "num_gpus": lambda config: f"{config.num_gpus}",
+    "checkpoint_plan": lambda config: (
+        words_of_plan(config) if config.has_plan else config.checkpoint_plan
+    ),
     "expandable_segments": lambda config: (
         f"{VARIABLES[0]}={EXPANDABLE} in the environment" if config.expandable_segments else "off"
     ),
@@ -54,13 +57,31 @@ def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[Unsaid, ...]:
 
     What is as plain as it can be (no compilation, one GPU) needs no words.
     """
-    return tuple(
-        Unsaid(name, words_of(config, name))
-        for name, plain in _PLAIN.items()
-        if name not in carried
-        and getattr(config, name) is not None
-        and getattr(config, name) != plain
+    return with_plan(
+        config,
+        tuple(
+            Unsaid(name, words_of(config, name))
+            for name, plain in _PLAIN.items()
+            if name not in carried
+            and getattr(config, name) is not None
+            and getattr(config, name) != plain
+        ),
     )
+
+
+def with_plan(config: TrainConfig, lost: tuple[Unsaid, ...]) -> tuple[Unsaid, ...]:
+    """Return what a file does not carry with a plan of checkpointing in one line.
+
+    Where the file can say checkpointing, it says every layer: that fits wherever the plan does.
+    """
+    names = {each.setting for each in lost}
+    switch, plan, _ = CHECKPOINTING
+    if not config.has_plan or plan not in names:
+        return lost
+    is_every_layer = switch not in names
+    words = f"{words_of_plan(config)}{' (every layer here)' if is_every_layer else ''}"
+    others = (each for each in lost if each.setting not in CHECKPOINTING)
+    return (*others, Unsaid(plan, words, in_part=is_every_layer))
 
 
 def settings(config: TrainConfig) -> dict[str, str]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from autotune.export.carried import Unsaid
+from autotune.export.carried import Unsaid, with_plan
 from autotune.export.mapping import Row, TrainerFile
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
@@ -43,7 +43,7 @@ def unsaid(target: TrainerFile, config: TrainConfig) -> tuple[Unsaid, ...]:
     if config.num_gpus > 1:
         words = f"{_words('num_gpus', config)} (that is said where it is launched)"
         lost.append(Unsaid("num_gpus", words))
-    return tuple(lost)
+    return with_plan(config, tuple(lost))
 
 
 def _unsaid_by(row: Row, config: TrainConfig) -> Iterator[Unsaid]:

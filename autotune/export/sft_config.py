@@ -98,8 +98,11 @@ def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
     return (*dataset_entries.unsaid_by_trl(workload.dataset), *extra)
 
 
-def unsaid_by_trl(config: TrainConfig) -> tuple[Unsaid, ...]:
-    """Return words for settings that SFTTrainer cannot be given, in whatever form."""
+def unsaid_by_trl(config: TrainConfig, carried: Collection[str] = ()) -> tuple[Unsaid, ...]:
+    """Return words for settings that SFTTrainer cannot be given, in whatever form.
+
+    `carried`: what a program says beside its arguments.
+    """
     other_trainer: tuple[Unsaid, ...] = ()
     if config.trainer != "trl-sft":
         other_trainer = (
@@ -110,7 +113,7 @@ def unsaid_by_trl(config: TrainConfig) -> tuple[Unsaid, ...]:
         )
     return (
         *other_trainer,
-        *unsaid(config, {*CARRIED, "trainer"}),
+        *unsaid(config, {*CARRIED, *carried, "trainer"}),
         *installed.unknown(sft_arguments(config), sft_fields(), "trl"),
         *unknown_values(sft_arguments(config)),
     )

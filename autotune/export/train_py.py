@@ -21,6 +21,7 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.knobs import difference
@@ -32,6 +33,7 @@ from autotune.space.precisions import PRECISIONS
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
+_PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
 _PASTED = ("samples.py", "encode.py")
 """Modules beside this one that are a part of the program."""
 _PLACE = "# {samples}\n"
@@ -42,6 +44,23 @@ _LOSS_IN_PARTS = """\
             chunk_loss(model)
         except ValueError as error:
             sys.exit(f"{error}. Set 'chunked_loss' to False in this file, or train the model it is for.")
+"""
+_PLACE_OF_PLAN = "    # {plan of checkpointing}\n"
+_PLAN = f"""\
+    if RECIPE["checkpoint_plan"] != "{INTERVAL}":
+        first_keep, others_keep = PLANS[RECIPE["checkpoint_plan"]]
+        try:
+            checkpoint_layers(model, RECIPE["checkpoint_layers"], first_keep, others_keep)
+        except ValueError as error:
+            remedy = "Set 'checkpoint_plan' to '{INTERVAL}' in this file, or train the model it is for."
+            sys.exit(f"{{error}}. {{remedy}}")
+"""
+_PLACE_WITHOUT_PLAN = "    # {arguments beside a plan}\n"
+_WITHOUT_TRAINERS = f"""\
+    if RECIPE["checkpoint_plan"] != "{INTERVAL}":
+        # The model's layers keep what they should by themselves: Trainer is not to checkpoint them all.
+        arguments["activation_checkpointing"] = False
+        arguments.pop("activation_checkpointing_kwargs", None)
 """
 _OF_SAMPLES = ("sequence-classification", "seq2seq-lm")
 """Tasks whose samples stay apart, however they are batched."""
@@ -65,13 +84,17 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     recipe["evidence"] = result["evidence"]
     expands = any(each.attention == EXPANDED for each in rungs)
     chunks = any(each.chunked_loss for each in rungs)
+    plans = any(each.has_plan for each in rungs)
     pasted = [
         _pasted(),
         *([expanded_heads()] if expands else []),
         *([_after_imports(_CHUNKED.read_text(encoding="utf-8"))] if chunks else []),
+        *([f"{_plans()}\n\n{plan_code()}"] if plans else []),
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
+    program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
+    program = program.replace(_PLACE_WITHOUT_PLAN, _WITHOUT_TRAINERS if plans else "")
     before, after = program.split(_OPENING)
     return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
 
@@ -106,6 +129,20 @@ def _pasted() -> str:
 def expanded_heads() -> str:
     """Return the code that lets Transformers know the attention EXPANDED, and its call."""
     return f"{_after_imports(_EXPANDED.read_text(encoding='utf-8'))}\n\nexpand_key_heads()\n"
+
+
+def plan_code() -> str:
+    """Return the code that lets layers keep less for the backward pass, each as it is told."""
+    return _after_imports(_PLANNED.read_text(encoding="utf-8"))
+
+
+def _plans() -> str:
+    """Return a table of what the first layers keep for the backward pass, and the others, by plan."""
+    rows = {name: (plan.first_keep, plan.others_keep) for name, plan in CHECKPOINT_PLANS.items()}
+    what = (
+        "What RECIPE's first checkpoint_layers keep for the backward pass, and what the others do."
+    )
+    return f"# {what}\nPLANS = {{\n{_entries(rows, '    ')}}}\n"
 
 
 def _after_imports(text: str) -> str:
@@ -155,6 +192,8 @@ def _recipe(
         "attention": config.attention,
         "trainer": config.trainer,
         "chunked_loss": config.chunked_loss,
+        "checkpoint_plan": config.checkpoint_plan,
+        "checkpoint_layers": config.checkpoint_layers,
         "quantization": None
         if config.quantization == "none"
         else quantization_fields(config, workload.task),

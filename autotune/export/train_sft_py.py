@@ -22,19 +22,36 @@ from autotune.export.sft_config import (
     sft_fields,
     unsaid_by_trl,
 )
-from autotune.export.train_py import expanded_heads
-from autotune.export.training_args import set_environment
+from autotune.export.train_py import expanded_heads, plan_code
+from autotune.export.training_args import set_environment, without_checkpointing
 from autotune.space.adapters import peft_fields
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import CHECKPOINTING
 from autotune.space.precisions import PRECISIONS
 
 _PROGRAM = Path(__file__).with_name("train_sft.py.template")
+_PLAN = """\
+    try:
+        checkpoint_layers(trainer.model, {count}, first_keep="{first}", others_keep="{others}")
+    except ValueError as error:
+        remedy = "Take its call out and say activation_checkpointing=True, or train the model it is for."
+        sys.exit(f"checkpoint_layers: {{error}}. {{remedy}}")
+"""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return a Python program. Every value in it is an ASCII literal."""
     arguments, known = sft_arguments(config, workload), sft_fields()
     values = {key: arguments[key] for key in arguments if known is None or key in known}
+    plan = ""
+    if config.has_plan:
+        # What is not said would be on: it is TRL's default.
+        values = without_checkpointing(values)
+        row = CHECKPOINT_PLANS[config.checkpoint_plan]
+        plan = _PLAN.format(
+            count=config.checkpoint_layers, first=row.first_keep, others=row.others_keep
+        )
     values["model_init_kwargs"] = {
         "dtype": PRECISIONS[config.precision].parameter_dtype,
         "attn_implementation": config.attention,
@@ -50,10 +67,13 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     imports.append("from trl import SFTConfig, SFTTrainer\n")
     if config.attention == EXPANDED:
         imports.append(f"\n\n{expanded_heads()}\n")
+    if config.has_plan:
+        imports.append(f"\n\n{plan_code()}\n")
     lost = (*cannot_express(config), *has_no_words_for(workload))
     head = heading("A run of TRL's SFTTrainer", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
-        typing="from typing import Any\n" if config.attention == EXPANDED else "",
+        typing="from typing import Any\n" if config.attention == EXPANDED or plan else "",
+        plan=plan,
         imports="".join(imports),
         environment=set_environment(config),
         model=ascii(model_reference(workload.model)),
@@ -65,7 +85,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
 
 def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
-    return unsaid_by_trl(config)
+    return unsaid_by_trl(config, CHECKPOINTING)
 
 
 def lora_arguments(config: TrainConfig) -> dict[str, object]:

@@ -220,6 +220,17 @@ def training_arguments(
     return arguments | config.loader_arguments
 
 
+def without_checkpointing(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments with Trainer's own checkpointing off, for a model that has a plan in it."""
+    options = (_CHECKPOINTING[1], _OLD_CHECKPOINTING[1])
+    switches = (_CHECKPOINTING[0], _OLD_CHECKPOINTING[0])
+    return {
+        key: False if key in switches else value
+        for key, value in arguments.items()
+        if key not in options
+    }
+
+
 def environment(config: TrainConfig) -> dict[str, str]:
     """Return the environment variables that the Trainer's process needs.
 

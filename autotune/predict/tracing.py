@@ -28,7 +28,7 @@ from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.store.trace_cache import TraceCache
-from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.forkserver import COMMAND, ForkServer
 from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_many
 
 _log = log.logger(__name__)
@@ -90,10 +90,16 @@ def trace_all(
     hidden_size = model.text_config.get("hidden_size")
     hidden_size = hidden_size if isinstance(hidden_size, int) else 0
 
-    def keep(of_one_gpu: TraceSpec, trace: Trace) -> None:
+    def keep(of_one_gpu: TraceSpec, of_any: Trace) -> None:
         for spec in sharing[of_one_gpu]:
+            trace = of_any
             if PARALLELISMS[spec.parallelism].deals_layers and not can_deal(trace, num_gpus):
                 continue
+            if spec.checkpoint_layers:
+                try:
+                    trace = of_any.with_lean_layers(spec.checkpoint_layers)
+                except BrokenTrace:
+                    continue
             found[spec] = (
                 trace
                 if spec.parallelism == "none"
@@ -132,6 +138,12 @@ def trace_all(
         raise jobs.crash
     if not jobs.traces:
         raise _refusal(model, specs, next(iter(jobs.refused.values())))
+    if not found and any(spec.checkpoint_layers for spec in specs):
+        raise ConfigError(
+            f"This plan of checkpointing cannot be predicted for {model.name}",
+            why="Each stretch of layers needs three, or a multiple of the model's pattern from three on",
+            remedy="Give --checkpointing solve, or another --checkpoint-layers",
+        )
     if not found:
         raise ConfigError(
             f"The layers of {model.name} cannot be dealt out over {num_gpus} GPUs",
@@ -139,6 +151,17 @@ def trace_all(
             remedy="Take another way to share: --parallelism fsdp2",
         )
     return found
+
+
+def trace_server(specs: Iterable[TraceSpec]) -> ForkServer:
+    """Return a server for traces alone, of these specs and others that ask for no other libraries."""
+    asked = [{name: getattr(spec, name) for name in _ASKS_FOR_LIBRARIES} for spec in specs]
+    distinct = sorted({json.dumps(each) for each in asked})
+    return ForkServer(command=[*COMMAND, f"[{','.join(distinct)}]"])
+
+
+_ASKS_FOR_LIBRARIES = ("precision", "liger", "trainer", "num_splits")
+"""Fields of a spec that decide which libraries are imported (autotune.worker.trace.imports)."""
 
 
 def shared_trace(
@@ -180,7 +203,7 @@ def of_one_gpu(spec: TraceSpec) -> TraceSpec:
     accelerator.py, _prepare_fsdp2). DeepSpeed casts both (0.19.8 runtime/engine.py,
     _cast_module_mixed_precision), beside codes, which leave adapters in float32 here.
     """
-    alone = dataclasses.replace(spec, parallelism="none")
+    alone = dataclasses.replace(spec, parallelism="none", checkpoint_layers=0)
     row = PARALLELISMS[spec.parallelism]
     is_cast = row.is_fsdp or (row.is_deepspeed and spec.quantization == "none")
     if is_cast and spec.precision == "bf16-autocast":

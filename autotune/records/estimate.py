@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from autotune.space.adapters import ADAPTERS
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.compilation import why_not_predicted
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import Headroom, odds_of
@@ -27,6 +28,11 @@ MOSTLY_QUANTIZED_BYTES = 1.5
 beside embeddings in 16 bits."""
 
 
+KEPT_RANK = 256
+"""Smallest rank of an adapter whose products a plan of checkpointing may keep: the inner dimension that
+autotune.worker.build.checkpoint_plan calls long."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec:
     """Settings that change the structure of a traced step: configurations that agree in it share a trace."""
@@ -36,6 +42,9 @@ class TraceSpec:
     quantization: str
     precision: str
     activation_checkpointing: int
+    checkpoint_plan: str = INTERVAL
+    checkpoint_layers: int = 0
+    """The first layers that a plan tells of. 0 where one trace stands for every number, or without a plan."""
     activation_offloading: bool
     attention: str
     parallelism: str = "none"
@@ -65,6 +74,11 @@ class TraceSpec:
     is_compiled: bool = False
     """Whether the step is traced as Inductor compiles it; False for what runs eagerly, and for what is
     compiled in a way that is not modelled (autotune.space.compilation)."""
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether layers are checkpointed by a plan."""
+        return self.checkpoint_plan != INTERVAL
 
     @property
     def lora_alpha_ratio(self) -> float:
@@ -102,9 +116,12 @@ def _spec_of(
     cast = dict(PARALLELISMS[shared["parallelism"]].traced_as)
     shared["precision"] = cast.get(shared["precision"], shared["precision"])
     adapter = ADAPTERS.get(method)
-    # In fp8 it depends on the rank which of its layers are converted.
     scales = adapter is not None and adapter.scales
-    if scales and not PRECISIONS[precision].fp8:
+    # In fp8 it depends on the rank which of its layers are converted; by a plan, which products are kept.
+    depends = PRECISIONS[precision].fp8 or (
+        _keeps_products(shared["checkpoint_plan"]) and (shared["lora_rank"] or 0) >= KEPT_RANK
+    )
+    if scales and not depends:
         shared["lora_rank"] = None
     # rsLoRA multiplies by another number.
     if shared["lora_variant"] == "rslora":
@@ -117,6 +134,11 @@ def _spec_of(
     if single and shared["batching"] == "padded":
         shared["batching"] = "packed"
     return TraceSpec(**shared, single=single, num_splits=num_splits, is_compiled=is_compiled)
+
+
+def _keeps_products(plan: str) -> bool:
+    row = CHECKPOINT_PLANS.get(plan)
+    return row is not None and "products" in (row.first_keep, row.others_keep)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

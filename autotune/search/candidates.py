@@ -7,6 +7,7 @@ fits.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import operator
@@ -19,7 +20,7 @@ from autotune.records.answer import Sureness
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import KNOBS
+from autotune.space.knobs import CHECKPOINTING, KNOBS
 from autotune.space.lengths import vary
 from autotune.space.tradeoffs import LEVEL, form, gives_up, tradeoff_class
 from autotune.speed.sureness import TimedWork, odds_of
@@ -30,7 +31,7 @@ _SAVES_MEMORY = ("expandable_segments", "activation_offloading")
 
 
 _CHANGES_ON_THE_WAY = (
-    "micro_batch_size", "activation_checkpointing", "activation_offloading", "attention", "liger",
+    "micro_batch_size", *CHECKPOINTING, "activation_offloading", "attention", "liger",
     "torch_empty_cache_steps", "expandable_segments", "torch_compile", "torch_compile_backend",
 )  # fmt: skip
 """Settings that may change between a checkpoint and what goes on from it: neither what is trained nor the
@@ -69,7 +70,12 @@ class Candidates:
         self._rejected: set[TrainConfig] = set()
         """Configurations that a replay shows not to fit, their own up to there or another's."""
         self._classes: dict[TrainConfig, str] = {}
-        ranked = []
+        self._rank(configs, [])
+
+    def _rank(self, configs: Iterable[TrainConfig], ranked: _Ranked) -> None:
+        """Rank configurations among others that are ranked."""
+        estimator, base = self._estimator, self._base
+        ranked = list(ranked)
         for config in configs:
             if not estimator.may_fit(config):
                 continue
@@ -88,6 +94,13 @@ class Candidates:
         for pair in ranked:
             by_form.setdefault(form(pair[1], base), []).append(pair)
         self._by_form = sorted(by_form.items())
+
+    def with_more(self, configs: Iterable[TrainConfig]) -> Candidates:
+        """Return these and more, with what has been replayed of these."""
+        other = copy.copy(self)
+        other.__dict__.pop("_speeds", None)  # It is of these alone.
+        other._rank(configs, self._ranked)
+        return other
 
     @property
     def num_possible(self) -> int:
@@ -114,6 +127,10 @@ class Candidates:
         if found is None:
             found = self._classes[config] = tradeoff_class(config, self._base)
         return found
+
+    def gives_up(self, config: TrainConfig) -> tuple[object, ...]:
+        """Return a key that orders configurations by what they give up against the base, least first."""
+        return gives_up(config, self._base)
 
     def exactly(self, name: str) -> Callable[[TrainConfig], bool]:
         """Whether a configuration is of that class."""
@@ -378,7 +395,12 @@ def put_back(config: TrainConfig, base: TrainConfig) -> Iterator[tuple[str, Trai
     """Yield each setting that differs from the base's, with the configuration that has the base's instead."""
     for name in KNOBS:
         value = getattr(base, name)
-        if value != getattr(config, name):
+        if name in CHECKPOINTING and (config.has_plan or base.has_plan):
+            of_base = {each: getattr(base, each) for each in CHECKPOINTING}
+            changed_config = dataclasses.replace(config, **of_base)
+            if name == CHECKPOINTING[0] and changed_config != config:
+                yield name, changed_config
+        elif value != getattr(config, name):
             changed = {name: value}
             if name == "micro_batch_size":
                 samples = config.effective_batch_size // config.data_parallel_size

@@ -15,7 +15,7 @@ from autotune.predict.estimator import Estimator
 from autotune.records.charts import MAX_PRICED, Details, Step
 from autotune.records.estimate import Estimate
 from autotune.space.config import LOADER_SETTINGS, METHODS, TrainConfig
-from autotune.space.knobs import KNOBS
+from autotune.space.knobs import CHECKPOINTING, KNOBS
 from autotune.space.rules import Context, broken_rules
 
 Changes = dict[str, object]
@@ -73,6 +73,7 @@ def _changes(base: TrainConfig, answer: TrainConfig) -> list[Changes]:
     }
     together = [{"micro_batch_size", "gradient_accumulation_steps"}, {"parallelism", "num_gpus"}]
     together.append({"torch_compile", "torch_compile_backend"})
+    together.append(set(CHECKPOINTING))
     if "method" in differing:
         of_method = {knob.name for knob in KNOBS.values() if set(knob.methods) != set(METHODS)}
         together.append({"method", *of_method})

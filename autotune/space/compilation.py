@@ -19,6 +19,7 @@ def why_not_predicted(config: TrainConfig) -> str:
         (PRECISIONS[config.precision].fp8, "torchao's fp8 layers are not traced compiled"),
         (config.batching != "packed", "batches of other lengths are compiled anew"),
         (config.liger, "Liger's kernels are not traced compiled"),
+        (config.has_plan, "a plan of checkpointing is not traced compiled"),
         (config.chunked_loss, "a loss in parts is not traced compiled"),
         (config.trainer != "transformers", "TRL's trainer is not traced compiled"),
         (config.attention not in ("sdpa", "eager"), "this attention is not traced compiled"),

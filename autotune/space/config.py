@@ -13,6 +13,7 @@ from typing import Any
 
 from autotune.common.json_records import shown
 from autotune.space.adapters import ADAPTERS
+from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths, useful_share
@@ -147,6 +148,10 @@ class TrainConfig:
     """A key of autotune.space.optimizers.OPTIMIZERS (an `optim` value of TrainingArguments)."""
     activation_checkpointing: int = 0
     """Interval of the checkpointed layers. 0: none; 1: every layer; n: every n-th layer."""
+    checkpoint_plan: str = INTERVAL
+    """INTERVAL, or a key of CHECKPOINT_PLANS: what cannot say a plan checkpoints every layer."""
+    checkpoint_layers: int = 0
+    """How many layers are the first ones that a plan tells of; 0 without a plan."""
     activation_offloading: bool = False
     """Whether checkpointed activations wait in host memory."""
     attention: str = "sdpa"
@@ -204,6 +209,11 @@ class TrainConfig:
     """Batches that each loading process has ready; None: the Trainer's default."""
     dataloader_pin_memory: bool | None = None
     """Whether batches wait in page-locked memory; None: the Trainer's default."""
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether layers are checkpointed by a plan, which Trainer has no argument for."""
+        return self.checkpoint_plan != INTERVAL
 
     @property
     def is_compiled(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from autotune.catalogue.attention import ATTENTIONS
 from autotune.space import values
 from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL, SOLVE, plan_words
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, METHODS, TRAINERS, TrainConfig
 from autotune.space.lengths import BATCHINGS
 from autotune.space.optimizers import OPTIMIZERS
@@ -89,6 +90,8 @@ def _compile_arguments(mode: str) -> dict[str, object]:
 
 
 def _interval(number: int) -> str:
+    if number == SOLVE:
+        return "checkpointing solved"
     if number < 2:
         return "checkpoint every layer" if number else "no checkpointing"
     suffix = (
@@ -153,8 +156,30 @@ KNOBS: dict[str, Knob] = {
             words=_interval,
             typed=lambda number: f"every-{number}" if number else "none",
             flag="--checkpointing",
-            metavar="none|full|every-N",
-            summary="Layers whose activations are computed again [default: none].",
+            metavar="none|full|every-N|solve",
+            summary="Layers whose activations are computed again; solve: the fastest plan that fits "
+            "[default: none].",
+        ),
+        Knob(
+            name="checkpoint_plan",
+            tradeoff="exact",
+            read=values.one_of((INTERVAL, *CHECKPOINT_PLANS), "plan"),
+            default=INTERVAL,
+            choices=(INTERVAL, *CHECKPOINT_PLANS),
+            flag="--checkpoint-plan",
+            summary="What the first layers (--checkpoint-layers) and the others keep, beside --checkpointing "
+            "full [default: interval, none].",
+        ),
+        Knob(
+            name="checkpoint_layers",
+            tradeoff="exact",
+            read=values.from_zero,
+            default=0,
+            smallest=0,
+            usual_largest=128,
+            flag="--checkpoint-layers",
+            metavar="N",
+            summary="Layers that are the first ones of --checkpoint-plan.",
         ),
         Knob(
             name="activation_offloading",
@@ -445,6 +470,9 @@ KNOBS: dict[str, Knob] = {
     )
 }
 
+CHECKPOINTING = ("activation_checkpointing", "checkpoint_plan", "checkpoint_layers")
+"""Settings that make no sense apart."""
+
 METHOD_WORDS = {"full": "full", **{row.name: row.words for row in ADAPTERS.values()}}
 
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
@@ -481,12 +509,21 @@ def description(config: TrainConfig) -> list[str]:
         if config.parallelism == "none"
         else f"{config.parallelism} on {config.num_gpus} {'GPU' if config.num_gpus == 1 else 'GPUs'}",
     }
+    if config.has_plan:
+        said |= {**dict.fromkeys(CHECKPOINTING, ""), CHECKPOINTING[0]: words_of_plan(config)}
     others = [
         knob.words(value)
         for name, knob in KNOBS.items()
         if name not in said and (value := getattr(config, name)) != _PLAIN[name]
     ]
     return [method, *filter(None, said.values()), *others, config.attention]
+
+
+def words_of_plan(config: TrainConfig) -> str:
+    """Return how a configuration checkpoints, by a plan or without, in words."""
+    if not config.has_plan:
+        return _interval(config.activation_checkpointing)
+    return plan_words(config.checkpoint_plan, config.checkpoint_layers)
 
 
 def difference(config: TrainConfig, other: TrainConfig) -> str:
@@ -498,10 +535,15 @@ def difference(config: TrainConfig, other: TrainConfig) -> str:
         words.append(
             f"micro-batch {config.micro_batch_size} x {config.gradient_accumulation_steps}"
         )
+    said = {"micro_batch_size"}
+    if config.has_plan or other.has_plan:
+        said.update(CHECKPOINTING)
+        if any(getattr(config, name) != getattr(other, name) for name in CHECKPOINTING):
+            words.append(words_of_plan(config))
     words += [
         knob.words(getattr(config, name))
         for name, knob in KNOBS.items()
-        if name != "micro_batch_size" and getattr(config, name) != getattr(other, name)
+        if name not in said and getattr(config, name) != getattr(other, name)
     ]
     return ", ".join(words) or "the same settings"
 

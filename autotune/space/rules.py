@@ -266,6 +266,30 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="plan-tells-of-checkpointed-layers",
+        reason="a plan of checkpointing is for the first of the model's layers, in place of an interval",
+        breaks=lambda c, context: (
+            c.has_plan != (c.checkpoint_layers > 0)
+            or (c.has_plan and c.activation_checkpointing != 1)
+            or (context.num_layers is not None and c.checkpoint_layers > context.num_layers)
+        ),
+    ),
+    Rule(
+        name="plan-without-offloading",
+        reason="a plan of checkpointing keeps on the GPU what it keeps",
+        breaks=lambda c, _: c.has_plan and c.activation_offloading,
+    ),
+    Rule(
+        name="plan-needs-one-stack",
+        reason="the layers of an encoder and of a decoder are not in one row",
+        breaks=lambda c, context: c.has_plan and context.task == "seq2seq-lm",
+    ),
+    Rule(
+        name="plan-runs-eagerly-on-one-gpu",
+        reason="a plan of checkpointing is not modelled on several GPUs, nor compiled",
+        breaks=lambda c, _: c.has_plan and (c.parallelism != "none" or c.is_compiled),
+    ),
+    Rule(
         name="bf16-needs-ampere",
         reason="bfloat16 matrix products need compute capability 8.0",
         breaks=lambda c, context: (

@@ -17,6 +17,7 @@ from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS
@@ -41,7 +42,8 @@ class MethodSpace:
 
     @property
     def num_points(self) -> int:
-        return math.prod(map(len, self.domains.values()))
+        """Return the number of points that are listed: what is solved comes beside them."""
+        return math.prod(len([v for v in values if v != SOLVE]) for values in self.domains.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,22 @@ def with_domains(space: SearchSpace, change: Callable[[MethodSpace], Domains]) -
         for section in space.methods
     )
     return dataclasses.replace(space, methods=tuple(sections))
+
+
+def without_solve(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
+    """Return the space with no and all layers checkpointed in place of `solve`, and the methods with it."""
+    name = "activation_checkpointing"
+    solving = frozenset(
+        section.method for section in space.methods if SOLVE in section.domains.get(name, ())
+    )
+
+    def plain(section: MethodSpace) -> Domains:
+        if section.method not in solving:
+            return {}
+        listed = [value for value in section.domains[name] if value != SOLVE]
+        return {name: tuple(dict.fromkeys((*listed, 0, 1)))}
+
+    return with_domains(space, plain), solving
 
 
 def with_attentions(
@@ -268,8 +286,9 @@ def enumerate_configs(
     """Return the valid points for the workload's methods, in the order of the file.
 
     A micro-batch that does not divide the effective batch size is counted as an invalid point. Where GPUs
-    share 4-bit weights out, these are packed in the dtype in which they can be.
+    share 4-bit weights out, these are packed in the dtype in which they can be. What is solved is no point.
     """
+    space, _ = without_solve(space)
     configs: list[TrainConfig] = []
     invalid: Counter[str] = Counter()
     num_enumerated = 0

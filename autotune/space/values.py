@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from autotune.errors import nearest
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.optimizers import DROPPED, LEFT_OUT, OPTIMIZERS
 
 MAX_NUMBER = 1_000_000
@@ -87,13 +88,15 @@ def flag(value: object) -> bool:
 
 
 def checkpointing(value: object) -> int:
-    """Interval of layers that are checkpointed. none: 0; full: 1; every-N: N."""
+    """Interval of layers that are checkpointed. none: 0; full: 1; every-N: N; solve: SOLVE."""
+    if value == "solve":
+        return SOLVE
     if value in ("none", "full"):
         return int(value == "full")
     pattern = r"every-([1-9][0-9]{0,5})"
     match = re.fullmatch(pattern, value, re.ASCII) if isinstance(value, str) else None
     if match is None:
-        raise ValueError("must be none, full or every-N (every-2: each second layer)")
+        raise ValueError("must be none, full, every-N (every-2: each second layer) or solve")
     return int(match[1])
 
 

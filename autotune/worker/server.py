@@ -1,7 +1,8 @@
 """A fork server: imports what a probe needs once, then forks one process per job.
 
-`python -P -m autotune.worker.server`, started by worker.client.forkserver. It runs no operation of torch
-and never touches CUDA, so that every job starts as a fresh process would, the imports aside.
+`python -P -m autotune.worker.server [SPECS]`, started by worker.client.forkserver. It runs no operation of
+torch and never touches CUDA, so that every job starts as a fresh process would, the imports aside. With
+SPECS, fields of TraceSpecs in JSON, it imports what tracing such takes and no more.
 
 Control messages are JSON objects, one per line: the parent's on stdin, the server's on stdout.
 Requests and answers of jobs never come this way: they go through the files of autotune.worker.client.isolate.
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -72,6 +74,14 @@ def main(
     with contextlib.suppress(BrokenPipeError):
         _Server(requests, replies, VERBS if verbs is None else verbs).serve()
     os._exit(0)
+
+
+def import_for_traces(specs: list[dict[str, Any]]) -> None:
+    """Import what tracing these takes (autotune.worker.trace.imports), and nothing that only probes do."""
+    from autotune.worker.trace import imports
+
+    imports.import_libraries(specs)
+    import autotune.worker.trace.step  # noqa: F401
 
 
 def import_libraries() -> None:
@@ -342,4 +352,4 @@ def _work(verbs: Mapping[str, Verb], job: dict[str, str]) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    main(functools.partial(import_for_traces, json.loads(sys.argv[1])) if sys.argv[1:] else None)

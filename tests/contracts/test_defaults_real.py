@@ -324,6 +324,8 @@ def test_every_default_of_a_section_has_its_test() -> None:
         f"{RECIPE}kbit_preparation",
         f"{RECIPE}adapter_in_base_dtype",
         f"{RECIPE}chunked_loss",
+        f"{RECIPE}checkpoint_plan",
+        f"{RECIPE}checkpoint_layers",
     }
 
 

@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.models import resolve
-from autotune.memory.traces import SETUP_PHASES, Trace, evaluate, on_card_with
+from autotune.memory.traces import SETUP_PHASES, BrokenTrace, Trace, evaluate, on_card_with
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import with_layers
@@ -231,6 +232,56 @@ def test_few_layers_make_the_events_of_all(architecture: Architecture, spec: Tra
     assert kernels_of(extrapolated, micro_batch, RANK) == kernels_of(whole, micro_batch, RANK)
     assert extrapolated.trainable(RANK) == whole.trainable(RANK)
     assert extrapolated.num_parameters(RANK) == whole.num_parameters(RANK)
+
+
+PLANNED = {
+    "llama": SPECS["full"],
+    "qwen2, tied": SPECS["full, micro-batch 1, fp32"],
+    "gemma2, alternating": SPECS["full"],
+    "gpt_neox": SPECS["lora"],
+    "bert": SPECS["lora"],
+    "phi3": SPECS["qlora"],
+}
+
+
+@pytest.mark.parametrize("plan", CHECKPOINT_PLANS)
+@pytest.mark.parametrize("name", PLANNED)
+def test_one_trace_of_a_plan_stands_for_any_number_of_lean_layers(name: str, plan: str) -> None:
+    period = 2 if "alternating" in name else 1
+    architecture = dataclasses.replace(ARCHITECTURES[name], num_layers=10 * period)
+    spec = dataclasses.replace(PLANNED[name], activation_checkpointing=1, checkpoint_plan=plan)
+    micro_batch = 1 if spec.single else MICRO_BATCH
+    few = Trace(traced(architecture, spec))
+    assert few.lean_layers == range(3 * period, 7 * period + 1, period)
+    for count in (3 * period, 5 * period, 7 * period):
+        planned = dataclasses.replace(spec, checkpoint_layers=count)
+        whole = Trace(traced(architecture, planned, whole=True))
+        derived = few.with_lean_layers(count)
+        for events in ("setup", "batch", "count", "first", "again", "next"):
+            mine, theirs = (events_of(t, events, micro_batch, RANK) for t in (derived, whole))
+            assert_same_events(mine, theirs, spec, events)
+        assert kernels_of(derived, micro_batch, RANK) == kernels_of(whole, micro_batch, RANK)
+        assert derived.num_parameters(RANK) == whole.num_parameters(RANK)
+
+
+def test_a_plan_tells_of_no_other_numbers() -> None:
+    spec = dataclasses.replace(
+        SPECS["full"], activation_checkpointing=1, checkpoint_plan="recompute"
+    )
+    few = Trace(traced(dataclasses.replace(ARCHITECTURES["llama"], num_layers=10), spec))
+    for count in (2, 8):
+        with pytest.raises(BrokenTrace):
+            few.with_lean_layers(count)
+    every_other = dataclasses.replace(ARCHITECTURES["gemma2, alternating"], num_layers=20)
+    with pytest.raises(BrokenTrace, match="7 layers are not made of whole patterns"):
+        Trace(traced(every_other, spec)).with_lean_layers(7)
+    plain = Trace(traced_once(ARCHITECTURES["llama"], SPECS["full"]))
+    assert not plain.lean_layers
+    with pytest.raises(BrokenTrace):
+        plain.with_lean_layers(3)
+    # Six layers are not enough for two stretches of three.
+    with pytest.raises(models.UnsupportedModel, match="too few, or too unlike, for a plan"):
+        traced(ARCHITECTURES["llama"], spec)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,14 @@ CASES = {
         micro_batch=1,
         accumulation=2,
     ),
+    "plan": Case(
+        architecture="llama, wide",
+        precision="fp8-mixed",
+        num_layers=2,
+        checkpointing=1,
+        accumulation=1,
+        settings={"checkpoint_plan": "products", "checkpoint_layers": 1},
+    ),
     "rank 16": lora(16),
     "rank 4": lora(4),
 }

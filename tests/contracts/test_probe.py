@@ -144,11 +144,13 @@ def _forget_8_bit_overrides() -> Iterator[None]:
     bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
 
 
-def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
+def estimated(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any] = MODEL
+) -> Estimate:
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     spec = TraceSpec.of(config)
     answer = trace_module.trace_step(
-        models.load_config(MODEL),
+        models.load_config(model),
         "causal-lm",
         spec,
         sequence_length=config.sequence_length,
@@ -183,6 +185,48 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
         assert -unseen * batch_bytes <= difference <= 3 * batch_bytes
     assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
     assert measured.nontorch_bytes == 0
+
+
+PLANS = {
+    "recompute": dataclasses.replace(
+        FULL, activation_checkpointing=1, checkpoint_plan="recompute", checkpoint_layers=3
+    ),
+    "products": dataclasses.replace(
+        FULL, activation_checkpointing=1, checkpoint_plan="products", checkpoint_layers=2
+    ),
+    "recompute-products": dataclasses.replace(
+        LORA, activation_checkpointing=1, checkpoint_plan="recompute-products", checkpoint_layers=1
+    ),
+}
+QLORA_SETTINGS = {
+    name: getattr(QLORA, name)
+    for name in ("method", "precision", "quantization", "lora_rank", "lora_targets")
+}
+WIDE = {**MODEL, "hidden_size": 256}
+"""A model with products that a plan of checkpointing keeps."""
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_of_checkpointing_needs_what_was_predicted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PLANS[name]
+    measured = run(config, WIDE)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    predicted = estimated(config, monkeypatch, WIDE)
+    assert measured.peak_allocated_bytes is not None
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    assert 0 <= difference <= 3 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    assert measured.peak_reserved_bytes is not None
+    assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
+
+
+def test_a_plan_of_checkpointing_is_confirmed() -> None:
+    """With an evaluation, which keeps nothing, and a checkpoint."""
+    measured = run(PLANS["recompute-products"], WIDE, confirm_steps=2)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    qlora = dataclasses.replace(PLANS["products"], **QLORA_SETTINGS)
+    assert run(qlora, WIDE).outcome == "ok"
 
 
 def test_what_a_measurement_says() -> None:
@@ -530,6 +574,48 @@ def test_a_setting_that_is_lost(
     measured = run(CONFIGS[name])
     assert measured.outcome == "invalid"
     assert part in measured.message
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "part"),
+    [
+        ("recompute", ("recompute", 2), "active on 2 of 4 layers, not on the 3 that it is for"),
+        ("recompute", ("products", 3), "layer 0 keeps products, not inputs"),
+        ("products", ("recompute", 2), "layer 0 keeps inputs, not products"),
+        ("recompute-products", ("recompute-products", 2), "layer 1 keeps inputs, not products"),
+        ("recompute-products", None, "active on 0 of 4 layers, not on the 4"),
+    ],
+)
+def test_a_plan_of_checkpointing_that_is_another(
+    name: str, other: tuple[str, int] | None, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PLANS[name]
+    enable = models.enable_checkpointing
+
+    def another(model: Any, spec: TraceSpec) -> None:
+        if other is not None:
+            changed = {"checkpoint_plan": other[0], "checkpoint_layers": other[1]}
+            enable(model, dataclasses.replace(spec, **changed))
+
+    monkeypatch.setattr(models, "enable_checkpointing", another)
+    measured = run(config)
+    assert measured.outcome == "invalid"
+    assert part in measured.message
+
+
+def test_a_plan_of_checkpointing_is_for_one_stack_of_layers() -> None:
+    two_stacks = {
+        "model_type": "t5",
+        "d_model": 64,
+        "d_kv": 16,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "decoder_start_token_id": 0,
+    }
+    measured = run(PLANS["products"], {**MODEL, **two_stacks}, task="seq2seq-lm")
+    assert measured.outcome == "invalid"
+    assert "6 layers that can be checkpointed, of 4" in measured.message
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -47,6 +47,14 @@ SFT = dataclasses.replace(FULL, trainer="trl-sft")
 CONFIGS = {
     "full": SFT,
     "padded": dataclasses.replace(SFT, batching="padded"),
+    "lora plan": dataclasses.replace(
+        LORA,
+        trainer="trl-sft",
+        precision="fp32",
+        activation_checkpointing=1,
+        checkpoint_plan="recompute",
+        checkpoint_layers=2,
+    ),
     "micro-batch 1": dataclasses.replace(SFT, micro_batch_size=1),
     "lora checkpointed": dataclasses.replace(
         LORA, trainer="trl-sft", precision="fp32", activation_checkpointing=1

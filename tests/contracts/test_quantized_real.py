@@ -78,6 +78,15 @@ CASES = {
         "nf4",
         settings={**TARGETS, "quantization_storage": "bfloat16", "adapter_in_base_dtype": True},
     ),
+    **{
+        f"{name}, plan": case(
+            name,
+            architecture="llama, wide",
+            checkpointing=1,
+            settings={**TARGETS, "checkpoint_plan": "products", "checkpoint_layers": 3},
+        )
+        for name in ("nf4", "int8")
+    },
     "int8": case("int8", accumulation=2),
     "int8, checkpointed": case("int8", checkpointing=1),
     "int8, biases": case("int8", architecture="gpt_neox", precision="bf16-mixed"),
@@ -131,6 +140,8 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         adapted = peft.get_peft_model(model, case.peft, autocast_adapter_dtype=casts)
         if case.architecture == "gpt_neox":
             settle(adapted.train(), case)
+        if spec.has_plan:
+            trainer_test.models.enable_checkpointing(adapted, spec)
         return adapted
 
     def settle(model: Any, case: Case) -> None:

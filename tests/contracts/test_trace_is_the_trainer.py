@@ -42,10 +42,12 @@ from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import write_clip
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import fp8
 from autotune.worker.build import model as models
+from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.trace import attention, liger, sdpa
@@ -116,6 +118,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 176,
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
+    },
+    # Products of long inner dimensions: a plan of checkpointing keeps them.
+    "llama, wide": {
+        **SMALL,
+        "model_type": "llama",
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "intermediate_size": 320,
+        "num_key_value_heads": 2,
+    },
+    "bert, wide": {
+        **SMALL,
+        "model_type": "bert",
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "intermediate_size": 320,
     },
     "gpt_neox": {
         **SMALL,
@@ -237,6 +255,12 @@ class Case:
 
 
 IN_PARTS = {"chunked_loss": True}
+
+
+def plan(name: str, num_layers: int, **more: Any) -> dict[str, Any]:
+    return {"checkpoint_plan": name, "checkpoint_layers": num_layers, **more}
+
+
 CASES = {
     "llama full": Case(architecture="llama"),
     "llama full fp32 checkpointed": Case(architecture="llama", precision="fp32", checkpointing=1),
@@ -268,6 +292,68 @@ CASES = {
     ),
     "llama loss in parts padded": Case(
         architecture="llama", attention="sdpa", batching="padded", settings=IN_PARTS
+    ),
+    "llama plan recompute": Case(
+        architecture="llama, wide", checkpointing=1, settings=plan("recompute", 3)
+    ),
+    "llama plan products": Case(
+        architecture="llama, wide", checkpointing=1, settings=plan("products", 2)
+    ),
+    "llama plan recompute-products": Case(
+        architecture="llama, wide", checkpointing=1, settings=plan("recompute-products", 1)
+    ),
+    "llama plan of many layers": Case(
+        architecture="llama, wide",
+        num_layers=9,
+        checkpointing=1,
+        settings=plan("recompute-products", 5),
+    ),
+    "llama plan of many layers bf16-mixed": Case(
+        architecture="llama, wide",
+        num_layers=9,
+        precision="bf16-mixed",
+        checkpointing=1,
+        settings=plan("products", 4),
+    ),
+    "llama plan lora sdpa": Case(
+        architecture="llama, wide",
+        method="lora",
+        attention="sdpa",
+        num_layers=8,
+        checkpointing=1,
+        settings=plan("products", 5),
+    ),
+    "llama plan lora of a rank whose products are kept": Case(
+        architecture="llama, wide",
+        method="lora",
+        precision="fp32",
+        checkpointing=1,
+        settings=plan("products", 4, lora_rank=256),
+    ),
+    "llama plan padded flash loss in parts": Case(
+        architecture="llama, wide",
+        attention=FLASH_2,
+        batching="padded",
+        checkpointing=1,
+        settings=plan("recompute", 2, **IN_PARTS),
+    ),
+    "llama plan liger": Case(
+        architecture="llama, wide",
+        checkpointing=1,
+        liger=True,
+        settings=plan("recompute-products", 2),
+    ),
+    "bert plan": Case(
+        architecture="bert, wide",
+        task="masked-lm",
+        checkpointing=1,
+        settings=plan("recompute-products", 2),
+    ),
+    "experts plan": Case(
+        architecture="qwen3_moe, every second",
+        checkpointing=1,
+        accumulation=1,
+        settings=plan("recompute", 3),
     ),
     "llama neftune": Case(architecture="llama", neftune_noise_alpha=5.0),
     "llama lora neftune": Case(
@@ -385,7 +471,10 @@ def traced(case: Case, *, whole: bool = False) -> Trace:
         device=case.device or (AMPERE if case.liger else TURING),
         whole=whole,
     )
-    return Trace(json.loads(json.dumps(answer)))
+    trace = Trace(json.loads(json.dumps(answer)))
+    if "cut" in answer["layers"]:
+        trace = trace.with_lean_layers(case.spec.checkpoint_layers)
+    return trace
 
 
 def predicted(case: Case, trace: Trace, *, is_first: bool) -> Events:
@@ -444,11 +533,15 @@ def real_model(case: Case) -> Any:
     if case.method != "full":
         from peft import LoraConfig, get_peft_model
 
-        lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", bias="none")
+        rank = case.spec.lora_rank or RANK
+        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
         casts = not case.spec.adapter_in_base_dtype
         model = get_peft_model(model, case.peft or lora, autocast_adapter_dtype=casts)
     if case.spec.chunked_loss:
         chunk_loss(model)
+    if case.spec.has_plan:
+        kept = CHECKPOINT_PLANS[case.spec.checkpoint_plan]
+        checkpoint_layers(model, case.spec.checkpoint_layers, kept.first_keep, kept.others_keep)
     return model
 
 
@@ -476,7 +569,7 @@ def run_case(case: Case, folder: Path) -> Run:
         arguments["neftune_noise_alpha"] = case.neftune_noise_alpha
     if case.liger:
         arguments["use_liger_kernel"] = True
-    if case.checkpointing:
+    if case.checkpointing and not case.spec.has_plan:
         arguments["activation_checkpointing"] = True
         arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
         if case.checkpointing > 1:

@@ -90,6 +90,13 @@ CASES = {
     "t5": T5,
     "t5 mixed": dataclasses.replace(T5, precision="bf16-mixed"),
     "llama expanded heads": dataclasses.replace(LLAMA, precision="fp32", attention="sdpa_expanded"),
+    "llama plan": dataclasses.replace(
+        LLAMA,
+        architecture="llama, wide",
+        precision="fp32",
+        checkpointing=1,
+        settings={"checkpoint_plan": "recompute-products", "checkpoint_layers": 2},
+    ),
     "llama fp32": dataclasses.replace(LLAMA, precision="fp32"),
     "llama mixed": dataclasses.replace(LLAMA, precision="bf16-mixed", checkpointing=1),
 }

@@ -65,11 +65,17 @@ MODELS: list[tuple[TrainConfig, dict[str, Any]]] = [
     (FULL, {"precision": "tf32"}),
     (QLORA, {"precision": "fp16-autocast"}),
 ]
+PLANNED = dataclasses.replace(FULL, checkpoint_plan="products", checkpoint_layers=12)
+PLANS: list[tuple[TrainConfig, dict[str, Any]]] = [
+    (PLANNED, {"checkpoint_layers": 20, "micro_batch_size": 8}),
+    (PLANNED, {"checkpoint_plan": "recompute-products"}),
+    (PLANNED, {"checkpoint_plan": "interval", "checkpoint_layers": 0}),
+]
 CHUNKED = (dataclasses.replace(FULL, chunked_loss=True), {"chunked_loss": False})
 EXPANDED = (dataclasses.replace(FULL, attention="sdpa_expanded"), {"attention": "eager"})
 FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
     "train": [
-        *ARGUMENTS, *ADAPTER, *BITS, *MODELS, CHUNKED, EXPANDED,
+        *ARGUMENTS, *ADAPTER, *BITS, *MODELS, CHUNKED, EXPANDED, *PLANS,
         (FULL, {"batching": "grouped"}),
         (FULL, {"trainer": "trl-sft"}),
         (FULL, {"precision": "fp8-mixed"}),
@@ -86,6 +92,7 @@ FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
         *((dataclasses.replace(config, trainer="trl-sft"), to)
           for config, to in (*ARGUMENTS, *ADAPTER, *BITS, *MODELS)),
         (dataclasses.replace(FULL, trainer="trl-sft"), {"batching": "padding-free"}),
+        (dataclasses.replace(PLANNED, trainer="trl-sft"), {"micro_batch_size": 8}),
     ],
     "unsloth": [
         *((dataclasses.replace(config, trainer="trl-sft"), to) for config, to in (*ADAPTER, *BITS)),
@@ -177,6 +184,19 @@ def test_there_and_back(tmp_path: Path, name: str, config: TrainConfig, to: dict
         ), line
 
 
+def test_a_program_without_its_code_has_no_plan_of_checkpointing(tmp_path: Path) -> None:
+    run = read(file_of(tmp_path / "a", "train", FULL), FULL)
+    assert run.target is not None
+    assert not mapping_write.allows(run.target, "full", "checkpoint_plan", "products")
+    (lost,) = mapping_write.unsaid(run.target, PLANNED)
+    assert str(lost) == (
+        "checkpoint_plan: checkpoint the first 12 layers, products kept (every layer here)"
+    )
+    text = run.parts[0].text.replace("'interval'", "'products'")
+    with pytest.raises(ConfigError, match="checkpoint_plan"):
+        read(file_of(tmp_path / "b", "train", FULL, text), FULL)
+
+
 def test_shared_out_weights_accumulate_as_they_are_priced(tmp_path: Path) -> None:
     """FSDP2 would keep whole gradients between micro-steps otherwise."""
     shared = dataclasses.replace(DDP, parallelism="fsdp2", gradient_accumulation_steps=1)
@@ -263,7 +283,8 @@ def test_a_folder_of_ours_is_what_its_files_say_together(
 ) -> None:
     exact = dataclasses.replace(
         config, attention="flash_attention_2", precision="bf16-mixed", trainer="trl-sft",
-        sequence_length=4096, batching="padding-free", liger=True,
+        sequence_length=4096, batching="padding-free", liger=True, checkpoint_plan="recompute",
+        checkpoint_layers=9,
     )  # fmt: skip
     folder = folder_of(tmp_path / "answer", exact, ours=True)
     run = read_base(folder)

@@ -414,6 +414,8 @@ def test_the_recipe_of_qlora() -> None:
         "kbit_preparation": False,
         "adapter_in_base_dtype": False,
         "chunked_loss": False,
+        "checkpoint_plan": "interval",
+        "checkpoint_layers": 0,
         "unpacked_by": {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"},
         "adapter": {
             "peft_type": "LORA",
@@ -643,3 +645,23 @@ def test_a_run_of_trl_says_that_a_configuration_alone_has_no_weights(
     monkeypatch.setattr("sys.argv", ["train_sft.py", "rows.jsonl"])
     with pytest.raises(SystemExit, match="neither weights nor a tokenizer"):
         names["main"]()
+
+
+def test_a_fallback_may_have_the_plan_of_checkpointing() -> None:
+    planned = dataclasses.replace(
+        FULL, activation_checkpointing=1, checkpoint_plan="recompute", checkpoint_layers=5
+    )
+    plain = dataclasses.replace(FULL, activation_checkpointing=0)
+    fallback = {"config": planned.to_dict()}
+    text = train_py.write(
+        workload=WORKLOAD,
+        config=plain,
+        result={"evidence": "predicted", "fallbacks": [fallback]},
+    )
+    values = recipe(text)
+    (changes,) = (each["changes"] for each in values["fallbacks"])
+    assert (changes["checkpoint_plan"], changes["checkpoint_layers"]) == ("recompute", 5)
+    assert values["checkpoint_plan"] == "interval"
+    assert "def checkpoint_layers(" in text
+    alone = train_py.write(workload=WORKLOAD, config=plain, result={"evidence": "predicted"})
+    assert "checkpoint_layers(" not in alone

@@ -27,6 +27,7 @@ from autotune.export import (
 )
 from autotune.export.carried import Unsaid, one_line
 from autotune.space.adapters import LORA_VARIANTS, read_peft
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TRAINERS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import BATCHINGS
@@ -57,6 +58,9 @@ OTHER = dataclasses.replace(
     PROMPT, method="peft", num_virtual_tokens=None, peft=LOHA, activation_checkpointing=0
 )
 COMPILED = dataclasses.replace(FULL, torch_compile="default")
+PLANNED = dataclasses.replace(
+    FULL, activation_checkpointing=1, checkpoint_plan="products", checkpoint_layers=12
+)
 DDP = dataclasses.replace(FULL, parallelism="ddp", num_gpus=2)
 
 VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
@@ -69,6 +73,8 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("optimizer", FULL, tuple(OPTIMIZERS)),
     ("activation_checkpointing", FULL, (0, 1, 2, 3)),
     ("activation_checkpointing", LORA, (0, 1, 2, 3)),
+    ("checkpoint_plan", PLANNED, tuple(CHECKPOINT_PLANS)),
+    ("checkpoint_layers", PLANNED, (1, 12)),
     ("activation_offloading", FULL, (False, True)),
     ("attention", FULL, ATTENTIONS),
     ("lora_rank", LORA, (8, 16)),
@@ -138,7 +144,9 @@ def test_no_setting_is_dropped_in_silence(name: str) -> None:
             (
                 getattr(config, setting),
                 loaded(exporter, text_of(exporter, config)),
-                setting in {each.setting for each in export.unsaid(exporter, WORKLOAD, config)},
+                # A plan of checkpointing is said in one line.
+                setting.replace("checkpoint_layers", "checkpoint_plan")
+                in {each.setting for each in export.unsaid(exporter, WORKLOAD, config)},
             )
             for config in configs
             if not export.why_not(exporter, WORKLOAD, config)
@@ -167,6 +175,34 @@ def test_what_is_not_in_a_file_is_said_at_its_top(name: str, config: TrainConfig
     )
     for lost in export.unsaid(exporter, WORKLOAD, config):
         assert any(line.endswith(f" {one_line(str(lost))}") for line in head)
+
+
+EVERY_LAYER = "checkpoint the first 12 layers, products kept (every layer here)"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *((name, [EVERY_LAYER]) for name in ("training-args", "training-args-yaml", "sft")),
+        *((name, [EVERY_LAYER]) for name in ("axolotl", "llama-factory", "torchtune", "unsloth")),
+        ("peft", ["checkpoint the first 12 layers, products kept"]),
+        *((name, []) for name in ("train", "sft-python", "train-config", "result")),
+    ],
+)
+def test_a_plan_of_checkpointing_is_named_once(name: str, words: list[str]) -> None:
+    config = dataclasses.replace(
+        LORA, activation_checkpointing=1, checkpoint_plan="products", checkpoint_layers=12
+    )
+    assert export.why_not(export.ALL[name], WORKLOAD, config) == ""
+    lost = [
+        each
+        for each in export.unsaid(export.ALL[name], WORKLOAD, config)
+        if "checkpoint" in each.setting
+    ]
+    assert [str(each) for each in lost] == [f"checkpoint_plan: {text}" for text in words]
+    assert all(
+        each.in_part is (text == EVERY_LAYER) for each, text in zip(lost, words, strict=True)
+    )
 
 
 def test_a_user_is_told_in_few_lines() -> None:

@@ -49,6 +49,37 @@ class Worker:
         return WorkerError(f"The {verb} process {self.how}")
 
 
+@pytest.mark.slow
+def test_a_server_for_traces_traces_again_without_importing_again() -> None:
+    """The traces are those of a process of their own, and of a server with everything."""
+    first, second = (
+        TraceSpec.of(dataclasses.replace(FULL, activation_checkpointing=every)) for every in (0, 1)
+    )
+    found: dict[TraceSpec, Any] = {}
+    with tracing.trace_server([first, second]) as server:
+        pids = []
+        for spec in (first, second):
+            trace_all(
+                *(
+                    tiny_model.MODEL,
+                    "causal-lm",
+                    tiny_model.SEQUENCE_LENGTH,
+                    tiny_model.gpu(),
+                    [spec],
+                ),
+                server=server,
+                found=found,
+            )
+            pids.append(server.server_pid)
+    assert pids[0] is not None
+    assert pids == [pids[0]] * 2
+    for spec, traced in found.items():
+        as_usual = tiny_model.traces()[spec]
+        assert traced.first == as_usual.first
+        assert traced.sizes(2, 0) == as_usual.sizes(2, 0)
+        assert traced.launches(2, 0) == as_usual.launches(2, 0)
+
+
 def test_a_card_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker({"unsupported": "asked although the card has no CUDA"})
     monkeypatch.setattr(tracing, "run_many", worker)

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.export.training_args import installed_fields
 from autotune.space.config import METHODS, TrainConfig
-from autotune.space.knobs import KNOBS, REQUIRED, Knob, describe
+from autotune.space.knobs import KNOBS, REQUIRED, Knob, as_options, describe, difference
 
 CONFIG = TrainConfig(
     method="full",
@@ -117,6 +117,34 @@ def test_a_configuration_is_said_with_what_differs_from_plain(interval: int, wor
     assert describe(config) == (
         f"full fine-tune, bf16-true, adamw_torch_fused, micro-batch 1 x 8, {words}, sdpa"
     )
+
+
+@pytest.mark.parametrize(
+    ("plan", "count", "words"),
+    [
+        ("recompute", 12, "checkpoint the first 12 layers"),
+        ("products", 1, "checkpoint the first layer, products kept"),
+        (
+            "recompute-products",
+            12,
+            "checkpoint the first 12 layers, the others with products kept",
+        ),
+    ],
+)
+def test_a_plan_of_checkpointing_is_said_in_one_part(plan: str, count: int, words: str) -> None:
+    every = dataclasses.replace(CONFIG, activation_checkpointing=1)
+    config = dataclasses.replace(every, checkpoint_plan=plan, checkpoint_layers=count)
+    assert words in describe(config)
+    assert len(describe(config)) == len(describe(CONFIG)) + len(f"{words}, ")
+    assert difference(config, CONFIG) == difference(config, every) == words
+    assert difference(every, config) == "checkpoint every layer"
+    other = dataclasses.replace(config, optimizer="adafactor")
+    assert difference(other, config) == "adafactor"
+    assert as_options(config) == [
+        *("--micro-batch", "1", "--precision", "bf16-true", "--optimizer", "adamw_torch_fused"),
+        *("--checkpointing", "every-1", "--checkpoint-plan", plan),
+        *("--checkpoint-layers", str(count)),
+    ]
 
 
 def test_a_configuration_in_one_line() -> None:

@@ -69,6 +69,23 @@ def test_gpus_share_4_bit_weights_that_no_cast_spoils(
     assert (broken_rules(config, ADA) == []) == is_shared
 
 
+PLAN = dataclasses.replace(
+    FULL, activation_checkpointing=1, checkpoint_plan="recompute", checkpoint_layers=8
+)
+
+
+def test_a_plan_is_for_the_first_of_the_layers_that_there_are() -> None:
+    assert broken_rules(PLAN, ADA) == []
+    for wrong in (
+        {"checkpoint_layers": 17},
+        {"checkpoint_layers": 0},
+        {"activation_checkpointing": 0},
+        {"activation_checkpointing": 2},
+    ):
+        (broken,) = broken_rules(dataclasses.replace(PLAN, **wrong), ADA)
+        assert broken.name == "plan-tells-of-checkpointed-layers"
+
+
 BREAKERS = {
     "micro-batch-divides": (dataclasses.replace(FULL, micro_batch_size=5), ADA),
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
@@ -117,6 +134,13 @@ BREAKERS = {
         dataclasses.replace(FULL, activation_checkpointing=17),
         ADA,
     ),
+    "plan-tells-of-checkpointed-layers": (
+        dataclasses.replace(FULL, checkpoint_layers=8),
+        ADA,
+    ),
+    "plan-without-offloading": (dataclasses.replace(PLAN, activation_offloading=True), ADA),
+    "plan-needs-one-stack": (PLAN, dataclasses.replace(ADA, task="seq2seq-lm")),
+    "plan-runs-eagerly-on-one-gpu": (dataclasses.replace(PLAN, torch_compile="default"), ADA),
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
     "loss-in-parts-is-for-causal-lm": (

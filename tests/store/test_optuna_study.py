@@ -110,6 +110,8 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "precision": "bf16-mixed",
         "optimizer": "adamw_torch_fused",
         "activation_checkpointing": 2,
+        "checkpoint_plan": "interval",
+        "checkpoint_layers": 0,
         "activation_offloading": False,
         "attention": "sdpa",
         "lora_rank": 16,

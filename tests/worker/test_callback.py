@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import answers
+import peft
 import pytest
 import torch
 import transformers
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.api import Result
 from autotune.catalogue.installed import cpu_name
@@ -205,6 +207,67 @@ def test_a_loss_in_parts_is_put_into_the_model(tmp_path: Path) -> None:
         assert not parts, "the model is as it was once it is trained"
         assert trainer.model(torch.tensor([[1, 2]])).logits.shape[-1] == trainer.model.vocab_size
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_plan_of_checkpointing_is_put_into_the_model(tmp_path: Path, has_adapter: bool) -> None:
+    plain = result_of(step_seconds=1.0)
+    config = dataclasses.replace(
+        plain.config, activation_checkpointing=1, checkpoint_plan="recompute", checkpoint_layers=1
+    )
+    best = answers.estimate(config)
+    seen = dataclasses.replace(plain.answer.measured.best, config=config)
+    planned = Result(
+        answer=answers.answer(best=best, measured=answers.measured(best=seen, predicted=best))
+    )
+    # Without the callback every layer is checkpointed, which takes less memory than the plan.
+    assert planned.training_arguments(output_dir=str(tmp_path)).activation_checkpointing
+    losses = []
+    for result in (plain, planned):
+        trained_model = model()
+        if has_adapter:
+            torch.manual_seed(0)
+            lora = peft.LoraConfig(r=2, target_modules="all-linear")
+            trained_model = peft.get_peft_model(trained_model, lora)
+        watch = result.callback(tolerance=1e9, say=lambda _: None)
+        seen_layers = SeesLayers()
+        trainer = Trainer(
+            model=trained_model,
+            args=result.training_arguments(
+                output_dir=str(tmp_path),
+                max_steps=2,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+            train_dataset=rows(),
+            callbacks=[watch, seen_layers],
+        )
+        losses.append(trainer.train().training_loss)
+        num_layers = trained_model.config.num_hidden_layers
+        is_planned = result is planned
+        assert seen_layers.is_planned == [is_planned, *[False] * (num_layers - 1)]
+        assert not seen_layers.is_checkpointing
+        assert not seen_layers.needs_gradients
+        layers = layers_of(trained_model)
+        assert not any("forward" in vars(layer) for layer in layers), "the model is as it was"
+        assert not any("not as planned" in line for line in watch.lines)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+class SeesLayers(TrainerCallback):
+    """Looks at the layers in the course of training."""
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        self.is_planned = ["forward" in vars(layer) for layer in layers_of(model)]
+        self.is_checkpointing = model.is_activation_checkpointing
+        embeddings = model.get_input_embeddings()
+        is_frozen = not embeddings.weight.requires_grad
+        self.needs_gradients = is_frozen and embeddings(torch.tensor([[1]])).requires_grad
+
+
+def layers_of(model: Any) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
 
 
 @pytest.mark.parametrize("is_measured", [False, True])

@@ -131,6 +131,12 @@ def _case(
 CKPT: dict[str, Any] = {"activation_checkpointing": 1}
 EVERY_2: dict[str, Any] = {"activation_checkpointing": 2}
 OFFLOAD: dict[str, Any] = {"activation_checkpointing": 1, "activation_offloading": True}
+
+
+def _plan(plan: str, num_layers: int) -> dict[str, Any]:
+    return {**CKPT, "checkpoint_plan": plan, "checkpoint_layers": num_layers}
+
+
 EAGER: dict[str, Any] = {"attention": "eager"}
 EXPANDABLE: dict[str, Any] = {"expandable_segments": True}
 
@@ -208,6 +214,11 @@ TECHNIQUES: tuple[Case, ...] = (
     full(QWEN_05, 1024, 4, "bf16-true", liger=True),
     full(QWEN_05, 1024, 4, "bf16-mixed", liger=True, **CKPT),
     lora(LLAMA_8, 1024, 2, 16, liger=True, **CKPT),
+    full(QWEN_05, 1024, 4, "bf16-true", chunked_loss=True),
+    # Plans of checkpointing.
+    full(QWEN_05, 1024, 8, "bf16-true", **_plan("recompute", 12)),
+    full(QWEN_05, 1024, 8, "bf16-true", **_plan("products", 12)),
+    lora(LLAMA_8, 1024, 2, 16, **_plan("recompute-products", 16)),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_2"),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_3"),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flex_attention"),

@@ -15,6 +15,7 @@ from autotune.export.base.literals import Program, name_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
 from autotune.export.base.sections import Shape
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 
 _ARGUMENTS = (
     "TrainingArguments",
@@ -56,6 +57,8 @@ _CHECKPOINTS = {
     _PREPARATION: "use_gradient_checkpointing",
 }
 """Functions that switch checkpointing on by themselves, with the keyword that keeps them from it."""
+_PLAN = "checkpoint_layers"
+"""The function that puts a plan of checkpointing into the model, in our own train_sft.py."""
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 _NAMES = ("pretrained_model_name_or_path", "model_name")
 
@@ -74,6 +77,7 @@ class _Found:
     is_unsloth: bool = False
     kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
+    plan: tuple[str, int] | None = None
 
 
 def find_calls(program: Program, tree: ast.Module) -> None:
@@ -115,6 +119,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         keeps_checkpointing=bool(found.switches),
         kbit_preparation=found.kbit_preparation,
         adapter_in_base_dtype=found.adapter_in_base_dtype,
+        plan=found.plan,
         is_part=MODEL not in sections and not loads_by_name,
     )
     _check_switches(program, found.switches)
@@ -142,6 +147,8 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         found.loads_by_name = _take_trainer(program, node)
     elif function in _CHECKPOINTS and _switches_on(program, node, _CHECKPOINTS[function]):
         found.switches.append((function, node.lineno))
+    elif function == _PLAN:
+        found.plan = _plan_of(program, node)
     elif function == "HfArgumentParser":
         program.problems.append(
             f"line {node.lineno}: HfArgumentParser takes settings from the command line: give the "
@@ -190,6 +197,17 @@ def _take_trainer(program: Program, node: ast.Call) -> bool:
         return False
     program.content.setdefault(f"{MODEL}name", value)
     return True
+
+
+def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:
+    """Return the plan of checkpointing that our train_sft.py's call is for, and its number of layers."""
+    kept = [_given(program, node, name) for name in ("first_keep", "others_keep")]
+    count = program.value(node.args[1]) if len(node.args) == 2 else None
+    for name, plan in CHECKPOINT_PLANS.items():
+        if kept == [[plan.first_keep], [plan.others_keep]] and isinstance(count, int):
+            return name, count
+    program.problems.append(f"line {node.lineno}: {_PLAN} is not called as our train_sft.py does")
+    return None
 
 
 def _switches_on(program: Program, node: ast.Call, keyword: str) -> bool:

@@ -29,11 +29,12 @@ from autotune.export.base.section_rows import (
     with_products,
 )
 from autotune.export.mapping import Row, Spelling, TrainerFile, of_key, of_values, table, value_at
-from autotune.export.trainer_rows import LORA, attention
+from autotune.export.trainer_rows import LORA, MOST_LAYERS, attention
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
-from autotune.space.knobs import KNOBS
+from autotune.space.knobs import CHECKPOINTING, KNOBS
 from autotune.space.lengths import BATCHINGS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
@@ -69,6 +70,10 @@ class Shape:
     """Whether the program lets Transformers know the attention that expands key heads."""
     chunks_loss: bool = False
     """Whether the program can make its loss in parts."""
+    has_plans: bool = False
+    """Whether the program can checkpoint layers by a plan."""
+    plan: tuple[str, int] | None = None
+    """The plan by which a program without RECIPE checkpoints, and how many layers are the first ones."""
     is_part: bool = False
     """Whether what is missing is made elsewhere, and open."""
 
@@ -129,8 +134,11 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         own = [row for name, row in of_trainer.items() if name not in other]
         if shape.keeps_checkpointing:
             own = [_switched_on(row) for row in own]
+        if shape.plan is not None:
+            fixed |= _fixed_plan(*shape.plan)
+            own = [row for row in own if row.ours[0] not in fixed]
         rows += own
-        rows += _recipe_rows(chunks_loss=shape.chunks_loss) if RECIPE in shape.sections else ()
+        rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
         if shape.is_sft:
             rows += [of_sft["sequence_length"], of_sft["batching"]]
         elif RECIPE not in shape.sections:
@@ -203,6 +211,12 @@ def _switched_on(row: Row) -> Row:
     return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
 
 
+def _fixed_plan(plan: str, num_layers: int) -> dict[str, Any]:
+    """Return the settings of a program that puts the plan into the model, whatever its arguments say."""
+    said = (1, plan, num_layers)
+    return {"activation_offloading": False, **dict(zip(CHECKPOINTING, said, strict=True))}
+
+
 def _elsewhere(shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any]) -> tuple[str, ...]:
     said = {*fixed, *(name for row in rows for name in row.ours)}
     names = TRAINING_ARGUMENTS.elsewhere if "arguments" in shape.sections else _ALL
@@ -224,6 +238,8 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{RECIPE}kbit_preparation": False,
         f"{RECIPE}adapter_in_base_dtype": False,
         f"{RECIPE}chunked_loss": False,
+        f"{RECIPE}checkpoint_plan": INTERVAL,
+        f"{RECIPE}checkpoint_layers": 0,
         "max_length": SFT.defaults["max_length"],
     }
     if shape.has_sft_defaults:
@@ -263,7 +279,8 @@ _NUM_GPUS = Row(
 )
 
 
-def _recipe_rows(*, chunks_loss: bool) -> list[Row]:
+def _recipe_rows(shape: Shape) -> list[Row]:
+    plans = CHECKPOINT_PLANS if shape.has_plans else ()
     return [
         of_key("sequence_length", f"{RECIPE}sequence_length"),
         table(
@@ -278,7 +295,13 @@ def _recipe_rows(*, chunks_loss: bool) -> list[Row]:
         of_values(
             "chunked_loss",
             f"{RECIPE}chunked_loss",
-            {False: False, True: True} if chunks_loss else {False: False},
+            {False: False, True: True} if shape.chunks_loss else {False: False},
+        ),
+        table(
+            "checkpoint_plan checkpoint_layers",
+            f"{RECIPE}checkpoint_plan {RECIPE}checkpoint_layers",
+            (INTERVAL, 0, INTERVAL, 0),
+            *((p, n, p, n) for p in plans for n in range(1, MOST_LAYERS + 1)),
         ),
         of_values("trainer", f"{RECIPE}trainer", {name: name for name in TRAINERS}),
         of_values("parallelism", f"{RECIPE}parallelism", {name: name for name in PARALLELISMS}),

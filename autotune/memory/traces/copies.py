@@ -24,7 +24,8 @@ class Layers:
     """The traced layer that each layer of the whole model copies.
 
     What comes before the pattern, the first period and the last stand for themselves, and so does the
-    remainder; the second period repeats in between.
+    remainder; the second period repeats in between. Where the layers are treated in two ways, those from
+    `cut` on in the second, each of the two stretches is made so.
     """
 
     traced: int
@@ -32,15 +33,44 @@ class Layers:
     period: int
     first: int = 0
     """The layer at which the pattern begins."""
+    cut: int | None = None
+    """The traced layer from which on layers are treated in the second way; None: all in one way."""
+    begins: int | None = None
+    """The whole model's layer from which on they are; None: as in what was traced."""
+
+    def __post_init__(self) -> None:
+        for stretch in self._stretches():
+            if not stretch.num_more >= 0 or stretch.num_more % self.period:
+                raise BrokenTrace(f"{self.begins} layers are not made of whole patterns")
 
     def source(self, layer: int) -> int:
-        extra = self.full - self.traced
-        start = self.first + self.period
-        if layer < start + self.period:
-            return layer
-        if layer < start + self.period + extra:
-            return start + (layer - start) % self.period
-        return layer - extra
+        begins = self.cut if self.begins is None else self.begins
+        stretch = self._stretches()[-1 if begins is not None and layer >= begins else 0]
+        if layer < stretch.repeats + stretch.shift + self.period:
+            return layer - stretch.shift
+        if layer < stretch.repeats + stretch.shift + self.period + stretch.num_more:
+            start = stretch.repeats
+            return start + (layer - stretch.shift - start) % self.period
+        return layer - stretch.shift - stretch.num_more
+
+    def place_of(self, traced_layers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return the layers of the whole model that traced ones are, where these stand for themselves."""
+        found = traced_layers.copy()
+        for stretch in self._stretches():
+            is_in = traced_layers >= stretch.starts
+            is_late = traced_layers >= stretch.repeats + self.period
+            found[is_in] = (traced_layers + stretch.shift)[is_in]
+            found[is_in & is_late] += stretch.num_more
+        return found
+
+    def is_seen_first(self, homes: npt.NDArray[Any], layer: int) -> npt.NDArray[Any]:
+        """Whether each layer is of the first period of a layer's stretch, and that layer of a later one."""
+        stretch = self._stretches()[-1 if self.cut is not None and layer >= self.cut else 0]
+        begins = stretch.repeats - self.period
+        return (homes >= begins) & (homes < stretch.repeats) & (layer >= stretch.repeats)
+
+    def _stretches(self) -> tuple[_Stretch, ...]:
+        return _stretches_of(self)
 
     def instances(self, traced_layer: int) -> list[int]:
         return _instances(self).get(traced_layer, [])
@@ -51,6 +81,38 @@ class Layers:
     def period_of(self, layer: Any) -> Any:
         """Number of a traced layer's period, from 0; negative before the pattern."""
         return (layer - self.first) // self.period
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Stretch:
+    """Layers in a row that are treated alike."""
+
+    starts: int
+    """Their first traced layer."""
+    repeats: int
+    """The traced layer at which the period begins that repeats."""
+    shift: int
+    """How many layers more lie before the first one in the whole model."""
+    num_more: int
+    """How many more they are in the whole model."""
+
+
+@functools.cache
+def _stretches_of(layers: Layers) -> tuple[_Stretch, ...]:
+    repeats = layers.first + layers.period
+    num_more = layers.full - layers.traced
+    if layers.cut is None:
+        return (_Stretch(starts=0, repeats=repeats, shift=0, num_more=num_more),)
+    shift = 0 if layers.begins is None else layers.begins - layers.cut
+    return (
+        _Stretch(starts=0, repeats=repeats, shift=0, num_more=shift),
+        _Stretch(
+            starts=layers.cut,
+            repeats=layers.cut + layers.period,
+            shift=shift,
+            num_more=num_more - shift,
+        ),
+    )
 
 
 @functools.cache
@@ -172,10 +234,10 @@ class Copies:
         if layer < 0:
             return homes, np.zeros_like(homes)
         distance = self._layers.period_of(homes) - self._layers.period_of(layer)
-        extra = self._layers.full - self._layers.traced
         is_inside = homes >= 0
-        fixed: Events = np.where(is_inside & (distance >= 2), homes + extra, homes)
-        return fixed, (is_inside & (abs(distance) < 2)).astype(homes.dtype)
+        is_near = abs(distance) < 2
+        fixed: Events = np.where(is_inside & ~is_near, self._layers.place_of(homes), homes)
+        return fixed, (is_inside & is_near).astype(homes.dtype)
 
     def _locate(self, index: int, events: list[int]) -> tuple[Events, Events]:
         """A block's events, and the layer of each; outside the layers a block means all copies."""
@@ -192,14 +254,15 @@ class Copies:
     ) -> tuple[Events, Events]:
         """A block of the second period, from which its copies are made: before them is no first.
 
-        The first period is unlike the others (its input may need no gradient). Where the block
-        refers to it, the block of the third period refers to the second: the copies do likewise.
+        The first period is unlike the others (its input may need no gradient, or come from layers that are
+        treated otherwise). Where the block refers to it, the block of the third period refers to the second:
+        the copies do likewise.
         """
         events, homes = located[index]
         later = located.get(self._next_period.get(index, -1))
         if later is None or len(later[0]) != len(events):
             return events, homes
-        is_first = (homes >= 0) & (self._layers.period_of(homes) == 0)
+        is_first = self._layers.is_seen_first(homes, self._layer_of_block[index])
         homes = np.where(is_first, later[1] - self._layers.period, homes)
         return np.where(is_first, later[0], events), homes
 

@@ -82,6 +82,7 @@ class Trace:
 
     def __init__(self, answer: dict[str, Any]) -> None:
         layers = Layers(**answer["layers"])
+        self._answer = answer if layers.cut is not None else None
         blocks = [{**block, "phase": Phase(block["phase"])} for block in answer["blocks"]]
         self.is_compiled: bool = answer.get("compiled", False)
         """Whether the step is one that torch.compile has made."""
@@ -147,6 +148,24 @@ class Trace:
         self._counts = [
             (layers.copies(int(layer)), entry) for layer, entry in answer["parameters"].items()
         ]
+
+    def with_lean_layers(self, count: int) -> Trace:
+        """Return the trace of the same plan of checkpointing with so many lean layers.
+
+        Raises BrokenTrace where what was traced does not tell of so many.
+        """
+        if self._answer is None:
+            raise BrokenTrace("every layer was traced")
+        return Trace({**self._answer, "layers": {**self._answer["layers"], "begins": count}})
+
+    @property
+    def lean_layers(self) -> range:
+        """Return the numbers of lean layers that the trace of a plan tells of; none of another trace."""
+        if self._answer is None:
+            return range(0)
+        said = Layers(**self._answer["layers"])
+        assert said.cut is not None
+        return range(said.cut, said.full - (said.traced - said.cut) + 1, said.period)
 
     # Few of a search's traces are replayed: the others never become lists.
 

@@ -22,7 +22,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.records.estimate import TraceSpec
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS
+from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
 
@@ -126,8 +128,15 @@ def chunk_loss_of(model: Any) -> None:
 def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
     """Enable checkpointing as Trainer does for `activation_checkpointing=True`, in the installed version.
 
-    Raises UnsupportedModel where that version cannot do what is asked for.
+    By a plan as the exported train.py does. Raises UnsupportedModel where that cannot be done.
     """
+    if spec.has_plan:
+        plan = CHECKPOINT_PLANS[spec.checkpoint_plan]
+        try:
+            checkpoint_layers(model, spec.checkpoint_layers, plan.first_keep, plan.others_keep)
+        except ValueError as error:
+            raise UnsupportedModel(str(error)) from error
+        return
     kwargs: dict[str, Any] = {"use_reentrant": False}
     enable = getattr(model, "activation_checkpointing_enable", None)
     if (

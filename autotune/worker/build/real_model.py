@@ -29,8 +29,8 @@ def build(
 ) -> nn.Module:
     """Build the model that the Trainer gets: base, quantised where it should be, with its adapter.
 
-    Of one whose weights are split it is this process's part; the group of processes is there. Raises
-    model.UnsupportedModel.
+    A plan of checkpointing is in it; Trainer's own checkpointing is not on yet. Of a model whose weights are
+    split it is this process's part; the group of processes is there. Raises model.UnsupportedModel.
     """
     # What is traced in another precision is made in its own.
     precision = train_config.precision
@@ -49,6 +49,8 @@ def build(
             tensor_parallel.check_adapters(model)
     if spec.chunked_loss:
         models.chunk_loss_of(model)
+    if spec.has_plan:
+        models.enable_checkpointing(model, spec)
     return model
 
 

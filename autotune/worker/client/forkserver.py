@@ -35,6 +35,8 @@ from autotune.errors import WorkerError
 from autotune.worker.client import isolate, launching
 from autotune.worker.client.orphans import adopt_orphans
 
+COMMAND = (sys.executable, "-P", "-m", "autotune.worker.server")
+"""The command of a server that imports what every verb needs."""
 READY_SECONDS = 180.0
 """Time that a server may take for its imports: 4 s here, a minute from a cold network disk."""
 CLOSE_SECONDS = 1.0
@@ -74,7 +76,7 @@ class ForkServer:
 
         `command` replaces the server's, `fresh_command` that of jobs that are not forked.
         """
-        self._command = [sys.executable, "-P", "-m", "autotune.worker.server"]
+        self._command = list(COMMAND)
         if command is not None:
             self._command = list(command)
         self._fresh_command = fresh_command or launching.worker_command()

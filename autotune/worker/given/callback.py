@@ -4,8 +4,9 @@ It compares the run's TrainingArguments with the plan's when training begins, an
 and the tokens per second over a window of steps. Each is said once, in one line on stderr; the last line
 says how the run went. Tokens are those of the batches, padding included.
 
-A loss in parts (`chunked_loss`), for which the Trainer has no argument, is put into the model as training
-begins, and taken out as it ends; ValueError where the model's head does not let it.
+What the Trainer has no argument for is put into the model as training begins, and taken out as it ends: a
+loss in parts (`chunked_loss`), and a plan of checkpointing (`checkpoint_plan`) in place of the Trainer's own
+checkpointing of every layer, which the arguments ask for. ValueError where the model does not let it.
 
 The device is never waited for: steps are timed between events that it has passed already, peaks are
 torch's own counters, batches tell their shape. A step after an evaluation, a checkpoint or the beginning
@@ -15,6 +16,8 @@ Known limitations
 - Memory is checked on CUDA only: torch counts none on the CPU.
 - Speed is checked where the plan is of this device: a prediction for one card says nothing of another.
 - With torch.compile the batches are taken to be as long as planned: looking at them would be compiled too.
+- Where TRL adds an adapter, it lets the embeddings need gradients for a checkpointing of every layer. With a
+  plan that stays, and takes a little time and memory that were not planned.
 - Not yet run on a GPU: everything that says CUDA.
 """
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,8 +38,11 @@ from autotune.common.units import MIB, format_bytes
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
+from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe, difference
 from autotune.space.lengths import vary
+from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.given import objects
 from autotune.worker.given.pace import Pace
@@ -116,7 +122,7 @@ class WatchCallback(TrainerCallback):
         self._differences = objects.differences(self._config, args)
         self._not_checked = self._why_not_checked()
         # No argument says it: the model itself is told.
-        self._undo_loss = chunk_loss(kwargs["model"]) if self._config.chunked_loss else None
+        self._undo = list(_put_in(kwargs["model"], self._config))
         self._hook = None
         if not args.torch_compile:
             self._hook = kwargs["model"].register_forward_pre_hook(self._see, with_kwargs=True)
@@ -149,8 +155,8 @@ class WatchCallback(TrainerCallback):
         self._pace.interrupt()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._undo_loss is not None:
-            self._undo_loss()
+        for undo in self._undo:
+            undo()
         if self._hook is not None:
             self._hook.remove()
         if self._is_cuda:
@@ -324,6 +330,21 @@ class WatchCallback(TrainerCallback):
         self.lines.append(line)
         if self._is_told:
             self._say_line(line)
+
+
+def _put_in(model: Any, config: TrainConfig) -> Iterator[Callable[[], None]]:
+    """Put into the model what no argument says; yield functions that take it out again."""
+    if config.chunked_loss:
+        yield chunk_loss(model)
+    if config.has_plan:
+        plan = CHECKPOINT_PLANS[config.checkpoint_plan]
+        yield checkpoint_layers(model, config.checkpoint_layers, plan.first_keep, plan.others_keep)
+        # By now the Trainer has switched on its own, of every layer.
+        names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")
+        disable = next((name for name in names if hasattr(model, name)), None)
+        if disable is not None:
+            getattr(model, disable)()
+            model.disable_input_require_grads()
 
 
 def _off(seen: float, planned: float) -> str:

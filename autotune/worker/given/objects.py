@@ -95,6 +95,9 @@ def differences(config: TrainConfig, arguments: TrainingArguments) -> dict[str, 
     if (getattr(arguments, "dataset_kwargs", None) or {}).get("skip_prepare_dataset"):
         # The rows are cut already, and TRL does not ask how.
         wanted = {name: value for name, value in wanted.items() if name not in OF_DATASET}
+    if config.has_plan:
+        # The callback puts it into the model, whatever they say.
+        wanted = {name: value for name, value in wanted.items() if "checkpointing" not in name}
     if arguments.device.type != "cuda":
         wanted = _without_cuda(wanted)
     found: dict[str, tuple[Any, Any]] = {}

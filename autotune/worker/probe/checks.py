@@ -19,9 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.space import requirements
 from autotune.space.adapters import ADAPTERS, peft_fields
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
+from autotune.worker.build.checkpoint_plan import keep_products
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.quantize import is_quantized
 from autotune.worker.build.tensor_parallel import local
@@ -201,6 +203,8 @@ class FirstStep:
         return [f"{num_patched} modules have Liger's kernels"]
 
     def _check_checkpointing(self, config: TrainConfig) -> list[str]:
+        if config.has_plan:
+            return self._check_plan(config)
         every = config.activation_checkpointing
         if not every:
             found = len(self._recomputed)
@@ -218,6 +222,26 @@ class FirstStep:
             return [f"activation offloading is {'on' if offloads else 'off'}"]
         return []
 
+    def _check_plan(self, config: TrainConfig) -> list[str]:
+        """Check which layers were computed again, and what each is told to keep."""
+        plan = CHECKPOINT_PLANS[config.checkpoint_plan]
+        kept = {
+            number: plan.first_keep if number < config.checkpoint_layers else plan.others_keep
+            for number in self._ran
+        }
+        wanted = {number for number, keeps in kept.items() if keeps != "all"}
+        if not wanted or self._recomputed != wanted:
+            return [
+                f"checkpointing by a plan is active on {len(self._recomputed)} of "
+                f"{len(self._ran)} layers, not on the {len(wanted)} that it is for"
+            ]
+        found = {number: _kept_by(self._layers[number]) for number in kept}
+        wrong = sorted(number for number in kept if found[number] != kept[number])
+        return [
+            f"layer {number} keeps {found[number]}, not {kept[number]}, for the backward pass"
+            for number in wrong[:1]
+        ]
+
     def _check_autocast(self, config: TrainConfig) -> list[str]:
         precision = PRECISIONS[config.precision]
         # FSDP2 and DeepSpeed cast the weights instead.
@@ -227,6 +251,21 @@ class FirstStep:
         if found == {wanted}:
             return []
         return [f"autocast is {', '.join(map(str, found)) or 'never reached'}, not {wanted}"]
+
+
+def _kept_by(layer: Any) -> str:
+    """Return what a layer is told to keep for the backward pass: `inputs`, `products` or `all`.
+
+    Empty for what no plan says, such as checkpointing of Transformers' own.
+    """
+    if layer.gradient_checkpointing:
+        return ""
+    if getattr(layer.forward, "func", None) is not checkpoint:
+        return "all"
+    context = layer.forward.keywords.get("context_fn")
+    if context is None:
+        return "inputs"
+    return "products" if keep_products in context.args else ""
 
 
 def check_compiled(model: Any, config: TrainConfig) -> list[str]:

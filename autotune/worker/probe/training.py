@@ -16,7 +16,11 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from autotune.export.training_args import installed_fields, training_arguments
+from autotune.export.training_args import (
+    installed_fields,
+    training_arguments,
+    without_checkpointing,
+)
 from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
@@ -116,6 +120,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArguments:
     """The arguments that are exported, with others beside them that change no step."""
     values: dict[str, Any] = training_arguments(config, installed_fields())
+    if config.has_plan:
+        values = without_checkpointing(values)
     accumulation = config.gradient_accumulation_steps
     if not spec.confirm_steps:
         is_shared = config.num_gpus > 1

@@ -66,13 +66,15 @@ def _is_left_as_it_was(spec: TraceSpec) -> bool:
     """Whether a step leaves the model as it was before, but for gradients.
 
     LLM.int8 moves its codes in the first step, fp8 keeps scales; Liger, TRL and FlexAttention are put in for
-    the length of one trace, and a loss in parts takes the head's place. Dynamo may keep what it likes.
+    the length of one trace, a loss in parts takes the head's place, and a plan that of layers. Dynamo may
+    keep what it likes.
     """
     return (
         spec.quantization != "int8"
         and not PRECISIONS[spec.precision].fp8
         and not spec.liger
         and not spec.chunked_loss
+        and not spec.has_plan
         and spec.trainer == "transformers"
         and spec.attention != flex.FLEX
         and not spec.is_compiled

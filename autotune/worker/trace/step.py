@@ -23,13 +23,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
 from transformers import PretrainedConfig
 
 from autotune.memory.traces.copies import Layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
-from autotune.worker.build import fp8, layers, quantize, tensor_parallel
+from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
@@ -43,7 +44,7 @@ from autotune.worker.trace.meta_step import MetaStep
 from autotune.worker.trace.meta_values import labelled_rows
 from autotune.worker.trace.naming import NamingTracker, with_weights
 from autotune.worker.trace.shared_models import Group, SharedModel, SharedModels
-from autotune.worker.trace.stand_ins import without_values
+from autotune.worker.trace.stand_ins import replaced, without_values
 from autotune.worker.trace.tracker import Tracker
 
 _OF_LABELS = {torch.ops.aten.nonzero.default: labelled_rows}
@@ -194,6 +195,13 @@ def trace_step(
     is_split = spec.num_splits > 1
     tensor_parallel.begin(spec.num_splits)
     base = _base({} if shared is None else shared, config, task, spec, whole=whole)
+    if spec.has_plan:
+        count = base.layers.get("cut", spec.checkpoint_layers)
+        if not count:
+            raise UnsupportedModel(
+                "its layers are too few, or too unlike, for a plan of any number of them"
+            )
+        spec = dataclasses.replace(spec, checkpoint_layers=count)
     micro_batch = 1 if spec.single else MICRO_BATCH
     workspaces = Workspaces(device.cublas_workspace_bytes)
     hidden_buffers_here = (
@@ -332,7 +340,14 @@ def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Modul
     )
     if pattern is None:
         return _whole(config, task, spec)
-    num = pattern.num_traced(len(kinds), _num_periods(config, spec))
+    num_periods = _num_periods(config, spec)
+    num = pattern.num_traced(len(kinds), num_periods)
+    cut: dict[str, int] = {}
+    if spec.has_plan:
+        cut["cut"] = pattern.first + num_periods * pattern.period
+        num += num_periods * pattern.period
+        if num >= len(kinds):
+            return _whole(config, task, spec)
     small = layers.with_layers(config, num)
     try:
         model = models.build_base(small, task, spec)
@@ -340,7 +355,7 @@ def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Modul
         return _whole(config, task, spec)
     if layers.kinds_of(model, small) != kinds[:num]:
         return _whole(config, task, spec)  # What is special about the last layers comes too early.
-    return model, {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern)}
+    return model, {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern), **cut}
 
 
 _KINDS: dict[tuple[str, str, str], list[layers.Kind]] = {}
@@ -379,7 +394,22 @@ def _techniques(
             stack.enter_context(liger.on_meta(tracker, device, chunks))
         if spec.trainer == "trl-sft":
             stack.enter_context(sft.on_meta(tracker, chunks))
+        if spec.has_plan:
+            keep = checkpoint_plan.keep_products
+            here = [(checkpoint_plan, "keep_products", functools.partial(_keep_of_any_rank, keep))]
+            stack.enter_context(replaced(here))
         yield
+
+
+def _keep_of_any_rank(keep: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Ask the rule of what checkpointed layers keep, but of an adapter's products as for any usual rank.
+
+    RANK, which stands for all of them, is larger than the model's own dimensions.
+    """
+    tensors = (each for each in args if isinstance(each, torch.Tensor))
+    if any(RANK in tensor.shape[-2:] for tensor in tensors):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return keep(*args, **kwargs)
 
 
 @contextlib.contextmanager
