@@ -7,10 +7,13 @@ Under tools/no_card nothing is computed and every allocation is PyTorch's own; o
 Each differs from a plain one in a few settings, in one more often than in two. What a rule refuses, what
 the model does not have and what is not installed is not drawn. A line each: the prediction against what
 was seen, of allocated and of reserved bytes. What depends on values (places without tokens,
-LLM.int8's outliers, an overflow of float16) is no error.
+LLM.int8's outliers, an overflow of float16) is no error. A plan of checkpointing needs six
+layers, or six times the model's pattern of them.
 
---out: the same, a JSON object per line {"schema_version", "key", "model", "num_layers", "prediction":
-{Estimate.to_dict}, "measurement": {Measurement.to_dict}}; what it has already is not run again.
+--out: the same, a JSON object per line {"schema_version", "key", "model", "num_layers",
+"capped_at_prediction", "prediction": {Estimate.to_dict}, "measurement": {Measurement.to_dict}}; what it has
+already is not run again.
+--capped: with what is predicted to do as the budget, in place of all of the card.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space import requirements
+from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.rules import Context, broken_rules
@@ -58,7 +62,9 @@ NUMBERS: dict[str, tuple[int, ...]] = {
 """Of settings that are numbers; the others have their knob's choices."""
 _MOST_TOKENS = 32768
 """Of a micro-batch: more takes a probe's time and tells nothing new."""
-_FIXED = ("micro_batch_size", "peft", "parallelism", "lora_alpha_ratio")
+_FIXED = ("micro_batch_size", "peft", "parallelism", "lora_alpha_ratio", "checkpoint_layers")
+_LEAST_STRETCH = 3
+"""Fewest layers of either stretch of a plan (autotune.search.solved_checkpointing)."""
 
 
 def cut(model: str, num_layers: int) -> ModelSource:
@@ -73,9 +79,11 @@ def cut(model: str, num_layers: int) -> ModelSource:
     return dataclasses.replace(source, config=config, num_parameters_known=None)
 
 
-def draw(chance: random.Random, only: list[str]) -> TrainConfig:
+def draw(
+    chance: random.Random, only: list[str], methods: list[str], num_layers: int | None
+) -> TrainConfig:
     """One that may break a rule. `only`: settings that differ from the plain ones."""
-    method = chance.choice([name for name in METHODS if name != "peft"])
+    method = chance.choice(methods)
     domains = {
         knob.name: NUMBERS.get(knob.name) or knob.choices
         for knob in KNOBS.values()
@@ -96,6 +104,10 @@ def draw(chance: random.Random, only: list[str]) -> TrainConfig:
     for name in others:
         if name in domains:
             values[name] = chance.choice(domains[name])
+    if values.get("checkpoint_plan", INTERVAL) != INTERVAL:
+        values["activation_checkpointing"] = 1
+        most = max(_LEAST_STRETCH, (num_layers or 0) - _LEAST_STRETCH)
+        values["checkpoint_layers"] = chance.randint(_LEAST_STRETCH, most)
     return TrainConfig(method=method, **values)
 
 
@@ -136,21 +148,25 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=20, help="configurations")
     parser.add_argument("--layers", type=int, default=0, help="of each model, at most [all]")
     parser.add_argument("--model", action="append", help="one of these alone")
+    parser.add_argument("--method", action="append", help="one of these alone")
     parser.add_argument("--only", action="append", default=[], help="a setting that differs")
+    parser.add_argument("--capped", action="store_true", help="at what is predicted")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     card, budget_bytes = card_and_budget("cuda", None)
     chance, records = random.Random(options.seed), Records(options.out)
+    methods = options.method or [name for name in METHODS if name != "peft"]
     table: Any = Nothing()
     spec = ProbeSpec(task=TASK, backend="cuda", memory_budget_bytes=budget_bytes, max_seconds=0.1)
     with ForkServer() as tracers, ForkServer() as probes:
         for _ in range(options.num):
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
-                config = draw(chance, options.only)
+                config = draw(chance, options.only, methods, source.num_layers)
                 if is_valid(config, source, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)} {config.lora_dropout}"
+            key += " capped" * options.capped
             if key in records:
                 continue
             try:
@@ -162,12 +178,18 @@ def main() -> None:
             except AutotuneError as error:
                 say(f"not predicted: {error}: {source.name} {shown(config)}")
                 continue
-            seen = Prober(OneCard(probes), table, source, spec).measure(config)
+            least_bytes = estimate.peak_device_bytes if options.capped else budget_bytes
+            if least_bytes > budget_bytes:
+                say(f"does not fit: {key}")
+                continue
+            capped_spec = dataclasses.replace(spec, memory_budget_bytes=least_bytes)
+            seen = Prober(OneCard(probes), table, source, capped_spec).measure(config)
             records.add(
                 key,
                 model=source.name,
                 num_layers=options.layers,
-                prediction=estimate.to_dict(budget_bytes),
+                capped_at_prediction=options.capped,
+                prediction=estimate.to_dict(least_bytes),
                 measurement=seen.to_dict(),
             )
             print(f"{line(estimate, seen)}: {source.name} {shown(config)}", flush=True)
