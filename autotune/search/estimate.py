@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.question import Question
 from autotune.search.predict_best import Progress
 from autotune.search.resolve import Configuration, resolve_configuration
+from autotune.search.solved_checkpointing import PlanSolver, plan_specs
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.store.trace_cache import TraceCache
 
 
@@ -43,15 +46,22 @@ def estimate(
 def priced(
     asked: Configuration, *, progress: Progress = lambda *_: None, with_operations: bool = False
 ) -> Pricing:
-    """Trace the configuration and make its Estimator; `with_operations` traces anew, with all names."""
+    """Trace the configuration and make its Estimator; `with_operations` traces anew, with all names.
+
+    Checkpointing that is to be solved is: none where that fits, else the fastest plan that does, else all.
+    """
     workload = asked.workload
     cache = None if with_operations else TraceCache()
+    solves = asked.config.activation_checkpointing == SOLVE
+    lean = dataclasses.replace(asked.config, activation_checkpointing=1)
+    free = dataclasses.replace(asked.config, activation_checkpointing=0)
+    specs = {TraceSpec.of(config) for config in ((lean, free) if solves else (asked.config,))}
     traces = trace_all(
         asked.source,
         workload.task,
         workload.sequence_length,
         asked.card.gpu,
-        [TraceSpec.of(asked.config)],
+        specs | plan_specs(lean) if solves else specs,
         num_gpus=workload.num_gpus,
         on_trace=functools.partial(progress, "trace"),
         cache=cache,
@@ -65,4 +75,7 @@ def priced(
         useful_share=workload.useful_share,
         replays=None if cache is None else cache.replays(),
     )
+    if solves:
+        solved = PlanSolver(estimator, traces).least_checkpointed(lean)
+        asked = dataclasses.replace(asked, config=solved)
     return Pricing(asked, estimator)

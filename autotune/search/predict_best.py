@@ -5,6 +5,7 @@ Enumerate, trace once per structure, price every point, replay what could win.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -19,7 +20,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.shared_trace import SharedTrace
-from autotune.predict.tracing import trace_all
+from autotune.predict.tracing import trace_all, trace_server
 from autotune.probe import compiled
 from autotune.records.answer import (
     MORE_MEMORY_BYTES,
@@ -31,7 +32,7 @@ from autotune.records.answer import (
 )
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
-from autotune.search import beside, compiled_candidates, waterfall
+from autotune.search import beside, compiled_candidates, solved_checkpointing, waterfall
 from autotune.search.candidates import Candidates
 from autotune.search.first_answers import FirstAnswers
 from autotune.search.nothing_fits import none_of_class, nothing_fits
@@ -49,6 +50,7 @@ from autotune.space.search_space import (
     with_batchings,
     with_checkpoint,
     with_precision_of,
+    without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
 from autotune.store.trace_cache import TraceCache
@@ -179,6 +181,7 @@ def find(
     ways_to_compile = compiled.settings_of(space)
     ways_predicted = compiled_candidates.predicted_ways(ways_to_compile, gpu.backend)
     reference = base or default_base(workload, gpu, model)
+    space, solving = without_solve(space)
     changing = Changing(space, tuple(changes))
     asked_for = tuple(each for each in space.methods if each.method in workload.methods)
     changing.to(dataclasses.replace(space, methods=asked_for), "the methods that were asked for")
@@ -248,24 +251,41 @@ def find(
             specs,
             num_gpus=workload.num_gpus,
             on_trace=on_trace,
+            server=server,
             cache=cache,
             found=traces,
         )
 
-    trace({TraceSpec.of(config) for config in [*possible, *baselines]})
-    supported = [config for config in possible if estimator.supports(config)]
-    baseline = _baseline(estimator, baselines)
-    if baseline is not None:
-        reference = baseline.config
-    is_offered = changing.space.offers(reference)
-    # The base's micro-batch may be larger than those of the space.
-    adds_base = (
-        baseline is not None
-        and reference not in supported
-        and is_offered
-        and _is_possible(reference, model, workload)
-    )
-    candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
+    specs = {TraceSpec.of(config) for config in [*possible, *baselines]}
+    server = trace_server(specs) if solving else None
+    # Plans are traced once the others are priced: what imports once, then, does for both.
+    with server or contextlib.nullcontext():
+        trace(specs)
+        supported = [config for config in possible if estimator.supports(config)]
+        baseline = _baseline(estimator, baselines)
+        if baseline is not None:
+            reference = baseline.config
+        is_offered = changing.space.offers(reference)
+        # The base's micro-batch may be larger than those of the space.
+        adds_base = (
+            baseline is not None
+            and reference not in supported
+            and is_offered
+            and _is_possible(reference, model, workload)
+        )
+        candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
+        plans = solved_checkpointing.solved_configs(
+            candidates,
+            supported,
+            solved_checkpointing.PlanSolver(estimator, traces),
+            estimator,
+            methods=solving,
+            allow=allow,
+            trace=trace,
+        )
+    server = None
+    supported += plans
+    candidates = candidates.with_more(plans)
     num_compiled = 0
     if any(ways_predicted.values()):
         added, not_compiled = compiled_candidates.compiled_configs(
@@ -326,9 +346,9 @@ def find(
         reaches_experts=beside.reaches_experts(best, model),
         tip=best_tip(best, model, changing.space, context, chosen),
         counts=Counts(
-            enumerated=points.num_enumerated + num_compiled,
+            enumerated=points.num_enumerated + len(plans) + num_compiled,
             invalid=points.num_enumerated - len(points.configs),
-            unsupported=len(possible) + num_compiled - len(supported),
+            unsupported=len(possible) + len(plans) + num_compiled - len(supported),
             predicted_oom=len(points.configs)
             - len(possible)
             + len(supported)

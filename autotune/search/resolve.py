@@ -24,6 +24,7 @@ from autotune.search import budget, nearest_base
 from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.search.dataset import read_dataset
 from autotune.space import space_file
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import default_base
 from autotune.space.headroom import NO_HEADROOM
@@ -232,7 +233,13 @@ def resolve_configuration(
         gradient_accumulation_steps=question.accumulation,
         **given,
     )
-    budget.check_rules(config, workload, card.gpu, source, what="This configuration")
+    checked = config
+    if config.activation_checkpointing == SOLVE:
+        # Any plan must be possible.
+        checked = dataclasses.replace(
+            config, activation_checkpointing=1, checkpoint_plan="recompute", checkpoint_layers=1
+        )
+    budget.check_rules(checked, workload, card.gpu, source, what="This configuration")
     return Configuration(source=source, card=card, workload=workload, config=config)
 
 

@@ -136,7 +136,7 @@ def test_options_of_find(
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (("--checkpointing", "every-0"), "none, full or every-N"),
+        (("--checkpointing", "every-0"), "none, full, every-N"),
         (("--optimizer", "adamw_torh"), "adamw_torch"),
         (("--optimizer", "adamw_apex_fused"), "adamw_torch_fused computes the same"),
         (("--optimizer", "adamw_torch_xla"), "runs on XLA devices"),

@@ -27,6 +27,7 @@ from autotune.export import train_config
 from autotune.records.question import EFFORTS
 from autotune.search import predict_best
 from autotune.search.predict_best import Prediction
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 
@@ -137,6 +138,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--precision": None,
         "--optimizer": None,
         "--checkpointing": None,
+        "--checkpoint-plan": None,
+        "--checkpoint-layers": None,
         "--offload": None,
         "--attention": None,
         "--batching": None,
@@ -179,6 +182,8 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--precision": None,
         "--optimizer": None,
         "--checkpointing": None,
+        "--checkpoint-plan": None,
+        "--checkpoint-layers": None,
         "--offload": None,
         "--attention": None,
         "--batching": None,
@@ -776,10 +781,13 @@ def test_lists(main: Main, command: str, parts: tuple[str, ...]) -> None:
         assert part in ran.out
 
 
-@pytest.mark.parametrize("value", ["full", "none", "every-3"])
+@pytest.mark.parametrize("value", ["full", "none", "every-3", "solve"])
 def test_checkpointing_in_words(value: str) -> None:
     kind = KnobType(KNOBS["activation_checkpointing"])
-    assert kind.convert(value, None, None) == {"full": 1, "none": 0, "every-3": 3}[value]
+    assert (
+        kind.convert(value, None, None)
+        == ({"full": 1, "none": 0, "every-3": 3, "solve": SOLVE}[value])
+    )
 
 
 def test_a_mistake_of_ours_is_one_line_and_a_traceback_on_request(

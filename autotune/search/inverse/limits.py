@@ -12,9 +12,10 @@ from autotune.search.inverse.pricing import LimitProblem
 from autotune.search.inverse.questions import Limit, positions
 from autotune.search.predict_best import Progress
 from autotune.space import space_file
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS
 from autotune.space.requirements import predictable
-from autotune.space.search_space import may_pack, with_peft
+from autotune.space.search_space import may_pack, with_peft, without_solve
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_ACCUMULATION = 1024
@@ -45,6 +46,12 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
             why="Every micro-batch of a step is replayed, for every value",
             remedy=f"Give {MAX_ACCUMULATION:,} or less; `autotune estimate` prices one such configuration",
         )
+    if question.settings.get("activation_checkpointing") == SOLVE:
+        raise ConfigError(
+            "--checkpointing solve does not go with `max`",
+            why="A plan leaves no memory unused, and a limit is reached with every layer checkpointed",
+            remedy="Give --checkpointing full, or leave it out",
+        )
     card = None if what == "gpu" else budget.choose_card(question.gpu, question.gpu_mem)
     source = None if question.model is None else models.resolve(question.model)
     length = question.seq_len or SEQUENCE_LENGTH
@@ -52,7 +59,8 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         length = budget.possible_length(source, length, is_given=question.seq_len is not None)
         budget.check_length(question.task or source.task, length)
     task = question.task or (None if source is None else source.task)
-    space, _ = predictable(space_file.load(question.space))
+    space, _ = without_solve(space_file.load(question.space))
+    space, _ = predictable(space)
     methods = question.methods
     if question.peft is not None:
         space = with_peft(space, question.peft)

@@ -1,0 +1,265 @@
+"""Checkpointing solved: the plan with the fewest lean layers that lets a step fit.
+
+Of layers that are alike, each way to keep less frees as much and costs as much, so that the fastest mix
+that fits has two ways at most: those of the plans (autotune.space.checkpoint_plans). The lean layers are the
+first of the model. When the backward pass comes to them the others have freed what they kept, so that no
+other place would be better (tests/search/test_solved_checkpointing.py tries all of a small model).
+
+A search solves the families of configurations, alike but for checkpointing, that may beat the answer which it
+has without: first those that a straight line between no checkpointing and all of it promises most of.
+
+Known limitations
+- Each of the two stretches of layers has three at least, or three times the model's pattern of layers.
+- A stack of layers that are too unlike to be told from a few (Gemma 3 1B), or one of two, has no plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from autotune.common import log
+from autotune.errors import AutotuneError
+from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.shared_trace import SharedTrace
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import NOISE
+from autotune.search.candidates import Candidates, speed_of
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.space.tradeoffs import LEVEL
+
+_log = log.logger(__name__)
+
+Traces = dict[TraceSpec, Trace | SharedTrace]
+
+MOST_FAMILIES = 24
+"""Most families of each trade-off class whose plans are traced. [judgement] Most differ in what hardly
+changes speed, and share traces."""
+MOST_SOLVED = 2
+"""Most of them that are solved: of those whose promises are tied the one that gives up least, and others only
+where they promise more than it keeps."""
+_LEAST_COST = 0.6
+"""Share of a straight line's cost that a plan may come down to. [judgement] Keeping products frees about half
+of what a layer keeps for a third of the time (studies/checkpoint-plans)."""
+
+_SLACK = 1.01
+"""How much faster than a straight line promises a plan may be. [judgement] Live bytes bend little between its
+ends, and time not at all."""
+
+
+def plan_specs(lean: TrainConfig) -> set[TraceSpec]:
+    """Return the specs of the traces that price the plans of a configuration with all layers checkpointed."""
+    return {
+        TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan)) for plan in CHECKPOINT_PLANS
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Promise:
+    """A plan with the speed that a straight line between its ends promises."""
+
+    plan: str
+    counts: range
+    """Numbers of lean layers that the plan may have."""
+    number: int
+    """Place in `counts` below which the live tensors alone are too many, about."""
+    layer_bytes: float
+    """Bytes that a lean layer keeps less than another, about."""
+    tokens_per_second: float
+
+
+class PlanSolver:
+    """Finds the fastest plan that fits. Traces of the plans that it tries join those it is given."""
+
+    def __init__(self, estimator: Estimator, traces: Traces) -> None:
+        self._estimator = estimator
+        self._traces = traces
+
+    def least_checkpointed(self, lean: TrainConfig) -> TrainConfig:
+        """Return the configuration without checkpointing, else the fastest plan that fits, else with all."""
+        free = dataclasses.replace(lean, activation_checkpointing=0)
+        if self._estimator.supports(free) and self._estimator.fitting(free) is not None:
+            return free
+        solved = self.solved(lean)
+        return lean if solved is None else solved.config
+
+    def promise(self, lean: TrainConfig) -> float:
+        """Return about the most tokens per second that a plan of a configuration reaches; 0 without one."""
+        return max((each.tokens_per_second for each in self._promises(lean)), default=0.0)
+
+    def solved(self, lean: TrainConfig) -> Estimate | None:
+        """Return the fastest plan that fits of a configuration with all layers checkpointed, if any."""
+        best: Estimate | None = None
+        for promise in sorted(self._promises(lean), key=lambda p: -p.tokens_per_second):
+            if best is not None and promise.tokens_per_second * _SLACK <= speed_of(best):
+                break
+            found = self._with_fewest(lean, promise)
+            if found is not None and (best is None or speed_of(found) > speed_of(best)):
+                best = found
+        return best
+
+    def _promises(self, lean: TrainConfig) -> Iterator[_Promise]:
+        room_bytes = self._estimator.room_for(lean)
+        for plan in CHECKPOINT_PLANS:
+            of_any = self._traces.get(TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan)))
+            if not isinstance(of_any, Trace) or not of_any.lean_layers:
+                continue
+            counts = of_any.lean_layers
+            ends = [self._config(lean, plan, counts[at]) for at in (0, -1)]
+            most_bytes, least_bytes = map(self._estimator.floor_bytes, ends)
+            fast, slow = map(self._estimator.tokens_per_second, ends)
+            if least_bytes > room_bytes or fast is None or slow is None:
+                continue
+            share = 0.0
+            if most_bytes > room_bytes:
+                share = (most_bytes - room_bytes) / (most_bytes - least_bytes)
+            yield _Promise(
+                plan=plan,
+                counts=counts,
+                number=int(share * (len(counts) - 1)),
+                layer_bytes=max(most_bytes - least_bytes, 1) / max(len(counts) - 1, 1),
+                tokens_per_second=1 / ((1 - share) / fast + share / slow),
+            )
+
+    def _with_fewest(self, lean: TrainConfig, promise: _Promise) -> Estimate | None:
+        """Return the plan with the fewest lean layers that fits; None where none does."""
+        counts, room_bytes = promise.counts, self._estimator.room_for(lean)
+        # The place of the most lean layers known not to fit, and of the fewest known to.
+        below, above = -1, len(counts)
+        found: Estimate | None = None
+        guess, stride = promise.number, 1
+        while above - below > 1:
+            guess = min(max(guess, below + 1), above - 1)
+            config = self._config(lean, promise.plan, counts[guess])
+            may_fit = self._estimator.may_fit(config)
+            estimate = self._estimator.fitting(config) if may_fit else None
+            if estimate is None:
+                below, guess, stride = guess, guess + stride, 2 * stride
+            else:
+                above, found = guess, estimate
+                spare_bytes = room_bytes - estimate.peak_device_bytes
+                guess -= max(1, int(spare_bytes / promise.layer_bytes))
+        return found
+
+    def _config(self, lean: TrainConfig, plan: str, count: int) -> TrainConfig:
+        """Return the configuration with a plan, of which there is a trace then."""
+        any_number = dataclasses.replace(lean, checkpoint_plan=plan)
+        config = dataclasses.replace(any_number, checkpoint_layers=count)
+        spec = TraceSpec.of(config)
+        if spec not in self._traces:
+            of_any = self._traces[TraceSpec.of(any_number)]
+            assert isinstance(of_any, Trace)
+            self._traces[spec] = of_any.with_lean_layers(count)
+        return config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Family:
+    """Configurations alike but for checkpointing: the one with all layers checkpointed, and a promise."""
+
+    lean: TrainConfig
+    most_tokens_per_second: float
+
+
+def solved_configs(
+    candidates: Candidates,
+    configs: Iterable[TrainConfig],
+    solver: PlanSolver,
+    estimator: Estimator,
+    *,
+    methods: frozenset[str],
+    allow: str | None,
+    trace: Callable[[set[TraceSpec]], None],
+) -> list[TrainConfig]:
+    """Solve the families that may beat what `candidates` has found; return the plans that fit.
+
+    `configs`: those of the search. `methods`: those whose checkpointing is to be solved. `allow`: the highest
+    class that may be the answer, None for any. `trace` makes the traces of specs.
+    """
+    leans = [
+        config
+        for config in configs
+        if config.method in methods
+        and config.activation_checkpointing == 1
+        and config.parallelism == "none"
+        and not (config.activation_offloading or config.is_compiled or config.has_plan)
+    ]
+    if not leans:
+        return []
+    by_class = [
+        list(itertools.islice(_families(candidates, leans, estimator, name), MOST_FAMILIES))
+        for name in TRADEOFF_CLASSES
+        if allow is None or LEVEL[name] <= LEVEL[allow]
+    ]
+    specs = {spec for families in by_class for each in families for spec in plan_specs(each.lean)}
+    if not specs:
+        return []
+    try:
+        trace(specs)
+    except AutotuneError as error:
+        _log.info("no plan of checkpointing can be traced: %s", error)
+        return []
+    found = []
+    for families in by_class:
+        open_ones = {each.lean: solver.promise(each.lean) for each in families}
+        best = 0.0
+        for _ in range(MOST_SOLVED):
+            open_ones = {k: v for k, v in open_ones.items() if v > best * (1 + NOISE)}
+            if not open_ones:
+                break
+            least = max(open_ones.values()) * (1 - NOISE)
+            lean = min(
+                (config for config, promise in open_ones.items() if promise >= least),
+                key=candidates.gives_up,
+            )
+            del open_ones[lean]
+            solved = solver.solved(lean)
+            if solved is not None:
+                best = max(best, speed_of(solved))
+                found.append(solved.config)
+    return found
+
+
+def _families(
+    candidates: Candidates, leans: Iterable[TrainConfig], estimator: Estimator, name: str
+) -> Iterator[_Family]:
+    """Yield the families of a class that may beat its best by more than the noise, the best promise first."""
+    ranked = candidates.best(candidates.exactly(name))
+    if ranked is None:
+        return
+    anchor = ranked[0]
+    is_in_form = candidates.in_form_of(anchor.config)
+    least = speed_of(anchor) * (1 + NOISE)
+    found = [
+        family
+        for lean in leans
+        if candidates.class_of(lean) == name
+        and is_in_form(lean)
+        and (family := _promise(lean, estimator)) is not None
+        and family.most_tokens_per_second > least
+    ]
+    for family in sorted(found, key=lambda f: (-f.most_tokens_per_second, repr(f.lean))):
+        free = dataclasses.replace(family.lean, activation_checkpointing=0)
+        if not estimator.may_fit(free) or estimator.fitting(free) is None:
+            yield family
+
+
+def _promise(lean: TrainConfig, estimator: Estimator) -> _Family | None:
+    """Return the family with the most that a plan may reach; None where checkpointing does not help."""
+    free = dataclasses.replace(lean, activation_checkpointing=0)
+    if not estimator.supports(free) or not estimator.may_fit(lean):
+        return None
+    lean_speed, free_speed = map(estimator.tokens_per_second, (lean, free))
+    if lean_speed is None or free_speed is None or lean_speed >= free_speed:
+        return None
+    room_bytes = estimator.room_for(lean)
+    free_bytes, lean_bytes = map(estimator.floor_bytes, (free, lean))
+    share = 0.0
+    if free_bytes > room_bytes:
+        share = (free_bytes - room_bytes) / (free_bytes - lean_bytes)
+    seconds = 1 / free_speed + _LEAST_COST * share * (1 / lean_speed - 1 / free_speed)
+    return _Family(lean=lean, most_tokens_per_second=1 / seconds)

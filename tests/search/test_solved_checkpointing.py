@@ -1,0 +1,228 @@
+"""Plans of checkpointing against brute force: every plan with every number of lean layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+import here
+import pytest
+import tiny_model
+
+from autotune.errors import ConfigError
+from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.shared_trace import SharedTrace
+from autotune.predict.tracing import trace_all
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import NOISE
+from autotune.records.question import Question
+from autotune.search import predict_best
+from autotune.search.estimate import estimate
+from autotune.search.inverse.limits import resolve_limit
+from autotune.search.solved_checkpointing import PlanSolver, plan_specs
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, SOLVE
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.headroom import NO_HEADROOM
+from autotune.space.search_space import MethodSpace, SearchSpace, without_solve
+
+pytestmark = [pytest.mark.slow, pytest.mark.worker]
+
+NUM_LAYERS = 10
+LENGTH = 1024
+MODEL = dataclasses.replace(
+    tiny_model.MODEL,
+    config={**tiny_model.MODEL.config, "num_hidden_layers": NUM_LAYERS, "vocab_size": 4096},
+)
+FREE = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    sequence_length=LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+LORA = dataclasses.replace(
+    FREE, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
+)
+METHODS = {"full": FREE, "lora": LORA}
+
+
+def checkpointed(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, activation_checkpointing=1)
+
+
+@functools.cache
+def traced() -> dict[TraceSpec, Trace | SharedTrace]:
+    specs = {TraceSpec.of(config) for config in METHODS.values()}
+    specs |= {TraceSpec.of(checkpointed(config)) for config in METHODS.values()}
+    specs |= {spec for config in METHODS.values() for spec in plan_specs(checkpointed(config))}
+    return trace_all(MODEL, "causal-lm", LENGTH, tiny_model.gpu(), specs, server=here.workers)
+
+
+def estimator(budget_bytes: int, traces: dict[TraceSpec, Trace | SharedTrace]) -> Estimator:
+    return Estimator(traces, tiny_model.gpu(), memory_budget_bytes=budget_bytes)
+
+
+def speed(found: Estimate) -> float:
+    assert found.tokens_per_second is not None
+    return found.tokens_per_second
+
+
+@functools.cache
+def all_plans(method: str) -> list[Estimate]:
+    lean, traces = checkpointed(METHODS[method]), dict(traced())
+    found = []
+    for plan in CHECKPOINT_PLANS:
+        of_any = traces[TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan))]
+        assert isinstance(of_any, Trace)
+        for count in of_any.lean_layers:
+            config = dataclasses.replace(lean, checkpoint_plan=plan, checkpoint_layers=count)
+            traces[TraceSpec.of(config)] = of_any.with_lean_layers(count)
+            found.append(estimator(10**12, traces).estimate(config))
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_solver_finds_what_brute_force_does(method: str) -> None:
+    every = all_plans(method)
+    assert len(every) == 3 * 5
+    # A budget between each two of them, and one below and above all.
+    peaks = sorted({found.peak_device_bytes for found in every})
+    budgets = [peaks[0] - 1, *peaks]
+    assert len(budgets) > 10
+    plans = set()
+    for budget_bytes in budgets:
+        solver = PlanSolver(estimator(budget_bytes, traces := dict(traced())), traces)
+        solved = solver.solved(checkpointed(METHODS[method]))
+        fitting = [found for found in every if found.peak_device_bytes <= budget_bytes]
+        if not fitting:
+            assert solved is None
+            continue
+        assert solved is not None
+        assert solved.peak_device_bytes <= budget_bytes
+        assert speed(solved) == max(map(speed, fitting))
+        plans.add(solved.config.checkpoint_plan)
+    assert len(plans) > 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_checkpointed_where_all_fits_and_everything_where_nothing_does(
+    method: str,
+) -> None:
+    config = METHODS[method]
+    free = estimator(10**12, traced()).estimate(config).peak_device_bytes
+
+    def chosen(budget_bytes: int) -> TrainConfig:
+        solver = PlanSolver(estimator(budget_bytes, traces := dict(traced())), traces)
+        return solver.least_checkpointed(checkpointed(config))
+
+    assert chosen(free) == config
+    assert chosen(free - 1).has_plan
+    assert chosen(10**9 // 4) == checkpointed(config)
+
+
+def space(*checkpointing: int) -> SearchSpace:
+    domains = {
+        # Of smaller ones all would fit without.
+        "micro_batch_size": (4, 8),
+        "precision": (FREE.precision,),
+        "optimizer": (FREE.optimizer,),
+        "activation_checkpointing": checkpointing,
+        "expandable_segments": (False, True),
+    }
+    return SearchSpace(
+        name="s", description="", methods=(MethodSpace(method="full", domains=domains),)
+    )
+
+
+def test_solve_stands_for_no_and_all_layers_and_is_no_point() -> None:
+    plain, methods = without_solve(space(2, SOLVE))
+    assert methods == {"full"}
+    assert plain.methods[0].domains["activation_checkpointing"] == (2, 0, 1)
+    assert without_solve(plain) == (plain, frozenset())
+    assert space(0, 1, SOLVE).methods[0].num_points == space(0, 1).methods[0].num_points
+
+
+def searched(budget_bytes: int, *checkpointing: int) -> predict_best.Prediction:
+    workload = Workload(
+        model=MODEL.name,
+        sequence_length=LENGTH,
+        effective_batch_size=8,
+        methods=("full",),
+        memory_budget_bytes=budget_bytes,
+        headroom=NO_HEADROOM,
+    )
+    return predict_best.find(
+        MODEL, workload, space(*checkpointing), tiny_model.gpu(), allow="exact", base=FREE
+    )
+
+
+def test_a_search_is_faster_with_what_is_solved_and_uses_the_memory_there_is() -> None:
+    every = sorted(all_plans("full"), key=lambda found: found.peak_device_bytes)
+    budget_bytes = every[len(every) // 2].peak_device_bytes
+    listed, solved = (searched(budget_bytes, *each) for each in ((0, 1), (0, 1, SOLVE)))
+    best = solved.answer.best
+    assert best.config.has_plan
+    assert best.peak_device_bytes <= budget_bytes
+    assert speed(best) > speed(listed.answer.best) * (1 + NOISE)
+    # No plan at this micro-batch that fits is faster by more than the noise.
+    fitting = [found for found in every if found.peak_device_bytes <= budget_bytes]
+    assert speed(best) * (1 + NOISE) >= max(map(speed, fitting))
+    assert solved.answer.counts.enumerated > listed.answer.counts.enumerated
+    # The report tells what checkpointing costs, and has a way from the base to the plan.
+    assert "activation_checkpointing" in {each.setting for each in solved.answer.changes}
+    changed = [set(step.changed) for step in solved.details(solved.answer).path]
+    assert {"activation_checkpointing", "checkpoint_plan", "checkpoint_layers"} in changed
+
+
+def test_nothing_is_solved_where_all_fits_without() -> None:
+    plenty = searched(10**12, 0, 1, SOLVE).answer
+    assert not plenty.best.config.has_plan
+    assert plenty.counts.enumerated == searched(10**12, 0, 1).answer.counts.enumerated
+
+
+def test_one_configuration_is_solved_and_a_limit_is_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL.config), encoding="utf-8")
+    budget_bytes = max(found.peak_device_bytes for found in all_plans("full"))
+    question = Question(
+        model=str(tmp_path / "config.json"),
+        gpu="rtx-4070",
+        gpu_mem=f"{budget_bytes}B",
+        headroom="0",
+        seq_len=LENGTH,
+        methods=("full",),
+        accumulation=2,
+        settings={
+            "micro_batch_size": 4,
+            "precision": FREE.precision,
+            "activation_checkpointing": SOLVE,
+        },
+    )
+    found = estimate(question).estimate
+    assert found.config.has_plan
+    assert found.peak_device_bytes <= budget_bytes
+    with pytest.raises(ConfigError, match="--checkpointing solve does not go with `max`"):
+        resolve_limit(question, "sequence-length", multiple_of=64)
+    offloaded = {**question.settings, "activation_offloading": True}
+    with pytest.raises(ConfigError, match="keeps on the GPU what it keeps"):
+        estimate(dataclasses.replace(question, settings=offloaded))
+
+
+def test_a_number_that_no_trace_tells_of_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL.config), encoding="utf-8")
+    question = Question(
+        model=str(tmp_path / "config.json"),
+        gpu="rtx-4070",
+        seq_len=LENGTH,
+        methods=("full",),
+        settings={
+            "activation_checkpointing": 1,
+            "checkpoint_plan": "recompute",
+            "checkpoint_layers": NUM_LAYERS - 1,
+        },
+    )
+    with pytest.raises(ConfigError, match="Each stretch of layers needs three"):
+        estimate(question)
