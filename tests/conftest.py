@@ -50,6 +50,16 @@ def pytest_collection_finish() -> None:
 
 
 _num_frozen_modules = 0
+_last_file: Path | None = None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What earlier files keep, such as their traces, is looked through no more."""
+    global _last_file
+    if item.path != _last_file:
+        _last_file = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_runtest_logfinish() -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import here
 import loaders
 import pytest
 import yaml
@@ -85,7 +84,7 @@ from axolotl.utils.schemas.config import AxolotlInputConfig
 logging.disable()
 fields = {**AxolotlInputConfig.model_fields, **LigerArgs.model_fields}
 answer = {"read": {}, "dtype": {}, "unknown": {}}
-for name, content in json.load(sys.stdin).items():
+for name, content in json.loads(sys.argv[1]).items():
     answer["unknown"][name] = [key for key in content if key not in fields]
     cfg = DictDefault(content)
     prepare_plugins(cfg)
@@ -184,15 +183,7 @@ def written(config: TrainConfig, dataset: Dataset | None = None) -> dict[str, An
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What axolotl makes of every file."""
     folder: Path = tmp_path_factory.mktemp("axolotl")
-    ran = subprocess.run(
-        [sys.executable, "-c", LOADER],
-        input=json.dumps(contents()),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    ran = here.workers.program(LOADER, json.dumps(contents()), cwd=folder)
     assert ran.returncode == 0, ran.stderr[-3000:]
     answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return answer

@@ -1,7 +1,7 @@
 """Each exported file goes through its target's own loader, and a tiny model trains from it.
 
-One child loads and trains all of it, because importing Trainer and TRL takes most of the time. About
-12 s on two cores. torchtune and Unsloth do not import here: test_export_torchtune.py, test_export_formats.py.
+One child, forked from a process that has imported Trainer, loads and trains all of it. About 7 s on
+two cores. torchtune and Unsloth do not import here: test_export_torchtune.py, test_export_formats.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ pytestmark = pytest.mark.slow
 
 DORA = dataclasses.replace(QLORA, lora_variant="dora")
 RSLORA = dataclasses.replace(
-    LORA, lora_variant="rslora", lora_targets="attention", attention="eager"
+    LORA,
+    lora_variant="rslora",
+    lora_targets="attention",
+    attention="eager",
+    activation_checkpointing=1,
+    checkpoint_plan="products",
+    checkpoint_layers=3,
 )
 HALF = dataclasses.replace(
     FULL,
@@ -61,6 +67,7 @@ from pathlib import Path
 import torch, transformers, yaml
 from peft import PeftConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 from trl.scripts.sft import main as trl_sft
 
@@ -146,6 +153,8 @@ def with_trl(work):
                      "length": len(self.train_dataset[0]["input_ids"]),
                      "dtype": str(next(self.model.parameters()).dtype),
                      "trainable": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+                     "planned": sum("forward" in vars(m) for m in self.model.modules()
+                                    if isinstance(m, GradientCheckpointingLayer)),
                      "checkpointing": self.model.is_gradient_checkpointing})
         return outcome
     SFTTrainer.train = train
@@ -332,7 +341,10 @@ def test_sft_trainer_takes_the_steps(report: dict[str, Any], way: str, name: str
     assert values["steps"] == (2 if way == "trl yaml" else 6)  # three epochs of two steps
     near_a_guess(values["loss"])
     assert (len(values["batch"]), values["length"]) == (2, 16)
-    assert values["checkpointing"] is (config.activation_checkpointing > 0)
+    # A program puts a plan into the model; a file has every layer checkpointed.
+    is_planned = config.has_plan and way == "trl python"
+    assert values["planned"] == (config.checkpoint_layers if is_planned else 0)
+    assert values["checkpointing"] is (config.activation_checkpointing > 0 and not is_planned)
     dtype = {"fp32": "float32"}.get(config.precision, "bfloat16")
     assert values["dtype"] == f"torch.{dtype}"
     other = "trl python" if way == "trl yaml" else "trl yaml"

@@ -33,6 +33,7 @@ from autotune.space.parallelisms import PARALLELISMS
 
 pytestmark = pytest.mark.slow
 
+SUPPORT = Path(__file__).parents[1] / "support"
 SHARED = dataclasses.replace(FULL, num_gpus=2, precision="bf16-mixed")
 NAMES = [name for name, row in PARALLELISMS.items() if name != "none" and not row.deals_layers]
 
@@ -259,18 +260,25 @@ def test_4_bit_weights_that_are_shared_out_train_with_two(tmp_path: Path, models
 
 
 def launched(folder: Path, *, as_on_gpus: bool, saved: str = "model.safetensors") -> None:
-    """Train with the files of a folder, as their reader is told to."""
+    """Train with the files of a folder, as their reader is told to.
+
+    Where their program runs as it is, in processes of its own; else in forks, which import less.
+    """
     program = ["train.py", "--dataset", "../text.txt", "--output-dir", "out", "--max-steps", "2"]
-    launch = [
-        *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"),
-        *("--config_file", "accelerate_config.yaml", "--main_process_port", free_port()),
-    ]
-    if as_on_gpus:
-        program = [str(Path(__file__).parents[1] / "support" / "as_on_gpus.py"), *program]
+    options = ["--config_file", "accelerate_config.yaml", "--main_process_port", free_port()]
     for _ in range(2):
-        done = subprocess.run(
-            [*launch, *program], cwd=folder, capture_output=True, text=True, timeout=300
-        )
+        if as_on_gpus:
+            words = [*options, str(SUPPORT / "as_on_gpus.py"), *program]
+            done = here.workers.program(str(SUPPORT / "launch_forked.py"), *words, cwd=folder)
+        else:
+            launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+            done = subprocess.run(
+                [*launch, *options, *program],
+                cwd=folder,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
         # Seen once, after the last step and the save: a thread of gloo outlived its process group
         # (torch 2.13). That is no matter of what was exported.
         if "terminate called without an active exception" not in done.stderr:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import here
 import loaders
 import pytest
 import yaml
@@ -76,10 +74,11 @@ CONFIGS = {
 }
 
 LOADER = """
-import dataclasses, json, sys
+import dataclasses, json, os, sys
+os.environ |= {"DISABLE_VERSION_CHECK": "1", "LLAMAFACTORY_VERBOSITY": "ERROR"}
 from llamafactory.hparams import get_train_args, parser
 
-files = json.load(sys.stdin)
+files = json.loads(sys.argv[1])
 answer = {"read": {}, "dtype": {}}
 for name, content in files.items():
     content |= {"use_cpu": True, "report_to": "none"}
@@ -159,16 +158,7 @@ def written(config: TrainConfig) -> dict[str, Any]:
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What LLaMA-Factory makes of every file."""
     folder: Path = tmp_path_factory.mktemp("llamafactory")
-    ran = subprocess.run(
-        [sys.executable, "-c", LOADER],
-        input=json.dumps(contents()),
-        cwd=folder,
-        env={**os.environ, "DISABLE_VERSION_CHECK": "1", "LLAMAFACTORY_VERBOSITY": "ERROR"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    ran = here.workers.program(LOADER, json.dumps(contents()), cwd=folder)
     assert ran.returncode == 0, ran.stderr[-3000:]
     answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return answer

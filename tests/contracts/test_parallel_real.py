@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 
 from autotune.catalogue.gpus import find_gpu
@@ -148,12 +147,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         cases[f"buckets-{find_unused}"] = shapes
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
-    child = subprocess.run(
-        [sys.executable, str(CHILD), str(folder / "cases.json"), str(folder / "report.json")],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    files = [str(folder / name) for name in ("cases.json", "report.json")]
+    child = here.workers.program(str(CHILD), *files)
     assert child.returncode == 0, child.stderr[-3000:]
     found: dict[str, list[dict[str, Any]]] = json.loads((folder / "report.json").read_text())
     return found

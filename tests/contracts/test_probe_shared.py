@@ -11,11 +11,11 @@ import dataclasses
 import json
 import os
 import signal
-import sys
 import time
 from typing import Any
 
 import answers
+import here
 import psutil
 import pytest
 
@@ -255,18 +255,20 @@ def test_an_embedding_within_a_module_of_its_own_is_shared() -> None:
 
 
 UNSHARED = """
-from autotune.worker.__main__ import main
+import json, sys
+from autotune.worker.__main__ import VERBS
 from autotune.worker.probe import run
 run.shard_on_cpu = lambda _: None
-main()
+*_, last = VERBS["probe"](json.loads(sys.argv[1]))
+print(json.dumps(last))
 """
 
 
 def test_what_is_not_shared_out_is_no_measurement_of_it() -> None:
     """Accelerate runs DDP on CPUs, whatever its file says: nobody may take that for FSDP2."""
-    command = [sys.executable, "-c", UNSHARED]
-    end = isolate.run("probe", request(FSDP2), deadline_seconds=120, command=command)
-    found = measurement_from_dict(end.answers[-1]["measurement"])
+    done = here.workers.program(UNSHARED, json.dumps(request(FSDP2)))
+    assert done.returncode == 0, done.stderr
+    found = measurement_from_dict(json.loads(done.stdout)["measurement"])
     assert found.outcome == "invalid"
     assert "the GPUs share it by ddp, not by fsdp2" in found.message
 
@@ -316,6 +318,7 @@ def out_of_memory() -> Measurement:
 def test_one_gpu_out_of_memory_ends_all_at_once() -> None:
     def measure(rank: Rank, tell: OnProgress) -> Measurement:
         tell({"step": 1})
+        assert rank.all_agree(True)  # The first has told by then.
         if rank.number == 0:
             time.sleep(60)  # As in a collective that the other will never come to.
         return out_of_memory()

@@ -13,7 +13,6 @@ import os
 import random
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from here import workers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -133,8 +133,8 @@ def words(folder: Path, output: str, *options: str, program: str = "train.py") -
     ]
 
 
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+@contextlib.contextmanager
+def taken_over() -> Iterator[pytest.MonkeyPatch]:
     """This process as one that a program may take over: its environment is put back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -142,6 +142,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         yield patch
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture
+def here() -> Iterator[pytest.MonkeyPatch]:
+    with taken_over() as patch:
+        yield patch
 
 
 def run(here: pytest.MonkeyPatch, told: list[str], tracker: CappedTracker | None = None) -> None:
@@ -165,8 +171,7 @@ def whole(folder: Path) -> tuple[Path, int, int]:
     """The run that nothing disturbs, and the most bytes that it and its first fallback take."""
     peaks = []
     for number in (1, 0):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with taken_over() as patch:
             tracker = Peak(PLENTY_BYTES)
             run(patch, words(folder, "whole", "--rung", str(number)), tracker)
             peaks.append(tracker.peak_bytes)
@@ -176,20 +181,14 @@ def whole(folder: Path) -> tuple[Path, int, int]:
 def test_hours_in_it_goes_on_from_the_last_checkpoint(
     folder: Path, whole: tuple[Path, int, int]
 ) -> None:
-    """In a fresh process. Weights that have seen other samples would be far off."""
+    """In a process that starts itself anew. Weights that have seen other samples would be far off."""
     undisturbed, answer_bytes, fallback_bytes = whole
     cap_bytes = (answer_bytes + fallback_bytes) // 2
     assert fallback_bytes < cap_bytes < answer_bytes
     output = folder / "later"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-c", CAPPED, str(cap_bytes)),
-            str(output / "checkpoint-3" / "trainer_state.json"),
-            *words(folder, "later", "--save-steps", "3"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
+    done = workers.program(
+        *(CAPPED, str(cap_bytes), str(output / "checkpoint-3" / "trainer_state.json")),
+        *words(folder, "later", "--save-steps", "3"),
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (said,) = re.findall(r"^Memory ran out .*$", done.stdout, re.MULTILINE)

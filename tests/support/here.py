@@ -14,6 +14,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,18 @@ from typing import Any
 import pytest
 
 from autotune import cli
+from autotune.catalogue.gpus import detect
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
 from autotune.search import measure_best
 from autotune.search.inverse import limits
-from autotune.worker.client import forkserver, isolate
+from autotune.worker.client import forkserver, isolate, launching
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import Reply, WorkerEnd
 from autotune.worker.client.orphans import adopt_orphans
 
+SERVER = (sys.executable, "-P", str(Path(__file__).with_name("program_server.py")))
+HAS_CARDS = bool(detect())
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
@@ -127,20 +132,37 @@ class Workers:
                 _keep(files[answer["id"]], answer)
         return dataclasses.replace(end, answers=(*kept, *end.answers))
 
+    def program(
+        self, program: str, *arguments: str, cwd: Path = Path(), deadline_seconds: float = 600
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a Python program, a path or a text, in a process forked for it; see program_server.py."""
+        with tempfile.NamedTemporaryFile() as printed:
+            request = {
+                "program": program,
+                "arguments": arguments,
+                "folder": str(cwd.absolute()),
+                "printed": printed.name,
+            }
+            end = self._run("program", request, deadline_seconds=deadline_seconds)
+            told = Path(printed.name).read_text(encoding="utf-8")
+        assert end.how != "timeout", end.problem
+        assert end.exit_code is not None
+        return subprocess.CompletedProcess(arguments, end.exit_code, told, end.stderr_tail)
+
     def start(self, verb: str) -> None:
-        with _adopting():
+        with _adopting(), _one_environment():
             self._server(verb).start(verb)
 
     def _run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
-        with _adopting():
+        with _adopting(), _one_environment():
             return self._server(verb).run(verb, request, **rest)
 
     def _server(self, verb: str) -> ForkServer:
         """The server for a verb.
 
-        A trace needs other variables than the other verbs, for which one server would start anew.
+        A trace must not see cards, for which one server would start anew. Where there are none, one will do.
         """
-        return self._servers.setdefault(verb == "trace", ForkServer())
+        return self._servers.setdefault(HAS_CARDS and verb == "trace", ForkServer(command=SERVER))
 
 
 @contextlib.contextmanager
@@ -151,6 +173,16 @@ def _adopting() -> Iterator[None]:
         yield
     finally:
         adopt_orphans(before)
+
+
+@contextlib.contextmanager
+def _one_environment() -> Iterator[None]:
+    """Where there are no cards, let a trace have the variables of the other verbs."""
+    environment = launching.worker_environment
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_CARDS:
+            patch.setattr(launching, "worker_environment", lambda _: environment("probe"))
+        yield
 
 
 NOTHING_LEFT = WorkerEnd(

@@ -1,0 +1,44 @@
+"""The fork server of tests: that of workers, with one verb more, which runs a Python program.
+
+    program {"program": path, or text of it, "arguments": [str], "folder": str, "printed": path}
+            no lines; what it prints to stdout goes into the file `printed`
+
+It runs as `python PROGRAM ARGUMENT ...` would in a process of its own, the imports aside, which take
+longer than what tests ask of most programs.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from types import ModuleType
+from typing import Any
+
+from autotune.worker import server
+from autotune.worker.__main__ import VERBS, Answers
+
+
+def _program(request: dict[str, Any]) -> Answers:
+    os.chdir(request["folder"])
+    printed = os.open(request["printed"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(printed, 1)
+    os.close(printed)
+    program = request["program"]
+    is_text = "\n" in program
+    sys.argv = ["-c" if is_text else program, *request["arguments"]]
+    # What a program starts itself anew with.
+    sys.orig_argv = [sys.executable, *(["-c"] if is_text else []), program, *request["arguments"]]
+    try:
+        if is_text:
+            main = sys.modules["__main__"] = ModuleType("__main__")
+            exec(compile(program, "<string>", "exec"), main.__dict__)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    finally:
+        sys.stdout.flush()
+    yield from ()
+
+
+if __name__ == "__main__":
+    server.main(verbs={**VERBS, "program": _program})
