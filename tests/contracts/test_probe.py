@@ -145,12 +145,13 @@ def _forget_8_bit_overrides() -> Iterator[None]:
 
 
 def estimated(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any] = MODEL
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any] | None = None
 ) -> Estimate:
+    """Return what is predicted. `model` None: MODEL, which a test may have replaced."""
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     spec = TraceSpec.of(config)
     answer = trace_module.trace_step(
-        models.load_config(model),
+        models.load_config(model or MODEL),
         "causal-lm",
         spec,
         sequence_length=config.sequence_length,

@@ -133,7 +133,7 @@ def test_an_old_one_gets_the_tables_of_the_next_revision_and_keeps_its_probes(ur
     with engine.connect() as connection:
         rows = connection.exec_driver_sql("SELECT record, added FROM autotune_probes").all()
     engine.dispose()
-    assert [row.added for row in rows] == [row.record for row in rows]
+    assert [row.added for row in rows] == [3 * row.record for row in rows]
     assert len(rows) == 2
 
 

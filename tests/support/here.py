@@ -23,18 +23,16 @@ from typing import Any
 import pytest
 
 from autotune import cli
-from autotune.catalogue.gpus import detect
 from autotune.nightly import run as nightly
 from autotune.predict import tracing
 from autotune.search import measure_best
 from autotune.search.inverse import limits
-from autotune.worker.client import forkserver, isolate, launching
+from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import Reply, WorkerEnd
 from autotune.worker.client.orphans import adopt_orphans
 
 SERVER = (sys.executable, "-P", str(Path(__file__).with_name("program_server.py")))
-HAS_CARDS = bool(detect())
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
@@ -150,19 +148,19 @@ class Workers:
         return subprocess.CompletedProcess(arguments, end.exit_code, told, end.stderr_tail)
 
     def start(self, verb: str) -> None:
-        with _adopting(), _one_environment():
+        with _adopting():
             self._server(verb).start(verb)
 
     def _run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
-        with _adopting(), _one_environment():
+        with _adopting():
             return self._server(verb).run(verb, request, **rest)
 
     def _server(self, verb: str) -> ForkServer:
         """The server for a verb.
 
-        A trace must not see cards, for which one server would start anew. Where there are none, one will do.
+        A trace needs other variables than the other verbs, for which one server would start anew.
         """
-        return self._servers.setdefault(HAS_CARDS and verb == "trace", ForkServer(command=SERVER))
+        return self._servers.setdefault(verb == "trace", ForkServer(command=SERVER))
 
 
 @contextlib.contextmanager
@@ -173,16 +171,6 @@ def _adopting() -> Iterator[None]:
         yield
     finally:
         adopt_orphans(before)
-
-
-@contextlib.contextmanager
-def _one_environment() -> Iterator[None]:
-    """Where there are no cards, let a trace have the variables of the other verbs."""
-    environment = launching.worker_environment
-    with pytest.MonkeyPatch.context() as patch:
-        if not HAS_CARDS:
-            patch.setattr(launching, "worker_environment", lambda _: environment("probe"))
-        yield
 
 
 NOTHING_LEFT = WorkerEnd(

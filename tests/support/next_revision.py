@@ -24,13 +24,13 @@ revision, down_revision = "{NEXT}", "{schema.HEAD}"
 
 def upgrade():
     op.add_column("autotune_probes", sa.Column("added", sa.Text, nullable=False, server_default=""))
-    op.execute("UPDATE autotune_probes SET added = record")
+    op.execute("UPDATE autotune_probes SET added = record || record || record")
 """
 
 
 @contextlib.contextmanager
 def next_revision() -> Iterator[None]:
-    """Within the block this process is a later autotune: what it opens gets a column `added`, filled."""
+    """Within the block this process is a later autotune: what it opens gets a column `added`, of three records."""
     with tempfile.TemporaryDirectory() as temporary, mock.patch.object(schema, "HEAD", NEXT):
         folder = Path(temporary) / "migrations"
         shutil.copytree(Path(migrations.__file__).parent, folder)
