@@ -30,7 +30,7 @@ def upgrade():
 
 @contextlib.contextmanager
 def next_revision() -> Iterator[None]:
-    """Within the block this process is a later autotune: what it opens gets a column `added`, of three records."""
+    """Within the block this process is a later autotune: what it opens gets a column of three records."""
     with tempfile.TemporaryDirectory() as temporary, mock.patch.object(schema, "HEAD", NEXT):
         folder = Path(temporary) / "migrations"
         shutil.copytree(Path(migrations.__file__).parent, folder)
