@@ -1,10 +1,11 @@
-"""What solving checkpointing brings: a search's answer with and without it, on twelve questions.
+"""What solving checkpointing and the loss in parts bring: thirteen answers without and with them.
 
-Run: python -m validation.checkpoint_plans (a quarter of an hour, no GPU)
+Run: python -m validation.checkpoint_plans (ten minutes, no GPU)
 
-Each question is asked of the default space twice: with `solve` among the values of checkpointing, and with
-the intervals alone. Everything is predicted. The rows go into studies/checkpoint-plans/rows.json, and the
-table of its README.md is made anew; what is there already is not asked again.
+Each question is asked of the default space three times: with the intervals of checkpointing alone, with
+`solve` besides, and with the loss in parts, too. Everything is predicted. The rows go into
+studies/checkpoint-plans/rows.json, and the table of its README.md is made anew; what is there already is not
+asked again.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
-from autotune.common.units import GIB
+from autotune.errors import NothingFitsError
 from autotune.records.answer import Answer
 from autotune.search import predict_best
 from autotune.space import space_file
-from autotune.space.config import Workload
+from autotune.space.config import TRADEOFF_CLASSES, Workload
 from autotune.space.knobs import describe
-from autotune.space.search_space import without_solve
+from autotune.space.search_space import without_parts, without_solve
+from autotune.space.tradeoffs import LEVEL
 
 FOLDER = Path(__file__).parents[1] / "studies" / "checkpoint-plans"
 MARK = "<!-- table -->"
@@ -48,6 +50,7 @@ def _case(model: str, method: str, gpu: str, sequence_length: int) -> Case:
 
 
 CASES = (
+    _case("meta-llama/Llama-3.2-1B", "lora", "rtx-4060", 4096),
     _case("meta-llama/Llama-3.2-1B", "lora", "rtx-4060", 1024),
     _case("meta-llama/Llama-3.2-1B", "full", "rtx-4080", 1024),
     _case("meta-llama/Llama-3.2-1B", "full", "rtx-4090", 4096),
@@ -63,8 +66,12 @@ CASES = (
 )
 
 
-def ask(case: Case, *, solves: bool) -> Answer:
-    """Return the predicted answer. `solves`: whether checkpointing is solved, too."""
+WAYS = ("listed", "solved", "parted")
+"""Intervals alone; with `solve`; and with the loss in parts."""
+
+
+def ask(case: Case, way: str) -> Answer | None:
+    """Return the predicted answer of one of WAYS; None where nothing fits."""
     space, gpu = space_file.load("default"), find_gpu(case.gpu)
     workload = Workload(
         model=case.model,
@@ -72,13 +79,20 @@ def ask(case: Case, *, solves: bool) -> Answer:
         methods=(case.method,),
         memory_budget_bytes=gpu.capacity_bytes,
     )
-    if not solves:
+    if way == "listed":
         space, _ = without_solve(space)
-    return predict_best.find(resolve(case.model), workload, space, gpu).answer
+    if way != "parted":
+        space, _ = without_parts(space)
+    try:
+        return predict_best.find(resolve(case.model), workload, space, gpu).answer
+    except NothingFitsError:
+        return None
 
 
-def shown(answer: Answer) -> dict[str, Any]:
+def shown(answer: Answer | None) -> dict[str, Any] | None:
     """Return what a row keeps of an answer."""
+    if answer is None:
+        return None
     best = answer.best
     return {
         "config": best.config.to_dict(),
@@ -91,34 +105,60 @@ def shown(answer: Answer) -> dict[str, Any]:
     }
 
 
+def _gain(row: dict[str, Any], way: str) -> float | None:
+    """How many times as fast the best up to the class of the answer without either is; None without one.
+
+    The loss in parts is of the class numerics: it counts where the answer of that class may be taken.
+    """
+    listed, found = row["listed"], row[way]
+    if listed is None:
+        return None
+    highest = (
+        listed["class"]
+        if way == "solved"
+        else max(listed["class"], "numerics", key=LEVEL.__getitem__)
+    )
+    names = [name for name in TRADEOFF_CLASSES if LEVEL[name] <= LEVEL[highest]]
+    fastest = [max(each["by_class"].get(name, 0.0) for name in names) for each in (found, listed)]
+    return fastest[0] / fastest[1]
+
+
 def _table(rows: dict[str, Any]) -> str:
     lines = [
-        "| question | with intervals alone | tokens/s | GiB | with `solve` | tokens/s | GiB | of its class |",
-        "|---|---|---:|---:|---|---:|---:|---:|",
+        "| question | intervals alone | tokens/s | with `solve` | tokens/s | faster "
+        "| with the loss in parts, too | tokens/s | faster |",
+        "|---|---|---:|---|---:|---:|---|---:|---:|",
     ]
-    gains = []
+    gains: dict[str, list[tuple[float, bool]]] = {"solved": [], "parted": []}
     for name, row in rows.items():
-        listed, solved = row["listed"], row["solved"]
-        # The answer may be of a lower class that is tied: what is compared is the best of the same class.
-        ratio = solved["by_class"][listed["class"]] / listed["by_class"][listed["class"]]
-        is_needed = listed["config"]["activation_checkpointing"] > 0
-        gains.append((ratio, is_needed))
-        cells = [name]
-        for found in (listed, solved):
-            cells += [
-                found["words"],
-                f"{found['tokens_per_second']:,.0f}",
-                f"{found['peak_device_bytes'] / GIB:.1f}",
-            ]
-        lines.append(f"| {' | '.join(cells)} | {100 * (ratio - 1):+.1f} % |")
-    means = []
-    for what, kept in (
-        ("all", gains),
-        ("those that checkpoint without `solve`", [gain for gain in gains if gain[1]]),
-    ):
-        mean = math.exp(sum(math.log(ratio) for ratio, _ in kept) / len(kept))
-        means.append(f"{100 * (mean - 1):+.1f} % of {what} ({len(kept)})")
-    return "\n".join([*lines, "", f"Geometric mean: {'; '.join(means)}."])
+        listed = row["listed"]
+        cells = [name, *_cells(listed)]
+        for way, found in gains.items():
+            gain = _gain(row, way)
+            cells += [*_cells(row[way]), "" if gain is None else f"{100 * (gain - 1):+.1f} %"]
+            if gain is not None:
+                found.append((gain, listed["config"]["activation_checkpointing"] > 0))
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append("")
+    for way, what in (("solved", "`solve`"), ("parted", "both")):
+        every = gains[way]
+        lean = [gain for gain in every if gain[1]]
+        lines.append(
+            f"Geometric mean with {what}: {_mean(every)} of {len(every)}; {_mean(lean)} of the "
+            f"{len(lean)} whose answer checkpoints layers without it."
+        )
+    return "\n".join(lines)
+
+
+def _cells(found: dict[str, Any] | None) -> tuple[str, str]:
+    if found is None:
+        return "nothing fits", ""
+    return found["words"], f"{found['tokens_per_second']:,.0f}"
+
+
+def _mean(gains: list[tuple[float, bool]]) -> str:
+    mean = math.exp(sum(math.log(ratio) for ratio, _ in gains) / len(gains))
+    return f"{100 * (mean - 1):+.1f} %"
 
 
 def main() -> None:
@@ -126,12 +166,12 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for case in CASES:
-        if case.name not in rows:
-            rows[case.name] = {
-                which: shown(ask(case, solves=which == "solved")) for which in ("listed", "solved")
-            }
-            path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-            print(case.name, *(rows[case.name][w]["words"] for w in ("listed", "solved")), sep="\n")
+        row = rows.setdefault(case.name, {})
+        for way in WAYS:
+            if way not in row:
+                row[way] = shown(ask(case, way))
+                print(case.name, way, _cells(row[way])[0], flush=True)
+                path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     before = readme.read_text(encoding="utf-8").partition(MARK)[0]
     readme.write_text(f"{before}{MARK}\n{_table(rows)}\n", encoding="utf-8")
 

@@ -32,7 +32,7 @@ from autotune.records.answer import (
 )
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
-from autotune.search import beside, compiled_candidates, solved_checkpointing, waterfall
+from autotune.search import beside, compiled_candidates, tried_on_best, waterfall
 from autotune.search.candidates import Candidates
 from autotune.search.first_answers import FirstAnswers
 from autotune.search.nothing_fits import none_of_class, nothing_fits
@@ -49,7 +49,9 @@ from autotune.space.search_space import (
     with_attentions,
     with_batchings,
     with_checkpoint,
+    with_parts,
     with_precision_of,
+    without_parts,
     without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
@@ -182,6 +184,7 @@ def find(
     ways_predicted = compiled_candidates.predicted_ways(ways_to_compile, gpu.backend)
     reference = base or default_base(workload, gpu, model)
     space, solving = without_solve(space)
+    space, parting = without_parts(space)
     changing = Changing(space, tuple(changes))
     asked_for = tuple(each for each in space.methods if each.method in workload.methods)
     changing.to(dataclasses.replace(space, methods=asked_for), "the methods that were asked for")
@@ -257,8 +260,8 @@ def find(
         )
 
     specs = {TraceSpec.of(config) for config in [*possible, *baselines]}
-    server = trace_server(specs) if solving else None
-    # Plans are traced once the others are priced: what imports once, then, does for both.
+    server = trace_server(specs) if solving or parting else None
+    # More is traced once these are priced: what imports once, then, does for both.
     with server or contextlib.nullcontext():
         trace(specs)
         supported = [config for config in possible if estimator.supports(config)]
@@ -274,21 +277,25 @@ def find(
             and _is_possible(reference, model, workload)
         )
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
-        plans = solved_checkpointing.solved_configs(
+        candidates, added = tried_on_best.tried(
             candidates,
             supported,
-            solved_checkpointing.PlanSolver(estimator, traces),
             estimator,
-            methods=solving,
-            allow=allow,
-            trace=trace,
+            traces,
+            tried_on_best.Tried(
+                solving=solving,
+                parting=parting,
+                allow=allow,
+                context=_context(workload, gpu, model),
+                trace=trace,
+            ),
         )
     server = None
-    supported += plans
-    candidates = candidates.with_more(plans)
-    num_compiled = 0
+    supported += added
+    num_added = len(added)
+    of_compiled: list[TrainConfig] = []
     if any(ways_predicted.values()):
-        added, not_compiled = compiled_candidates.compiled_configs(
+        of_compiled, not_compiled = compiled_candidates.compiled_configs(
             candidates,
             [*supported, *([reference] * adds_base)],
             ways_predicted,
@@ -296,9 +303,9 @@ def find(
             trace=trace,
             traces=traces,
         )
-        num_compiled = len(added)
         left_out = (*left_out, *not_compiled)
-        supported += added
+        supported += of_compiled
+        num_added += len(of_compiled)
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))
@@ -344,11 +351,11 @@ def find(
             estimator, supported, reference, best, candidates.at_most(chosen)
         ),
         reaches_experts=beside.reaches_experts(best, model),
-        tip=best_tip(best, model, changing.space, context, chosen),
+        tip=best_tip(best, model, with_parts(changing.space, parting), context, chosen),
         counts=Counts(
-            enumerated=points.num_enumerated + len(plans) + num_compiled,
+            enumerated=points.num_enumerated + num_added,
             invalid=points.num_enumerated - len(points.configs),
-            unsupported=len(possible) + len(plans) + num_compiled - len(supported),
+            unsupported=len(possible) + num_added - len(supported),
             predicted_oom=len(points.configs)
             - len(possible)
             + len(supported)
@@ -374,7 +381,7 @@ def find(
         compilation=compiled_candidates.compilation(
             candidates, lambda c: is_in_form(c) and candidates.at_most(chosen)(c)
         )
-        if num_compiled
+        if of_compiled
         else None,
     )
     return Prediction(

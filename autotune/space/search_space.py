@@ -28,6 +28,8 @@ _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FOR_QUANTIZED = ("device-map",)
 """Ways to share beside these of 4-bit weights, all of which FSDP2 has loaded on each GPU first."""
 
+_PARTS = "chunked_loss"
+"""A setting that a search tries on its best configurations, where a space has both of its values."""
 Domains = Mapping[str, tuple[Any, ...]]
 """Values that a search may give to a setting, by name of the knob."""
 
@@ -42,8 +44,11 @@ class MethodSpace:
 
     @property
     def num_points(self) -> int:
-        """Return the number of points that are listed: what is solved comes beside them."""
-        return math.prod(len([v for v in values if v != SOLVE]) for values in self.domains.values())
+        """Return the number of points that are listed: what is tried on the best comes beside them."""
+        return math.prod(
+            1 if name == _PARTS and len(values) > 1 else len([v for v in values if v != SOLVE])
+            for name, values in self.domains.items()
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +95,20 @@ def without_solve(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
         return {name: tuple(dict.fromkeys((*listed, 0, 1)))}
 
     return with_domains(space, plain), solving
+
+
+def without_parts(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
+    """Return the space without the loss in parts where it has the whole one, too, and methods with both."""
+    parting = frozenset(
+        section.method for section in space.methods if len(section.domains.get(_PARTS, ())) > 1
+    )
+    return with_domains(space, lambda s: {_PARTS: (False,)} if s.method in parting else {}), parting
+
+
+def with_parts(space: SearchSpace, methods: Collection[str]) -> SearchSpace:
+    """Return the space with the loss in parts beside the whole one, for these methods."""
+    both: Domains = {_PARTS: (False, True)}
+    return with_domains(space, lambda section: both if section.method in methods else {})
 
 
 def with_attentions(

@@ -1,0 +1,146 @@
+"""Settings that a search tries on its best configurations alone, since each multiplies what must be traced.
+
+First checkpointing is solved (autotune.search.solved_checkpointing). Then the loss is made in parts where its
+logits are a large share of the memory and more of it would make the step faster, checkpointing solved again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from autotune.common import log
+from autotune.errors import AutotuneError
+from autotune.predict.estimator import Estimator
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import NOISE
+from autotune.search.candidates import Candidates, speed_of
+from autotune.search.solved_checkpointing import PlanSolver, Traces, plan_specs, solved_configs
+from autotune.search.tips import LARGE_SHARE
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.space.rules import Context, broken_rules
+from autotune.space.tradeoffs import LEVEL
+
+_log = log.logger(__name__)
+
+_MAY_DIFFER = {
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "activation_checkpointing": 0,
+    "checkpoint_plan": "interval",
+    "checkpoint_layers": 0,
+    "expandable_segments": False,
+}
+"""Settings in which what is tried may differ from the best, each with any one value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tried:
+    """The methods that something is tried for, the highest class of an answer, and how to trace it."""
+
+    solving: frozenset[str]
+    """Methods of which checkpointing is solved."""
+    parting: frozenset[str]
+    """Methods of which the loss is made in parts."""
+    allow: str | None
+    """The highest class that may be the answer; None for any."""
+    context: Context
+    trace: Callable[[set[TraceSpec]], None]
+    """Makes the traces of specs."""
+
+
+def tried(
+    candidates: Candidates,
+    configs: Sequence[TrainConfig],
+    estimator: Estimator,
+    traces: Traces,
+    what: Tried,
+) -> tuple[Candidates, list[TrainConfig]]:
+    """Return the candidates with what was tried besides, and that alone.
+
+    `configs`: those of the search. `traces`: the estimator's, which what is tried joins.
+    """
+
+    def solved(candidates: Candidates, among: Iterable[TrainConfig]) -> list[TrainConfig]:
+        solver = PlanSolver(estimator, traces)
+        return solved_configs(
+            candidates,
+            among,
+            solver,
+            estimator,
+            methods=what.solving,
+            allow=what.allow,
+            trace=what.trace,
+        )
+
+    plans = solved(candidates, configs)
+    candidates = candidates.with_more(plans)
+    parted = _parted(candidates, configs, estimator, what)
+    candidates = candidates.with_more(parted)
+    plans_of_parted = solved(candidates, parted)
+    return candidates.with_more(plans_of_parted), [*plans, *parted, *plans_of_parted]
+
+
+def _parted(
+    candidates: Candidates, configs: Sequence[TrainConfig], estimator: Estimator, what: Tried
+) -> list[TrainConfig]:
+    """Trace the best of each class with the loss in parts; return what can be priced."""
+    found: dict[TrainConfig, None] = {}
+    for name in TRADEOFF_CLASSES:
+        if what.allow is not None and LEVEL[name] > LEVEL[what.allow]:
+            continue
+        ranked = candidates.best(candidates.exactly(name))
+        if ranked is None:
+            of_class = [config for config in configs if candidates.class_of(config) == name]
+            nearest = _nearest_to_fit(candidates, of_class, estimator)
+        else:
+            nearest = [ranked[0].config]
+        commons = {_common(config) for config in nearest if config.method in what.parting}
+        alike = [config for config in configs if _common(config) in commons]
+        if ranked is not None and not _may_pay(ranked[0], alike, estimator):
+            continue
+        for config in alike:
+            parted = dataclasses.replace(config, chunked_loss=True)
+            is_allowed = what.allow is None or candidates.at_most(what.allow)(parted)
+            # What is solved lies between no layer checkpointed and all of them.
+            if parted.activation_checkpointing in (0, 1) and is_allowed:
+                found[parted] = None
+    tried = [config for config in found if not broken_rules(config, what.context)]
+    specs = {TraceSpec.of(config) for config in tried}
+    for config in tried:
+        if config.method in what.solving and config.activation_checkpointing == 1:
+            specs |= plan_specs(config)
+    if not specs:
+        return []
+    try:
+        what.trace(specs)
+    except AutotuneError as error:
+        _log.info("no loss in parts can be traced: %s", error)
+    return [config for config in tried if estimator.supports(config)]
+
+
+def _nearest_to_fit(
+    candidates: Candidates, configs: Sequence[TrainConfig], estimator: Estimator
+) -> list[TrainConfig]:
+    """Return what needs least, and with every layer checkpointed what gives up least: none of them fits."""
+    leans = [
+        config
+        for config in configs
+        if config.activation_checkpointing == 1 and not config.activation_offloading
+    ]
+    found = [min(configs, key=estimator.floor_bytes)] if configs else []
+    return [*found, *([min(leans, key=candidates.gives_up)] if leans else [])]
+
+
+def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator) -> bool:
+    """Whether logits are a large share of the memory, and without a limit of it something would be faster."""
+    logits_bytes = best.breakdown.logits_bytes
+    if best.config.liger or logits_bytes < LARGE_SHARE * best.peak_device_bytes:
+        return False
+    speeds = [estimator.tokens_per_second(config) or 0.0 for config in alike]
+    return max(speeds, default=0.0) > speed_of(best) * (1 + NOISE)
+
+
+def _common(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, **_MAY_DIFFER)  # type: ignore[arg-type]

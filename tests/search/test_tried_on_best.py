@@ -1,0 +1,173 @@
+"""What is tried on the best alone against brute force: the loss in parts with every plan of checkpointing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+
+import here
+import pytest
+import tiny_model
+
+from autotune.errors import NothingFitsError
+from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
+from autotune.records.answer import Answer, Tip
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.measurement import NOISE
+from autotune.search import predict_best
+from autotune.search.solved_checkpointing import plan_specs
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, SOLVE
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.headroom import NO_HEADROOM
+from autotune.space.search_space import MethodSpace, SearchSpace, without_parts
+
+pytestmark = [pytest.mark.slow, pytest.mark.worker]
+
+LENGTH = 2048
+MODEL = dataclasses.replace(
+    tiny_model.MODEL,
+    config={**tiny_model.MODEL.config, "num_hidden_layers": 12},
+)
+BASE = TrainConfig(
+    method="full",
+    micro_batch_size=2,
+    gradient_accumulation_steps=4,
+    sequence_length=LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+SIZES = (2, 4)
+
+
+def space(parts: tuple[bool, ...], *checkpointing: int) -> SearchSpace:
+    domains = {
+        "micro_batch_size": SIZES,
+        "precision": (BASE.precision,),
+        "optimizer": (BASE.optimizer,),
+        "activation_checkpointing": checkpointing,
+        "chunked_loss": parts,
+    }
+    return SearchSpace(
+        name="s", description="", methods=(MethodSpace(method="full", domains=domains),)
+    )
+
+
+def searched(
+    budget_bytes: int, parts: tuple[bool, ...] = (False, True), allow: str | None = "numerics"
+) -> Answer:
+    workload = Workload(
+        model=MODEL.name,
+        sequence_length=LENGTH,
+        effective_batch_size=8,
+        methods=("full",),
+        memory_budget_bytes=budget_bytes,
+        headroom=NO_HEADROOM,
+    )
+    gpu = tiny_model.gpu()
+    asked = space(parts, 0, 1, SOLVE)
+    return predict_best.find(MODEL, workload, asked, gpu, allow=allow, base=BASE).answer
+
+
+def intervals() -> Iterator[TrainConfig]:
+    for size, every, in_parts in itertools.product(SIZES, (0, 1), (False, True)):
+        yield dataclasses.replace(
+            BASE,
+            micro_batch_size=size,
+            gradient_accumulation_steps=8 // size,
+            activation_checkpointing=every,
+            chunked_loss=in_parts,
+        )
+
+
+@functools.cache
+def every_one() -> list[Estimate]:
+    """Every configuration that a search may come to, in full."""
+    specs = {TraceSpec.of(config) for config in intervals()}
+    leans = [config for config in intervals() if config.activation_checkpointing]
+    specs |= {spec for lean in leans for spec in plan_specs(lean)}
+    traces = trace_all(MODEL, "causal-lm", LENGTH, tiny_model.gpu(), specs, server=here.workers)
+    configs = list(intervals())
+    for lean, plan in itertools.product(leans, CHECKPOINT_PLANS):
+        any_number = dataclasses.replace(lean, checkpoint_plan=plan)
+        of_any = traces[TraceSpec.of(any_number)]
+        assert isinstance(of_any, Trace)
+        for count in of_any.lean_layers:
+            config = dataclasses.replace(any_number, checkpoint_layers=count)
+            traces[TraceSpec.of(config)] = of_any.with_lean_layers(count)
+            configs.append(config)
+    estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=10**12)
+    return [estimator.estimate(config) for config in configs]
+
+
+def fastest(budget_bytes: int, *, parts: tuple[bool, ...]) -> float:
+    fitting = [
+        found.tokens_per_second
+        for found in every_one()
+        if found.peak_device_bytes <= budget_bytes and found.config.chunked_loss in parts
+    ]
+    return max((speed for speed in fitting if speed is not None), default=0.0)
+
+
+@functools.cache
+def budgets() -> list[int]:
+    """Budgets that the loss in parts decides: it is faster there by more than the noise."""
+    peaks = sorted({found.peak_device_bytes for found in every_one()})
+    both, whole = (False, True), (False,)
+    return [
+        peak
+        for peak in peaks
+        if fastest(peak, parts=both) > (1 + NOISE) ** 2 * fastest(peak, parts=whole) > 0
+    ]
+
+
+def test_the_answer_is_as_fast_as_brute_force_finds_it() -> None:
+    assert len(budgets()) >= 3
+    budget_bytes = budgets()[len(budgets()) // 2]
+    answer = searched(budget_bytes)
+    best = answer.best
+    assert best.config.chunked_loss
+    assert answer.best_class == "numerics"
+    assert best.peak_device_bytes <= budget_bytes
+    assert best.tokens_per_second is not None
+    assert best.tokens_per_second * (1 + NOISE) >= fastest(budget_bytes, parts=(False, True))
+    # The space has it: no tip.
+    assert answer.tip is not Tip.CHUNKED_LOSS
+
+
+def test_what_no_loss_at_once_lets_fit_is_found() -> None:
+    least = {
+        in_parts: min(
+            found.peak_device_bytes
+            for found in every_one()
+            if found.config.chunked_loss is in_parts
+        )
+        for in_parts in (False, True)
+    }
+    assert least[True] < least[False]
+    budget_bytes = least[False] - 1
+    with pytest.raises(NothingFitsError):
+        searched(budget_bytes, parts=(False,))
+    assert searched(budget_bytes).best.config.chunked_loss
+
+
+def test_nothing_is_tried_where_it_may_not_be_the_answer_or_cannot_pay() -> None:
+    budget_bytes = budgets()[-1]
+    exact = searched(budget_bytes, allow="exact")
+    assert not exact.best.config.chunked_loss
+    plenty, without = (searched(10**12, parts) for parts in ((False, True), (False,)))
+    assert plenty.counts.enumerated == without.counts.enumerated
+    assert plenty.best == without.best
+
+
+def test_a_space_with_one_value_has_that() -> None:
+    for only in ((False,), (True,)):
+        assert without_parts(space(only, 0, 1)) == (space(only, 0, 1), frozenset())
+    both = space((False, True), 0, 1)
+    assert without_parts(both) == (space((False,), 0, 1), {"full"})
+    assert both.methods[0].num_points == space((False,), 0, 1).methods[0].num_points
+    forced = searched(10**12, parts=(True,))
+    assert forced.best.config.chunked_loss
