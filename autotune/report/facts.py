@@ -15,8 +15,16 @@ from autotune.records.measurement import Measurement
 from autotune.report import measured_words, tips, words
 from autotune.report.data import ReportData
 from autotune.report.words import printable
+from autotune.space.checkpoint_plans import INTERVAL, plan_words
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, description
+from autotune.space.knobs import (
+    CHECKPOINTING,
+    KNOBS,
+    METHOD_WORDS,
+    describe,
+    description,
+    words_of_plan,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,9 +248,15 @@ def settings(answer: Answer) -> list[tuple[str, str, str]]:
     rows = []
     if base.method != best.method:
         rows.append(("method", METHOD_WORDS[base.method], METHOD_WORDS[best.method]))
+    has_plan = base.has_plan or best.has_plan
     for name, knob in KNOBS.items():
         before, after = getattr(base, name), getattr(best, name)
-        if before != after:
+        if has_plan and name in CHECKPOINTING:
+            # Settings that make no sense apart.
+            plans = words_of_plan(base), words_of_plan(best)
+            if name == CHECKPOINTING[0] and plans[0] != plans[1]:
+                rows.append((name.replace("_", " "), *plans))
+        elif before != after:
             said = [
                 "none" if value is None else printable(knob.words(value))
                 for value in (before, after)
@@ -275,6 +289,11 @@ def _change_words(step: Step) -> str:
     said = []
     if (method := changed.pop("method", None)) is not None:
         said.append(METHOD_WORDS.get(str(method), str(method)))
+    if plan := changed.pop("checkpoint_plan", None):
+        # Settings that make no sense apart.
+        interval, count = changed.pop(CHECKPOINTING[0], 1), changed.pop("checkpoint_layers", 0)
+        without = KNOBS[CHECKPOINTING[0]].words(interval)
+        said.append(without if plan == INTERVAL else plan_words(str(plan), int(str(count))))
     accumulation = changed.pop("gradient_accumulation_steps", None)
     for name, value in changed.items():
         if value is None:

@@ -28,7 +28,7 @@ from autotune.report import data, facts, files, markdown, words
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe
+from autotune.space.knobs import describe, words_of_plan
 from autotune.space.requirements import LeftOut, Reason
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
@@ -260,6 +260,25 @@ def test_the_way_to_the_answer_in_words() -> None:
         "-3.00 GiB",
     )
     assert (batch.change, batch.gain) == ("micro-batch 4 x 8", "+105 %")
+
+
+def test_a_plan_of_checkpointing_is_one_setting_in_words() -> None:
+    planned = config(activation_checkpointing=1, checkpoint_plan="products", checkpoint_layers=14)
+    said = "checkpoint the first 14 layers, products kept"
+    rows = facts.settings(answer_of(best=answers.estimate(planned), baseline=None))
+    assert [row for row in rows if "checkpoint" in row[0]] == [
+        ("activation checkpointing", words_of_plan(BASE), said)
+    ]
+    step = dataclasses.replace(
+        answers.details().path[-1],
+        changed={
+            "activation_checkpointing": 1,
+            "checkpoint_plan": "products",
+            "checkpoint_layers": 14,
+        },
+    )
+    details = dataclasses.replace(answers.details(), path=(answers.details().path[0], step))
+    assert facts.path_rows(predicted(details=details))[1].change == said
 
 
 class Page(html.parser.HTMLParser):
