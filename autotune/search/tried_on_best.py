@@ -18,6 +18,7 @@ from autotune.records.measurement import NOISE
 from autotune.search.candidates import Candidates, speed_of
 from autotune.search.solved_checkpointing import PlanSolver, Traces, plan_specs, solved_configs
 from autotune.search.tips import LARGE_SHARE
+from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import LEVEL
@@ -28,7 +29,7 @@ _MAY_DIFFER = {
     "micro_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "activation_checkpointing": 0,
-    "checkpoint_plan": "interval",
+    "checkpoint_plan": INTERVAL,
     "checkpoint_layers": 0,
     "expandable_segments": False,
 }
@@ -123,14 +124,23 @@ def _parted(
 def _nearest_to_fit(
     candidates: Candidates, configs: Sequence[TrainConfig], estimator: Estimator
 ) -> list[TrainConfig]:
-    """Return what needs least, and with every layer checkpointed what gives up least: none of them fits."""
+    """Return what needs least, and with every layer checkpointed what gives up least: none of them fits.
+
+    What would not fit without any logits is left out.
+    """
     leans = [
         config
         for config in configs
         if config.activation_checkpointing == 1 and not config.activation_offloading
     ]
     found = [min(configs, key=estimator.floor_bytes)] if configs else []
-    return [*found, *([min(leans, key=candidates.gives_up)] if leans else [])]
+    found += [min(leans, key=candidates.gives_up)] if leans else []
+    return [
+        config
+        for config in found
+        if estimator.floor_bytes(config) - estimator.estimate(config).breakdown.logits_bytes
+        <= estimator.room_for(config)
+    ]
 
 
 def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator) -> bool:

@@ -177,6 +177,7 @@ KNOBS: dict[str, Knob] = {
             default=0,
             smallest=0,
             usual_largest=128,
+            words=lambda count: f"the first {count} layers" if count else "no first layers",
             flag="--checkpoint-layers",
             metavar="N",
             summary="Layers that are the first ones of --checkpoint-plan.",

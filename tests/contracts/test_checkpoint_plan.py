@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import json
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,14 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from autotune.memory.traces import Trace
+from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
+from autotune.space.config import TrainConfig
+from autotune.worker.build import model as models
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.step import trace_step
 
 NUM_LAYERS = 3
 HIDDEN = 256
@@ -165,3 +174,49 @@ def test_an_adapter_trains_in_layers_whose_input_needs_no_gradient() -> None:
     for name, gradient in plain.items():
         assert bool(gradient.any())
         torch.testing.assert_close(of_plan[name], gradient, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", CHECKPOINT_PLANS)
+def test_in_full_fine_tuning_no_other_layers_would_be_better_lean_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks of steps on `meta` with each choice of two of five layers, every layer traced."""
+    plan = CHECKPOINT_PLANS[name]
+    spec = TraceSpec.of(
+        TrainConfig(
+            method="full",
+            micro_batch_size=2,
+            gradient_accumulation_steps=1,
+            sequence_length=512,
+            precision="bf16-true",
+            optimizer="adamw_torch_fused",
+            activation_checkpointing=1,
+            checkpoint_plan=name,
+            checkpoint_layers=2,
+        )
+    )
+    config = {**TINY, "model_type": "llama", "num_hidden_layers": 5, "intermediate_size": 704}
+
+    def peak_bytes(lean: tuple[int, ...]) -> int:
+        def choose(model: Any, *_: Any) -> None:
+            layers = list(model.model.layers)
+            others = [each for number, each in enumerate(layers) if number not in lean]
+            order = [*(layers[number] for number in lean), *others]
+            stack = SimpleNamespace(modules=lambda: order, config=model.config)
+            checkpoint_layers(stack, len(lean), plan.first_keep, plan.others_keep)
+
+        monkeypatch.setattr(models, "checkpoint_layers", choose)
+        answer = trace_step(
+            models.load_config(config),
+            "causal-lm",
+            spec,
+            sequence_length=512,
+            device=Device(compute_capability=(8, 9), cublas_workspace_bytes=8_519_680),
+            whole=True,
+        )
+        trace = Trace(json.loads(json.dumps(answer)))
+        return int(trace.running_bytes("again", 2, 0).max())
+
+    peaks = {lean: peak_bytes(lean) for lean in itertools.combinations(range(5), 2)}
+    assert peaks[0, 1] == min(peaks.values())
+    assert peaks[0, 1] < max(peaks.values())
