@@ -18,6 +18,7 @@ from autotune.space.config import TrainConfig
 from autotune.space.headroom import Headroom, odds_of
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 from autotune.speed.origin import RatesFrom
 
 SCHEMA_VERSION = 1
@@ -63,6 +64,7 @@ class TraceSpec:
     liger: bool = False
     chunked_loss: bool = False
     trainer: str = "transformers"
+    precompute_ref_log_probs: bool = False
     neftune_noise_alpha: float = 0.0
     """Noise of NEFTune, 1 for any strength."""
     batching: str = "packed"
@@ -131,7 +133,7 @@ def _spec_of(
     if shared["batching"] == "grouped":
         shared["batching"] = "padded"
     # A sample alone is padded to its own length.
-    if single and shared["batching"] == "padded":
+    if single and shared["batching"] == "padded" and not TRAINERS[shared["trainer"]].has_reference:
         shared["batching"] = "packed"
     return TraceSpec(**shared, single=single, num_splits=num_splits, is_compiled=is_compiled)
 

@@ -18,11 +18,12 @@ from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths, useful_share
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.trainers import PREFERENCES, TRAINERS
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 """Trade-off classes, lowest first: docs/ARCHITECTURE.md, "What fastest means"."""
 
-TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm")
+TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm", PREFERENCES)
 PACKABLE_TASKS = ("causal-lm", "masked-lm")
 """Tasks whose samples may be joined and cut anywhere; those of others have an answer each."""
 METHODS = ("full", *ADAPTERS)
@@ -31,8 +32,6 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 COMPILE_BACKENDS = ("inductor", "cudagraphs", "aot_eager")
 """Values of torch.compile's `backend`. aot_eager runs the captured graphs with eager's kernels: no C++
 compiler is needed (torch 2.13 torch/_dynamo/backends/)."""
-TRAINERS = ("transformers", "trl-sft")
-"""Transformers' Trainer, or TRL's SFTTrainer."""
 
 LOADER_SETTINGS = (
     "dataloader_num_workers",
@@ -50,6 +49,7 @@ PEFT_TASK_TYPES = {
     "masked-lm": None,
     "sequence-classification": "SEQ_CLS",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
+    PREFERENCES: "CAUSAL_LM",
 }
 """PEFT's `task_type` by task: it decides which heads train beside the adapter."""
 
@@ -191,7 +191,9 @@ class TrainConfig:
     chunked_loss: bool = False
     """Whether logits and loss are made in parts of each sample, and again in the backward pass."""
     trainer: str = "transformers"
-    """One of TRAINERS."""
+    """A key of TRAINERS."""
+    precompute_ref_log_probs: bool = False
+    """Whether the reference scores all pairs before training, and is not there in it."""
     torch_empty_cache_steps: int = 0
     """Interval of the steps that empty the allocator's cache before the backward pass. 0: none; n: every
     n-th."""
@@ -245,7 +247,12 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step on all GPUs together."""
-        return self.effective_batch_size * self.sequence_length
+        return self.effective_batch_size * self.rows_per_sample * self.sequence_length
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of a batch for each sample: two for a pair."""
+        return TRAINERS[self.trainer].rows_per_sample
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)

@@ -16,11 +16,12 @@ from autotune.catalogue.attention import ATTENTIONS
 from autotune.space import values
 from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL, SOLVE, plan_words
-from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, METHODS, TRAINERS, TrainConfig
+from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, METHODS, TrainConfig
 from autotune.space.lengths import BATCHINGS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.trainers import TRAINERS
 
 REQUIRED = object()
 """Default of a knob that every section of a space must name."""
@@ -391,16 +392,30 @@ KNOBS: dict[str, Knob] = {
             summary="Logits and loss in eight parts of each sample: never all logits at once.",
         ),
         Knob(
-            # SFTTrainer sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).
+            # TRL sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).
             name="trainer",
             tradeoff="numerics",
-            read=values.one_of(TRAINERS, "trainer"),
+            read=values.one_of(tuple(TRAINERS), "trainer"),
             default="transformers",
-            choices=TRAINERS,
-            words=lambda name: {"transformers": "Trainer", "trl-sft": "SFTTrainer"}[name],
-            needs={"trl-sft": "trl"},
+            choices=tuple(TRAINERS),
+            words=lambda name: TRAINERS[name].words,
+            needs={row.name: "trl" for row in TRAINERS.values() if row.is_trl},
             flag="--trainer",
-            summary="Transformers' Trainer or TRL's SFTTrainer [default: transformers].",
+            summary="Transformers' Trainer, or TRL's SFTTrainer or DPOTrainer "
+            "[default: transformers, trl-dpo for the task dpo].",
+        ),
+        Knob(
+            # The scores come of other batches: their rounding is another.
+            name="precompute_ref_log_probs",
+            tradeoff="numerics",
+            read=values.flag,
+            default=False,
+            choices=(False, True),
+            words=lambda on: "reference scored before" if on else "reference scored in each step",
+            arguments=lambda on: {"precompute_ref_log_probs": True} if on else {},
+            flag="--precompute-ref-log-probs",
+            summary="DPOTrainer scores all pairs with the reference before training: no copy of it in "
+            "training, whose steps alone are timed.",
         ),
         Knob(
             name="torch_empty_cache_steps",

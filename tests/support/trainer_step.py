@@ -193,8 +193,9 @@ def run_trainer(
     gc.disable()
     try:
         with tracker:
-            for tensor in [*model.parameters(), *model.buffers()]:
-                tracker.index_of(tensor)
+            for each in filter(None, (model, getattr(trainer, "ref_model", None))):
+                for tensor in [*each.parameters(), *each.buffers()]:
+                    tracker.index_of(tensor)
             for module in model.modules():
                 # bitsandbytes keeps the scales of 8-bit weights beside them.
                 for place in (getattr(module, "weight", None), getattr(module, "state", None)):

@@ -33,11 +33,12 @@ from autotune.export.trainer_rows import LORA, MOST_LAYERS, attention
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
-from autotune.space.config import PEFT_TASK_TYPES, TRAINERS, TrainConfig
+from autotune.space.config import PEFT_TASK_TYPES, TrainConfig
 from autotune.space.knobs import CHECKPOINTING, KNOBS
 from autotune.space.lengths import BATCHINGS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 

@@ -17,6 +17,8 @@ class Phase(StrEnum):
     BUFFERS = "buffers"
     """Tensors that are in no checkpoint, and come behind a quantised base's weights."""
     ADAPTER = "adapter"
+    REFERENCE_WEIGHTS = "reference_weights"
+    """A frozen copy of the model, to which it is compared in training."""
     PREPARED = "prepared"
     """Copying to float32 whatever is not quantised."""
     SETTLED = "settled"
@@ -28,6 +30,8 @@ class Phase(StrEnum):
     EMBED = "embed"
     FORWARD = "forward"
     HEAD = "head"
+    REFERENCE = "reference"
+    """The reference's pass, which keeps nothing for a backward one, and the loss of both."""
     HEAD_BACKWARD = "head_backward"
     BACKWARD = "backward"
     EMBED_BACKWARD = "embed_backward"
@@ -35,7 +39,9 @@ class Phase(StrEnum):
     """Tensors that go when the micro-step is over."""
 
 
-SETUP_PHASES = (Phase.WEIGHTS, Phase.BUFFERS, Phase.PREPARED, Phase.ADAPTER, Phase.SETTLED)
+SETUP_PHASES = (
+    Phase.WEIGHTS, Phase.BUFFERS, Phase.PREPARED, Phase.ADAPTER, Phase.REFERENCE_WEIGHTS, Phase.SETTLED,
+)  # fmt: skip
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
-FORWARD_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.HEAD)
+FORWARD_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.HEAD, Phase.REFERENCE)
 EMBED_PHASES = (Phase.EMBED, Phase.EMBED_BACKWARD)

@@ -24,6 +24,7 @@ from autotune.catalogue.attention import EXPANDED
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import PREFERENCES
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
@@ -33,6 +34,7 @@ _AUTO_CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
     "sequence-classification": "AutoModelForSequenceClassification",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    PREFERENCES: "AutoModelForCausalLM",
 }
 
 
@@ -111,7 +113,7 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
         # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
         of_text.pad_token_id = 0
     # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
-    if task != "causal-lm":
+    if task not in ("causal-lm", PREFERENCES):
         model.accepts_loss_kwargs = False
     built: nn.Module = model
     return built

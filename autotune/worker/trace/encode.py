@@ -118,7 +118,7 @@ def encode(
             entry["category"] = "parameter"
             parameter = step.parameters[index]
             entry["dtype"] = tensor.dtype
-            entry["trainable"] = parameter.requires_grad
+            entry["trainable"] = parameter.requires_grad and index not in step.frozen
             entry["shape"] = [symbols.of_weight(n) for n in local(parameter).shape]
             entry["group"] = int(id(parameter) not in decayed)
             entry["embedding"] = id(parameter) in embeddings

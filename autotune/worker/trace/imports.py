@@ -32,7 +32,7 @@ _COMPILER = "torch._dynamo"
 
 _ASKED_BY: dict[str, Callable[[Spec], bool]] = {
     "torchao": lambda spec: PRECISIONS[spec["precision"]].fp8,
-    "triton": lambda spec: spec["liger"] or spec["trainer"] == "trl-sft",
+    "triton": lambda spec: spec["liger"] or spec["trainer"].startswith("trl"),
 }
 """Libraries that Transformers imports where they are installed, and which specs need them."""
 

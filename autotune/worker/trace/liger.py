@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autotune.space.trainers import PREFERENCES, TRAINERS
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Device
@@ -40,11 +41,11 @@ PASSES = {
 
 
 def apply(model: Any, task: str, trainer: str) -> None:
-    """Apply Liger as TrainingArguments(use_liger_kernel=True) does; SFTTrainer keeps its own loss.
+    """Apply Liger as TrainingArguments(use_liger_kernel=True) does; TRL's trainers keep their own loss.
 
     Raises UnsupportedModel where Liger is not installed or does not know the model.
     """
-    if task != "causal-lm":
+    if task not in ("causal-lm", PREFERENCES):
         raise UnsupportedModel("Liger replaces the forward pass of causal language models only")
     kind = _base(model).config.model_type
     try:
@@ -56,7 +57,7 @@ def apply(model: Any, task: str, trainer: str) -> None:
         ) from error
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise UnsupportedModel(f"Liger has no kernels for model type {kind}")
-    own_loss = {"fused_linear_cross_entropy": False} if trainer == "trl-sft" else None
+    own_loss = {"fused_linear_cross_entropy": False} if TRAINERS[trainer].is_trl else None
     apply_liger_kernel(model, own_loss)
 
 

@@ -23,7 +23,7 @@ from autotune.worker.build import adapters, fp8, loading, quantize, tensor_paral
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.build.tensor_parallel import local
-from autotune.worker.trace import liger, sft
+from autotune.worker.trace import dpo, liger, sft
 from autotune.worker.trace.cuda import META
 from autotune.worker.trace.tracker import Recording, Tracker, in_backward
 
@@ -53,6 +53,10 @@ class MetaStep:
         copies: Callable[[int], int] | None = None,
     ) -> None:
         self.model = model
+        self.reference: nn.Module | None = None
+        """A frozen copy of the model, where it is compared to one."""
+        self.frozen: set[int] = set()
+        """Numbers of its parameters' tensors."""
         self.task = task
         self.spec = spec
         self.tracker = tracker
@@ -122,8 +126,19 @@ class MetaStep:
                 tensor_parallel.check_adapters(self.model)
         if spec.trainer == "trl-sft":
             sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
+        if spec.trainer == "trl-dpo":
+            self.reference = dpo.prepare(
+                self.model,
+                self.task,
+                is_quantized=spec.quantization != "none",
+                is_precomputed=spec.precompute_ref_log_probs,
+            )
         if spec.method in ADAPTERS:
             self._own_new(Phase.ADAPTER, place_of)
+        if self.reference is not None:
+            before = {*self.parameters}
+            self._own_new(Phase.REFERENCE_WEIGHTS, place_of, self.reference)
+            self.frozen = {*self.parameters} - before
         if spec.liger:
             liger.apply(self.model, self.task, spec.trainer)
         if spec.chunked_loss:
@@ -138,7 +153,8 @@ class MetaStep:
         if precision.fp8:
             fp8.convert(self.model)
         if precision.autocast:
-            _wrap_forward(self.model, getattr(torch, precision.compute_dtype))
+            for each in filter(None, (self.model, self.reference)):
+                _wrap_forward(each, getattr(torch, precision.compute_dtype))
 
     def _load_quantized(self, place_of: Callable[[str], Place]) -> None:
         """Let weights reach the device as the loader of a quantised base brings them."""
@@ -191,9 +207,11 @@ class MetaStep:
             self.model(**batch_of(self.task, self.spec, micro_batch, sequence_length))
         self._own_new(Phase.SETTLED, place_finder(self.model))
 
-    def _own_new(self, phase: Phase, place_of: Callable[[str], Place]) -> None:
-        """Record tensors of the model that have come since the last time."""
-        for name, module in self.model.named_modules():
+    def _own_new(
+        self, phase: Phase, place_of: Callable[[str], Place], model: nn.Module | None = None
+    ) -> None:
+        """Record tensors of the model, or of the other one, that have come since the last time."""
+        for name, module in (model or self.model).named_modules():
             for tensor in _tensors_of(module):
                 if not self.tracker.knows(local(tensor)):
                     self._mark_change(phase, place_of(name))
@@ -211,13 +229,15 @@ class MetaStep:
         self.mark(Phase.BATCH)
         model: Any = self.model
         inputs = batch_of(self.task, self.spec, micro_batch, sequence_length)
-        accepts = models.accepts_loss_kwargs(model)
+        accepts = models.accepts_loss_kwargs(model) and "labels" in inputs
         if accepts:
             self.mark(Phase.COUNT)
             inputs["num_items_in_batch"] = num_items(model, inputs["labels"])
         self.keep(*inputs.values())
-        for number, stack in enumerate(layer_stacks(model)):
-            handles += self._hook_layers(number, stack)
+        for each in filter(None, (model, self.reference)):
+            handles.append(each.register_forward_pre_hook(self._begin))
+            for number, stack in enumerate(layer_stacks(each)):
+                handles += self._hook_layers(number, stack)
         self.mark(Phase.EMBED)
         loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
@@ -249,6 +269,9 @@ class MetaStep:
             num_items = inputs.pop("num_items_in_batch")
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
             return sft_loss
+        if self.spec.trainer == "trl-dpo":
+            dpo_loss: torch.Tensor = dpo.loss_of(model, self.reference, inputs)
+            return dpo_loss / 1  # the number of micro-batches
         outputs = model(**inputs)
         loss: torch.Tensor = outputs["loss"]
         del outputs
@@ -285,9 +308,17 @@ class MetaStep:
             handles.append(layer.register_forward_hook(self._leave(place, number == last)))
         return handles
 
+    def _begin(self, *_: Any) -> None:
+        """Mark where the reference's pass begins: what it is done with keeps nothing."""
+        if not torch.is_grad_enabled() and not in_backward():
+            self.mark(Phase.REFERENCE)
+
     def _enter(self, place: Place) -> Callable[..., None]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if in_backward():
+                return
+            if not torch.is_grad_enabled():
+                self.mark(Phase.REFERENCE, place)
                 return
             self.mark(Phase.FORWARD, place)
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -301,10 +332,12 @@ class MetaStep:
             if in_backward():
                 return
             hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
+            is_kept = torch.is_grad_enabled()
+            if hidden.requires_grad and is_kept:
                 hidden.register_hook(lambda _: self.mark(Phase.BACKWARD, place))
             if is_last:
-                self.tracker.mark_before_next((Phase.HEAD, OUTSIDE))
+                phase = Phase.HEAD if is_kept else Phase.REFERENCE
+                self.tracker.mark_before_next((phase, OUTSIDE))
 
         return leave
 
@@ -341,6 +374,15 @@ def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int)
         return torch.empty(shape, dtype=dtype, device=META)
 
     shape = micro_batch, sequence_length
+    if spec.trainer == "trl-dpo":
+        pairs = 2 * micro_batch, sequence_length
+        batch = {
+            name: empty(*pairs) for name in ("input_ids", "attention_mask", "completion_mask")
+        }
+        if spec.precompute_ref_log_probs:
+            for name in ("ref_chosen_logps", "ref_rejected_logps"):
+                batch[name] = empty(micro_batch, dtype=torch.float32)
+        return batch
     if spec.batching == "padding-free":
         return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
     labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)

@@ -46,11 +46,16 @@ def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
             f"TRL is not installed here ({error}). It needs: pip install trl"
         ) from error
     if is_quantized:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and "lora_magnitude_vector" not in name:
-                parameter.data = parameter.data.to(torch.bfloat16)
+        cast_adapter(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+
+
+def cast_adapter(model: nn.Module) -> None:
+    """Cast what trains on a quantised base to bfloat16, as TRL's trainers do."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lora_magnitude_vector" not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def loss_of(model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor) -> Any:

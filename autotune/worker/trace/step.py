@@ -30,6 +30,7 @@ from autotune.memory.traces.copies import Layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
@@ -392,7 +393,7 @@ def _techniques(
             stack.enter_context(flex.on_meta(tracker))
         if spec.liger:
             stack.enter_context(liger.on_meta(tracker, device, chunks))
-        if spec.trainer == "trl-sft":
+        if TRAINERS[spec.trainer].is_trl:
             stack.enter_context(sft.on_meta(tracker, chunks))
         if spec.has_plan:
             keep = checkpoint_plan.keep_products

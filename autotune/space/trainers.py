@@ -1,0 +1,56 @@
+"""The trainers that can run a training step: Transformers' own, and those of TRL (TRAINERS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFERENCES = "dpo"
+"""The task of learning which of two answers is preferred."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trainer:
+    """A class that trains, and what is said of it."""
+
+    name: str
+    words: str
+    """Its class."""
+    tasks: tuple[str, ...] = ()
+    """Tasks that it trains; empty: those that no other trainer has for itself."""
+    arguments_class: str = "TrainingArguments"
+    is_trl: bool = True
+    """Whether it is TRL's: its loss makes no logits."""
+    rows_per_sample: int = 1
+    """Rows of a batch for each sample: a pair has two."""
+    has_reference: bool = False
+    """Whether a frozen model besides scores each sample."""
+
+
+TRAINERS: dict[str, Trainer] = {
+    row.name: row
+    for row in (
+        Trainer(name="transformers", words="Trainer", is_trl=False),
+        Trainer(
+            name="trl-sft",
+            words="SFTTrainer",
+            tasks=("causal-lm",),
+            arguments_class="SFTConfig",
+        ),
+        Trainer(
+            name="trl-dpo",
+            words="DPOTrainer",
+            tasks=(PREFERENCES,),
+            arguments_class="DPOConfig",
+            rows_per_sample=2,
+            has_reference=True,
+        ),
+    )
+}
+
+
+def trainers_of(task: str) -> tuple[str, ...]:
+    """Return the trainers of a task, the usual one first."""
+    if task == PREFERENCES:
+        return tuple(row.name for row in TRAINERS.values() if task in row.tasks)
+    plain = tuple(row.name for row in TRAINERS.values() if not row.tasks)
+    return (*plain, *(row.name for row in TRAINERS.values() if task in row.tasks))
