@@ -51,10 +51,12 @@ from autotune.space.search_space import (
     with_checkpoint,
     with_parts,
     with_precision_of,
+    with_trainers,
     without_parts,
     without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
+from autotune.space.trainers import model_task
 from autotune.store.trace_cache import TraceCache
 
 _log = log.logger(__name__)
@@ -201,6 +203,7 @@ def find(
     eager_space = compiled_candidates.without_predicted(changing.space, ways_predicted)
     space, left_out = predictable(eager_space, workload.methods, has=has)
     changing.to(space, "what is installed and predicted")
+    changing.to(with_trainers(changing.space, workload.task), "what trains the task")
     changing.to(with_batchings(changing.space, workload, base), "what batches the dataset allows")
     changing.to(for_gpus(changing.space, workload.num_gpus), "the number of GPUs")
     for change in changing.changes:
@@ -420,7 +423,7 @@ def _possible(
 
 def _is_possible(config: TrainConfig, model: ModelSource, workload: Workload) -> bool:
     count = model.num_parameters_known
-    if count is None or workload.task != model.task:
+    if count is None or model_task(workload.task) != model.task:
         return True
     if PARALLELISMS[config.parallelism].deals_layers:
         # Where a GPU has room for all weights twice, all GPUs can work at the same time.

@@ -125,7 +125,7 @@ class Workload:
         return useful_share(
             self.lengths,
             config.batching,
-            micro_batch_size=config.micro_batch_size,
+            micro_batch_size=config.micro_batch_size * config.rows_per_sample,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
         )
 

@@ -12,6 +12,7 @@ from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, shared_storage
 from autotune.space.search_space import usual_batching
+from autotune.space.trainers import trainers_of
 
 OPTIMIZER = "adamw_torch_fused"
 PRECISION_OF = {
@@ -68,6 +69,7 @@ def default_base(
         optimizer=OPTIMIZER,
         attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
         batching=usual_batching(workload.task),
+        trainer=trainers_of(workload.task)[0],
         parallelism=parallelism,
         num_gpus=workload.num_gpus,
         **{

@@ -19,6 +19,7 @@ from autotune.space.precisions import (
     dtype_beside,
     fuses_grouped_heads,
 )
+from autotune.space.trainers import PREFERENCES, TRAINERS
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.
@@ -104,6 +105,10 @@ def _adapter_bytes(config: TrainConfig) -> int | None:
     return DTYPE_BYTES[
         dtype_beside(config.precision, config.quantization, config.quantization_storage)
     ]
+
+
+def _has_reference(config: TrainConfig) -> bool:
+    return TRAINERS[config.trainer].has_reference
 
 
 def _is_prompt(config: TrainConfig) -> bool:
@@ -480,11 +485,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="loss-in-parts-is-for-causal-lm",
         reason="only a causal language model has a loss of so many logits",
-        breaks=lambda c, context: c.chunked_loss and context.task not in (None, "causal-lm"),
+        breaks=lambda c, context: (
+            c.chunked_loss and context.task not in (None, "causal-lm", PREFERENCES)
+        ),
     ),
     Rule(
         name="loss-in-parts-of-the-trainer",
-        reason="the losses of Liger and of TRL's SFTTrainer hold no logits either",
+        reason="the losses of Liger and of TRL's trainers hold no logits either",
         breaks=lambda c, _: c.chunked_loss and (c.liger or c.trainer != "transformers"),
     ),
     Rule(
@@ -502,6 +509,66 @@ RULES: tuple[Rule, ...] = (
         name="trl-needs-a-whole-head",
         reason="TRL's loss takes the head's weights past the module that is split",
         breaks=lambda c, _: c.trainer == "trl-sft" and c.num_splits > 1,
+    ),
+    Rule(
+        name="trainer-of-the-task",
+        reason="pairs of answers are trained by DPOTrainer alone (--task dpo), and nothing else is",
+        breaks=lambda c, context: (
+            context.task is not None and (context.task == PREFERENCES) != _has_reference(c)
+        ),
+    ),
+    Rule(
+        # trl 1.16 DPOTrainer: its padding_free warns and pads; it samples by no "input_ids".
+        name="pairs-are-padded",
+        reason="DPOTrainer pads both answers of each pair to the longest of their batch: it neither "
+        "packs nor groups them, and its padding_free is switched off",
+        breaks=lambda c, _: _has_reference(c) and c.batching != "padded",
+    ),
+    Rule(
+        name="scored-before-needs-a-reference",
+        reason="only DPOTrainer has a reference whose scores can be worked out before training",
+        breaks=lambda c, _: c.precompute_ref_log_probs and not _has_reference(c),
+    ),
+    Rule(
+        # trl 1.16 models/utils.py, disable_gradient_checkpointing.
+        name="reference-restores-all-checkpointing",
+        reason="DPOTrainer switches checkpointing off for each pass of the reference, and then on again for "
+        "every layer, without offloading: intervals, plans and offloading last for one pass unless the "
+        "reference scores before training (--precompute-ref-log-probs)",
+        breaks=lambda c, _: (
+            _has_reference(c)
+            and not c.precompute_ref_log_probs
+            and (c.activation_checkpointing > 1 or c.activation_offloading or c.has_plan)
+        ),
+    ),
+    Rule(
+        name="pairs-need-tried-settings",
+        reason="preference tuning was tried with full fine-tuning, LoRA and QLoRA: other adapters, fp8 and "
+        "an adapter on the head, which TRL would never train, were not",
+        breaks=lambda c, _: (
+            _has_reference(c)
+            and (
+                c.method not in ("full", "lora", "qlora")
+                or PRECISIONS[c.precision].fp8
+                or "lm_head" in _names(c.lora_targets)
+            )
+        ),
+    ),
+    Rule(
+        name="pairs-run-eagerly-on-one-gpu",
+        reason="preference tuning is modelled neither compiled nor on several GPUs",
+        breaks=lambda c, _: _has_reference(c) and (c.is_compiled or c.parallelism != "none"),
+    ),
+    Rule(
+        name="dpo-makes-the-adapter",
+        reason="DPOTrainer adds the adapter itself: in float32 beside 16 bits, without preparing the base",
+        breaks=lambda c, _: _has_reference(c) and (c.adapter_in_base_dtype or c.kbit_preparation),
+    ),
+    Rule(
+        # trl 1.16 DPOConfig, disable_dropout; the noise is of an embedding that the reference shares.
+        name="reference-without-noise",
+        reason="DPOTrainer switches dropout off, and noise on the embeddings would reach the reference",
+        breaks=lambda c, _: _has_reference(c) and bool(c.lora_dropout or c.neftune_noise_alpha),
     ),
     Rule(
         name="whole-matrix-optimizers-need-one-gpu",

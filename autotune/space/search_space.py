@@ -23,6 +23,7 @@ from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import fuses_grouped_heads, shared_storage
 from autotune.space.rules import RULES, Context
+from autotune.space.trainers import PREFERENCES, trainers_of
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FOR_QUANTIZED = ("device-map",)
@@ -176,6 +177,14 @@ def with_batchings(
         return {"batching": names or (filled,)}
 
     return with_domains(space, left)
+
+
+def with_trainers(space: SearchSpace, task: str) -> SearchSpace:
+    """The space with what trains preferences, whose pairs are padded; as it is for another task."""
+    if task != PREFERENCES:
+        return space
+    of_pairs: Domains = {"trainer": trainers_of(task), "batching": ("padded",)}
+    return with_domains(space, lambda _: of_pairs)
 
 
 def may_pack(space: SearchSpace, task: str) -> bool:

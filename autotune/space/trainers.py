@@ -15,8 +15,6 @@ class Trainer:
     name: str
     words: str
     """Its class."""
-    tasks: tuple[str, ...] = ()
-    """Tasks that it trains; empty: those that no other trainer has for itself."""
     arguments_class: str = "TrainingArguments"
     is_trl: bool = True
     """Whether it is TRL's: its loss makes no logits."""
@@ -33,13 +31,11 @@ TRAINERS: dict[str, Trainer] = {
         Trainer(
             name="trl-sft",
             words="SFTTrainer",
-            tasks=("causal-lm",),
             arguments_class="SFTConfig",
         ),
         Trainer(
             name="trl-dpo",
             words="DPOTrainer",
-            tasks=(PREFERENCES,),
             arguments_class="DPOConfig",
             rows_per_sample=2,
             has_reference=True,
@@ -50,7 +46,10 @@ TRAINERS: dict[str, Trainer] = {
 
 def trainers_of(task: str) -> tuple[str, ...]:
     """Return the trainers of a task, the usual one first."""
-    if task == PREFERENCES:
-        return tuple(row.name for row in TRAINERS.values() if task in row.tasks)
-    plain = tuple(row.name for row in TRAINERS.values() if not row.tasks)
-    return (*plain, *(row.name for row in TRAINERS.values() if task in row.tasks))
+    needs_reference = task == PREFERENCES
+    return tuple(row.name for row in TRAINERS.values() if row.has_reference == needs_reference)
+
+
+def model_task(task: str) -> str:
+    """Return the task whose class of model is trained."""
+    return "causal-lm" if task == PREFERENCES else task

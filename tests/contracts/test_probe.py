@@ -145,14 +145,17 @@ def _forget_8_bit_overrides() -> Iterator[None]:
 
 
 def estimated(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any] | None = None
+    config: TrainConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any] | None = None,
+    task: str = "causal-lm",
 ) -> Estimate:
     """Return what is predicted. `model` None: MODEL, which a test may have replaced."""
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     spec = TraceSpec.of(config)
     answer = trace_module.trace_step(
         models.load_config(model or MODEL),
-        "causal-lm",
+        task,
         spec,
         sequence_length=config.sequence_length,
         device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),

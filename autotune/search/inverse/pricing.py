@@ -38,7 +38,9 @@ from autotune.space.search_space import (
     with_attentions,
     with_batchings,
     with_checkpoint,
+    with_trainers,
 )
+from autotune.space.trainers import model_task
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
@@ -291,7 +293,7 @@ class Pricer:
         space = with_checkpoint(self._asked.space, case.source.checkpoint)
         space = with_attentions(space, case.source.attentions, case.gpu.compute_capability)
         space = narrowed(
-            with_batchings(space, self.workload(case)),
+            with_batchings(with_trainers(space, self.task(case)), self.workload(case)),
             {**self._asked.question.settings, **case.fixed},
         )
         configs: list[TrainConfig] = []
@@ -329,7 +331,7 @@ class Pricer:
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
         """Weights and gradients alone pass the budget, which needs no trace."""
         count = case.source.num_parameters_known
-        if count is None or self.task(case) != case.source.task:
+        if count is None or model_task(self.task(case)) != case.source.task:
             return False
         return least_bytes(config, count) > case.budget_bytes
 

@@ -33,6 +33,7 @@ from autotune.space.config import Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import describe
 from autotune.space.search_space import may_pack
+from autotune.space.trainers import model_task
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_MICRO_BATCH = 65_536
@@ -239,7 +240,7 @@ def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
     cases = []
     for entry in sorted(models.catalogue(), key=lambda e: (-e.num_parameters, e.hub_id)):
         source = models.resolve(entry.hub_id)
-        if source.task == (asked.question.task or "causal-lm"):
+        if source.task == model_task(asked.question.task or "causal-lm"):
             longest = source.max_sequence_length
             if longest is None or asked.sequence_length <= longest:
                 cases.append(

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import adapters, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 
@@ -28,6 +29,8 @@ def build(
     config: PretrainedConfig, task: str, train_config: TrainConfig, device: torch.device
 ) -> nn.Module:
     """Build the model that the Trainer gets: base, quantised where it should be, with its adapter.
+
+    Without it where the trainer adds it.
 
     A plan of checkpointing is in it; Trainer's own checkpointing is not on yet. Of a model whose weights are
     split it is this process's part; the group of processes is there. Raises model.UnsupportedModel.
@@ -43,7 +46,8 @@ def build(
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
     if train_config.kbit_preparation:
         quantize.prepare(model)
-    if train_config.method != "full":
+    # DPOTrainer adds it, so that it can take it for switched off.
+    if train_config.method != "full" and not TRAINERS[train_config.trainer].has_reference:
         model = adapters.add_adapter(model, task, train_config)
         if spec.num_splits > 1:
             tensor_parallel.check_adapters(model)

@@ -1,6 +1,6 @@
 """A probe: a few real optimizer steps of one configuration, with their time and memory.
 
-The real transformers.Trainer, or TRL's SFTTrainer, runs with the arguments that are exported
+The real transformers.Trainer, or one of TRL's, runs with the arguments that are exported
 (`training`), on token ids at random and weights at random, until it has been timed well
 enough (`probe_callback`). However many micro-batches the configuration accumulates, two are
 run: the others cost what the second does (`steps`). A confirmation (ProbeSpec.confirm_steps)
@@ -31,6 +31,7 @@ from autotune.records.fingerprint import fingerprint_for
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import model as models
 from autotune.worker.build.real_model import build
 from autotune.worker.fingerprint import fingerprint
@@ -150,7 +151,9 @@ def _run(
     memory.model_is_built()
     if is_gathered(config):
         name_layers(model)
-    checks.require(checks.check_model(model, config))
+    makes_adapter = TRAINERS[config.trainer].has_reference
+    if not makes_adapter:
+        checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.
         require_host_memory(model, config, host_memory.left_bytes())
     with (
@@ -162,6 +165,8 @@ def _run(
             if PARALLELISMS[config.parallelism].is_deepspeed:
                 give_deepspeed_its_file(config, spec.backend, output_folder)
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
+            if makes_adapter:
+                checks.require(checks.check_model(trainer.model, config))
             if is_gathered(config) and spec.backend == "cpu":
                 shard_on_cpu(trainer)
             callback.train(trainer, evaluation_rows(hf_config, config, spec))

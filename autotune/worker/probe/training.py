@@ -26,8 +26,9 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import draw
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import model as models
-from autotune.worker.probe import confirm, sft_trainer
+from autotune.worker.probe import confirm, trl_trainers
 from autotune.worker.probe.checks import Invalid
 
 MAX_WARM_UP_STEPS = 8
@@ -40,7 +41,7 @@ MAX_SHARED_ACCUMULATION = 3
 def build_trainer(
     model: Any, hf_config: PretrainedConfig, config: TrainConfig, spec: ProbeSpec, folder: str
 ) -> Any:
-    """Build the Trainer, or TRL's SFTTrainer, with an attribute `micro_step` that runs its micro-steps.
+    """Build the Trainer, or one of TRL's, with an attribute `micro_step` that runs its micro-steps.
 
     `folder`: where it writes a checkpoint.
     """
@@ -55,13 +56,18 @@ def build_trainer(
         * config.data_parallel_size
     )
     trainer_class, more = Trainer, {}
-    if config.trainer == "trl-sft":
-        trainer_class = sft_trainer.trainer_class(spec.task)
-        more["processing_class"] = sft_trainer.tokenizer()
+    if TRAINERS[config.trainer].is_trl:
+        trainer_class = trl_trainers.trainer_class(config, spec.task)
+        more = trl_trainers.beside(model, spec.task, config)
     elif config.batching == "padding-free":
         more["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
-    trainer = _by_micro_step(trainer_class)(model=model, args=arguments, train_dataset=rows, **more)
+    has_reference = TRAINERS[config.trainer].has_reference
+    made_with = trl_trainers.pairs_of_words(1, 1) if has_reference else rows
+    trainer = _by_micro_step(trainer_class)(
+        model=model, args=arguments, train_dataset=made_with, **more
+    )
+    trainer.train_dataset = rows
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -71,6 +77,10 @@ def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: Prob
     if not spec.confirm_steps:
         return None
     num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size * config.data_parallel_size
+    if TRAINERS[config.trainer].has_reference:
+        # TRL refuses to score new pairs with a reference that training has changed.
+        is_lost = config.precompute_ref_log_probs and config.method == "full"
+        return None if is_lost else trl_trainers.pairs_of_words(num_rows, config.sequence_length)
     return _rows(hf_config, config, spec, num_rows, kept=num_rows)
 
 
@@ -85,7 +95,8 @@ def varied_rows(
     """Rows for so many optimizer steps of a confirmation with varied lengths."""
     per_step = config.effective_batch_size
     num_rows, kept = num_steps * per_step, 2 * config.micro_batch_size
-    lengths = draw(spec.lengths, config.sequence_length, num_rows, seed=seed)
+    num_lengths = config.rows_per_sample * num_rows
+    lengths = draw(spec.lengths, config.sequence_length, num_lengths, seed=seed)
     return _rows(hf_config, config, spec, num_rows, kept=kept, lengths=lengths)
 
 
@@ -141,8 +152,8 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
     if spec.backend == "cpu":
         values |= {"use_cpu": True, "dataloader_pin_memory": False}
         values.pop("tf32", None)
-    if config.trainer == "trl-sft":
-        arguments = sft_trainer.arguments(values, config)
+    if TRAINERS[config.trainer].is_trl:
+        arguments = trl_trainers.arguments(values, config)
     else:
         arguments = TrainingArguments(**values)
     # The Trainer would spread the batch over every card that it sees.
@@ -159,8 +170,9 @@ def _rows(
     kept: int,
     lengths: Sequence[int] = (),
 ) -> Any:
-    rows = _Rows(hf_config, spec.task, config, num_rows, kept, lengths)
-    return sft_trainer.dataset(rows) if config.trainer == "trl-sft" else rows
+    per_sample = config.rows_per_sample
+    rows = _Rows(hf_config, spec.task, config, per_sample * num_rows, per_sample * kept, lengths)
+    return trl_trainers.dataset(rows, config) if TRAINERS[config.trainer].is_trl else rows
 
 
 class _Rows(torch.utils.data.Dataset):

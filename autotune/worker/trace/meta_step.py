@@ -376,9 +376,7 @@ def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int)
     shape = micro_batch, sequence_length
     if spec.trainer == "trl-dpo":
         pairs = 2 * micro_batch, sequence_length
-        batch = {
-            name: empty(*pairs) for name in ("input_ids", "attention_mask", "completion_mask")
-        }
+        batch = {name: empty(*pairs) for name in ("input_ids", "attention_mask", "completion_mask")}
         if spec.precompute_ref_log_probs:
             for name in ("ref_chosen_logps", "ref_rejected_logps"):
                 batch[name] = empty(micro_batch, dtype=torch.float32)
