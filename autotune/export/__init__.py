@@ -22,13 +22,13 @@ from autotune.export import (
     model_card,
     quantization_config,
     result_json,
-    sft_config,
     targets,
     torchtune,
     train_config,
     train_py,
-    train_sft_py,
+    train_trl_py,
     training_args,
+    trl_config,
     unsloth_py,
 )
 from autotune.export.carried import Unsaid
@@ -38,19 +38,23 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
 
 EXPORTERS = (
-    train_py.EXPORTER, training_args.EXPORTERS[0], train_config.EXPORTER, result_json.EXPORTER
+    train_py.EXPORTER, train_trl_py.EXPORTERS["dpo"], training_args.EXPORTERS[0], train_config.EXPORTER,
+    result_json.EXPORTER,
 )  # fmt: skip
-"""Exporters of the files that every answer has, in the folder that was named."""
+"""Exporters of the files that every answer has, in the folder that was named: of programs the task's."""
 
 BESIDE = (accelerate_config.EXPORTER, deepspeed_json.EXPORTER)
 """Exporters of the files that `accelerate launch` needs there as well, where GPUs share a run."""
 
 FURTHER = (
     *training_args.EXPORTERS[1:],
+    trl_config.EXPORTERS[0],
+    train_trl_py.EXPORTERS["sft"],
+    trl_config.EXPORTERS[1],
     *(
         module.EXPORTER
         for module in (
-            sft_config, train_sft_py, adapter_config, quantization_config, axolotl, llama_factory,
+            adapter_config, quantization_config, axolotl, llama_factory,
             torchtune, unsloth_py, model_card,
         )
     ),

@@ -29,6 +29,7 @@ from autotune.space.lengths import vary
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import PREFERENCES
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
@@ -220,4 +221,11 @@ def _data(dataset: Dataset | None) -> dict[str, object]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-EXPORTER = Exporter(name="train", filename="train.py", write=write)
+def lacks(workload: Workload) -> str:
+    """Return why train.py does not train this; empty where it does."""
+    if workload.task != PREFERENCES:
+        return ""
+    return "train.py is Transformers' Trainer: train_dpo.py trains on pairs of answers"
+
+
+EXPORTER = Exporter(name="train", filename="train.py", write=write, lacks=lacks)

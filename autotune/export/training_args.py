@@ -290,6 +290,8 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
         if config.batching == "packed":
             # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
             decided["packing_strategy"] = "wrapped"
+    elif "max_length" in fields:
+        decided["max_length"] = config.sequence_length
     return decided
 
 

@@ -15,8 +15,8 @@ from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keyword
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.sft_config import lacks
 from autotune.export.training_args import training_arguments
+from autotune.export.trl_config import lacks
 from autotune.space.adapters import peft_fields
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS

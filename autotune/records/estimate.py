@@ -353,6 +353,7 @@ class Estimate:
             "micro_step_seconds": self.micro_step_seconds,
             "optimizer_step_seconds": self.optimizer_step_seconds,
             "tokens_per_second": self.tokens_per_second,
+            "samples_per_second": samples_per_second_of(self),
             "useful_share": self.useful_share,
             "flops_per_step": self.flops_per_step,
             "model_flops_per_step": self.model_flops_per_step,
@@ -387,6 +388,12 @@ def step_seconds_of(timed: Timed) -> float | None:
         return None
     accumulation = timed.config.gradient_accumulation_steps
     return accumulation * timed.micro_step_seconds + timed.optimizer_step_seconds
+
+
+def samples_per_second_of(timed: Timed) -> float | None:
+    """Samples per second, each as long as the sequence; of preferences a sample is a pair."""
+    seconds = step_seconds_of(timed)
+    return None if seconds is None else timed.config.effective_batch_size / seconds
 
 
 def tokens_per_second_of(timed: Timed) -> float | None:

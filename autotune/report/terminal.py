@@ -161,9 +161,9 @@ def draw_outcome(
         rows.append(("stored", f"as study {printable(study)}"))
     if report:
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
-    train = next((path for path in files if path.name == "train.py"), None)
+    train = next((path for path in files if path.name in ("train.py", "train_dpo.py")), None)
     if not command and train is not None:
-        command = _of_train_py(train, files, options)
+        command = _of_program(train, files, options)
     if command:
         rows.append(("next", printable(command).replace(" ", words.GLUE), "bold"))
     rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
@@ -172,13 +172,15 @@ def draw_outcome(
     _print_rows(console, rows)
 
 
-def _of_train_py(path: Path, files: Sequence[Path], options: str) -> str:
+def _of_program(path: Path, files: Sequence[Path], options: str) -> str:
     """The command that trains with our own script."""
     if any(other.name == "accelerate_config.yaml" for other in files):
         return (
             f"cd {shlex.quote(str(path.parent))} && accelerate launch "
             f"--config_file accelerate_config.yaml {path.name} {options}"
         )
+    if path.name != "train.py":
+        options = options.removeprefix("--dataset ").removesuffix(" --model FOLDER")
     return f"python {shlex.quote(str(path))} {options}"
 
 

@@ -6,7 +6,7 @@ import math
 
 from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
 from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change
-from autotune.records.estimate import Estimate
+from autotune.records.estimate import Estimate, Timed, samples_per_second_of
 from autotune.records.measurement import NOISE
 from autotune.space import learning_rates, requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
@@ -70,10 +70,22 @@ def typed_size(size_bytes: int) -> str:
 
 
 def speed(estimate: Estimate) -> str:
-    tokens = estimate.tokens_per_second
-    return (
-        "unknown: the card's rates are not known" if tokens is None else f"{tokens:,.0f} tokens/s"
-    )
+    if estimate.tokens_per_second is None:
+        return "unknown: the card's rates are not known"
+    return f"{estimate.tokens_per_second:,.0f} tokens/s{pairs(estimate)}"
+
+
+def pairs(timed: Timed) -> str:
+    """The speed in pairs of full length, to stand behind that in tokens; empty for other samples."""
+    count = samples_per_second_of(timed)
+    is_of_pairs = timed.config.rows_per_sample > 1 and count is not None
+    return f", {count:,.3g} pairs/s" if is_of_pairs else ""
+
+
+def batch(config: TrainConfig) -> str:
+    """The samples of a step and their tokens: `32 x 1,024`."""
+    of_pairs = f" pairs of {config.rows_per_sample}" if config.rows_per_sample > 1 else ""
+    return f"{config.effective_batch_size}{of_pairs} x {config.sequence_length:,}"
 
 
 def speed_range(estimate: Estimate) -> str:
@@ -195,8 +207,8 @@ def step(estimate: Estimate) -> str:
         return "unknown"
     share = "" if estimate.mfu is None else f" ({100 * estimate.mfu:.0f} % of the card's peak)"
     return (
-        f"{format_seconds(estimate.step_seconds)} at {config.effective_batch_size} x "
-        f"{config.sequence_length:,} tokens, bound by {estimate.bound}{share}"
+        f"{format_seconds(estimate.step_seconds)} at {batch(config)} tokens, bound by "
+        f"{estimate.bound}{share}"
     )
 
 

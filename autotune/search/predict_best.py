@@ -56,7 +56,7 @@ from autotune.space.search_space import (
     without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import model_task
+from autotune.space.trainers import TRAINERS, model_task
 from autotune.store.trace_cache import TraceCache
 
 _log = log.logger(__name__)
@@ -131,6 +131,8 @@ class Prediction:
     def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
         """Return the plan B of this answer, or of the measured one."""
         is_allowed = self._candidates.at_most(answer.allow)
+        if TRAINERS[answer.best.config.trainer].has_reference:
+            return ()  # Its program has no plan B.
         return self._candidates.fallbacks(answer.best, is_allowed)
 
     def put_back(self, answer: Answer) -> tuple[Change, ...]:
@@ -185,9 +187,11 @@ def find(
     ways_to_compile = compiled.settings_of(space)
     ways_predicted = compiled_candidates.predicted_ways(ways_to_compile, gpu.backend)
     reference = base or default_base(workload, gpu, model)
-    space, solving = without_solve(space)
-    space, parting = without_parts(space)
     changing = Changing(space, tuple(changes))
+    changing.to(with_trainers(space, workload.task), "what trains the task")
+    space, solving = without_solve(changing.space)
+    space, parting = without_parts(space)
+    changing.space = space
     asked_for = tuple(each for each in space.methods if each.method in workload.methods)
     changing.to(dataclasses.replace(space, methods=asked_for), "the methods that were asked for")
     if base is None and model.is_float32:
@@ -203,7 +207,6 @@ def find(
     eager_space = compiled_candidates.without_predicted(changing.space, ways_predicted)
     space, left_out = predictable(eager_space, workload.methods, has=has)
     changing.to(space, "what is installed and predicted")
-    changing.to(with_trainers(changing.space, workload.task), "what trains the task")
     changing.to(with_batchings(changing.space, workload, base), "what batches the dataset allows")
     changing.to(for_gpus(changing.space, workload.num_gpus), "the number of GPUs")
     for change in changing.changes:

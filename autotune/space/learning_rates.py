@@ -13,6 +13,7 @@ from typing import Any
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import METHOD_WORDS
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.trainers import TRAINERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +53,15 @@ BY_METHOD: dict[str, LearningRate] = {
 }
 """Rates for AdamW."""
 
+OF_PREFERENCES: dict[str, LearningRate] = {
+    "full": LearningRate(value=5e-7, source="trl 1.16 scripts/dpo.py, its first example"),
+    **dict.fromkeys(
+        ("lora", "qlora"),
+        LearningRate(value=5e-6, source="trl 1.16 scripts/dpo.py, its example of LoRA"),
+    ),
+}
+"""Rates for AdamW where preferences are learnt."""
+
 BY_FAMILY: dict[str, LearningRate] = {
     "lion": LearningRate(
         value=0.2, source="Chen 2023, Symbolic Discovery, section 5: 3 to 10 times smaller"
@@ -66,7 +76,9 @@ UNKNOWN_FAMILIES = ("adagrad", "lomo", "schedule_free_sgd", "sgd")
 def default_rate(config: TrainConfig) -> float:
     """Return the default learning rate of a configuration."""
     factor = BY_FAMILY.get(OPTIMIZERS[config.optimizer].family)
-    rate = BY_METHOD[config.method].value * (1.0 if factor is None else factor.value)
+    table = OF_PREFERENCES if TRAINERS[config.trainer].has_reference else BY_METHOD
+    row = table.get(config.method, BY_METHOD[config.method])
+    rate = row.value * (1.0 if factor is None else factor.value)
     return float(f"{rate:.6g}")
 
 
@@ -82,7 +94,8 @@ def words(config: TrainConfig, extra: Mapping[str, Any]) -> str:
         return f"{rate}, your base's"
     family = OPTIMIZERS[config.optimizer].family
     method = "full fine-tuning" if config.method == "full" else METHOD_WORDS[config.method]
-    whose = f"the default for {method}"
+    row = TRAINERS[config.trainer]
+    whose = f"the default for {method}" + (f" with {row.words}" if row.has_reference else "")
     if family in BY_FAMILY:
         whose += f" with {family}"
     if family in UNKNOWN_FAMILIES:

@@ -180,11 +180,24 @@ def with_batchings(
 
 
 def with_trainers(space: SearchSpace, task: str) -> SearchSpace:
-    """The space with what trains preferences, whose pairs are padded; as it is for another task."""
+    """The space with what trains preferences, as it is for another task.
+
+    Pairs are padded, no logits are made, and a plan of checkpointing would not outlast the reference's pass.
+    """
     if task != PREFERENCES:
         return space
-    of_pairs: Domains = {"trainer": trainers_of(task), "batching": ("padded",)}
-    return with_domains(space, lambda _: of_pairs)
+
+    def of_pairs(section: MethodSpace) -> Domains:
+        of_task: Domains = {
+            "trainer": trainers_of(task), "batching": ("padded",), "chunked_loss": (False,)
+        }  # fmt: skip
+        if section.domains.get("precompute_ref_log_probs") == (True,):
+            return of_task
+        name = "activation_checkpointing"
+        offered = [1 if value == SOLVE else value for value in section.domains.get(name, (0,))]
+        return {**of_task, name: tuple(dict.fromkeys(min(value, 1) for value in offered))}
+
+    return with_domains(space, of_pairs)
 
 
 def may_pack(space: SearchSpace, task: str) -> bool:

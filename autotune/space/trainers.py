@@ -16,6 +16,8 @@ class Trainer:
     words: str
     """Its class."""
     arguments_class: str = "TrainingArguments"
+    command: str = ""
+    """Command of TRL that runs it: `trl sft`."""
     is_trl: bool = True
     """Whether it is TRL's: its loss makes no logits."""
     rows_per_sample: int = 1
@@ -32,11 +34,13 @@ TRAINERS: dict[str, Trainer] = {
             name="trl-sft",
             words="SFTTrainer",
             arguments_class="SFTConfig",
+            command="sft",
         ),
         Trainer(
             name="trl-dpo",
             words="DPOTrainer",
             arguments_class="DPOConfig",
+            command="dpo",
             rows_per_sample=2,
             has_reference=True,
         ),

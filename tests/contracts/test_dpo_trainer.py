@@ -1,8 +1,8 @@
 """A real DPOTrainer of TRL on the CPU, against the trace of the same step on `meta`.
 
-As in test_sft_trainer.py, allocations and frees must agree one by one but for its differences. Prompts are one
-token, so that all others count; where a rejected answer is shorter, what the real run has of the tokens that
-count is scaled up to all.
+As in test_sft_trainer.py, allocations and frees must agree one by one but for its differences. A prompt is
+one token, so that all others count; a rejected answer is shorter, and what the real run has of the tokens
+that count is scaled up to all.
 """
 
 from __future__ import annotations

@@ -135,8 +135,9 @@ class WatchCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._hook is None:
-            samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-            self._step_tokens = samples * self._config.sequence_length
+            rows = args.per_device_train_batch_size * self._config.rows_per_sample
+            tokens = rows * self._config.sequence_length
+            self._step_tokens = args.gradient_accumulation_steps * tokens
         self._pace.end_step(self._step_tokens)
         self._step_tokens = 0
         self._check_speed()
@@ -172,9 +173,10 @@ class WatchCallback(TrainerCallback):
         self._say(f"{told}: {verdict}")
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take in the shape of a forward pass's batch, which the host knows."""
+        """Take in the shape of a forward pass's batch, which the host knows, and once of a reference's."""
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if module.training and isinstance(ids, torch.Tensor) and ids.dim() == 2:
+        is_trained = module.training and torch.is_grad_enabled()
+        if is_trained and isinstance(ids, torch.Tensor) and ids.dim() == 2:
             self._step_tokens += ids.numel()
             rows, length = self._largest_batch
             if ids.numel() > rows * length:
@@ -250,10 +252,11 @@ class WatchCallback(TrainerCallback):
             return self._told_differences()
         config = self._config
         rows, length = self._largest_batch
-        planned_tokens = config.micro_batch_size * config.sequence_length
+        planned_rows = config.micro_batch_size * config.rows_per_sample
+        planned_tokens = planned_rows * config.sequence_length
         if rows and not 1 / LONGER <= rows * length / planned_tokens <= LONGER:
             return (
-                f"batches of up to {rows} x {length:,} tokens, planned {config.micro_batch_size} x "
+                f"batches of up to {rows} x {length:,} tokens, planned {planned_rows} x "
                 f"{config.sequence_length:,}"
             )
         return otherwise

@@ -27,6 +27,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space import adapters as fields_of
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import adapters
 from autotune.worker.build import model as models
 from autotune.worker.build.expanded_heads import expand_key_heads
@@ -45,14 +46,15 @@ def training_arguments(
 ) -> TrainingArguments:
     """Make new arguments: a workload's extra ones, then what was decided, then the overrides.
 
-    An SFTConfig for a configuration of TRL's trainer. Raises ConfigError for an unknown override.
+    An SFTConfig or DPOConfig for a configuration of TRL's. Raises ConfigError for an unknown override.
     """
     _set_environment(config)
     kind: Any = TrainingArguments
-    if config.trainer == "trl-sft":
-        from trl.trainer.sft_config import SFTConfig
+    row = TRAINERS[config.trainer]
+    if row.is_trl:
+        import trl
 
-        kind = SFTConfig
+        kind = getattr(trl, row.arguments_class)
     known = field_names(kind)
     for name in overrides:
         if name not in known:

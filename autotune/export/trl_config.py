@@ -1,12 +1,13 @@
-"""sft_config.yaml: the file that `trl sft --config sft_config.yaml` takes.
+"""sft_config.yaml and dpo_config.yaml: the files that `trl sft --config` and `trl dpo --config` take.
 
-Keys of SFTConfig, and of ModelConfig for the model, its quantisation and its adapter (trl 1.16
-trainer/sft_config.py, trainer/model_config.py, scripts/sft.py, trainer/utils.py
+Keys of SFTConfig or DPOConfig, and of ModelConfig for the model, its quantisation and its adapter (trl 1.16
+trainer/sft_config.py, dpo_config.py, model_config.py, scripts/sft.py, dpo.py, trainer/utils.py
 get_quantization_config and get_peft_config).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
@@ -26,10 +27,14 @@ from autotune.export.training_args import (
 from autotune.space.adapters import peft_fields, whole_alpha
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.trainers import PREFERENCES, TRAINERS, Trainer
 
 LIBRARIES = ("transformers", "trl")
 
 NONE: Mapping[str, object] = MappingProxyType({})
+
+SFT = TRAINERS["trl-sft"]
+TRL = tuple(row for row in TRAINERS.values() if row.is_trl)
 
 CARRIED = (
     *OF_TRAINING_ARGUMENTS, *OF_LORA, *QUANTIZED, "method", "sequence_length", "precision",
@@ -42,15 +47,21 @@ def applies(config: TrainConfig) -> bool:
     return config.method in ("full", "lora", "qlora")
 
 
-def lacks(workload: Workload) -> str:
-    return "" if workload.task == "causal-lm" else "SFTTrainer trains causal language models only"
+def lacks(workload: Workload, row: Trainer = SFT) -> str:
+    if row.has_reference:
+        return (
+            "" if workload.task == PREFERENCES else f"{row.words} trains on pairs of answers only"
+        )
+    return "" if workload.task == "causal-lm" else f"{row.words} trains causal language models only"
 
 
-def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+def write(
+    row: Trainer, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
+) -> str:
     """Return a YAML document, opened by what is not in it and what is the user's to add."""
     import yaml
 
-    fields, known = known_values(sft_arguments(config, workload)), sft_fields()
+    fields, known = known_values(trl_arguments(config, workload, row)), trl_fields(row)
     model, of_model = model_fields(config), _named_model_fields()
     variables = environment(config)
     content = {
@@ -60,15 +71,15 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         **{key: fields[key] for key in fields if known is None or key in known},
         **dataset_entries.trl_dataset(workload.dataset),
     }
-    what = f"trl sft --config{targets.said(*LIBRARIES)}"
-    lost = (*cannot_express(config), *has_no_words_for(workload))
+    what = f"trl {row.command} --config{targets.said(*LIBRARIES)}"
+    lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(what, config, result["evidence"], lost)
     data = "" if workload.dataset else "dataset_name, "
     yours = comments([f"Yours to add: {data}num_train_epochs."])
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
 
-def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
+def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
     precision = PRECISIONS[config.precision]
     of_4_bits = QUANTIZATIONS[config.quantization].codes
     other_products: tuple[Unsaid, ...] = ()
@@ -87,46 +98,53 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     return (
         *other_products,
         *other_attention,
-        *unsaid_by_trl(config),
+        *unsaid_by_trl(row, config),
         *installed.unknown(model_fields(config), _named_model_fields(), "trl"),
     )
 
 
-def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
+def has_no_words_for(row: Trainer, workload: Workload) -> tuple[Unsaid, ...]:
     """Return words for a dataset of other fields, and for extra arguments that an older version lacks."""
-    extra = installed.unknown(workload.extra, sft_fields(), "trl")
+    extra = installed.unknown(workload.extra, trl_fields(row), "trl")
     return (*dataset_entries.unsaid_by_trl(workload.dataset), *extra)
 
 
-def unsaid_by_trl(config: TrainConfig, carried: Collection[str] = ()) -> tuple[Unsaid, ...]:
-    """Return words for settings that SFTTrainer cannot be given, in whatever form.
+def unsaid_by_trl(
+    row: Trainer, config: TrainConfig, carried: Collection[str] = ()
+) -> tuple[Unsaid, ...]:
+    """Return words for settings that TRL's trainer cannot be given, in whatever form.
 
     `carried`: what a program says beside its arguments.
     """
     other_trainer: tuple[Unsaid, ...] = ()
-    if config.trainer != "trl-sft":
+    if config.trainer != row.name:
         other_trainer = (
             Unsaid(
                 "trainer",
-                "Trainer (SFTTrainer makes its loss without logits, which takes less memory)",
+                f"Trainer ({row.words} makes its loss without logits, which takes less memory)",
             ),
         )
     return (
         *other_trainer,
         *unsaid(config, {*CARRIED, *carried, "trainer"}),
-        *installed.unknown(sft_arguments(config), sft_fields(), "trl"),
-        *unknown_values(sft_arguments(config)),
+        *installed.unknown(trl_arguments(config, None, row), trl_fields(row), "trl"),
+        *unknown_values(trl_arguments(config, None, row)),
     )
 
 
-def sft_arguments(config: TrainConfig, workload: Workload | None = None) -> dict[str, object]:
-    """Return keyword arguments of SFTConfig, by the names of the installed Transformers."""
-    fields = sft_fields() or ()
+def trl_arguments(
+    config: TrainConfig, workload: Workload | None = None, row: Trainer = SFT
+) -> dict[str, object]:
+    """Return keyword arguments of SFTConfig or DPOConfig, by the names of the installed Transformers."""
+    fields = trl_fields(row) or ()
     is_old = "max_seq_length" in fields and "max_length" not in fields
+    plain = training_arguments(
+        config, installed_fields(), NONE if workload is None else workload.extra
+    )
+    if row.has_reference:
+        return {**plain, "max_length": config.sequence_length}
     return {
-        **training_arguments(
-            config, installed_fields(), NONE if workload is None else workload.extra
-        ),
+        **plain,
         **dataset_entries.trl_loss(None if workload is None else workload.dataset),
         "max_seq_length" if is_old else "max_length": config.sequence_length,
         "packing": config.batching == "packed",
@@ -174,12 +192,12 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
     }
 
 
-def sft_fields() -> Collection[str] | None:
-    """Return field names of SFTConfig, installed or named; None when TRL or Transformers is not there."""
+def trl_fields(row: Trainer = SFT) -> Collection[str] | None:
+    """Return fields of SFTConfig or DPOConfig, installed or named; None without TRL or Transformers."""
     target = targets.of("trl")
     if target is not None:
         return {*target.fields, *(installed_fields() or ())}
-    own = installed.fields("trl", "trainer/sft_config.py", "SFTConfig")
+    own = installed.fields("trl", f"trainer/{row.command}_config.py", row.arguments_class)
     shared = installed.fields("trl", "trainer/base_config.py", "_BaseConfig")
     of_transformers = installed_fields()
     if own is None or of_transformers is None:
@@ -196,13 +214,17 @@ def _named_model_fields() -> Collection[str] | None:
     return {name.removeprefix(prefix) for name in target.names if name.startswith(prefix)}
 
 
-EXPORTER = Exporter(
-    name="sft",
-    filename="sft_config.yaml",
-    write=write,
-    applies=applies,
-    lacks=lacks,
-    cannot_express=cannot_express,
-    has_no_words_for=has_no_words_for,
-    libraries=LIBRARIES,
+EXPORTERS = tuple(
+    Exporter(
+        name=row.command,
+        filename=f"{row.command}_config.yaml",
+        write=functools.partial(write, row),
+        applies=applies,
+        lacks=functools.partial(lacks, row=row),
+        cannot_express=functools.partial(cannot_express, row),
+        has_no_words_for=functools.partial(has_no_words_for, row),
+        # Other versions' fields are known of SFTConfig alone.
+        libraries=() if row.has_reference else LIBRARIES,
+    )
+    for row in TRL
 )

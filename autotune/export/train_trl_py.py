@@ -1,10 +1,12 @@
-"""train_sft.py: TRL's SFTTrainer with the configuration that was chosen, to run or to paste from.
+"""train_sft.py and train_dpo.py: TRL's trainer with the configuration that was chosen.
 
-The same as sft_config.yaml, but for the dtype of 4-bit weights' products, which Python can say.
+To run or to paste from. The same as sft_config.yaml and dpo_config.yaml, but for the dtype of 4-bit weights'
+products, which Python can say.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,23 +16,25 @@ from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.sft_config import (
+from autotune.export.train_py import expanded_heads, plan_code
+from autotune.export.training_args import set_environment, without_checkpointing
+from autotune.export.trl_config import (
+    TRL,
     applies,
     has_no_words_for,
     lacks,
-    sft_arguments,
-    sft_fields,
+    trl_arguments,
+    trl_fields,
     unsaid_by_trl,
 )
-from autotune.export.train_py import expanded_heads, plan_code
-from autotune.export.training_args import set_environment, without_checkpointing
 from autotune.space.adapters import peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import Trainer
 
-_PROGRAM = Path(__file__).with_name("train_sft.py.template")
+_PROGRAM = Path(__file__).with_name("train_trl.py.template")
 _PLAN = """\
     try:
         checkpoint_layers(trainer.model, {count}, first_keep="{first}", others_keep="{others}")
@@ -40,17 +44,25 @@ _PLAN = """\
 """
 
 
-def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+_COLUMNS = {
+    "sft": "messages, prompt and completion, or a text",
+    "dpo": "prompt, chosen and rejected",
+}
+
+
+def write(
+    row: Trainer, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
+) -> str:
     """Return a Python program. Every value in it is an ASCII literal."""
-    arguments, known = sft_arguments(config, workload), sft_fields()
+    arguments, known = trl_arguments(config, workload, row), trl_fields(row)
     values = {key: arguments[key] for key in arguments if known is None or key in known}
     plan = ""
     if config.has_plan:
         # What is not said would be on: it is TRL's default.
         values = without_checkpointing(values)
-        row = CHECKPOINT_PLANS[config.checkpoint_plan]
+        kept = CHECKPOINT_PLANS[config.checkpoint_plan]
         plan = _PLAN.format(
-            count=config.checkpoint_layers, first=row.first_keep, others=row.others_keep
+            count=config.checkpoint_layers, first=kept.first_keep, others=kept.others_keep
         )
     values["model_init_kwargs"] = {
         "dtype": PRECISIONS[config.precision].parameter_dtype,
@@ -64,14 +76,18 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         imports.append("from transformers import BitsAndBytesConfig\n")
         fields = keywords(quantization_fields(config, workload.task))
         quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
-    imports.append("from trl import SFTConfig, SFTTrainer\n")
+    imports.append(f"from trl import {row.arguments_class}, {row.words}\n")
     if config.attention == EXPANDED:
         imports.append(f"\n\n{expanded_heads()}\n")
     if config.has_plan:
         imports.append(f"\n\n{plan_code()}\n")
-    lost = (*cannot_express(config), *has_no_words_for(workload))
-    head = heading("A run of TRL's SFTTrainer", config, result["evidence"], lost)
+    lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
+    head = heading(f"A run of TRL's {row.words}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
+        columns=_COLUMNS[row.command],
+        filename=f"train_{row.command}.py",
+        arguments_class=row.arguments_class,
+        trainer=row.words,
         typing="from typing import Any\n" if config.attention == EXPANDED or plan else "",
         plan=plan,
         imports="".join(imports),
@@ -84,8 +100,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     )
 
 
-def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
-    return unsaid_by_trl(config, CHECKPOINTING)
+def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
+    return unsaid_by_trl(row, config, CHECKPOINTING)
 
 
 def lora_arguments(config: TrainConfig) -> dict[str, object]:
@@ -94,12 +110,15 @@ def lora_arguments(config: TrainConfig) -> dict[str, object]:
     return {"task_type": "CAUSAL_LM", **fields}
 
 
-EXPORTER = Exporter(
-    name="sft-python",
-    filename="train_sft.py",
-    write=write,
-    applies=applies,
-    lacks=lacks,
-    cannot_express=cannot_express,
-    has_no_words_for=has_no_words_for,
-)
+EXPORTERS = {
+    row.command: Exporter(
+        name=f"{row.command}-python",
+        filename=f"train_{row.command}.py",
+        write=functools.partial(write, row),
+        applies=applies,
+        lacks=functools.partial(lacks, row=row),
+        cannot_express=functools.partial(cannot_express, row),
+        has_no_words_for=functools.partial(has_no_words_for, row),
+    )
+    for row in TRL
+}
