@@ -42,6 +42,14 @@ GROUPED = dataclasses.replace(FULL, batching="grouped", torch_compile="max-autot
 NOISY = dataclasses.replace(FULL, neftune_noise_alpha=5.0, torch_empty_cache_steps=3)
 GALORE = dataclasses.replace(FULL, optimizer="galore_adamw")
 INT8 = dataclasses.replace(QLORA, quantization="int8")
+DPO = dataclasses.replace(FULL, trainer="trl-dpo", batching="padded", activation_checkpointing=1)
+DPO_LORA = dataclasses.replace(
+    LORA,
+    trainer="trl-dpo",
+    batching="padded",
+    activation_checkpointing=0,
+    precompute_ref_log_probs=True,
+)
 CONFIGS = {
     "full": FULL,
     "half": HALF,
@@ -54,12 +62,15 @@ CONFIGS = {
     "dora": DORA,
     "int8": INT8,
     "fp4": dataclasses.replace(QLORA, quantization="fp4"),
+    "dpo": DPO,
+    "dpo-lora": DPO_LORA,
     **{f"adapter {name}": config for name, config in ADAPTERS.items()},
 }
 ADAPTERS_ONLY = [name for name in CONFIGS if name.startswith("adapter ")]
 OF_ADAPTERS = [export.ALL["peft"]]
 TRAINED = ("full", "half", "rslora", "qlora")
 """With TRL, in YAML and in Python. Other configurations are loaded."""
+OF_PAIRS = ("dpo", "dpo-lora")
 
 CHILD = """
 import contextlib, dataclasses, io, json, os, runpy, sys, traceback, warnings
@@ -68,7 +79,9 @@ import torch, transformers, yaml
 from peft import PeftConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+import trl
+from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+from trl.scripts.dpo import main as trl_dpo
 from trl.scripts.sft import main as trl_sft
 
 torch.set_num_threads(1)  # more would wait for each other: the models are tiny
@@ -87,8 +100,8 @@ def simple(values):
     return {key: value for key, value in values.items() if not key.startswith("_")
             and isinstance(value, (str, int, float, bool, list, dict, type(None)))}
 
-def of_trl(path, *arguments):
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+def of_trl(path, *arguments, kind=SFTConfig):
+    parser = TrlParser((ScriptArguments, kind, ModelConfig, DatasetMixtureConfig))
     # Unknown keys are an error here.
     return parser.parse_args_and_config(["--config", str(path), *arguments])
 
@@ -117,6 +130,9 @@ LOADERS = {
     "sft_config.yaml": lambda path: {
         key: value for made in of_trl(path) for key, value in vars(made).items()},
     "train_sft.py": python,
+    "dpo_config.yaml": lambda path: {
+        key: value for made in of_trl(path, kind=DPOConfig) for key, value in vars(made).items()},
+    "train_dpo.py": python,
     "adapter_config.json": lambda path: {**vars(peft(path)), "class": type(peft(path)).__name__},
     "quantization_config.json": bitsandbytes,
 }
@@ -142,30 +158,30 @@ def with_trainer(path):
         AutoModelForCausalLM.from_pretrained(model), arguments, train_dataset=rows)
     return {"loss": trainer.train().training_loss, "steps": trainer.state.global_step}
 
-def with_trl(work):
-    from trl import SFTTrainer
+def with_trl(work, kind=trl.SFTTrainer):
     seen = []
-    real = SFTTrainer.train
+    real = kind.train
     def train(self, *arguments, **named):
         outcome = real(self, *arguments, **named)
         seen.append({"loss": outcome.training_loss, "steps": self.state.global_step,
                      "batch": list(self.get_train_dataloader().batch_sampler)[0],
-                     "length": len(self.train_dataset[0]["input_ids"]),
+                     "length": self.data_collator([self.train_dataset[0]])["input_ids"].shape[1],
+                     "reference": getattr(self, "ref_model", None) is not None,
                      "dtype": str(next(self.model.parameters()).dtype),
                      "trainable": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
                      "planned": sum("forward" in vars(m) for m in self.model.modules()
                                     if isinstance(m, GradientCheckpointingLayer)),
                      "checkpointing": self.model.is_gradient_checkpointing})
         return outcome
-    SFTTrainer.train = train
+    kind.train = train
     try:
         work()
     finally:
-        SFTTrainer.train = real
+        kind.train = real
     return seen[0]
 
-def run_program(path):
-    sys.argv = [str(path), str(folder / "data" / "rows.jsonl")]
+def run_program(path, rows="data/rows.jsonl"):
+    sys.argv = [str(path), str(folder / rows)]
     runpy.run_path(str(path), run_name="__main__")
 
 def with_adapter(of):
@@ -178,7 +194,7 @@ def with_adapter(of):
 report = {}
 for of in sorted(path for path in folder.iterdir() if (path / "exports").is_dir()):
     name, exports = of.name, of / "exports"
-    paths = [*of.glob("*.json"), *exports.iterdir()]
+    paths = [*of.glob("*.json"), *of.glob("train_*.py"), *exports.iterdir()]
     report[name] = {
         path.name: attempt(lambda: LOADERS[path.name](path)) for path in paths if path.name in LOADERS}
     if name in trained:
@@ -187,6 +203,12 @@ for of in sorted(path for path in folder.iterdir() if (path / "exports").is_dir(
             "--save_strategy", "no", "--output_dir", str(of / "yaml")))))
         report[name]["trl python"] = attempt(
             lambda: with_trl(lambda: run_program(exports / "train_sft.py")))
+    if (of / "train_dpo.py").exists():
+        report[name]["trl yaml"] = attempt(lambda: with_trl(lambda: trl_dpo(*of_trl(
+            exports / "dpo_config.yaml", "--dataset_name", str(folder / "pairs"), "--max_steps", "2",
+            "--save_strategy", "no", "--output_dir", str(of / "yaml"), kind=DPOConfig)), trl.DPOTrainer))
+        report[name]["trl python"] = attempt(lambda: with_trl(
+            lambda: run_program(of / "train_dpo.py", "pairs/rows.jsonl"), trl.DPOTrainer))
 report["half"]["trainer"] = attempt(lambda: with_trainer(folder / "half" / "exports" / "training_args.py"))
 report["dora"]["peft"] = attempt(lambda: with_adapter(folder / "dora" / "exports"))
 (folder / "report.json").write_text(json.dumps(report, default=plain))
@@ -203,10 +225,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # 8 blocks of 16 tokens: two optimizer steps of 2 x 2.
     row = json.dumps({"text": " ".join(f"w{number}" for number in range(15))})
     (folder / "data" / "rows.jsonl").write_text(f"{row}\n" * 8)
+    (folder / "pairs").mkdir()
+    words = ["".join(f"w{number} " for number in range(count)) for count in (4, 11, 8)]
+    pair = json.dumps(dict(zip(("prompt", "chosen", "rejected"), words, strict=True)))
+    (folder / "pairs" / "rows.jsonl").write_text(f"{pair}\n" * 8)
     for name, config in CONFIGS.items():
+        task = "dpo" if name in OF_PAIRS else "causal-lm"
         export.export_files(
             folder / name,
-            workload=Workload(model=str(models / "llama"), memory_budget_bytes=10**9),
+            workload=Workload(model=str(models / "llama"), task=task, memory_budget_bytes=10**9),
             config=config,
             result={"evidence": "predicted"},
             exporters=OF_ADAPTERS if name in ADAPTERS_ONLY else None,
@@ -250,7 +277,7 @@ def test_training_arguments_are_loaded(report: dict[str, Any], file: str, name: 
     assert {key: values[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ADAPTERS_ONLY])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in (*ADAPTERS_ONLY, *OF_PAIRS)])
 def test_what_sft_config_loads(report: dict[str, Any], name: str) -> None:
     config = CONFIGS[name]
     values = of(report, name, "sft_config.yaml")
@@ -349,6 +376,25 @@ def test_sft_trainer_takes_the_steps(report: dict[str, Any], way: str, name: str
     assert values["dtype"] == f"torch.{dtype}"
     other = "trl python" if way == "trl yaml" else "trl yaml"
     assert values["trainable"] == of(report, name, other)["trainable"]
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+@pytest.mark.parametrize("way", ["trl yaml", "trl python"])
+def test_dpo_trainer_takes_the_steps(report: dict[str, Any], way: str, name: str) -> None:
+    config: TrainConfig = CONFIGS[name]
+    values = of(report, name, way)
+    assert values["steps"] == (2 if way == "trl yaml" else 6)  # three epochs of two steps
+    # The policy is the reference still, as good as: the loss is that of a coin.
+    assert values["loss"] == pytest.approx(math.log(2), rel=0.01)
+    # The prompt, the longer answer and its end; what is scored before needs no reference.
+    assert (len(values["batch"]), values["length"]) == (2, 16)
+    assert values["reference"] is (name == "dpo")
+    assert values["checkpointing"] is (config.activation_checkpointing > 0)
+    other = "trl python" if way == "trl yaml" else "trl yaml"
+    assert values["trainable"] == of(report, name, other)["trainable"]
+    arguments = of(report, name, "dpo_config.yaml")
+    assert arguments["precompute_ref_log_probs"] is config.precompute_ref_log_probs
+    assert arguments["max_length"] == config.sequence_length
 
 
 def test_model_and_adapter_from_the_two_files(report: dict[str, Any]) -> None:
