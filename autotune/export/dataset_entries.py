@@ -40,15 +40,18 @@ def trl_loss(dataset: Dataset | None) -> dict[str, object]:
 
 
 def trl_dataset(dataset: Dataset | None) -> dict[str, object]:
-    """Return the keys of `trl sft` for the dataset."""
+    """Return the keys of `trl sft` or `trl dpo` for the dataset."""
     return {} if dataset is None else {"datasets": [load_arguments(dataset)]}
 
 
 def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
-    """Name the dataset where SFTTrainer does not know its fields."""
+    """Name the dataset where TRL does not know its fields."""
     if dataset is None:
         return ()
-    usual = {"chat": ("messages", "conversations"), "prompt-completion": ("prompt",), "text": None}
+    usual = {
+        "chat": ("messages", "conversations"), "prompt-completion": ("prompt",),
+        "text": None, "preferences": None,
+    }  # fmt: skip
     fields = usual.get(dataset.format, ())
     if fields is None or (
         dataset.text_field in fields and dataset.answer_field in (None, "completion")

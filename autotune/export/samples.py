@@ -23,6 +23,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "source-target": (("source", "text"), ("target",)),
     "labels": (("text",), ("label", "labels")),
     "text": (("text",), ()),
+    "preferences": (("chosen",), ("rejected",)),
 }
 # In the order in which they are looked for.
 FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
@@ -30,6 +31,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "masked-lm": ("text",),
     "sequence-classification": ("labels",),
     "seq2seq-lm": ("source-target", "prompt-completion", "instruction"),
+    "dpo": ("preferences",),
 }
 LOSS_ON = ("answers", "all")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
@@ -100,7 +102,10 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             recognised = recognise(row, columns, task)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
-        read.append(read_sample(row, *recognised, place))
+        if recognised[0] == "preferences":
+            read += read_pair(row, place)
+        else:
+            read.append(read_sample(row, *recognised, place))
     if recognised is None:
         raise UnusableData("it is empty")
     name, text_field, answer_field = recognised
@@ -113,6 +118,12 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     if columns.format is not None and columns.format not in possible:
         raise UnusableData(
             f"the format {columns.format} is not for {task}", f"It takes {', '.join(possible)}"
+        )
+    is_of_pairs = possible == ("preferences",)
+    if is_of_pairs and (columns.text_field or columns.answer_field):
+        raise UnusableData(
+            "TRL's DPOTrainer reads chosen, rejected and prompt, and no other fields",
+            "Leave --text-field and --answer-field out, and rename the dataset's",
         )
     for name in possible if columns.format is None else (columns.format,):
         texts, answers = FORMATS[name]
@@ -128,9 +139,12 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     wanted = "; ".join(" and ".join(map("/".join, filter(None, FORMATS[n]))) for n in possible)
     if columns.format is not None:
         wanted = " and ".join(map("/".join, filter(None, FORMATS[columns.format])))
+    remedy = "--text-field and --answer-field name other fields, --format what they are"
+    if is_of_pairs:
+        remedy = "Rename its fields: TRL reads chosen and rejected, and a prompt where it is apart"
     raise UnusableData(
         f"sample 1 has the fields {shown(', '.join(map(str, row)))}, and {task} takes {wanted}",
-        "--text-field and --answer-field name other fields, --format what they are",
+        remedy,
     )
 
 
@@ -161,6 +175,28 @@ def read_sample(
         if name != "labels" or each == text_field:
             check_text(value, each, place)
     return Sample(text=text, answer=answer)
+
+
+def read_pair(row: Mapping[str, Any], place: str) -> list[Sample]:
+    """The chosen answer and the rejected one, each with its prompt, which may be a part of both."""
+    prompt, tools = row.get("prompt"), read_json(row.get("tools"))
+    answers = row.get("chosen"), row.get("rejected")
+    parts = [part for part in (prompt, *answers) if part is not None]
+    if None in answers or not (
+        all(isinstance(part, str) for part in parts)
+        or all(isinstance(part, list) for part in parts)
+    ):
+        raise UnusableData(
+            f"{place} has not texts alone, nor messages alone, in chosen, rejected and prompt",
+            "All of them are texts, or lists of messages; without a prompt both answers begin with it",
+        )
+    if isinstance(answers[0], str):
+        return [Sample(text=prompt or "", answer=answer) for answer in answers]
+    given = read_messages(prompt, place) if prompt else []
+    return [
+        Sample(messages=given + read_messages(each, place), num_given=len(given), tools=tools)
+        for each in answers
+    ]
 
 
 def check_text(value: Any, name: str | None, place: str) -> None:

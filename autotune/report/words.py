@@ -15,6 +15,7 @@ from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
+from autotune.space.trainers import PREFERENCES
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
 
@@ -157,8 +158,11 @@ def data(workload: Workload) -> str:
     is_partial = (
         dataset is not None and dataset.loss_on == "answers" and workload.task == "causal-lm"
     )
+    samples = f"{lengths.num_samples:,} samples"
+    if workload.task == PREFERENCES:
+        samples = f"{lengths.num_samples // 2:,} pairs, each answer with its prompt"
     return (
-        f"{f'{dataset.format}, ' if dataset else ''}{lengths.num_samples:,} samples"
+        f"{f'{dataset.format}, ' if dataset else ''}{samples}"
         f"{', of which the answers are learnt' if is_partial else ''}; "
         f"{format_count(lengths.num_tokens)} tokens"
         f"{_kept(lengths)}: {lengths.num_kept_tokens / lengths.num_samples:,.0f} on average, "

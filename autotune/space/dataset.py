@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORMATS = ("chat", "prompt-completion", "instruction", "source-target", "labels", "text")
+FORMATS = (
+    "chat",
+    "prompt-completion",
+    "instruction",
+    "source-target",
+    "labels",
+    "text",
+    "preferences",
+)
 """Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
 LOSS_ON = ("answers", "all")
 """Tokens that a language model's loss is taken on."""

@@ -34,6 +34,7 @@ class Lengths:
     """Tokens per sample of a dataset."""
 
     num_samples: int
+    """Samples; of pairs both rows are one each."""
     num_tokens: int
     """Tokens of all samples, whole: what an epoch of packed batches trains on."""
     num_kept_tokens: int
