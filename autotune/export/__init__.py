@@ -38,13 +38,13 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
 
 EXPORTERS = (
-    train_py.EXPORTER, train_trl_py.EXPORTERS["dpo"], training_args.EXPORTERS[0], train_config.EXPORTER,
-    result_json.EXPORTER,
+    train_py.EXPORTER, training_args.EXPORTERS[0], train_config.EXPORTER, result_json.EXPORTER
 )  # fmt: skip
-"""Exporters of the files that every answer has, in the folder that was named: of programs the task's."""
+"""Exporters of the files that every answer has, in the folder that was named."""
 
-BESIDE = (accelerate_config.EXPORTER, deepspeed_json.EXPORTER)
-"""Exporters of the files that `accelerate launch` needs there as well, where GPUs share a run."""
+BESIDE = (accelerate_config.EXPORTER, deepspeed_json.EXPORTER, train_trl_py.EXPORTERS["dpo"])
+"""Exporters of files that lie there as well: what `accelerate launch` needs where GPUs share a run, and the
+program of a task that train.py does not train."""
 
 FURTHER = (
     *training_args.EXPORTERS[1:],

@@ -29,7 +29,7 @@ from autotune.space.lengths import vary
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import PREFERENCES
+from autotune.space.trainers import PREFERENCES, TRAINERS
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
@@ -228,4 +228,10 @@ def lacks(workload: Workload) -> str:
     return "train.py is Transformers' Trainer: train_dpo.py trains on pairs of answers"
 
 
-EXPORTER = Exporter(name="train", filename="train.py", write=write, lacks=lacks)
+EXPORTER = Exporter(
+    name="train",
+    filename="train.py",
+    write=write,
+    applies=lambda config: not TRAINERS[config.trainer].has_reference,
+    lacks=lacks,
+)

@@ -272,7 +272,7 @@ def set_environment(config: TrainConfig) -> str:
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
     """Return what arguments that somebody has must say to be this configuration: off included, no more.
 
-    `fields` are those of their class; an SFTConfig's say how the dataset is cut, too.
+    `fields` are those of their class; an SFTConfig's or a DPOConfig's say more.
     """
     newest = "activation_checkpointing" in fields
     alias = "gradient_checkpointing" if newest else "activation_checkpointing"
@@ -291,7 +291,8 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
             # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
             decided["packing_strategy"] = "wrapped"
     elif "max_length" in fields:
-        decided["max_length"] = config.sequence_length
+        scored = config.precompute_ref_log_probs
+        decided |= {"max_length": config.sequence_length, "precompute_ref_log_probs": scored}
     return decided
 
 

@@ -40,6 +40,8 @@ CARRIED = (
     *OF_TRAINING_ARGUMENTS, *OF_LORA, *QUANTIZED, "method", "sequence_length", "precision",
     "attention", "batching",
 )  # fmt: skip
+OF_PAIRS = ("precompute_ref_log_probs",)
+"""Settings that DPOConfig has besides."""
 
 
 def applies(config: TrainConfig) -> bool:
@@ -126,7 +128,7 @@ def unsaid_by_trl(
         )
     return (
         *other_trainer,
-        *unsaid(config, {*CARRIED, *carried, "trainer"}),
+        *unsaid(config, {*CARRIED, *carried, *(OF_PAIRS if row.has_reference else ()), "trainer"}),
         *installed.unknown(trl_arguments(config, None, row), trl_fields(row), "trl"),
         *unknown_values(trl_arguments(config, None, row)),
     )
@@ -142,7 +144,8 @@ def trl_arguments(
         config, installed_fields(), NONE if workload is None else workload.extra
     )
     if row.has_reference:
-        return {**plain, "max_length": config.sequence_length}
+        scored = config.precompute_ref_log_probs
+        return {**plain, "max_length": config.sequence_length, "precompute_ref_log_probs": scored}
     return {
         **plain,
         **dataset_entries.trl_loss(None if workload is None else workload.dataset),

@@ -412,7 +412,6 @@ KNOBS: dict[str, Knob] = {
             default=False,
             choices=(False, True),
             words=lambda on: "reference scored before" if on else "reference scored in each step",
-            arguments=lambda on: {"precompute_ref_log_probs": True} if on else {},
             flag="--precompute-ref-log-probs",
             summary="DPOTrainer scores all pairs with the reference before training: no copy of it in "
             "training, whose steps alone are timed.",

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 from trl import DatasetMixtureConfig
 
-from autotune.export import sft_config
+from autotune.export import trl_config
 from autotune.export.encode import ALPACA, IGNORED, encode
 from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
 from autotune.space.config import TrainConfig, Workload
@@ -189,7 +189,7 @@ def test_trl_reads_the_datasets_entry_and_what_is_learnt(
         precision="fp32",
         optimizer="adamw_torch",
     )
-    text = sft_config.write(
+    text = trl_config.EXPORTERS[0].write(
         workload=Workload(model="tiny", memory_budget_bytes=1, dataset=data),
         config=config,
         result={"evidence": "predicted"},

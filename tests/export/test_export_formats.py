@@ -21,19 +21,20 @@ from autotune.export import (
     deepspeed_json,
     installed,
     model_card,
-    sft_config,
-    train_sft_py,
+    train_trl_py,
+    trl_config,
     unsloth_py,
 )
 from autotune.export.carried import Unsaid, one_line
 from autotune.space.adapters import LORA_VARIANTS, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
-from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TRAINERS, TrainConfig, Workload
+from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import BATCHINGS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.trainers import TRAINERS
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(
@@ -95,7 +96,12 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("peft", OTHER, (LOHA, LOKR)),
     ("liger", FULL, (False, True)),
     ("chunked_loss", FULL, (False, True)),
-    ("trainer", FULL, TRAINERS),
+    ("trainer", FULL, tuple(TRAINERS)),
+    (
+        "precompute_ref_log_probs",
+        dataclasses.replace(FULL, trainer="trl-dpo", batching="padded"),
+        (False, True),
+    ),
     ("torch_empty_cache_steps", FULL, (0, 1, 2)),
     ("expandable_segments", FULL, (False, True)),
     ("neftune_noise_alpha", FULL, (0.0, 5.0, 7.5)),
@@ -366,7 +372,7 @@ def test_the_yaml_of_sft() -> None:
     config = dataclasses.replace(
         QLORA, lora_targets="q_proj,v_proj", lora_variant="dora", quantization="fp4-double"
     )
-    values = yaml.safe_load(text_of(sft_config, config))
+    values = yaml.safe_load(text_of(trl_config.EXPORTERS[0], config))
     assert {
         key: values[key] for key in values if key.startswith(("lora", "use_", "load", "bnb"))
     } == {
@@ -406,10 +412,14 @@ def loaded_text(exporter: Any, config: TrainConfig) -> str:
 def test_the_products_of_4_bit_weights() -> None:
     """trl takes the dtype of the other weights; Python can say another."""
     config = dataclasses.replace(QLORA, precision="fp16-mixed")
-    (lost,) = (o for o in sft_config.cannot_express(config) if o.setting == "precision")
+    (lost,) = (
+        o for o in trl_config.EXPORTERS[0].cannot_express(config) if o.setting == "precision"
+    )
     assert "in float16 (trl takes float32" in lost.words
-    assert "bnb_4bit_compute_dtype='float16'" in text_of(train_sft_py, config)
-    assert "precision" not in {o.setting for o in train_sft_py.cannot_express(config)}
+    assert "bnb_4bit_compute_dtype='float16'" in text_of(train_trl_py.EXPORTERS["sft"], config)
+    assert "precision" not in {
+        o.setting for o in train_trl_py.EXPORTERS["sft"].cannot_express(config)
+    }
 
 
 UNSLOTH = {
@@ -479,7 +489,7 @@ def test_trl_and_unsloth_have_no_words_for_other_adapters() -> None:
     names = {exporter.name for exporter in export.exporters_for(PROMPT, WORKLOAD)}
     assert not names & {"sft", "sft-python", "torchtune", "unsloth"}
     assert "peft" in names
-    assert "prompt tuning" in export.why_not(sft_config.EXPORTER, WORKLOAD, PROMPT)
+    assert "prompt tuning" in export.why_not(trl_config.EXPORTERS[0], WORKLOAD, PROMPT)
 
 
 @pytest.mark.parametrize("name", ["train", "training-args-python", "sft-python"])

@@ -14,7 +14,7 @@ from test_export_command import Export, run, save
 
 from autotune import export
 from autotune.errors import ConfigError
-from autotune.export import sft_config, targets, training_args
+from autotune.export import targets, training_args, trl_config
 from autotune.space.config import TrainConfig, Workload
 from autotune.store import database
 
@@ -175,5 +175,5 @@ def test_trl_that_is_not_here_must_be_named_too(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     chosen = targets.read(["transformers==5.0.0"])
     with pytest.raises(ConfigError, match="trl too, which is not installed"):
-        export.check_targets([sft_config.EXPORTER], chosen)
-    export.check_targets([sft_config.EXPORTER], (*chosen, *targets.read(["trl==1.10.0"])))
+        export.check_targets([trl_config.EXPORTERS[0]], chosen)
+    export.check_targets([trl_config.EXPORTERS[0]], (*chosen, *targets.read(["trl==1.10.0"])))

@@ -52,6 +52,43 @@ def test_a_format_is_recognised_by_its_fields(
 @pytest.mark.parametrize(
     ("row", "num_given"),
     [
+        ({"chosen": CHAT, "rejected": CHAT}, 0),
+        ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:], "score": 1.0}, 1),
+    ],
+)
+def test_a_pair_is_two_samples(tmp_path: Path, row: dict[str, Any], num_given: int) -> None:
+    read_as = read(tmp_path, row, task="dpo")
+    assert (read_as.format, read_as.text_field, read_as.answer_field) == (
+        "preferences", "chosen", "rejected"
+    )  # fmt: skip
+    assert [sample.messages for sample in read_as.samples] == [CHAT, CHAT]
+    assert {sample.num_given for sample in read_as.samples} == {num_given}
+
+
+def test_a_pair_of_texts_has_its_prompt_twice(tmp_path: Path) -> None:
+    read_as = read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}, task="dpo")
+    assert [(each.text, each.answer) for each in read_as.samples] == [("a", "b"), ("a", "c")]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "why"),
+    [
+        ({"text": "a"}, {}, "dpo takes chosen and rejected"),
+        ({"chosen": "a"}, {}, "dpo takes chosen and rejected"),
+        ({"prompt": "a", "chosen": CHAT, "rejected": CHAT}, {}, "not texts alone, nor messages"),
+        ({"chosen": "a", "rejected": "b"}, {"text_field": "chosen"}, "and no other fields"),
+    ],
+)
+def test_what_is_no_pair_is_refused(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], why: str
+) -> None:
+    with pytest.raises(UnusableData, match=why):
+        read(tmp_path, row, task="dpo", **columns)
+
+
+@pytest.mark.parametrize(
+    ("row", "num_given"),
+    [
         ({"messages": CHAT}, 0),
         ({"conversations": SHAREGPT, "text": "hi hello"}, 0),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, 1),

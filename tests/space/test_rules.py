@@ -86,7 +86,38 @@ def test_a_plan_is_for_the_first_of_the_layers_that_there_are() -> None:
         assert broken.name == "plan-tells-of-checkpointed-layers"
 
 
+DPO = dataclasses.replace(FULL, trainer="trl-dpo", batching="padded")
+DPO_LORA = dataclasses.replace(LORA, trainer="trl-dpo", batching="padded")
+
+
+def test_a_reference_that_scores_before_training_leaves_checkpointing_alone() -> None:
+    for config in (DPO, DPO_LORA, dataclasses.replace(DPO, activation_checkpointing=1)):
+        assert broken_rules(config, dataclasses.replace(ADA, task="dpo")) == []
+    for changes in ({"activation_checkpointing": 2}, {"activation_offloading": True}):
+        config = dataclasses.replace(DPO, **{"activation_checkpointing": 1, **changes})
+        (broken,) = broken_rules(config, ADA)
+        assert broken.name == "reference-restores-all-checkpointing"
+        assert broken_rules(dataclasses.replace(config, precompute_ref_log_probs=True), ADA) == []
+
+
 BREAKERS = {
+    "trainer-of-the-task": (FULL, dataclasses.replace(ADA, task="dpo")),
+    "pairs-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
+    "scored-before-needs-a-reference": (
+        dataclasses.replace(FULL, precompute_ref_log_probs=True),
+        ADA,
+    ),
+    "reference-restores-all-checkpointing": (
+        dataclasses.replace(PLAN, trainer="trl-dpo", batching="padded"),
+        ADA,
+    ),
+    "pairs-need-tried-settings": (dataclasses.replace(DPO_LORA, lora_targets="lm_head"), ADA),
+    "pairs-run-eagerly-on-one-gpu": (dataclasses.replace(DPO, torch_compile="default"), ADA),
+    "dpo-makes-the-adapter": (
+        dataclasses.replace(QLORA, trainer="trl-dpo", batching="padded", kbit_preparation=True),
+        ADA,
+    ),
+    "reference-without-noise": (dataclasses.replace(DPO_LORA, lora_dropout=0.1), ADA),
     "micro-batch-divides": (dataclasses.replace(FULL, micro_batch_size=5), ADA),
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),

@@ -145,6 +145,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "liger": (False,),
         "chunked_loss": (False,),
         "trainer": ("transformers",),
+        "precompute_ref_log_probs": (False,),
         "torch_empty_cache_steps": (0,),
         "expandable_segments": (False,),
         "neftune_noise_alpha": (0.0,),

@@ -128,6 +128,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "liger": False,
         "chunked_loss": False,
         "trainer": "transformers",
+        "precompute_ref_log_probs": False,
         "torch_empty_cache_steps": 0,
         "expandable_segments": False,
         "neftune_noise_alpha": 0.0,

@@ -45,7 +45,7 @@ def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
 
     row = TRAINERS[config.trainer]
     of_rows: dict[str, Any] = (
-        {}
+        {"precompute_ref_log_probs": config.precompute_ref_log_probs}
         if row.has_reference
         else {
             "dataset_kwargs": {"skip_prepare_dataset": True},
@@ -59,7 +59,7 @@ def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
 
 
 def beside(model: Any, task: str, config: TrainConfig) -> dict[str, Any]:
-    """What TRL's trainers are given beside arguments and rows.
+    """Return the keywords of TRL's trainers beside arguments and rows.
 
     DPOTrainer makes the adapter itself: one that is there already would be its reference's, too. The frozen
     copy of a model without one is in evaluation mode, as `from_pretrained` leaves it.
