@@ -7,6 +7,7 @@ that count is scaled up to all.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from test_sft_trainer import _no_hidden_buffers, way_of_cuda  # noqa: F401
 from test_trace_is_the_trainer import (
+    AMPERE,
     Case,
     _differences,  # noqa: F401
     canonical,
@@ -23,10 +25,13 @@ from test_trace_is_the_trainer import (
 )
 from trainer_step import NUM_PADDED, NUM_STEPS, Run, run_trainer
 
+from autotune.worker.trace import liger
+
 trl = pytest.importorskip("trl")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*use_liger_kernel.* is deprecated:FutureWarning"),
 ]
 
 LENGTH = 32
@@ -47,6 +52,8 @@ CASES = {
     "lora": Case(**DPO, method="lora"),
     "lora checkpointed": Case(**DPO, method="lora", checkpointing=1),
     "lora many layers": Case(**DPO, method="lora", checkpointing=1, num_layers=7, accumulation=1),
+    "full liger": Case(**DPO, liger=True),
+    "lora liger checkpointed": Case(**DPO, method="lora", checkpointing=1, liger=True),
     "lora, scored before": Case(**DPO, method="lora", micro_batch=1, settings=BEFORE),
 }
 
@@ -103,7 +110,11 @@ def run_dpo(case: Case, folder: Path) -> Run:
         more["peft_config"] = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
     elif not case.spec.precompute_ref_log_probs:
         more["ref_model"] = real_model(case).eval()
-    with way_of_cuda():
+    with way_of_cuda(), contextlib.ExitStack() as stack:
+        if case.liger:
+            pytest.importorskip("liger_kernel.transformers")
+            stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
+            arguments["use_liger_kernel"] = True
         return run_trainer(
             model,
             folder,
