@@ -11,7 +11,9 @@ import pytest
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.space import space_file
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.lengths import Lengths
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.search_space import (
     MethodSpace,
@@ -23,6 +25,7 @@ from autotune.space.search_space import (
     with_attentions,
     with_batchings,
     with_precision_of,
+    with_trainers,
 )
 
 
@@ -67,6 +70,48 @@ def test_without_lengths_batches_are_filled_as_in_the_base() -> None:
     for base, filled in ((None, "packed"), (padded, "padded")):
         found = with_batchings(space, workload, base)
         assert {each.domains["batching"] for each in found.methods} == {(filled,)}
+
+
+def test_preferences_have_a_trainer_of_their_own() -> None:
+    varied = section(
+        activation_checkpointing=(0, 2, SOLVE),
+        chunked_loss=(False, True),
+        trainer=("transformers", "trl-sft"),
+        batching=("packed", "grouped"),
+    )
+    (found,) = with_trainers(space(varied), "dpo").methods
+    expected = {
+        "trainer": ("trl-dpo",),
+        "batching": ("padded",),
+        "chunked_loss": (False,),
+        # Plans and intervals do not outlast the reference's pass.
+        "activation_checkpointing": (0, 1),
+    }
+    assert found.domains == {**varied.domains, **expected}
+    before = section(precompute_ref_log_probs=(True,), activation_checkpointing=(2, SOLVE))
+    (found,) = with_trainers(space(before), "dpo").methods
+    assert found.domains["activation_checkpointing"] == (2, SOLVE)
+    assert with_trainers(space(varied), "causal-lm") == space(varied)
+
+
+def test_a_batch_of_pairs_has_twice_the_rows() -> None:
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+        sequence_length=16,
+        precision="fp32",
+        optimizer="adamw_torch",
+        batching="padded",
+    )
+    pairs = dataclasses.replace(config, trainer="trl-dpo")
+    assert pairs.tokens_per_step == 2 * config.tokens_per_step
+    lengths = Lengths(
+        num_samples=8, num_tokens=64, num_kept_tokens=64, percentiles=tuple(range(1, 102))
+    )
+    of_lengths = dataclasses.replace(workload(), lengths=lengths)
+    rows = dataclasses.replace(config, micro_batch_size=8)
+    assert of_lengths.useful_share(pairs) == of_lengths.useful_share(rows)
 
 
 def test_micro_batch_times_accumulation_is_the_effective_batch() -> None:
