@@ -16,6 +16,7 @@ from autotune.common.units import format_count
 from autotune.records.estimate import Estimate
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.trainers import TRAINERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,6 +131,9 @@ def _why_weights(estimate: Estimate, textbook_bytes: int) -> str:
         return "embeddings, norms and head are not quantised; scales; adapters in float32"
     if estimate.config.method != "full":
         return "adapters are in float32"
+    row = TRAINERS[estimate.config.trainer]
+    if row.has_reference and not estimate.config.precompute_ref_log_probs:
+        return "of the model, and of its reference"
     return "buffers, or weights that are shared"
 
 

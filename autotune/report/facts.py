@@ -394,7 +394,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         rows.append(("libraries", _versions(stored.versions.items())))
     if rates := words.rates(answer.best):
         rows.append(("rates of the prediction", rates))
-    rows.append(("not modelled", words.LIMITS))
+    rows.append(("not modelled", words.limits(answer.best.config)))
     if found is not None and found.final.spec.backend == "cpu":
         rows.append(("limits", "Measured on a CPU: it says nothing about a GPU's speed"))
     return [(label, printable(text)) for label, text in rows]

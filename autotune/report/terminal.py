@@ -166,7 +166,13 @@ def draw_outcome(
         command = _of_program(train, files, options)
     if command:
         rows.append(("next", printable(command).replace(" ", words.GLUE), "bold"))
-    rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
+    rows.append(
+        (
+            "limits",
+            f"not modelled: {words.limits(None if answer is None else answer.best.config)}",
+            "dim",
+        )
+    )
     console = console_on(file)
     console.print()
     _print_rows(console, rows)
@@ -248,7 +254,7 @@ def draw_estimate(
         ("note", f"not installed here: {text}") for text in requirements.of_config(estimate.config)
     ]
     rows += [("note", text) for text in words.bounds(estimate)]
-    rows.append(("limits", f"not modelled: {words.LIMITS}", "dim"))
+    rows.append(("limits", f"not modelled: {words.limits(estimate.config)}", "dim"))
     _print_rows(console, rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autotune.common.units import GIB, format_bytes, format_count, format_seconds, unit_for
+from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change
 from autotune.records.estimate import Estimate, Timed, samples_per_second_of
 from autotune.records.measurement import NOISE
@@ -26,7 +26,7 @@ CLASS_MEANINGS = {
 }
 FURTHER = "further"
 FURTHER_MEANING = "another run that gives up more"
-LIMITS = "overlapping streams, data loading, evaluation, logging"
+_LIMITS = "overlapping streams, data loading, evaluation, logging"
 """Parts of training that no prediction contains; autotune.predict.estimator and autotune.speed.roofline name
 the finer ones."""
 
@@ -70,6 +70,13 @@ def typed_size(size_bytes: int) -> str:
     return "" if size_bytes % unit_bytes else f"{size_bytes // unit_bytes} {name}"
 
 
+def limits(config: TrainConfig | None) -> str:
+    """Return what a prediction leaves out; of a configuration, where there is one."""
+    if config is None or not config.precompute_ref_log_probs:
+        return _LIMITS
+    return f"{_LIMITS}, the reference's pass over all pairs before training"
+
+
 def speed(estimate: Estimate) -> str:
     if estimate.tokens_per_second is None:
         return "unknown: the card's rates are not known"
@@ -85,8 +92,10 @@ def pairs(timed: Timed) -> str:
 
 def batch(config: TrainConfig) -> str:
     """The samples of a step and their tokens: `32 x 1,024`."""
-    of_pairs = f" pairs of {config.rows_per_sample}" if config.rows_per_sample > 1 else ""
-    return f"{config.effective_batch_size}{of_pairs} x {config.sequence_length:,}"
+    if config.rows_per_sample == 1:
+        return f"{config.effective_batch_size} x {config.sequence_length:,}"
+    pairs_ = counted(config.effective_batch_size, "pair")
+    return f"{pairs_} of {config.rows_per_sample} x {config.sequence_length:,}"
 
 
 def speed_range(estimate: Estimate) -> str:

@@ -8,6 +8,7 @@ import pytest
 from test_probe import (
     FULL,
     LORA,
+    QLORA,
     SEQUENCE_LENGTH,
     _quiet_and_steady,  # noqa: F401
     estimated,
@@ -33,6 +34,13 @@ CONFIGS = {
     ),
     "full checkpointed": dataclasses.replace(DPO, activation_checkpointing=1, micro_batch_size=1),
     "lora": OF_LORA,
+    "lora plan, scored before": dataclasses.replace(
+        OF_LORA,
+        precompute_ref_log_probs=True,
+        activation_checkpointing=1,
+        checkpoint_plan="recompute",
+        checkpoint_layers=2,
+    ),
     "lora checkpointed": dataclasses.replace(OF_LORA, activation_checkpointing=1),
 }
 
@@ -50,6 +58,14 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
     batch_bytes = 3 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
     assert 0 <= difference <= 4 * batch_bytes
     assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
+
+
+def test_in_16_bits_a_probe_needs_a_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(QLORA, trainer="trl-dpo", batching="padded")
+    measured, predicted = run(config, task="dpo"), estimated(config, monkeypatch, task="dpo")
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert measured.peak_allocated_bytes is not None
+    assert 1 <= measured.peak_allocated_bytes / predicted.peak_allocated_bytes < 1.04
 
 
 def test_a_confirmation_evaluates_saves_and_goes_on_with_varied_lengths() -> None:

@@ -23,6 +23,7 @@ from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build.checkpoint_plan import keep_products
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.quantize import is_quantized
@@ -85,7 +86,10 @@ def _adapter_dtype(config: TrainConfig) -> str:
     """The dtype that an adapter should have.
 
     float32 where PEFT casts it; else that of the weights beside it, where they are of a float one.
+    DPOTrainer, which adds it, has cast it already where the base is quantised.
     """
+    if TRAINERS[config.trainer].has_reference and config.quantization != "none":
+        return "bfloat16"
     if ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
         return "float32"
     return dtype_beside(config.precision, config.quantization, config.quantization_storage)
