@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from transformers import TrainingArguments
+from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
 
 from autotune.api import Result
@@ -125,6 +126,27 @@ def test_what_is_not_decided_stays_the_users(name: str, kind: type[TrainingArgum
         assert copy.packing is (config.batching == "packed")
     # Applying it once more changes nothing.
     assert values(result(config).apply(copy)) == after
+
+
+def test_preferences_have_arguments_of_their_own() -> None:
+    pairs = dataclasses.replace(
+        FULL,
+        trainer="trl-dpo",
+        batching="padded",
+        precision="fp32",
+        activation_checkpointing=1,
+        activation_offloading=False,
+        precompute_ref_log_probs=True,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = result(pairs).training_arguments()
+        mine = result(pairs).apply(DPOConfig(output_dir="out", beta=0.3, use_cpu=True, bf16=False))
+    for arguments in (made, mine):
+        assert isinstance(arguments, DPOConfig)
+        assert arguments.max_length == pairs.sequence_length
+        assert arguments.precompute_ref_log_probs is True
+    assert (made.learning_rate, mine.beta) == (5e-7, 0.3)
 
 
 def test_what_a_knob_turns_on_is_turned_off_by_an_answer_without_it() -> None:
