@@ -25,6 +25,10 @@ OUTPUTS = ("log_probs", "entropy", "mean_logits", "is_top1")
 """Fields of each token that the policy's head works out."""
 
 
+OF_PAIRS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
+"""Tensors of a batch that no model is given: which tokens are answers, and the reference's scores."""
+
+
 def prepare(model: Any, task: str, *, is_quantized: bool, is_precomputed: bool) -> nn.Module | None:
     """Prepare a model with its adapter as DPOTrainer does; return the reference, where it is a copy.
 

@@ -204,7 +204,8 @@ class MetaStep:
         self.mark(Phase.SETTLED)
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
-            self.model(**batch_of(self.task, self.spec, micro_batch, sequence_length))
+            inputs = batch_of(self.task, self.spec, micro_batch, sequence_length)
+            self.model(**{k: v for k, v in inputs.items() if k not in dpo.OF_PAIRS})
         self._own_new(Phase.SETTLED, place_finder(self.model))
 
     def _own_new(
@@ -376,11 +377,11 @@ def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int)
     shape = micro_batch, sequence_length
     if spec.trainer == "trl-dpo":
         pairs = 2 * micro_batch, sequence_length
-        batch = {name: empty(*pairs) for name in ("input_ids", "attention_mask", "completion_mask")}
-        if spec.precompute_ref_log_probs:
-            for name in ("ref_chosen_logps", "ref_rejected_logps"):
-                batch[name] = empty(micro_batch, dtype=torch.float32)
-        return batch
+        names = ("input_ids", "attention_mask", dpo.OF_PAIRS[0])
+        scores = dpo.OF_PAIRS[1:] if spec.precompute_ref_log_probs else ()
+        return {name: empty(*pairs) for name in names} | {
+            name: empty(micro_batch, dtype=torch.float32) for name in scores
+        }
     if spec.batching == "padding-free":
         return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
     labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)
