@@ -151,20 +151,21 @@ class Estimator:
         """Whether the predicted peak leaves the headroom."""
         return estimate.peak_device_bytes <= self.room_for(estimate.config)
 
-    def smallest(self, configs: Iterable[TrainConfig]) -> Estimate | None:
-        """The estimate of what needs least, its headroom included, by a full replay; None of none.
+    def smallest(self, configs: Iterable[TrainConfig]) -> tuple[Estimate, int] | None:
+        """The estimate of what needs the least budget by a full replay, and that budget; None of none.
 
-        Segments that grow are replayed under the least budget that they fit, to within some MiB.
+        The budget leaves the headroom. Segments that grow are replayed under larger and larger budgets until
+        one is enough, which may be twice as much more as the least that would be.
         """
-        least: Estimate | None = None
+        least: tuple[Estimate, int] | None = None
         # Growing segments need hardly more than what is live: after them few others are left to replay.
         for config in sorted(
             configs, key=lambda c: (self._least_needed(c), not c.expandable_segments, repr(c))
         ):
-            if least is not None and self._least_needed(config) >= self._needed(least):
+            if least is not None and self._least_needed(config) >= least[1]:
                 break
             found = self._as_it_fits(config)
-            if least is None or self._needed(found) < self._needed(least):
+            if least is None or found[1] < least[1]:
                 least = found
         return least
 
@@ -174,11 +175,8 @@ class Estimator:
         reserved_bytes = floor_bytes - self._outside_bytes(TraceSpec.of(config))
         return floor_bytes + self._headroom.room_bytes(reserved_bytes, config)
 
-    def _needed(self, estimate: Estimate) -> int:
-        return estimate.over_bytes(0, self._headroom)
-
-    def _as_it_fits(self, config: TrainConfig) -> Estimate:
-        """The estimate under a budget that it fits, where what is reserved depends on that."""
+    def _as_it_fits(self, config: TrainConfig) -> tuple[Estimate, int]:
+        """The estimate under a budget that it fits, where what is reserved depends on it; and the budget."""
         estimator = self
         for tries in range(_MOST_BUDGETS):
             found = estimator.estimate(config)
@@ -187,7 +185,11 @@ class Estimator:
                 break
             more_bytes = max(over_bytes, PAGE_BYTES << tries)
             estimator = estimator.with_budget(estimator.memory_budget_bytes + more_bytes)
-        return found
+        needed_bytes = found.over_bytes(0, self._headroom)
+        if estimator is not self:
+            # With less it would need more: pieces between blocks would not suffice.
+            needed_bytes = max(needed_bytes, estimator.memory_budget_bytes)
+        return found, needed_bytes
 
     def may_fit(self, config: TrainConfig) -> bool:
         """Whether live tensors alone fit: no replay is made."""

@@ -87,9 +87,12 @@ def _next(answer: Limit) -> str:
     value = _QUESTIONS[answer.what][0].format(beyond.value)
     need, lack = format_bytes(beyond.smallest.resident_bytes), format_bytes(beyond.lacks_bytes)
     room = "" if answer.headroom == NO_HEADROOM else " with its room"
-    return (
-        f"{value} needs {need} at least, {lack} too much{room} ({describe(beyond.smallest.config)})"
-    )
+    config = describe(beyond.smallest.config)
+    if beyond.smallest.resident_bytes <= answer.memory_budget_bytes:
+        # Its room is lacking, or, where segments grow, pieces between blocks that would suffice.
+        budget = format_bytes(beyond.needed_bytes)
+        return f"{value} needs a budget of {budget}, {lack} more than there is{room} ({config})"
+    return f"{value} needs {need} at least, {lack} too much{room} ({config})"
 
 
 def command(answer: Limit) -> str:

@@ -28,7 +28,7 @@ from autotune.speed.sureness import STEP_SPREAD, spread_of
 
 pytestmark = pytest.mark.worker
 
-GB = 10**9
+GB, MIB = 10**9, 2**20
 ROOMY = 100 * GB
 
 FULL = TrainConfig(
@@ -63,6 +63,22 @@ def split(config: TrainConfig, micro_batch_size: int, accumulation: int) -> Trai
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=accumulation,
     )
+
+
+@pytest.mark.parametrize("spare_bytes", [-64 * MIB, 0, 24 * MIB, 48 * MIB])
+@pytest.mark.parametrize("config", [FULL, MIXED, LORA], ids=lambda config: config.precision)
+def test_what_needs_least_fits_the_budget_that_it_is_said_to_need(
+    roomy: Estimator, config: TrainConfig, spare_bytes: int
+) -> None:
+    """Where segments grow, more may be reserved under a smaller budget, which is then not enough."""
+    growing = dataclasses.replace(config, expandable_segments=True)
+    estimator = roomy.with_budget(roomy.floor_bytes(growing) + spare_bytes)
+    found = estimator.smallest([growing])
+    assert found is not None
+    smallest, needed_bytes = found
+    again = roomy.with_budget(needed_bytes).estimate(growing)
+    assert again.peak_reserved_bytes == smallest.peak_reserved_bytes
+    assert roomy.with_budget(needed_bytes).fits(again)
 
 
 @pytest.mark.parametrize("budget_bytes", [1 * GB, 2 * GB, ROOMY])

@@ -107,10 +107,6 @@ class Pricer:
         self._num_tried = 0
 
     @property
-    def headroom(self) -> Headroom:
-        return self._asked.headroom
-
-    @property
     def num_traces(self) -> int:
         return sum(map(len, self._traces.values()))
 
@@ -141,8 +137,8 @@ class Pricer:
         key = self._key(case)
         return None if self._traces.get(key) else self._refusals.get(key)
 
-    def smallest(self, case: Case) -> Estimate:
-        """Return the estimate that needs least by a full replay, its room included.
+    def smallest(self, case: Case) -> tuple[Estimate, int]:
+        """Return the estimate that needs the least budget by a full replay, and that budget, room included.
 
         Raises ConfigError where there is nothing to price.
         """
@@ -151,7 +147,7 @@ class Pricer:
         estimator, configs = self._thriftiest(case, ladders[:1])
         least = estimator.smallest(configs)
         if least is not None:
-            needed = dataclasses.replace(case, budget_bytes=least.over_bytes(0, self.headroom))
+            needed = dataclasses.replace(case, budget_bytes=least[1])
             ladders = [each for each in ladders if not self._is_hopeless(needed, each[0][1][0])]
         estimator, configs = self._thriftiest(case, ladders)
         least = estimator.smallest(configs)

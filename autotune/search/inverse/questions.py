@@ -53,12 +53,12 @@ class Beyond:
     smallest: Estimate
     """The configuration that needs least there."""
     budget_bytes: int
-    headroom: Headroom
-    """The room that is lacking, too."""
+    needed_bytes: int
+    """The budget that it would need, its room included."""
 
     @property
     def lacks_bytes(self) -> int:
-        return self.smallest.over_bytes(self.budget_bytes, self.headroom)
+        return self.needed_bytes - self.budget_bytes
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -423,11 +423,12 @@ def _nearest_beyond(
 
 
 def _beyond(case: Case, pricer: Pricer) -> Beyond:
+    smallest, needed_bytes = pricer.smallest(case)
     return Beyond(
         value=case.value,
-        smallest=pricer.smallest(case),
+        smallest=smallest,
         budget_bytes=case.budget_bytes,
-        headroom=pricer.headroom,
+        needed_bytes=needed_bytes,
     )
 
 
@@ -464,7 +465,7 @@ def last_below(
 
 def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
     """Say what needs least in the easiest case."""
-    smallest = pricer.smallest(case)
+    smallest, _ = pricer.smallest(case)
     return NothingFitsError(
         f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {case.value}",
         why=f"What needs least there, {describe(smallest.config)}, is predicted to need "
