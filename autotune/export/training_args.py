@@ -203,21 +203,33 @@ def training_arguments(
             _GROUPING if fields is None or "train_sampling_strategy" in fields else _OLD_GROUPING
         )
         arguments |= strategy
-    is_new = fields is None or _CHECKPOINTING[0] in fields
-    switch, options = _CHECKPOINTING if is_new else _OLD_CHECKPOINTING
-    arguments[switch] = config.activation_checkpointing > 0
-    if config.activation_checkpointing:
-        # Options that say what is the case anyway are left out: older versions refuse them.
-        choices: dict[str, object] = {"use_reentrant": False}
-        if config.activation_checkpointing > 1:
-            choices["every_n_layers"] = config.activation_checkpointing
-        if config.activation_offloading:
-            choices["offload"] = True
-        arguments[options] = choices
+    arguments |= checkpointing_arguments(
+        config.activation_checkpointing, fields, offloading=config.activation_offloading
+    )
     for knob in KNOBS.values():
         if knob.arguments is not None:
             arguments |= knob.arguments(getattr(config, knob.name))
     return arguments | config.loader_arguments
+
+
+def checkpointing_arguments(
+    interval: int, fields: Collection[str] | None = None, *, offloading: bool = False
+) -> dict[str, object]:
+    """Return what TrainingArguments is told about checkpointing: every `interval`-th layer, 0 for none.
+
+    `fields` are those of the class at hand; None means the newest names.
+    """
+    is_new = fields is None or _CHECKPOINTING[0] in fields
+    switch, options = _CHECKPOINTING if is_new else _OLD_CHECKPOINTING
+    if not interval:
+        return {switch: False}
+    # Options that say what is the case anyway are left out: older versions refuse them.
+    choices: dict[str, object] = {"use_reentrant": False}
+    if interval > 1:
+        choices["every_n_layers"] = interval
+    if offloading:
+        choices["offload"] = True
+    return {switch: True, options: choices}
 
 
 def without_checkpointing(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -38,9 +38,11 @@ from trainer_step import (
     tokenizer,
 )
 
+from autotune.export.training_args import checkpointing_arguments
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import write_clip
 from autotune.memory.traces import Trace
+from autotune.memory.traces.running import in_blocks
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.optimizers import OPTIMIZERS
@@ -62,6 +64,13 @@ pytestmark = [
     # PEFT 0.21 doubles the rank of fused projections by a pattern, which dense layers do not match.
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning"),
 ]
+
+FIELDS = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
+COUNTERS = ("aten::div", "aten::floor_divide")
+"""The last operation on the number of labels: that of today's Trainer, and of Transformers 5.22's.
+
+Their results have 4 and 8 bytes, which are one block of the allocator; so sizes are compared in blocks there.
+"""
 
 DIFFERENCES = {
     "attention kernel": "CUDA's kernels do not run on a CPU: eager on both sides, or sdpa by its "
@@ -570,10 +579,9 @@ def run_case(case: Case, folder: Path) -> Run:
     if case.liger:
         arguments["use_liger_kernel"] = True
     if case.checkpointing and not case.spec.has_plan:
-        arguments["activation_checkpointing"] = True
-        arguments["activation_checkpointing_kwargs"] = {"use_reentrant": False}
-        if case.checkpointing > 1:
-            arguments["activation_checkpointing_kwargs"]["every_n_layers"] = case.checkpointing
+        if case.checkpointing > 1 and "activation_checkpointing" not in FIELDS:
+            pytest.skip("this version of Transformers checkpoints every layer or none")
+        arguments |= checkpointing_arguments(case.checkpointing, FIELDS)
     rows = None
     if case.batching != "packed":
         num_samples = NUM_STEPS * case.accumulation * case.micro_batch
@@ -651,9 +659,10 @@ def test_a_step_has_all_its_micro_batches_on_the_device(name: str, tmp_path: Pat
     of_batch = [t for t in tensors if t.dtype == "int64" and t.shape[:1] == (case.micro_batch,)]
     collated = [tensor.size_bytes for tensor in of_batch]
     assert sorted(collated) == sorted(3 * [sizes[n] for n in trace.batch])
-    counted = [run.tensors[n] for n in alive if run.made_by.get(n) == "aten::div"]
+    counted = [run.tensors[n] for n in alive if run.made_by.get(n) in COUNTERS]
     kept = [e for e in trace.count if e >= 0 and ~e not in trace.count]
-    assert [tensor.size_bytes for tensor in counted] == [sizes[number] for number in kept]
+    real_bytes = in_blocks([tensor.size_bytes for tensor in counted])
+    assert [*real_bytes] == [*in_blocks([sizes[number] for number in kept])]
     assert bool(kept) == (case.task == "causal-lm")
 
 
@@ -670,9 +679,11 @@ def test_labels_are_counted_as_by_the_trainer(name: str, tmp_path: Path) -> None
         tracker.index_of(labels)
         trainer._get_num_items_in_batch([{"labels": labels}], torch.device("cpu"))
     recording = tracker.recording
-    real = canonical(recording.events[1:], [tensor.size_bytes for tensor in recording.tensors])
+    sizes = [tensor.size_bytes for tensor in recording.tensors]
+    real = canonical(recording.events[1:], in_blocks(sizes).tolist())
     trace = traced_once(name)
-    expected = canonical(trace.count, trace.sizes(case.micro_batch, RANK))
+    sizes_traced = in_blocks(trace.sizes(case.micro_batch, RANK))
+    expected = canonical(trace.count, sizes_traced.tolist())
     assert real[: len(expected)] == expected, "the trace keeps what was counted"
     assert [kind for kind, *_ in real[len(expected) :]] == ["free"]
 
