@@ -703,7 +703,7 @@ def test_watching_does_not_change_how_autograd_sums(name: str) -> None:
         return outputs["loss"]  # type: ignore[no-any-return]
 
     unwatched = loss()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         unwatched.backward()
     calls = sorted(profile.events(), key=lambda event: event.time_range.start)
     real = [e.name for e in calls if e.name in ("aten::add", "aten::add_")]
