@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from autotune.export.train_config import read_train_config
 from autotune.space import space_file
 from autotune.space.config import Workload
-from autotune.space.search_space import enumerate_configs
+from autotune.space.enumeration import enumerate_configs
 
 pytestmark = pytest.mark.worker
 

@@ -23,7 +23,8 @@ from autotune.probe.run_one import Prober
 from autotune.records.estimate import SCHEMA_VERSION, TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import Workload
-from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
+from autotune.space.enumeration import enumerate_configs
+from autotune.space.search_space import MethodSpace, SearchSpace
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 

@@ -11,6 +11,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autotune.common.hashed_once import HashedOnce
 from autotune.space.adapters import ADAPTERS
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.compilation import why_not_predicted
@@ -35,8 +36,10 @@ autotune.worker.build.checkpoint_plan calls long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TraceSpec:
+class TraceSpec(HashedOnce):
     """Settings that change the structure of a traced step: configurations that agree in it share a trace."""
+
+    __hash__ = HashedOnce.__hash__
 
     method: str
     lora_targets: str | None

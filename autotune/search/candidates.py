@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -88,10 +89,14 @@ class Candidates:
                 )
             ranked.append((speed, config))
         # The order among equals must not depend on the order of the space's file.
-        ranked.sort(key=lambda pair: (-pair[0], repr(pair[1])))
-        self._ranked: _Ranked = ranked
+        ranked.sort(key=operator.itemgetter(0), reverse=True)
+        self._ranked: _Ranked = [
+            pair
+            for _, equals in itertools.groupby(ranked, operator.itemgetter(0))
+            for pair in _by_name(list(equals))
+        ]
         by_form: dict[tuple[int, bool], _Ranked] = {}
-        for pair in ranked:
+        for pair in self._ranked:
             by_form.setdefault(form(pair[1], base), []).append(pair)
         self._by_form = sorted(by_form.items())
 
@@ -382,6 +387,10 @@ class Candidates:
                 key=lambda e: (not self.fits(e), -speed_of(e), repr(e.config)),
             )[:limit]
         )
+
+
+def _by_name(equals: _Ranked) -> _Ranked:
+    return sorted(equals, key=lambda pair: repr(pair[1])) if len(equals) > 1 else equals
 
 
 def _goes_on(config: TrainConfig, answer: TrainConfig) -> bool:

@@ -39,12 +39,12 @@ from autotune.search.nothing_fits import none_of_class, nothing_fits
 from autotune.search.tips import best_tip
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.requirements import predictable
 from autotune.space.rules import Context
 from autotune.space.search_space import (
     SearchSpace,
-    enumerate_configs,
     for_gpus,
     with_attentions,
     with_batchings,

@@ -7,6 +7,7 @@ logits are a large share of the memory and more of it would make the step faster
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,22 +19,23 @@ from autotune.records.measurement import NOISE
 from autotune.search.candidates import Candidates, speed_of
 from autotune.search.solved_checkpointing import PlanSolver, Traces, plan_specs, solved_configs
 from autotune.search.tips import LARGE_SHARE
-from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import LEVEL
 
 _log = log.logger(__name__)
 
-_MAY_DIFFER = {
-    "micro_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "activation_checkpointing": 0,
-    "checkpoint_plan": INTERVAL,
-    "checkpoint_layers": 0,
-    "expandable_segments": False,
-}
-"""Settings in which what is tried may differ from the best, each with any one value."""
+_MAY_DIFFER = (
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+    "activation_checkpointing",
+    "checkpoint_plan",
+    "checkpoint_layers",
+    "expandable_segments",
+)
+"""Settings in which what is tried may differ from the best."""
+_common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
+"""The values of a configuration's other settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +152,3 @@ def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator)
         return False
     speeds = [estimator.tokens_per_second(config) or 0.0 for config in alike]
     return max(speeds, default=0.0) > speed_of(best) * (1 + NOISE)
-
-
-def _common(config: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(config, **_MAY_DIFFER)  # type: ignore[arg-type]

@@ -7,10 +7,13 @@ categorical setting once; every other module asks them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.common.hashed_once import HashedOnce
 from autotune.common.json_records import shown
 from autotune.space.adapters import ADAPTERS
 from autotune.space.checkpoint_plans import INTERVAL
@@ -131,8 +134,10 @@ class Workload:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(HashedOnce):
     """One point of the space, complete: an export needs nothing else but the Workload."""
+
+    __hash__ = HashedOnce.__hash__
 
     method: str
     """One of METHODS."""
@@ -256,3 +261,31 @@ class TrainConfig:
 
     def to_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """Return the settings' names, in the order of the fields."""
+        return tuple(field.name for field in dataclasses.fields(TrainConfig))
+
+    @staticmethod
+    def defaults() -> Mapping[str, Any]:
+        """Return the values of the settings that need not be given."""
+        return {
+            field.name: field.default
+            for field in dataclasses.fields(TrainConfig)
+            if field.default is not dataclasses.MISSING
+        }
+
+    @staticmethod
+    def of_values(values: Iterable[Any]) -> TrainConfig:
+        """Make one of a value for each field, in order: a third of what a call with names takes."""
+        config = object.__new__(TrainConfig)
+        for set_value, value in zip(_setters(), values, strict=True):
+            set_value(config, value)
+        return config
+
+
+@functools.cache
+def _setters() -> tuple[Callable[[TrainConfig, Any], None], ...]:
+    """The slots of a TrainConfig, in the order of its fields: what no assignment reaches."""
+    return tuple(TrainConfig.__dict__[name].__set__ for name in TrainConfig.names())

@@ -1,17 +1,15 @@
-"""Settings that may vary (SearchSpace), and the points of the space that are valid.
+"""Settings that may vary (SearchSpace), and what a model, a card and a base make of them.
 
-A space comes from a YAML file (autotune.space.space_file). Every combination of its values is a point;
-gradient accumulation follows from the effective batch size of the workload.
+A space comes from a YAML file (autotune.space.space_file). Every combination of its values is a point
+(autotune.space.enumeration); gradient accumulation follows from the effective batch size of the workload.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +18,7 @@ from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
-from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.precisions import fuses_grouped_heads, shared_storage
-from autotune.space.rules import RULES, Context
+from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.trainers import PREFERENCES, trainers_of
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
@@ -302,78 +298,3 @@ def _around(
         or tuple(filter(allows, (of_base,)))
         or tuple(filter(allows, KNOBS[name].choices))
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Enumeration:
-    """Every valid point of a space, and what became of the others."""
-
-    configs: list[TrainConfig]
-    num_enumerated: int
-    invalid: dict[str, int]
-    """Number of points dropped, by the name of the first rule that they break."""
-
-
-def enumerate_configs(
-    space: SearchSpace,
-    workload: Workload,
-    *,
-    num_layers: int | None = None,
-    compute_capability: tuple[int, int] | None = None,
-    max_sequence_length: int | None = None,
-    head_size: int | None = None,
-    checkpoint: Checkpoint | None = None,
-) -> Enumeration:
-    """Return the valid points for the workload's methods, in the order of the file.
-
-    A micro-batch that does not divide the effective batch size is counted as an invalid point. Where GPUs
-    share 4-bit weights out, these are packed in the dtype in which they can be. What is solved is no point.
-    """
-    space, _ = without_solve(space)
-    configs: list[TrainConfig] = []
-    invalid: Counter[str] = Counter()
-    num_enumerated = 0
-    for section in space.methods:
-        if section.method not in workload.methods:
-            continue
-        context = Context(
-            effective_batch_size=workload.effective_batch_size,
-            num_layers=num_layers,
-            compute_capability=compute_capability,
-            precisions=section.domains["precision"],
-            max_sequence_length=max_sequence_length,
-            weight_decay=workload.decays,
-            head_size=head_size,
-            task=workload.task,
-            checkpoint=checkpoint,
-        )
-        for config in _points(section, workload):
-            num_enumerated += 1
-            for rule in RULES:
-                if rule.breaks(config, context):
-                    invalid[rule.name] += 1
-                    break
-            else:
-                configs.append(config)
-    return Enumeration(configs=configs, num_enumerated=num_enumerated, invalid=dict(invalid))
-
-
-def _points(section: MethodSpace, workload: Workload) -> Iterator[TrainConfig]:
-    domains = dict(section.domains)
-    sizes = domains.pop("micro_batch_size")
-    may_pack_anew = domains.get("quantization_storage") == (KNOBS["quantization_storage"].default,)
-    for values in itertools.product(*domains.values()):
-        rest = dict(zip(domains, values, strict=True))
-        row = PARALLELISMS[rest.get("parallelism", "none")]
-        if row.shares_packed and may_pack_anew:
-            rest["quantization_storage"] = shared_storage(rest["precision"], rest["quantization"])
-        samples = workload.effective_batch_size // row.data_parallel_size(workload.num_gpus)
-        for size in sizes:
-            yield TrainConfig(
-                method=section.method,
-                micro_batch_size=size,
-                gradient_accumulation_steps=max(1, samples // size),
-                sequence_length=workload.sequence_length,
-                num_gpus=workload.num_gpus,
-                **rest,
-            )

@@ -11,7 +11,8 @@ from autotune.export.base.read import BaseRun, read_base
 from autotune.export.mapping_write import unsaid
 from autotune.space import space_file
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.search_space import as_in_base, enumerate_configs
+from autotune.space.enumeration import enumerate_configs
+from autotune.space.search_space import as_in_base
 
 FILES = Path(__file__).parents[1] / "data" / "bases"
 QUICK = Workload(model="m", memory_budget_bytes=1, sequence_length=2048, effective_batch_size=16)

@@ -13,13 +13,13 @@ from autotune.catalogue.attention import EXPANDED
 from autotune.space import space_file
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.lengths import Lengths
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.search_space import (
     MethodSpace,
     SearchSpace,
     as_in_base,
-    enumerate_configs,
     for_gpus,
     unlisted,
     with_attentions,

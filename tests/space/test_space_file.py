@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from autotune.catalogue.attention import ATTENTIONS
 from autotune.errors import ConfigError
 from autotune.space.config import Workload
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.search_space import (
     SearchSpace,
-    enumerate_configs,
     for_gpus,
     with_attentions,
     with_domains,

@@ -15,8 +15,9 @@ from autotune.memory.traces import Trace
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.headroom import NO_HEADROOM, Headroom
-from autotune.space.search_space import MethodSpace, SearchSpace, enumerate_configs
+from autotune.space.search_space import MethodSpace, SearchSpace
 
 SEQUENCE_LENGTH = 512
 EFFECTIVE_BATCH_SIZE = 8

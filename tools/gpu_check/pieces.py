@@ -17,8 +17,9 @@ from autotune.common.units import parse_bytes
 from autotune.records.estimate import Estimate
 from autotune.space import requirements
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.rules import Context, broken_rules
-from autotune.space.search_space import SearchSpace, enumerate_configs
+from autotune.space.search_space import SearchSpace
 from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check.cases import Case
 from tools.gpu_check.check import ROOT, Check, say, shown

@@ -131,7 +131,7 @@ def pricing(cache: trace_cache.TraceCache | None = None) -> Pricing:
     from autotune.space import space_file
     from autotune.space.config import Workload
     from autotune.space.defaults import default_base
-    from autotune.space.search_space import enumerate_configs
+    from autotune.space.enumeration import enumerate_configs
 
     model, gpu = resolve(MODEL), find_gpu(CARD)
     workload = Workload(model=MODEL, memory_budget_bytes=gpu.capacity_bytes)

@@ -29,12 +29,12 @@ from autotune.search.predict_best import Progress
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.defaults import default_base
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.headroom import Headroom
 from autotune.space.lengths import Lengths
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import (
     SearchSpace,
-    enumerate_configs,
     with_attentions,
     with_batchings,
     with_checkpoint,
