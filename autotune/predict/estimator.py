@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
@@ -25,8 +26,16 @@ from autotune.memory.traces import Trace
 from autotune.predict.breakdown import breakdown, sum_of
 from autotune.predict.expandable_segments import grown
 from autotune.predict.floors import MicroStepBytes, micro_step_of
+from autotune.predict.kept_prices import TRAINABLE, KeptPrices
 from autotune.predict.kept_replays import KeptReplays
-from autotune.predict.optimizer_update import Update, kernels_of, priced_update
+from autotune.predict.optimizer_update import (
+    LaterUpdate,
+    Update,
+    UpdateCosts,
+    costs_of,
+    kernels_of,
+    priced_update,
+)
 from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.rank_trace import RankTrace
@@ -50,8 +59,8 @@ from autotune.space.precisions import PRECISIONS
 from autotune.speed import compiling, links, roofline, step_parts
 from autotune.speed.host import USUAL, Host, Stretches
 from autotune.speed.origin import RatesFrom
-from autotune.speed.sureness import Parts, added, step_spread_of
-from autotune.store.trace_cache import ReplayCache
+from autotune.speed.sureness import Part, Parts, added, step_spread_of
+from autotune.store.trace_cache import PriceCache, ReplayCache
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -66,7 +75,10 @@ _MOST_BUDGETS = 8
 class _Trainable:
     """Trainable parameters: one object for all traces that train the same."""
 
-    specs: tuple[TensorSpec, ...]
+    identity: str
+    """A text that no other list of parameters has."""
+    num: int
+    read: Callable[[], Sequence[TensorSpec]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +106,7 @@ class Estimator:
         useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
         host: Host | None = None,
         replays: ReplayCache | None = None,
+        prices: PriceCache | None = None,
     ) -> None:
         assert gpu.context_bytes is not None
         self.gpu = gpu
@@ -110,13 +123,14 @@ class Estimator:
             launch_seconds=self._host.launch_seconds,
             host_from=RatesFrom.CARDS_LIKE_IT if factor is None else RatesFrom.THIS_CARD,
         )
+        self._prices = KeptPrices(prices, f"{gpu!r} {self._host!r}", self._identities)
         self._link = links.link_of(gpu)
         self._stretches = functools.cache(self._find_stretches)
         self._between_micro_steps = functools.cache(self._find_between_micro_steps)
         self._micro_step = functools.cache(self._find_micro_step)
         self._priced_update = functools.cache(self._price_update)
         self._update_seconds = functools.cache(self._price_update_seconds)
-        self._interned: dict[tuple[TensorSpec, ...], _Trainable] = {}
+        self._interned: dict[str, _Trainable] = {}
         self._trainable = functools.cache(self._find_trainable)
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
@@ -134,6 +148,13 @@ class Estimator:
         """Configurations whose replay reserved more than some bytes, by the budget and those bytes."""
         self._starts_of_misfits: dict[tuple[object, ...], bool] = {}
         """Whether a start of steps that reserve more than some bytes does so by itself."""
+
+    def keep_prices(self) -> None:
+        """Keep what has been priced, for another search."""
+        self._prices.keep()
+
+    def _identities(self) -> Collection[str]:
+        return [trace.identity for trace in self._traces.values() if trace.identity]
 
     def with_budget(self, memory_budget_bytes: int) -> Estimator:
         """The same estimator with another budget; what is priced already is shared."""
@@ -202,7 +223,21 @@ class Estimator:
     def is_compiled_step(self, config: TrainConfig) -> bool:
         """Whether the configuration is priced by the trace of a compiled step."""
         trace = self._traces[TraceSpec.of(config)]
-        return isinstance(trace, Trace) and trace.is_compiled
+        return isinstance(trace, Trace) and self._prices.price(
+            bool, trace.identity, "is compiled", lambda: trace.is_compiled
+        )
+
+    def lean_layers(self, spec: TraceSpec) -> range:
+        """The numbers of lean layers that the trace of a plan tells of; none of another trace, or without."""
+        trace = self._traces.get(spec)
+        if not isinstance(trace, Trace):
+            return range(0)
+
+        def ends() -> tuple[int, int, int]:
+            found = trace.lean_layers
+            return found.start, found.stop, found.step
+
+        return range(*self._prices.price(tuple[int, int, int], trace.identity, "lean", ends))
 
     def floor_bytes(self, config: TrainConfig) -> int:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""
@@ -275,7 +310,7 @@ class Estimator:
         found = roofline.seconds(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
         if found is None:
             return None
-        num_tensors = len(self._trainable(spec, rank).specs)
+        num_tensors = self._trainable(spec, rank).num
         host_seconds = (
             found.launch_seconds + self._host.step_seconds + num_tensors * self._host.tensor_seconds
         )
@@ -341,8 +376,17 @@ class Estimator:
     def _price_micro_parts(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
     ) -> Parts | None:
-        kernels = self._kernels(spec, micro_batch, rank, precision)
-        return step_parts.parts(kernels, self._machine, self._stretches(spec))
+        def parts() -> dict[str, Part] | None:
+            kernels = self._kernels(spec, micro_batch, rank, precision)
+            found = step_parts.parts(kernels, self._machine, self._stretches(spec))
+            return None if found is None else dict(found)
+
+        return self._prices.time(
+            dict[str, Part] | None,
+            self._traces[spec].identity,
+            f"parts {micro_batch} {rank} {precision}",
+            parts,
+        )
 
     def tokens_per_second(self, config: TrainConfig) -> float | None:
         """Predicted speed, an upper bound where a paged optimizer has to page."""
@@ -614,11 +658,24 @@ class Estimator:
     def _find_micro_step(
         self, spec: TraceSpec, micro_batch: int, rank: int, in_backward: bool
     ) -> MicroStepBytes:
-        return micro_step_of(self._traces[spec], micro_batch, rank, in_backward=in_backward)
+        trace = self._traces[spec]
+        return self._prices.price(
+            MicroStepBytes,
+            trace.identity,
+            f"bytes {micro_batch} {rank} {in_backward}",
+            lambda: micro_step_of(trace, micro_batch, rank, in_backward=in_backward),
+        )
 
     def _find_trainable(self, spec: TraceSpec, rank: int) -> _Trainable:
-        specs = tuple(self._traces[spec].trainable(rank))
-        return self._interned.setdefault(specs, _Trainable(specs))
+        trace = self._traces[spec]
+        read = functools.cache(functools.partial(trace.trainable, rank))
+        identity, num = self._prices.price(
+            tuple[str, int],
+            trace.identity,
+            f"{TRAINABLE}{rank}",
+            lambda: (_identity(read()), len(read())),
+        )
+        return self._interned.setdefault(identity, _Trainable(identity, num, read))
 
     def _update(self, spec: TraceSpec, rank: int, name: str) -> Update:
         scaled = PRECISIONS[spec.precision].grad_scaler
@@ -628,20 +685,39 @@ class Estimator:
     def _price_update(
         self, trainable: _Trainable, scaled: bool, name: str, has_parts: bool
     ) -> Update:
-        row = OPTIMIZERS[name]
-        return priced_update(row, trainable.specs, scaled=scaled, has_parts=has_parts)
+        def update() -> Update:
+            specs = trainable.read()
+            return priced_update(OPTIMIZERS[name], specs, scaled=scaled, has_parts=has_parts)
+
+        update = functools.cache(update)
+        costs = self._prices.price(
+            UpdateCosts,
+            trainable.identity,
+            f"update {name} {scaled} {has_parts}",
+            lambda: costs_of(update()),
+        )
+        return LaterUpdate(costs, update)
 
     def _price_forward_backward(
         self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
     ) -> roofline.StepTime | None:
-        kernels = self._kernels(spec, micro_batch, rank, precision)
-        return roofline.seconds(kernels, self._machine, self._stretches(spec))
+        def step_time() -> roofline.StepTime | None:
+            kernels = self._kernels(spec, micro_batch, rank, precision)
+            return roofline.seconds(kernels, self._machine, self._stretches(spec))
+
+        return self._prices.time(
+            roofline.StepTime | None,
+            self._traces[spec].identity,
+            f"step {micro_batch} {rank} {precision}",
+            step_time,
+        )
 
     def _find_between_micro_steps(self, spec: TraceSpec, rank: int) -> float:
         num_adapter_weights = 0
         if spec.method != "full":
-            num_adapter_weights = len(self._trainable(spec, rank).specs)
-        num_weights = self._traces[spec].num_weights
+            num_adapter_weights = self._trainable(spec, rank).num
+        trace = self._traces[spec]
+        num_weights = self._prices.price(int, trace.identity, "weights", lambda: trace.num_weights)
         return self._host.between_micro_steps_seconds(num_weights, num_adapter_weights)
 
     def _find_stretches(self, spec: TraceSpec) -> Stretches:
@@ -672,8 +748,9 @@ class Estimator:
 
     def _price_accumulation(self, trainable: _Trainable) -> roofline.StepTime | None:
         """Price adding each gradient to the one that is there: two reads and a write."""
-        return roofline.seconds(
-            (
+
+        def added() -> roofline.StepTime | None:
+            kernels = (
                 roofline.Kernel(
                     name="add_",
                     kind="elementwise",
@@ -681,9 +758,12 @@ class Estimator:
                     flops=0,
                     bytes_moved=3 * s.size_bytes,
                 )
-                for s in trainable.specs
-            ),
-            self._machine,
+                for s in trainable.read()
+            )
+            return roofline.seconds(kernels, self._machine)
+
+        return self._prices.time(
+            roofline.StepTime | None, trainable.identity, "adding gradients", added
         )
 
     def _flops(self, config: TrainConfig, spec: TraceSpec, rank: int) -> tuple[float, float]:
@@ -697,6 +777,16 @@ class Estimator:
         if PARALLELISMS[spec.parallelism].deals_layers:
             steps /= config.num_gpus  # Each GPU runs its layers: on average so many.
         return total * steps, model * steps
+
+
+def _identity(specs: Iterable[TensorSpec]) -> str:
+    """Return a digest of parameters, which no other list of them has."""
+    return hashlib.sha256("".join(map(_text_of, specs)).encode()).hexdigest()
+
+
+@functools.cache
+def _text_of(spec: TensorSpec) -> str:
+    return repr(spec)
 
 
 def _time_shares(parts: Parts) -> tuple[TimeShare, ...]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,16 +32,9 @@ third."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Update:
-    """One optimizer on one list of trainable parameters."""
+class UpdateCosts:
+    """The bytes and the work of one optimizer on one list of trainable parameters."""
 
-    tape: Tape
-    made: list[int]
-    """Events before the first forward pass, when the optimizer is made: those of its state, or none."""
-    first: list[int]
-    """Events of the first step, which makes the state that is not there."""
-    write_later: Callable[[], list[list[int]]]
-    """Writes what `later` lists."""
     device_state_bytes: int
     state_bytes: int
     """Bytes of the state on the device, in the allocator's blocks."""
@@ -49,11 +43,46 @@ class Update:
     """Peak of an update above weights, gradients and state."""
     cost: StepCost
 
+
+@dataclass(frozen=True, kw_only=True)
+class Update(UpdateCosts):
+    """One optimizer on one list of trainable parameters, with the events of its updates."""
+
+    tape: Tape
+    made: list[int]
+    """Events before the first forward pass, when the optimizer is made: those of its state, or none."""
+    first: list[int]
+    """Events of the first step, which makes the state that is not there."""
+    write_later: Callable[[], list[list[int]]]
+    """Writes what `later` lists."""
+
     # Few of a search's updates are replayed: for the others two steps are enough.
     @functools.cached_property
     def later(self) -> list[list[int]]:
         """Events of each step after the first: they are alike, but a part of the state may be made anew."""
         return self.write_later()
+
+
+def costs_of(update: UpdateCosts) -> UpdateCosts:
+    """Return the costs of an update without its events."""
+    names = (each.name for each in dataclasses.fields(UpdateCosts))
+    return UpdateCosts(**{name: getattr(update, name) for name in names})
+
+
+class LaterUpdate(Update):
+    """An update whose costs are known, and whose events are written once they are needed."""
+
+    def __init__(self, costs: UpdateCosts, write: Callable[[], Update]) -> None:
+        names = (each.name for each in dataclasses.fields(UpdateCosts))
+        self.__dict__.update({name: getattr(costs, name) for name in names}, _write=write)
+
+    def __getattr__(self, name: str) -> Any:
+        """Write the events, as the first of them are asked for."""
+        write = self.__dict__.pop("_write", None)
+        if write is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        self.__dict__.update({**vars(write()), **self.__dict__})
+        return getattr(self, name)
 
 
 def priced_update(

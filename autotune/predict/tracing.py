@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from autotune.catalogue.attention import without
 from autotune.catalogue.gpu_rows import USUAL_NUM_SMS
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.common import log
+from autotune.common import json_lines, log
 from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.memory.traces import BrokenTrace, Trace, on_card_with
+from autotune.memory.traces import BrokenTrace, LaterTrace, Trace, on_card_with
 from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.sharding.layer_counts import can_deal
 from autotune.predict.sharding.rank_trace import RankTrace
@@ -111,10 +114,10 @@ def trace_all(
         keep,
         on_trace,
         operations=operations,
-        num_sms=shared["num_sms"],
+        shared=shared,
     )
     if cache is not None:
-        jobs.take_known(cache, shared)
+        jobs.take_known(cache)
     try:
         for _ in range(_MAX_ROUNDS):
             left = jobs.left()
@@ -132,7 +135,7 @@ def trace_all(
     finally:
         # What came before a failure, too: the next attempt goes on from there.
         if cache is not None:
-            jobs.keep_new(cache, shared)
+            jobs.keep_new(cache)
     jobs.log_refused()
     if jobs.crash is not None and (jobs.left() or not jobs.traces):
         raise jobs.crash
@@ -218,6 +221,12 @@ def _run_forked(
     return tuple(server.run(verb, request, **rest) for request in requests)
 
 
+class _Refusal(msgspec.Struct):
+    """The part of an answer that says why there is no trace."""
+
+    unsupported: str | None = None
+
+
 class _Jobs:
     """The traces that are wanted, those that are here, and those that never will be."""
 
@@ -228,10 +237,11 @@ class _Jobs:
         on_trace: Callable[[int, int], None] | None,
         *,
         operations: bool,
-        num_sms: int,
+        shared: Mapping[str, Any],
     ) -> None:
+        """`shared`: what is asked for of all of them."""
         self._operations = operations
-        self._num_sms = num_sms
+        self._shared = shared
         self._specs = sorted(specs, key=repr)
         self._whole: set[int] = set()
         self._answered: set[int] = set()
@@ -244,20 +254,37 @@ class _Jobs:
         """A traceback for each reason."""
         self._new: dict[int, dict[str, Any]] = {}
 
-    def take_known(self, cache: TraceCache, shared: Mapping[str, Any]) -> None:
-        """Take the stored answers, each to what was asked last: of every layer, where that was needed."""
-        requests = {number: self._request(number, shared) for number in range(len(self._specs))}
-        known = cache.find(requests.values())
-        for number, request in requests.items():
-            if request in known:
-                self._keep_answer({**known[request], "id": number})
-        self._new.clear()
+    def take_known(self, cache: TraceCache) -> None:
+        """Take the stored answers, each to what was asked last: of every layer, where that was needed.
+
+        Those that are kept add up, so they are read when they are needed.
+        """
+        known = cache.find_texts([self._request(number) for number in range(len(self._specs))])
+        for number, spec in enumerate(self._specs):
+            text = known.get(self._request(number))
+            if text is None:
+                continue
+            try:
+                refusal = msgspec.json.decode(text, type=_Refusal)
+            except ValueError:  # Spoilt: it is traced again.
+                continue
+            if refusal.unsupported is not None:
+                self.refused[number] = refusal.unsupported
+            else:
+                read = functools.partial(self._read, text)
+                self.traces[spec] = trace = LaterTrace(read, self._identity(number))
+                self._keep(spec, trace)
         if known:  # All at once: who looks at what is there so far need not look at a part of it.
             self._tell()
 
-    def keep_new(self, cache: TraceCache, shared: Mapping[str, Any]) -> None:
+    def keep_new(self, cache: TraceCache) -> None:
         if self._new:
-            cache.add({self._request(n, shared): said for n, said in self._new.items()})
+            cache.add({self._request(n): said for n, said in self._new.items()})
+
+    def _read(self, text: bytes) -> dict[str, Any]:
+        answer: dict[str, Any] = json_lines.decode(text)["trace"]
+        on_card_with(self._shared["num_sms"], answer["tensors"])
+        return answer
 
     def log_refused(self) -> None:
         """Log what cannot be traced, counted by the reason."""
@@ -268,11 +295,16 @@ class _Jobs:
             for line in self._tracebacks.get(reason, "").splitlines():
                 _log.debug("%s", line)
 
-    def _request(self, number: int, shared: Mapping[str, Any]) -> str:
+    def _identity(self, number: int) -> str:
+        """Return the trace's identity, which is that of cards of one number of multiprocessors."""
+        text = f"{self._request(number)} {self._shared['num_sms']}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _request(self, number: int) -> str:
         """Return the text that a trace is kept by, which cards of any number of multiprocessors share."""
         spec = self._specs[number]
         # Liger's kernels are launched by their number.
-        asked = dict(shared) if spec.liger else {**shared, "num_sms": None}
+        asked = {**self._shared, **({} if spec.liger else {"num_sms": None})}
         return json.dumps([asked, _plain(spec)], sort_keys=True)
 
     def left(self) -> list[dict[str, Any]]:
@@ -313,8 +345,9 @@ class _Jobs:
             self._tracebacks[answer["crashed"]] = answer["traceback"]
         else:
             try:
-                on_card_with(self._num_sms, answer["trace"]["tensors"])
+                on_card_with(self._shared["num_sms"], answer["trace"]["tensors"])
                 trace = Trace(answer["trace"])
+                trace.identity = "" if self._operations else self._identity(number)
                 total, _ = trace.num_parameters(1)
                 if total > MAX_PARAMETERS:
                     self.refused[number] = f"{total:,} parameters are more than any machine holds"

@@ -151,7 +151,9 @@ class Prediction:
         baseline = self._smallest_base if answer.baseline is None else answer.baseline.config
         base = baseline if self._estimator.supports(baseline) else None
         priced = self._candidates.priced()
-        return waterfall.details(self._estimator, base, answer.best.config, self._context, priced)
+        found = waterfall.details(self._estimator, base, answer.best.config, self._context, priced)
+        self._estimator.keep_prices()
+        return found
 
 
 Progress = Callable[[str, int, int], None]
@@ -240,6 +242,7 @@ def find(
         headroom=workload.headroom,
         useful_share=workload.useful_share,
         replays=None if cache is None else cache.replays(),
+        prices=None if cache is None else cache.prices(),
     )
     first_answers = None
     if so_far is not None:
@@ -297,6 +300,7 @@ def find(
             ),
         )
     server = None
+    estimator.keep_prices()
     supported += added
     num_added = len(added)
     of_compiled: list[TrainConfig] = []

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from autotune.common import log
 from autotune.errors import AutotuneError
-from autotune.memory.traces import Trace
+from autotune.memory.traces import Trace, with_lean_layers_later
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import Estimate, TraceSpec
@@ -107,10 +107,10 @@ class PlanSolver:
     def _promises(self, lean: TrainConfig) -> Iterator[_Promise]:
         room_bytes = self._estimator.room_for(lean)
         for plan in CHECKPOINT_PLANS:
-            of_any = self._traces.get(TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan)))
-            if not isinstance(of_any, Trace) or not of_any.lean_layers:
+            of_any = TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan))
+            counts = self._estimator.lean_layers(of_any)
+            if not counts:
                 continue
-            counts = of_any.lean_layers
             ends = [self._config(lean, plan, counts[at]) for at in (0, -1)]
             most_bytes, least_bytes = map(self._estimator.floor_bytes, ends)
             fast, slow = map(self._estimator.tokens_per_second, ends)
@@ -155,7 +155,7 @@ class PlanSolver:
         if spec not in self._traces:
             of_any = self._traces[TraceSpec.of(any_number)]
             assert isinstance(of_any, Trace)
-            self._traces[spec] = of_any.with_lean_layers(count)
+            self._traces[spec] = with_lean_layers_later(of_any, count)
         return config
 
 

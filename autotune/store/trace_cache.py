@@ -34,6 +34,8 @@ MAX_BYTES = 256 * 2**20
 """Most bytes of traces that are kept. [judgement] The 62 of an 8B model in the default space take 0.6 MB."""
 MAX_REPLAYS_BYTES = 2 * 2**20
 """Most bytes of replays that are kept. [judgement] One takes 0.2 kB, a search makes some tens."""
+MAX_PRICES_BYTES = 16 * 2**20
+"""Most bytes of prices that are kept. [judgement] Those of a trace on one card take some kB."""
 _BUSY_SECONDS = 5.0
 _DAY_SECONDS = 86_400
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -45,7 +47,8 @@ CREATE TABLE IF NOT EXISTS {table} (
     answer BLOB NOT NULL
 )
 """
-_TABLES = ("traces", "replays")
+_TABLES = ("traces", "replays", "prices")
+_HAS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
 _TOO_MUCH = """
 DELETE FROM {table} WHERE key IN (
     SELECT key FROM (
@@ -63,6 +66,8 @@ _CODE = (
     *("predict/kept_replays.py",),
 )
 """Files and folders of the package that a process which traces imports from, and those that replay."""
+_CODE_OF_PRICES = ("speed", "predict")
+"""What prices depend on besides."""
 
 
 def folder() -> Path:
@@ -99,30 +104,44 @@ class TraceCache:
         """Return the replays in the same folder."""
         return ReplayCache(self.file.parent)
 
+    def prices(self) -> PriceCache:
+        """Return the prices in the same folder."""
+        return PriceCache(self.file.parent)
+
     def find(self, requests: Collection[str]) -> dict[str, dict[str, Any]]:
         """Find the answers that are kept, by request."""
         found: dict[str, dict[str, Any]] = {}
-        of_key = {_key(request): request for request in requests}
+        for request, text in self.find_texts(requests).items():
+            with suppress(ValueError):
+                found[request] = json_lines.decode(text)
+        return found
+
+    def find_texts(self, requests: Collection[str]) -> dict[str, bytes]:
+        """Find the answers that are kept, by request, as JSON: what is spoilt may be no JSON any more."""
+        found: dict[str, bytes] = {}
+        of_key = {self._key(request): request for request in requests}
         with self._or_a_note("read"):
             if not self.file.exists():
                 return found
             with self._connection() as connection:
+                if not connection.execute(_HAS_TABLE, (self._table,)).fetchone():
+                    return found
                 for keys in pages(of_key):
                     query = f"SELECT key, answer FROM {self._table} WHERE key IN ({_marks(keys)})"
                     for key, answer in connection.execute(query, keys):
-                        with suppress(ValueError, zlib.error):
-                            found[of_key[key]] = json_lines.decode(zlib.decompress(answer))
+                        with suppress(zlib.error):
+                            found[of_key[key]] = zlib.decompress(answer)
                 with suppress(
                     sqlite3.OperationalError
                 ):  # what may only be read serves all the same
-                    _touch(connection, self._table, map(_key, found))
+                    _touch(connection, self._table, map(self._key, found))
         return found
 
     def add(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what workers answered."""
         now = int(time.time())
         rows = [
-            (_key(request), now, zlib.compress(json_lines.encode(answer), 1))
+            (self._key(request), now, zlib.compress(json_lines.encode(answer), 1))
             for request, answer in answers.items()
         ]
         with self._or_a_note("written"):
@@ -143,7 +162,8 @@ class TraceCache:
             if self.file.exists():
                 with self._connection() as connection:
                     for name in _TABLES:
-                        ((counts[name],),) = connection.execute(f"SELECT count(*) FROM {name}")
+                        if connection.execute(_HAS_TABLE, (name,)).fetchone():
+                            ((counts[name],),) = connection.execute(f"SELECT count(*) FROM {name}")
         file_bytes = self.file.stat().st_size if self.file.exists() else 0
         return Contents(
             num_traces=counts["traces"], num_replays=counts["replays"], file_bytes=file_bytes
@@ -153,6 +173,9 @@ class TraceCache:
         """Remove what is kept, by older forms of the table too. Raises OSError."""
         for file in self.file.parent.glob("traces-*.db*"):
             file.unlink(missing_ok=True)
+
+    def _key(self, request: str) -> bytes:
+        return hashlib.sha256(f"{_made_by()} {request}".encode()).digest()
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -191,6 +214,18 @@ class ReplayCache(TraceCache):
         super().__init__(place, max_bytes=max_bytes)
 
 
+class PriceCache(TraceCache):
+    """What was worked out of traces (autotune.predict.kept_prices), beside them in the same file."""
+
+    _table = "prices"
+
+    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_PRICES_BYTES) -> None:
+        super().__init__(place, max_bytes=max_bytes)
+
+    def _key(self, request: str) -> bytes:
+        return super()._key(f"{_priced_by()} {request}")
+
+
 def _touch(connection: sqlite3.Connection, table: str, keys: Iterable[bytes]) -> None:
     """Note that these are used: once a day, so that finding seldom writes."""
     now = int(time.time())
@@ -203,10 +238,6 @@ def _touch(connection: sqlite3.Connection, table: str, keys: Iterable[bytes]) ->
 
 def _marks(values: Sequence[object]) -> str:
     return ",".join("?" * len(values))
-
-
-def _key(request: str) -> bytes:
-    return hashlib.sha256(f"{_made_by()} {request}".encode()).digest()
 
 
 @functools.cache
@@ -224,8 +255,17 @@ def _made_by() -> str:
     return digest.hexdigest()
 
 
-def _sources() -> Iterator[Path]:
+@functools.cache
+def _priced_by() -> str:
+    """A digest of the code that prices depend on beside that of traces."""
+    digest = hashlib.sha256()
+    for file in _sources(_CODE_OF_PRICES):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources(names: Iterable[str] = _CODE) -> Iterator[Path]:
     package = Path(str(resources.files("autotune")))
-    for name in _CODE:
+    for name in names:
         place = package / name
         yield from sorted(place.rglob("*.py")) if place.is_dir() else [place]

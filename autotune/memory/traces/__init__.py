@@ -11,10 +11,12 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
     phases.py    what a block is a part of, and where in the model
     blocks.py    events and kernels of one block
     trace.py     all of it for the whole model
+    later.py     the same, put together once it is needed
 """
 
 from autotune.memory.traces.blocks import TracedKernel
 from autotune.memory.traces.copies import BrokenTrace
+from autotune.memory.traces.later import LaterTrace, with_lean_layers_later
 from autotune.memory.traces.phases import (
     EMBED_PHASES,
     FETCH_PHASES,
@@ -34,6 +36,7 @@ __all__ = [
     "OUTSIDE",
     "SETUP_PHASES",
     "BrokenTrace",
+    "LaterTrace",
     "Launch",
     "Phase",
     "Place",
@@ -45,4 +48,5 @@ __all__ = [
     "TracedParameter",
     "evaluate",
     "on_card_with",
+    "with_lean_layers_later",
 ]

@@ -80,6 +80,9 @@ class Trace:
     to gradients already there. Its `loss` outlives it, too.
     """
 
+    identity: str = ""
+    """A text that no other trace has; empty where nobody has given it one."""
+
     def __init__(self, answer: dict[str, Any]) -> None:
         layers = Layers(**answer["layers"])
         self._answer = answer if layers.cut is not None else None
@@ -154,9 +157,13 @@ class Trace:
 
         Raises BrokenTrace where what was traced does not tell of so many.
         """
+        return Trace(self.lean_answer(count))
+
+    def lean_answer(self, count: int) -> dict[str, Any]:
+        """Return the worker's answer as if it had been asked for so many lean layers."""
         if self._answer is None:
             raise BrokenTrace("every layer was traced")
-        return Trace({**self._answer, "layers": {**self._answer["layers"], "begins": count}})
+        return {**self._answer, "layers": {**self._answer["layers"], "begins": count}}
 
     @property
     def lean_layers(self) -> range:

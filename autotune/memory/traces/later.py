@@ -1,0 +1,32 @@
+"""A trace that is put together once something is asked of it: of a search's traces few are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autotune.memory.traces.trace import Trace
+
+
+class LaterTrace(Trace):
+    """The trace of an answer that is known to add up, read when it is needed."""
+
+    def __init__(self, read: Callable[[], dict[str, Any]], identity: str) -> None:
+        """`read`: gives the worker's answer. `identity`: as Trace.identity."""
+        self._read = read
+        self.identity = identity
+
+    def __getattr__(self, name: str) -> Any:
+        """Put the trace together, as its first attribute is asked for."""
+        read = self.__dict__.pop("_read", None)
+        if read is None:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        super().__init__(read())
+        return getattr(self, name)
+
+
+def with_lean_layers_later(of_any: Trace, count: int) -> Trace:
+    """Return Trace.with_lean_layers of a number that is one of Trace.lean_layers."""
+    if not of_any.identity:
+        return of_any.with_lean_layers(count)
+    return LaterTrace(lambda: of_any.lean_answer(count), f"{of_any.identity} {count} lean")
