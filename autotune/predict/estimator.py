@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import PAGE_BYTES, Replay
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
@@ -44,6 +45,7 @@ from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
 from autotune.records.charts import Timeline
 from autotune.records.estimate import (
+    Breakdown,
     Estimate,
     ParameterCount,
     PerGpu,
@@ -79,6 +81,17 @@ class _Trainable:
     """A text that no other list of parameters has."""
     num: int
     read: Callable[[], Sequence[TensorSpec]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Memory:
+    """What an estimate says of one configuration beside its peak and its times."""
+
+    breakdown: Breakdown
+    state: StateBytes
+    parameters: ParameterCount
+    flops: tuple[float, float]
+    """Floating-point operations of one optimizer step: (all, without recomputation)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -427,16 +440,20 @@ class Estimator:
     def _is_replayed_within(self, config: TrainConfig, most_bytes: int) -> bool:
         """Replay the configuration as long as it reserves no more; note whether its start alone does."""
         key = self._replay_key(config)
-        found, steps = self._replays.get(key), None
+        known = found = self._replays.get(key)
         if found is None:
-            steps = self._steps(config)
             most = None if config.expandable_segments else most_bytes
-            found = self._replay(config, steps, most_bytes=most)
+            found = self._replay(config, most_bytes=most)
         fits = found.failed_event is None and found.peak_reserved_bytes <= most_bytes
         if fits:
             self._replays[key] = found
-        elif steps is not None and (start := self._start_of(config, most_bytes)) is not None:
-            num_before = len(steps.events_before_update())
+        elif known is None and (start := self._start_of(config, most_bytes)) is not None:
+            num_before = self._prices.price(
+                int,
+                self._traces[TraceSpec.of(config)].identity,
+                f"before update {self._name_of(config)}",
+                lambda: len(self._steps(config).events_before_update()),
+            )
             passes = found.failed_event is not None and found.failed_event < num_before
             self._starts_of_misfits.setdefault(start, passes)
         return fits
@@ -452,7 +469,8 @@ class Estimator:
     def _start_of(self, config: TrainConfig, most_bytes: int) -> tuple[object, ...] | None:
         """Facts that the steps before the first update depend on; None where they are more than these."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        if OPTIMIZERS[config.optimizer].updates or self._update(spec, rank, config.optimizer).made:
+        update = self._update(spec, rank, config.optimizer)
+        if OPTIMIZERS[config.optimizer].updates or update.makes_at_once:
             return None
         return (
             spec,
@@ -506,24 +524,19 @@ class Estimator:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         trace, precision = self._traces[spec], PRECISIONS[config.precision]
         optimizer = self._update(spec, rank, config.optimizer)
-        steps, result = self.replayed(config)
-        sizes, categories = steps.sizes, steps.categories
-        events = chain.from_iterable(part.events for part in steps.parts)
+        result = self._replayed(config)
+        memory = self._prices.price(
+            _Memory,
+            trace.identity,
+            f"memory {result.peak_allocated_event} {self._name_of(config)}",
+            lambda: self._find_memory(config, result),
+        )
         outside = self._outside_bytes(spec)
         resident = result.peak_reserved_bytes + outside
         managed = optimizer.managed_bytes - self._paged_out_bytes(config, optimizer, resident)
         seconds, parts = self.seconds(config, resident), self.parts(config)
-        flops, model_flops = self._flops(config, spec, rank)
-        total, trainable = trace.num_parameters(rank)
-        state = StateBytes(
-            parameters_bytes=sum_of(sizes, categories, trace.setup, "parameter"),
-            gradients_bytes=sum_of(sizes, categories, trace.setup, "gradient")
-            + sum(sizes[number] for number in trace.gradients),
-            optimizer_state_bytes=optimizer.managed_bytes
-            + sum_of(sizes, categories, trace.setup, "optimizer_state")
-            + optimizer.device_state_bytes,
-            optimizer_state_managed_bytes=optimizer.managed_bytes,
-        )
+        flops, model_flops = memory.flops
+        state = memory.state
         return Estimate(
             config=config,
             gpu=self.gpu.name,
@@ -531,14 +544,9 @@ class Estimator:
             peak_reserved_bytes=result.peak_reserved_bytes,
             nontorch_bytes=outside + managed,
             paged_in_bytes=managed,
-            breakdown=breakdown(
-                sizes,
-                categories,
-                islice(events, result.peak_allocated_event + 1),
-                result.peak_allocated_bytes,
-            ),
+            breakdown=memory.breakdown,
             state=state,
-            parameters=ParameterCount(total=total, trainable=trainable),
+            parameters=memory.parameters,
             micro_step_seconds=None if seconds is None else seconds.micro_step_seconds,
             optimizer_step_seconds=None if seconds is None else seconds.optimizer_step_seconds,
             flops_per_step=flops,
@@ -560,6 +568,33 @@ class Estimator:
             ),
             is_bound=config.is_compiled and not self.is_compiled_step(config),
             compile_seconds=self._compile_seconds(config, spec, rank),
+        )
+
+    def _find_memory(self, config: TrainConfig, result: Replay) -> _Memory:
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        trace, steps = self._traces[spec], self._steps(config)
+        optimizer = self._update(spec, rank, config.optimizer)
+        sizes, categories = steps.sizes, steps.categories
+        events = chain.from_iterable(part.events for part in steps.parts)
+        total, trainable = trace.num_parameters(rank)
+        return _Memory(
+            breakdown=breakdown(
+                sizes,
+                categories,
+                islice(events, result.peak_allocated_event + 1),
+                result.peak_allocated_bytes,
+            ),
+            state=StateBytes(
+                parameters_bytes=sum_of(sizes, categories, trace.setup, "parameter"),
+                gradients_bytes=sum_of(sizes, categories, trace.setup, "gradient")
+                + sum(sizes[number] for number in trace.gradients),
+                optimizer_state_bytes=optimizer.managed_bytes
+                + sum_of(sizes, categories, trace.setup, "optimizer_state")
+                + optimizer.device_state_bytes,
+                optimizer_state_managed_bytes=optimizer.managed_bytes,
+            ),
+            parameters=ParameterCount(total=total, trainable=trainable),
+            flops=self._flops(config, spec, rank),
         )
 
     def _compile_seconds(
@@ -609,23 +644,46 @@ class Estimator:
         """
         if (fullest := self._fullest(config)) is not self:
             return fullest.replayed(config)
-        steps = self._steps(config)
+        return self._steps(config), self._replayed(config)
+
+    def _replayed(self, config: TrainConfig) -> Replay:
         key = self._replay_key(config)
         found = self._replays.get(key)
         if found is None:
-            found = self._replays[key] = self._replay(config, steps)
-        return steps, found
+            found = self._replays[key] = self._replay(config)
+        return found
 
     def _replay_key(self, config: TrainConfig) -> tuple[TrainConfig, int | None]:
         return config, self.memory_budget_bytes if config.expandable_segments else None
 
-    def _replay(
-        self, config: TrainConfig, steps: Steps, *, most_bytes: int | None = None
-    ) -> Replay:
-        if not config.expandable_segments:
-            return self._kept.whole(steps, most_bytes, lambda: steps.replay(most_bytes))
-        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
-        return self._kept.growing(steps, room_bytes, lambda: grown(steps, room_bytes))
+    def _replay(self, config: TrainConfig, *, most_bytes: int | None = None) -> Replay:
+        spec = TraceSpec.of(config)
+        identity, name = self._traces[spec].identity, self._name_of(config)
+        if config.expandable_segments:
+            room_bytes = self.room_for(config) - self._outside_bytes(spec)
+
+            def growing() -> Replay:
+                steps = self._steps(config)
+                return self._kept.growing(steps, room_bytes, lambda: grown(steps, room_bytes))
+
+            return self._prices.price(Replay, identity, f"growing {room_bytes} {name}", growing)
+        whole, within = f"replay {name}", f"replay {most_bytes} {name}"
+        known = self._prices.known(Replay, identity, whole)
+        if known is not None and (most_bytes is None or known.peak_reserved_bytes <= most_bytes):
+            return known
+        known = self._prices.known(Replay, identity, within)
+        if known is None:
+            steps = self._steps(config)
+            known = self._kept.whole(steps, most_bytes, lambda: steps.replay(most_bytes))
+            is_whole = known.failed_event is None
+            self._prices.note(identity, whole if is_whole else within, known)
+        return known
+
+    @staticmethod
+    def _name_of(config: TrainConfig) -> str:
+        """Return a text that no other configuration has, nor libraries that replay it in another way."""
+        text = f"{config!r} {takes_lowest_address()}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def trace_of(self, config: TrainConfig) -> Trace | SharedTrace:
         """The trace that the configuration's memory is priced by: of the fullest GPU, where they differ."""
@@ -640,8 +698,16 @@ class Estimator:
 
     def timeline(self, config: TrainConfig) -> Timeline:
         """Memory over the optimizer step in which the replay of `estimate` peaks."""
-        steps, result = self.replayed(config)
-        return timeline_of(steps, result.peak_allocated_event)
+        if (fullest := self._fullest(config)) is not self:
+            return fullest.timeline(config)
+        identity = self._traces[TraceSpec.of(config)].identity
+        peak_event = self._replayed(config).peak_allocated_event
+        return self._prices.price(
+            Timeline,
+            f"{identity} {self._name_of(config)}" if identity else "",
+            f"timeline {peak_event}",
+            lambda: timeline_of(self._steps(config), peak_event),
+        )
 
     def _steps(self, config: TrainConfig) -> Steps:
         spec = TraceSpec.of(config)

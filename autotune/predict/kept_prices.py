@@ -6,6 +6,7 @@ are whole numbers and records of them, which JSON gives back as they were; what 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable, Collection
@@ -44,19 +45,31 @@ class KeptPrices:
         """Return a price that is the same on every machine; `kind` is its type."""
         if self._cache is None or not identity:
             return make()
-        known = self._of(identity)
-        if name in known:
-            try:
+        if name in (known := self._of(identity)):
+            # What is spoilt is made again.
+            with contextlib.suppress(ValueError):
                 found: T = json_records.read_part(kind, known[name])
                 return found
-            except ValueError:  # Spoilt: it is made again.
-                pass
         made = make()
+        self.note(identity, name, made)
+        return made
+
+    def known(self, kind: type[T], identity: str, name: str) -> T | None:
+        """Return a price that is kept; None where there is none."""
+        if self._cache is None or not identity:
+            return None
+        with contextlib.suppress(KeyError, ValueError):
+            return json_records.read_part(kind, self._of(identity)[name])
+        return None
+
+    def note(self, identity: str, name: str, made: object) -> None:
+        """Take a price for one that is to be kept."""
+        if self._cache is None or not identity:
+            return
         value = msgspec.to_builtins(made)
         if _is_exact(value):
-            known[name] = value
+            self._of(identity)[name] = value
             self._changed.add(identity)
-        return made
 
     def time(self, kind: Any, identity: str, name: str, make: Callable[[], T]) -> T:
         """Return a price that is of this machine."""

@@ -42,6 +42,8 @@ class UpdateCosts:
     temporary_peak_bytes: int
     """Peak of an update above weights, gradients and state."""
     cost: StepCost
+    makes_at_once: bool
+    """Whether its state is made as the optimizer is, before the first forward pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,7 @@ def priced_update(
         managed_bytes=row.managed_bytes(specs),
         temporary_peak_bytes=int(temporaries.max(initial=0)),
         cost=sum(costs, NO_COST),
+        makes_at_once=bool(made),
     )
 
 

@@ -389,8 +389,19 @@ class Candidates:
         )
 
 
+_settings_of = operator.attrgetter(*TrainConfig.names())
+
+
 def _by_name(equals: _Ranked) -> _Ranked:
-    return sorted(equals, key=lambda pair: repr(pair[1])) if len(equals) > 1 else equals
+    """Order by the configurations' text, of which the settings in which they differ are enough."""
+    if len(equals) < 2:
+        return equals
+    rows = [_settings_of(config) for _, config in equals]
+    columns = [column for column in zip(*rows, strict=True) if column.count(column[0]) < len(rows)]
+    # In the text a comma is behind each value: 16 is before 1.
+    texts = zip(*([f"{value!r}," for value in column] for column in columns), strict=True)
+    ordered = sorted(zip(texts, range(len(rows)), strict=False))
+    return [equals[number] for _, number in ordered] if columns else equals
 
 
 def _goes_on(config: TrainConfig, answer: TrainConfig) -> bool:
