@@ -47,7 +47,6 @@ CREATE TABLE IF NOT EXISTS {table} (
     answer BLOB NOT NULL
 )
 """
-_TABLES = ("traces", "replays", "prices")
 _HAS_TABLE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
 _TOO_MUCH = """
 DELETE FROM {table} WHERE key IN (
@@ -119,7 +118,7 @@ class TraceCache:
     def find_texts(self, requests: Collection[str]) -> dict[str, bytes]:
         """Find the answers that are kept, by request, as JSON: what is spoilt may be no JSON any more."""
         found: dict[str, bytes] = {}
-        of_key = {self._key(request): request for request in requests}
+        of_key = {self._key_of(request): request for request in requests}
         with self._or_a_note("read"):
             if not self.file.exists():
                 return found
@@ -134,22 +133,21 @@ class TraceCache:
                 with suppress(
                     sqlite3.OperationalError
                 ):  # what may only be read serves all the same
-                    _touch(connection, self._table, map(self._key, found))
+                    _touch(connection, self._table, map(self._key_of, found))
         return found
 
     def add(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what workers answered."""
         now = int(time.time())
         rows = [
-            (self._key(request), now, zlib.compress(json_lines.encode(answer), 1))
+            (self._key_of(request), now, zlib.compress(json_lines.encode(answer), 1))
             for request, answer in answers.items()
         ]
         with self._or_a_note("written"):
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._connection() as connection:
                 connection.execute("PRAGMA auto_vacuum=FULL")
-                for table in _TABLES:
-                    connection.execute(_TABLE.format(table=table))
+                connection.execute(_TABLE.format(table=self._table))
                 connection.executemany(
                     f"INSERT OR REPLACE INTO {self._table} VALUES (?, ?, ?)", rows
                 )
@@ -157,11 +155,11 @@ class TraceCache:
 
     def contents(self) -> Contents:
         """Count what is kept."""
-        counts = dict.fromkeys(_TABLES, 0)
+        counts = dict.fromkeys(("traces", "replays"), 0)
         with self._or_a_note("read"):
             if self.file.exists():
                 with self._connection() as connection:
-                    for name in _TABLES:
+                    for name in counts:
                         if connection.execute(_HAS_TABLE, (name,)).fetchone():
                             ((counts[name],),) = connection.execute(f"SELECT count(*) FROM {name}")
         file_bytes = self.file.stat().st_size if self.file.exists() else 0
@@ -174,8 +172,8 @@ class TraceCache:
         for file in self.file.parent.glob("traces-*.db*"):
             file.unlink(missing_ok=True)
 
-    def _key(self, request: str) -> bytes:
-        return hashlib.sha256(f"{_made_by()} {request}".encode()).digest()
+    def _key_of(self, request: str) -> bytes:
+        return _key(request)
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[sqlite3.Connection]:
@@ -222,8 +220,8 @@ class PriceCache(TraceCache):
     def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_PRICES_BYTES) -> None:
         super().__init__(place, max_bytes=max_bytes)
 
-    def _key(self, request: str) -> bytes:
-        return super()._key(f"{_priced_by()} {request}")
+    def _key_of(self, request: str) -> bytes:
+        return _key(f"{_priced_by()} {request}")
 
 
 def _touch(connection: sqlite3.Connection, table: str, keys: Iterable[bytes]) -> None:
@@ -238,6 +236,10 @@ def _touch(connection: sqlite3.Connection, table: str, keys: Iterable[bytes]) ->
 
 def _marks(values: Sequence[object]) -> str:
     return ",".join("?" * len(values))
+
+
+def _key(request: str) -> bytes:
+    return hashlib.sha256(f"{_made_by()} {request}".encode()).digest()
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from autotune.catalogue.attention import ATTENTIONS
 from autotune.errors import ConfigError
+from autotune.space import space_file
 from autotune.space.config import Workload
 from autotune.space.enumeration import enumerate_configs
 from autotune.space.search_space import (
@@ -74,6 +75,17 @@ def test_shipped_spaces_are_listed_with_their_descriptions() -> None:
     spaces = available()
     assert [space.name for space in spaces] == list(SHIPPED)
     assert all(space.description for space in spaces)
+
+
+def test_shipped_files_are_what_the_schema_says() -> None:
+    for name in space_file.names():
+        text = space_file._shipped()[name].read_text(encoding="utf-8")
+        space, problems = space_file._validated(space_file._parse(text, name), name)
+        assert not problems
+        assert space is not None
+        # 1 and 1.0, which are equal, are told apart.
+        assert repr(space_file.load(name)) == repr(space)
+        assert sum(section.num_points for section in space.methods) <= space_file.MAX_POINTS
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def said_by(code: str, *, path: Path) -> str:
 
 
 def key_after_an_edit(module: str | None, folder: Path) -> str:
-    """The key of a request, asked of a copy of the package in which this module was edited."""
+    """The key of a request, and of prices, in a copy of the package in which this module was edited."""
     shutil.copytree(PACKAGE, folder / "autotune", ignore=shutil.ignore_patterns("__pycache__"))
     if module is not None:
         found = importlib.util.find_spec(module)
@@ -181,7 +181,9 @@ def key_after_an_edit(module: str | None, folder: Path) -> str:
         with edited.open("a", encoding="utf-8") as file:
             file.write("# edited\n")
     return said_by(
-        f"from {trace_cache.__name__} import _key; print(_key('a request'))", path=folder
+        f"from {trace_cache.__name__} import _key, PriceCache;"
+        "print(_key('a request'), PriceCache()._key_of('a request'), sep='\\n')",
+        path=folder,
     )
 
 
@@ -192,21 +194,25 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.worker
 @pytest.mark.parametrize(
-    ("module", "is_kept"),
+    ("module", "is_kept", "keeps_prices"),
     [
-        ("autotune.probe.loop", True),
-        ("autotune.search.predict_best", True),
-        ("autotune.worker.probe.run", True),
-        ("autotune.worker.trace.tracker", False),
-        ("autotune.worker.trace.liger", False),
-        ("autotune.memory.traces.reductions", False),
-        ("autotune.records.estimate", False),
+        ("autotune.probe.loop", True, True),
+        ("autotune.search.predict_best", True, True),
+        ("autotune.worker.probe.run", True, True),
+        ("autotune.speed.matmul", True, False),
+        ("autotune.predict.floors", True, False),
+        ("autotune.worker.trace.tracker", False, False),
+        ("autotune.worker.trace.liger", False, False),
+        ("autotune.memory.traces.reductions", False, False),
+        ("autotune.records.estimate", False, False),
     ],
 )
 def test_an_edit_drops_traces_where_it_may_change_them(
-    key: str, module: str, is_kept: bool, tmp_path: Path
+    key: str, module: str, is_kept: bool, keeps_prices: bool, tmp_path: Path
 ) -> None:
-    assert (key_after_an_edit(module, tmp_path) == key) == is_kept
+    edited = key_after_an_edit(module, tmp_path).splitlines()
+    same = [one == other for one, other in zip(edited, key.splitlines(), strict=True)]
+    assert same == [is_kept, keeps_prices]
 
 
 @pytest.mark.worker
