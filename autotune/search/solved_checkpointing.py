@@ -17,6 +17,7 @@ Known limitations
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -99,7 +100,7 @@ class PlanSolver:
         for promise in sorted(self._promises(lean), key=lambda p: -p.tokens_per_second):
             if best is not None and promise.tokens_per_second * _SLACK <= speed_of(best):
                 break
-            found = self._with_fewest(lean, promise)
+            found = self._with_fewest(lean, promise, best)
             if found is not None and (best is None or speed_of(found) > speed_of(best)):
                 best = found
         return best
@@ -127,11 +128,13 @@ class PlanSolver:
                 tokens_per_second=1 / ((1 - share) / fast + share / slow),
             )
 
-    def _with_fewest(self, lean: TrainConfig, promise: _Promise) -> Estimate | None:
-        """Return the plan with the fewest lean layers that fits; None where none does."""
+    def _with_fewest(
+        self, lean: TrainConfig, promise: _Promise, best: Estimate | None
+    ) -> Estimate | None:
+        """Return the plan with the fewest lean layers that fits and beats the best; None where none does."""
         counts, room_bytes = promise.counts, self._estimator.room_for(lean)
-        # The place of the most lean layers known not to fit, and of the fewest known to.
-        below, above = -1, len(counts)
+        # The place of the most lean layers known not to fit, and of the fewest known to, or too slow.
+        below, above = -1, self._num_faster(lean, promise, best)
         found: Estimate | None = None
         guess, stride = promise.number, 1
         while above - below > 1:
@@ -146,6 +149,17 @@ class PlanSolver:
                 spare_bytes = room_bytes - estimate.peak_device_bytes
                 guess -= max(1, int(spare_bytes / promise.layer_bytes))
         return found
+
+    def _num_faster(self, lean: TrainConfig, promise: _Promise, best: Estimate | None) -> int:
+        """Return how many of the numbers of lean layers make a step faster than the best: the first ones."""
+        if best is None:
+            return len(promise.counts)
+
+        def is_slower(count: int) -> bool:
+            speed = self._estimator.tokens_per_second(self._config(lean, promise.plan, count))
+            return speed is None or speed <= speed_of(best)
+
+        return bisect.bisect_left(promise.counts, True, key=is_slower)
 
     def _config(self, lean: TrainConfig, plan: str, count: int) -> TrainConfig:
         """Return the configuration with a plan, of which there is a trace then."""
