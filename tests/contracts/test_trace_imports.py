@@ -27,6 +27,7 @@ LEFT_OUT = (
     "torch._dynamo.eval_frame",
     "torch._inductor",
     "torch.distributed.tensor",
+    "sympy",
 )
 
 
@@ -75,3 +76,38 @@ def two(): return 2
 assert torch.compiler.disable(two) is two and torch.compiler.disable(recursive=False)(two) is two
 """
     assert imported(PLAIN, then) == set()
+
+
+def test_sizes_that_are_known_are_compared_as_torch_compares_them() -> None:
+    then = """
+import torch
+from autotune.worker.trace import known_sizes
+stand_ins = dict(known_sizes.functions(lambda: None))
+meta = torch.empty(2, 3, device="meta")
+asked = {
+    "sym_and": [(True,), (True, False), (True, True, True)],
+    "sym_or": [(False,), (False, True), (False, False)],
+    "sym_eq": [(2, 2), (2, 3), ((2, 3), [2, 3]), (meta.shape, (2, 4)), ((2,), (2, 3))],
+    "guarding_hint_or_throw": [(7,), (True,)],
+    "has_guarding_hint": [(7,), (0.5,)],
+    "is_nested_int": [(7,), (0.5,)],
+    "free_unbacked_symbols": [(meta,)],
+}
+values = {name: [stand_in(*each) for each in asked.get(name, [(True,), (False,)])]
+          for name, stand_in in stand_ins.items()}
+assert "sympy" not in sys.modules
+torch.fx.experimental.symbolic_shapes.ShapeEnv  # What has no stand-in loads all of it.
+assert "sympy" in sys.modules
+for name, found in values.items():
+    real = getattr(torch.fx.experimental.symbolic_shapes, name)
+    assert real is not stand_ins[name]
+    assert repr([real(*each) for each in asked.get(name, [(True,), (False,)])]) == repr(found), name
+late = known_sizes.functions(lambda: torch.fx.experimental.symbolic_shapes)
+try:
+    late["guard_or_false"]("no flag")
+except AssertionError as error:
+    assert "Expected bool" in str(error)
+else:
+    raise SystemExit("torch was not asked")
+"""
+    assert imported(PLAIN, then) == {"sympy"}

@@ -54,10 +54,16 @@ def _leave_out(specs: Collection[Spec]) -> None:
 
     import torch
 
+    from autotune.worker.trace import known_sizes
+
     # For good: what Transformers does not import now, it must not look for later.
     if all(spec["num_splits"] == 1 for spec in specs):
         torch.distributed.is_available = lambda: False
     sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
+    if known_sizes.MODULE not in sys.modules:
+        sys.modules[known_sizes.MODULE] = torch.fx.experimental.symbolic_shapes = _unloaded_symbols(
+            torch.fx.experimental.__path__
+        )
 
 
 class _Unloaded(ModuleType):
@@ -69,20 +75,40 @@ class _Unloaded(ModuleType):
             raise AttributeError(name)
         if name == "config":  # Checkpointing reads a setting.
             return importlib.import_module(f"{_COMPILER}.config")
-        self.__class__ = ModuleType  # type: ignore[assignment]
-        spec = self.__spec__
+        return getattr(_loaded(self), name)
+
+
+def _unloaded(name: str, path: Any) -> Any:
+    """Make a module of that name below a package's path, whose code has not run."""
+    spec = PathFinder.find_spec(name, path)
+    assert spec is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    module.__class__ = _Unloaded
+    return module
+
+
+def _loaded(module: ModuleType) -> ModuleType:
+    if isinstance(module, _Unloaded):
+        module.__class__ = ModuleType  # type: ignore[assignment]
+        spec = module.__spec__
         assert spec is not None
         assert spec.loader is not None
-        spec.loader.exec_module(self)
-        return getattr(self, name)
+        spec.loader.exec_module(module)
+    return module
+
+
+def _unloaded_symbols(path: Any) -> ModuleType:
+    """Make a stand-in for torch's arithmetic of unknown sizes."""
+    from autotune.worker.trace import known_sizes
+
+    module: ModuleType = _unloaded(known_sizes.MODULE, path)
+    vars(module).update(known_sizes.functions(functools.partial(_loaded, module)))
+    return module
 
 
 def _unloaded_compiler(path: Any) -> ModuleType:
     """Make a stand-in for torch's compiler, which marks functions: who compiles none needs no more."""
-    spec = PathFinder.find_spec(_COMPILER, path)
-    assert spec is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    module.__class__ = _Unloaded
+    module = _unloaded(_COMPILER, path)
     module.disable = _left_as_it_is
     module.allow_in_graph = module.assume_constant_result = _left_as_it_is
     compiler: ModuleType = module
