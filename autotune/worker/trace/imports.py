@@ -60,7 +60,8 @@ def _leave_out(specs: Collection[Spec]) -> None:
     if all(spec["num_splits"] == 1 for spec in specs):
         torch.distributed.is_available = lambda: False
     sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
-    if known_sizes.MODULE not in sys.modules:
+    if known_sizes.MODULE not in sys.modules and "sympy" not in sys.modules:
+        sys.modules["sympy"] = _unloaded_sympy()
         sys.modules[known_sizes.MODULE] = torch.fx.experimental.symbolic_shapes = _unloaded_symbols(
             torch.fx.experimental.__path__
         )
@@ -102,8 +103,21 @@ def _unloaded_symbols(path: Any) -> ModuleType:
     from autotune.worker.trace import known_sizes
 
     module: ModuleType = _unloaded(known_sizes.MODULE, path)
-    vars(module).update(known_sizes.functions(functools.partial(_loaded, module)))
+
+    def load() -> ModuleType:
+        _loaded(sys.modules["sympy"])  # All of it, before a part is asked for by its name.
+        return _loaded(module)
+
+    vars(module).update(known_sizes.functions(load))
     return module
+
+
+def _unloaded_sympy() -> ModuleType:
+    """Make a stand-in for sympy: torch asks whether a number in an operation is one of its expressions."""
+    module: Any = _unloaded("sympy", None)
+    module.Basic = type("Basic", (), {})
+    sympy: ModuleType = module
+    return sympy
 
 
 def _unloaded_compiler(path: Any) -> ModuleType:
