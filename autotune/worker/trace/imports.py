@@ -29,6 +29,7 @@ Spec = Mapping[str, Any]
 """A TraceSpec as the request has it."""
 
 _COMPILER = "torch._dynamo"
+_OF_SYMPY = "torch.utils._sympy.functions"
 
 _ASKED_BY: dict[str, Callable[[Spec], bool]] = {
     "torchao": lambda spec: PRECISIONS[spec["precision"]].fp8,
@@ -62,6 +63,12 @@ def _leave_out(specs: Collection[Spec]) -> None:
     sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
     if known_sizes.MODULE not in sys.modules and "sympy" not in sys.modules:
         sys.modules["sympy"] = _unloaded_sympy()
+        import torch.utils._sympy as sympy_of_torch
+
+        functions = _unloaded(_OF_SYMPY, sympy_of_torch.__path__)
+        # Imported by what compares strides, which makes nothing of it.
+        functions.Max = lambda *values: getattr(_loaded(functions), "Max")(*values)  # noqa: B009
+        sys.modules[_OF_SYMPY] = functions
         sys.modules[known_sizes.MODULE] = torch.fx.experimental.symbolic_shapes = _unloaded_symbols(
             torch.fx.experimental.__path__
         )
@@ -74,7 +81,7 @@ class _Unloaded(ModuleType):
         # Python looks for a file's name in every module, and finds submodules by itself.
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "config":  # Checkpointing reads a setting.
+        if (self.__name__, name) == (_COMPILER, "config"):  # Checkpointing reads a setting.
             return importlib.import_module(f"{_COMPILER}.config")
         return getattr(_loaded(self), name)
 
@@ -105,7 +112,8 @@ def _unloaded_symbols(path: Any) -> ModuleType:
     module: ModuleType = _unloaded(known_sizes.MODULE, path)
 
     def load() -> ModuleType:
-        _loaded(sys.modules["sympy"])  # All of it, before a part is asked for by its name.
+        for name in ("sympy", _OF_SYMPY):  # All of it, before a part is asked for by its name.
+            _loaded(sys.modules[name])
         return _loaded(module)
 
     vars(module).update(known_sizes.functions(load))
