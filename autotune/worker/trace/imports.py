@@ -68,7 +68,7 @@ def _leave_out(specs: Collection[Spec]) -> None:
         functions = _unloaded(_OF_SYMPY, sympy_of_torch.__path__)
         # Imported by what compares strides, which makes nothing of it.
         functions.Max = lambda *values: getattr(_loaded(functions), "Max")(*values)  # noqa: B009
-        sys.modules[_OF_SYMPY] = functions
+        sys.modules[_OF_SYMPY] = sympy_of_torch.functions = functions
         sys.modules[known_sizes.MODULE] = torch.fx.experimental.symbolic_shapes = _unloaded_symbols(
             torch.fx.experimental.__path__
         )
