@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 
-from autotune.records.estimate import Breakdown
+from autotune.memory.allocator import Replay
+from autotune.memory.traces import Trace
+from autotune.predict.optimizer_update import Update
+from autotune.predict.sharding.shared_trace import SharedTrace
+from autotune.predict.steps import Steps
+from autotune.records.estimate import Breakdown, ParameterCount, StateBytes
 
 _BREAKDOWN_OF_CATEGORY = {
     "parameter": "parameters_bytes",
@@ -15,6 +22,50 @@ _BREAKDOWN_OF_CATEGORY = {
     "temporary": "temporaries_bytes",
     "workspace": "workspace_bytes",
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """What an estimate says of one configuration beside its peak and its times."""
+
+    breakdown: Breakdown
+    state: StateBytes
+    parameters: ParameterCount
+    flops: tuple[float, float]
+    """Floating-point operations of one optimizer step: (all, without recomputation)."""
+
+
+def memory_of(
+    trace: Trace | SharedTrace,
+    steps: Steps,
+    optimizer: Update,
+    result: Replay,
+    rank: int,
+    flops: tuple[float, float],
+) -> Memory:
+    """Return what is alive at the peak of a replay of these steps, and what their state takes."""
+    sizes, categories = steps.sizes, steps.categories
+    events = chain.from_iterable(part.events for part in steps.parts)
+    total, trainable = trace.num_parameters(rank)
+    return Memory(
+        breakdown=breakdown(
+            sizes,
+            categories,
+            islice(events, result.peak_allocated_event + 1),
+            result.peak_allocated_bytes,
+        ),
+        state=StateBytes(
+            parameters_bytes=sum_of(sizes, categories, trace.setup, "parameter"),
+            gradients_bytes=sum_of(sizes, categories, trace.setup, "gradient")
+            + sum(sizes[number] for number in trace.gradients),
+            optimizer_state_bytes=optimizer.managed_bytes
+            + sum_of(sizes, categories, trace.setup, "optimizer_state")
+            + optimizer.device_state_bytes,
+            optimizer_state_managed_bytes=optimizer.managed_bytes,
+        ),
+        parameters=ParameterCount(total=total, trainable=trainable),
+        flops=flops,
+    )
 
 
 def sum_of(

@@ -15,25 +15,25 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain, islice
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import PAGE_BYTES, Replay
-from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Trace
-from autotune.predict.breakdown import breakdown, sum_of
+from autotune.predict.breakdown import Memory, memory_of
 from autotune.predict.expandable_segments import grown
 from autotune.predict.floors import MicroStepBytes, micro_step_of
 from autotune.predict.kept_prices import TRAINABLE, KeptPrices
 from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import (
     LaterUpdate,
+    Trainable,
     Update,
     UpdateCosts,
     costs_of,
+    identity_of,
     kernels_of,
     priced_update,
 )
@@ -45,9 +45,7 @@ from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
 from autotune.records.charts import Timeline
 from autotune.records.estimate import (
-    Breakdown,
     Estimate,
-    ParameterCount,
     PerGpu,
     StateBytes,
     TimeShare,
@@ -71,27 +69,6 @@ _EMPTY_CACHE_SHARE = 0.10
 
 _MOST_BUDGETS = 8
 """Most budgets under which growing segments are replayed to find one that they fit."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Trainable:
-    """Trainable parameters: one object for all traces that train the same."""
-
-    identity: str
-    """A text that no other list of parameters has."""
-    num: int
-    read: Callable[[], Sequence[TensorSpec]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Memory:
-    """What an estimate says of one configuration beside its peak and its times."""
-
-    breakdown: Breakdown
-    state: StateBytes
-    parameters: ParameterCount
-    flops: tuple[float, float]
-    """Floating-point operations of one optimizer step: (all, without recomputation)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +120,7 @@ class Estimator:
         self._micro_step = functools.cache(self._find_micro_step)
         self._priced_update = functools.cache(self._price_update)
         self._update_seconds = functools.cache(self._price_update_seconds)
-        self._interned: dict[str, _Trainable] = {}
+        self._interned: dict[str, Trainable] = {}
         self._trainable = functools.cache(self._find_trainable)
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
@@ -526,7 +503,7 @@ class Estimator:
         optimizer = self._update(spec, rank, config.optimizer)
         result = self._replayed(config)
         memory = self._prices.price(
-            _Memory,
+            Memory,
             trace.identity,
             f"memory {result.peak_allocated_event} {self._name_of(config)}",
             lambda: self._find_memory(config, result),
@@ -570,32 +547,11 @@ class Estimator:
             compile_seconds=self._compile_seconds(config, spec, rank),
         )
 
-    def _find_memory(self, config: TrainConfig, result: Replay) -> _Memory:
+    def _find_memory(self, config: TrainConfig, result: Replay) -> Memory:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        trace, steps = self._traces[spec], self._steps(config)
         optimizer = self._update(spec, rank, config.optimizer)
-        sizes, categories = steps.sizes, steps.categories
-        events = chain.from_iterable(part.events for part in steps.parts)
-        total, trainable = trace.num_parameters(rank)
-        return _Memory(
-            breakdown=breakdown(
-                sizes,
-                categories,
-                islice(events, result.peak_allocated_event + 1),
-                result.peak_allocated_bytes,
-            ),
-            state=StateBytes(
-                parameters_bytes=sum_of(sizes, categories, trace.setup, "parameter"),
-                gradients_bytes=sum_of(sizes, categories, trace.setup, "gradient")
-                + sum(sizes[number] for number in trace.gradients),
-                optimizer_state_bytes=optimizer.managed_bytes
-                + sum_of(sizes, categories, trace.setup, "optimizer_state")
-                + optimizer.device_state_bytes,
-                optimizer_state_managed_bytes=optimizer.managed_bytes,
-            ),
-            parameters=ParameterCount(total=total, trainable=trainable),
-            flops=self._flops(config, spec, rank),
-        )
+        flops = self._flops(config, spec, rank)
+        return memory_of(self._traces[spec], self._steps(config), optimizer, result, rank, flops)
 
     def _compile_seconds(
         self, config: TrainConfig, spec: TraceSpec, rank: int
@@ -732,16 +688,16 @@ class Estimator:
             lambda: micro_step_of(trace, micro_batch, rank, in_backward=in_backward),
         )
 
-    def _find_trainable(self, spec: TraceSpec, rank: int) -> _Trainable:
+    def _find_trainable(self, spec: TraceSpec, rank: int) -> Trainable:
         trace = self._traces[spec]
         read = functools.cache(functools.partial(trace.trainable, rank))
         identity, num = self._prices.price(
             tuple[str, int],
             trace.identity,
             f"{TRAINABLE}{rank}",
-            lambda: (_identity(read()), len(read())),
+            lambda: (identity_of(read()), len(read())),
         )
-        return self._interned.setdefault(identity, _Trainable(identity, num, read))
+        return self._interned.setdefault(identity, Trainable(identity, num, read))
 
     def _update(self, spec: TraceSpec, rank: int, name: str) -> Update:
         scaled = PRECISIONS[spec.precision].grad_scaler
@@ -749,7 +705,7 @@ class Estimator:
         return self._priced_update(self._trainable(spec, rank), scaled, name, has_parts)
 
     def _price_update(
-        self, trainable: _Trainable, scaled: bool, name: str, has_parts: bool
+        self, trainable: Trainable, scaled: bool, name: str, has_parts: bool
     ) -> Update:
         def update() -> Update:
             specs = trainable.read()
@@ -812,7 +768,7 @@ class Estimator:
             )
         return kernels
 
-    def _price_accumulation(self, trainable: _Trainable) -> roofline.StepTime | None:
+    def _price_accumulation(self, trainable: Trainable) -> roofline.StepTime | None:
         """Price adding each gradient to the one that is there: two reads and a write."""
 
         def added() -> roofline.StepTime | None:
@@ -843,16 +799,6 @@ class Estimator:
         if PARALLELISMS[spec.parallelism].deals_layers:
             steps /= config.num_gpus  # Each GPU runs its layers: on average so many.
         return total * steps, model * steps
-
-
-def _identity(specs: Iterable[TensorSpec]) -> str:
-    """Return a digest of parameters, which no other list of them has."""
-    return hashlib.sha256("".join(map(_text_of, specs)).encode()).hexdigest()
-
-
-@functools.cache
-def _text_of(spec: TensorSpec) -> str:
-    return repr(spec)
 
 
 def _time_shares(parts: Parts) -> tuple[TimeShare, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,26 @@ from autotune.speed import roofline
 MOST_STEPS = 8
 """Most optimizer steps that are replayed. [judgement] Reserved bytes grow in the first two steps, often in a
 third."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trainable:
+    """Trainable parameters: one object for all traces that train the same."""
+
+    identity: str
+    """A text that no other list of parameters has."""
+    num: int
+    read: Callable[[], Sequence[TensorSpec]]
+
+
+def identity_of(specs: Iterable[TensorSpec]) -> str:
+    """Return a digest of parameters, which no other list of them has."""
+    return hashlib.sha256("".join(map(_text_of, specs)).encode()).hexdigest()
+
+
+@functools.cache
+def _text_of(spec: TensorSpec) -> str:
+    return repr(spec)
 
 
 @dataclass(frozen=True, kw_only=True)
