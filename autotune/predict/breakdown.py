@@ -26,7 +26,7 @@ _BREAKDOWN_OF_CATEGORY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """What an estimate says of one configuration beside its peak and its times."""
+    """Figures of one configuration that an estimate has beside its peak and its times."""
 
     breakdown: Breakdown
     state: StateBytes

@@ -66,7 +66,7 @@ _CODE = (
 )
 """Files and folders of the package that a process which traces imports from, and those that replay."""
 _CODE_OF_PRICES = ("speed", "predict")
-"""What prices depend on besides."""
+"""Folders that prices depend on besides."""
 
 
 def folder() -> Path:
@@ -213,7 +213,7 @@ class ReplayCache(TraceCache):
 
 
 class PriceCache(TraceCache):
-    """What was worked out of traces (autotune.predict.kept_prices), beside them in the same file."""
+    """Prices that were worked out of traces (autotune.predict.kept_prices), beside them in the same file."""
 
     _table = "prices"
 

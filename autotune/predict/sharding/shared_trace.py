@@ -33,7 +33,7 @@ class SharedTrace:
     num_prepared_events: int
     num_own_events: int
     identity: str = ""
-    """As Trace.identity: what several GPUs make of a step is worked out anew."""
+    """Trace.identity, but empty: what several GPUs make of a step is worked out anew."""
 
     def __init__(self, trace: Trace, name: str) -> None:
         """`name`: of the way to share, which goes for the operation that makes the tensors it adds."""
