@@ -38,6 +38,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
+from autotune.space.trainers import PREFERENCES
 from autotune.store import study_names
 
 
@@ -124,6 +125,12 @@ def resolve(
     num_gpus = num_gpus or 1
     budget.check_shared_probes(question.backend, num_gpus, card)
     task = question.task or source.task
+    if task == PREFERENCES and run is not None and run.target is not None:
+        raise ConfigError(
+            f"{question.base} cannot be a base of the task {task}",
+            why="no file of another trainer is read as training on pairs",
+            remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
+        )
     length = _possible_length(source, length, note)
     _note_untrained_positions(source, length, note)
     budget.check_length(task, length)

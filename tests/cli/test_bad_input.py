@@ -416,6 +416,13 @@ def test_a_base_of_another_trainer_that_is_none(
     assert len(err) < 3000
 
 
+def test_a_base_of_another_trainer_for_pairs(fail: Fail, tmp_path: Path) -> None:
+    (tmp_path / "dpo.yaml").write_text("optim: adamw_torch\nmax_length: 512\n", encoding="utf-8")
+    code, err = fail(*FIND, "--task", "dpo", "--base", "dpo.yaml")
+    assert code == 2
+    assert "dpo.yaml cannot be a base of the task dpo" in err
+
+
 @pytest.mark.parametrize(
     "value", ["!!timestamp x", "!!bool x", '!!int ""', "2024-99-99", f"0x{'f' * 400}"]
 )
