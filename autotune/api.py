@@ -185,8 +185,9 @@ class Result:
     ) -> WatchCallback:
         """A TrainerCallback that says on stderr, or through `say`, when a run parts from this answer.
 
-        Where the answer has a loss in parts (`chunked_loss`) or a plan of checkpointing (`checkpoint_plan`),
-        it puts that into the model as training begins; without it the Trainer checkpoints every layer.
+        Where the answer has a loss in parts (`chunked_loss`), a plan of checkpointing (`checkpoint_plan`) or
+        updates in the backward pass (`update_in_backward`), it puts that into the run as training begins;
+        without it the Trainer checkpoints every layer, and keeps and clips all gradients.
         autotune.worker.given.callback says what is compared. `tolerance`: the share by which the speed may
         differ [default: 0.1 of what was measured, 0.3 of what was predicted].
         """

@@ -81,6 +81,7 @@ _CARRIED = (
     "gradient_accumulation_steps",
     "sequence_length",
     "activation_offloading",
+    "update_in_backward",
     "lora_rank",
     "lora_alpha_ratio",
     "lora_dropout",
@@ -200,7 +201,8 @@ def _content(
             "num_warmup_steps": 0,
         },
         "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
-        "clip_grad_norm": 1.0,
+        # torchtune refuses to clip beside optimizer_in_bwd.
+        "clip_grad_norm": None if config.update_in_backward else 1.0,
         "compile": config.torch_compile != "none",
         "device": "cuda",
         "dtype": "bf16" if _nearest_precision(config) == "bf16-true" else "fp32",
@@ -215,7 +217,7 @@ def _content(
         "log_peak_memory_stats": True,
     }
     if config.method == "full":
-        content["optimizer_in_bwd"] = False
+        content["optimizer_in_bwd"] = config.update_in_backward
     else:
         content["save_adapter_weights_only"] = True
     if config.num_gpus > 1:

@@ -26,7 +26,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.knobs import difference
 from autotune.space.lengths import vary
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import PREFERENCES, TRAINERS
@@ -35,6 +35,7 @@ _TEMPLATE = Path(__file__).with_name("train.py.template")
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
+_UPDATING = _EXPANDED.with_name("backward_update.py")
 _PASTED = ("samples.py", "encode.py")
 """Modules beside this one that are a part of the program."""
 _PLACE = "# {samples}\n"
@@ -55,6 +56,13 @@ _PLAN = f"""\
         except ValueError as error:
             remedy = "Set 'checkpoint_plan' to '{INTERVAL}' in this file, or train the model it is for."
             sys.exit(f"{{error}}. {{remedy}}")
+"""
+_PLACE_OF_UPDATE = "    # {update in the backward pass}\n"
+_UPDATE = """\
+    if RECIPE["update_in_backward"]:
+        if reason := why_not_in_backward(arguments):
+            sys.exit(f"{reason}. Leave that as it was, or set 'update_in_backward' to False in this file.")
+        trainer.add_callback(UpdateInBackward())
 """
 _PLACE_WITHOUT_PLAN = "    # {arguments beside a plan}\n"
 _WITHOUT_TRAINERS = f"""\
@@ -86,15 +94,18 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     expands = any(each.attention == EXPANDED for each in rungs)
     chunks = any(each.chunked_loss for each in rungs)
     plans = any(each.has_plan for each in rungs)
+    updates = any(each.update_in_backward for each in rungs)
     pasted = [
         _pasted(),
         *([expanded_heads()] if expands else []),
         *([_after_imports(_CHUNKED.read_text(encoding="utf-8"))] if chunks else []),
         *([f"{_plans()}\n\n{plan_code()}"] if plans else []),
+        *([update_code()] if updates else []),
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
+    program = program.replace(_PLACE_OF_UPDATE, _UPDATE if updates else "")
     program = program.replace(_PLACE_WITHOUT_PLAN, _WITHOUT_TRAINERS if plans else "")
     before, after = program.split(_OPENING)
     return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
@@ -135,6 +146,11 @@ def expanded_heads() -> str:
 def plan_code() -> str:
     """Return the code that lets layers keep less for the backward pass, each as it is told."""
     return _after_imports(_PLANNED.read_text(encoding="utf-8"))
+
+
+def update_code() -> str:
+    """Return the code that lets weights be updated in the backward pass."""
+    return _after_imports(_UPDATING.read_text(encoding="utf-8"))
 
 
 def _plans() -> str:
@@ -184,7 +200,7 @@ def _recipe(
         # processes that share a run have agreed on.
         "tries_largest_batch": (vary(config.batching) or workload.task in _OF_SAMPLES)
         and config.num_gpus == 1
-        and not OPTIMIZERS[config.optimizer].updates,
+        and not UPDATERS[config.updater].updates,
         "parallelism": config.parallelism,
         "num_splits": config.num_splits,
         "num_processes": config.num_gpus if row.is_launched else None,
@@ -195,6 +211,7 @@ def _recipe(
         "chunked_loss": config.chunked_loss,
         "checkpoint_plan": config.checkpoint_plan,
         "checkpoint_layers": config.checkpoint_layers,
+        "update_in_backward": config.update_in_backward,
         "quantization": None
         if config.quantization == "none"
         else quantization_fields(config, workload.task),

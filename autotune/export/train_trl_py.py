@@ -16,7 +16,7 @@ from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.train_py import expanded_heads, plan_code
+from autotune.export.train_py import expanded_heads, plan_code, update_code
 from autotune.export.training_args import set_environment, without_checkpointing
 from autotune.export.trl_config import (
     TRL,
@@ -64,11 +64,15 @@ def write(
         plan = _PLAN.format(
             count=config.checkpoint_layers, first=kept.first_keep, others=kept.others_keep
         )
+    if config.update_in_backward:
+        plan += "    trainer.add_callback(UpdateInBackward())\n"
     values["model_init_kwargs"] = {
         "dtype": PRECISIONS[config.precision].parameter_dtype,
         "attn_implementation": config.attention,
     }
     imports, adapter, quantization = [], "adapter = None", "quantization = None"
+    if config.update_in_backward:
+        imports.append("from transformers import TrainerCallback\n")
     if config.method != "full":
         imports.append("from peft import LoraConfig\n")
         adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config))})"
@@ -81,6 +85,8 @@ def write(
         imports.append(f"\n\n{expanded_heads()}\n")
     if config.has_plan:
         imports.append(f"\n\n{plan_code()}\n")
+    if config.update_in_backward:
+        imports.append(f"\n\n{update_code()}\n")
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(f"A run of TRL's {row.words}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
@@ -101,7 +107,7 @@ def write(
 
 
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
-    return unsaid_by_trl(row, config, CHECKPOINTING)
+    return unsaid_by_trl(row, config, (*CHECKPOINTING, "update_in_backward"))
 
 
 def lora_arguments(config: TrainConfig) -> dict[str, object]:

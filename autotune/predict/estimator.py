@@ -53,7 +53,7 @@ from autotune.records.estimate import (
 )
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.speed import compiling, links, roofline, step_parts
@@ -237,16 +237,16 @@ class Estimator:
             TraceSpec.of(config),
             config.micro_batch_size,
             config.lora_rank or 0,
-            config.optimizer,
+            config.updater,
             config.gradient_accumulation_steps,
         )
 
     def _find_floor(
-        self, spec: TraceSpec, micro_batch: int, rank: int, optimizer_name: str, accumulation: int
+        self, spec: TraceSpec, micro_batch: int, rank: int, updater: str, accumulation: int
     ) -> int:
-        in_backward = bool(OPTIMIZERS[optimizer_name].updates)
+        in_backward = bool(UPDATERS[updater].updates)
         micro = self._micro_step(spec, micro_batch, rank, in_backward)
-        optimizer = self._update(spec, rank, optimizer_name)
+        optimizer = self._update(spec, rank, updater)
         above = max(
             micro.peak_first_bytes,
             micro.gradients_bytes + micro.step_buffers_bytes + optimizer.temporary_peak_bytes,
@@ -268,11 +268,11 @@ class Estimator:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         micro = self._forward_backward(spec, config.micro_batch_size, rank, config.precision)
         added = self._accumulation(self._trainable(spec, rank))
-        optimizer = self._update(spec, rank, config.optimizer)
+        optimizer = self._update(spec, rank, config.updater)
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
         paged = self._paged_out_bytes(config, optimizer, resident_bytes)
-        update = self._update_seconds(spec, rank, config.optimizer, paged)
+        update = self._update_seconds(spec, rank, config.updater, paged)
         if micro is None or added is None or update is None:
             return None
         accumulation = config.gradient_accumulation_steps
@@ -301,9 +301,10 @@ class Estimator:
         if found is None:
             return None
         num_tensors = self._trainable(spec, rank).num
-        host_seconds = (
-            found.launch_seconds + self._host.step_seconds + num_tensors * self._host.tensor_seconds
-        )
+        each_seconds = self._host.tensor_seconds
+        if UPDATERS[name].updates:
+            each_seconds += self._host.call_seconds
+        host_seconds = found.launch_seconds + self._host.step_seconds + num_tensors * each_seconds
         waited = min(optimizer.cost.num_synchronizations / max(num_tensors, 1), 1.0)
         in_turn_seconds = waited * min(found.gpu_seconds, host_seconds)
         return replace(
@@ -347,7 +348,7 @@ class Estimator:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         whole = self.seconds(config)
         micro = self._micro_parts(spec, config.micro_batch_size, rank, config.precision)
-        optimizer = self._update(spec, rank, config.optimizer)
+        optimizer = self._update(spec, rank, config.updater)
         resident_bytes = self.floor_bytes(config) if optimizer.managed_bytes else 0
         paged_bytes = self._paged_out_bytes(config, optimizer, resident_bytes)
         update = step_parts.parts(kernels_of(optimizer.cost, paged_bytes), self._machine)
@@ -446,8 +447,8 @@ class Estimator:
     def _start_of(self, config: TrainConfig, most_bytes: int) -> tuple[object, ...] | None:
         """Facts that the steps before the first update depend on; None where they are more than these."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        update = self._update(spec, rank, config.optimizer)
-        if OPTIMIZERS[config.optimizer].updates or update.makes_at_once:
+        update = self._update(spec, rank, config.updater)
+        if UPDATERS[config.updater].updates or update.makes_at_once:
             return None
         return (
             spec,
@@ -500,7 +501,7 @@ class Estimator:
             return fullest.estimate(config)
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         trace, precision = self._traces[spec], PRECISIONS[config.precision]
-        optimizer = self._update(spec, rank, config.optimizer)
+        optimizer = self._update(spec, rank, config.updater)
         result = self._replayed(config)
         memory = self._prices.price(
             Memory,
@@ -649,7 +650,7 @@ class Estimator:
         """The kernels of a micro-step, then those of an optimizer step in which nothing is paged."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         micro = self._kernels(spec, config.micro_batch_size, rank, config.precision)
-        update = self._update(spec, rank, config.optimizer)
+        update = self._update(spec, rank, config.updater)
         return [*micro, *kernels_of(update.cost, 0)]
 
     def timeline(self, config: TrainConfig) -> Timeline:
@@ -667,7 +668,7 @@ class Estimator:
 
     def _steps(self, config: TrainConfig) -> Steps:
         spec = TraceSpec.of(config)
-        update = self._update(spec, config.lora_rank or 0, config.optimizer)
+        update = self._update(spec, config.lora_rank or 0, config.updater)
         return first_steps(self._traces[spec], config, update)
 
     def _paged_out_bytes(self, config: TrainConfig, optimizer: Update, resident_bytes: int) -> int:
@@ -709,7 +710,7 @@ class Estimator:
     ) -> Update:
         def update() -> Update:
             specs = trainable.read()
-            return priced_update(OPTIMIZERS[name], specs, scaled=scaled, has_parts=has_parts)
+            return priced_update(UPDATERS[name], specs, scaled=scaled, has_parts=has_parts)
 
         update = functools.cache(update)
         costs = self._prices.price(

@@ -8,7 +8,7 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.traces import Trace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.space.config import TrainConfig
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.optimizers import UPDATERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 
@@ -55,5 +55,5 @@ def least_bytes(config: TrainConfig, num_parameters: int) -> int:
     weight_bytes = DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
     if config.quantization != "none":
         return num_parameters * QUANTIZATIONS[config.quantization].bits // 8
-    keeps_gradients = config.method == "full" and not OPTIMIZERS[config.optimizer].updates
+    keeps_gradients = config.method == "full" and not UPDATERS[config.updater].updates
     return num_parameters * weight_bytes * (2 if keeps_gradients else 1)

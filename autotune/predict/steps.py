@@ -18,7 +18,7 @@ from autotune.predict.optimizer_update import MOST_STEPS, Update
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.charts import StepPhase
 from autotune.space.config import TrainConfig
-from autotune.space.optimizers import OPTIMIZERS, Optimizer
+from autotune.space.optimizers import UPDATERS, Optimizer
 from autotune.space.precisions import PRECISIONS
 
 _FIRST = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.FORWARD_AND_BACKWARD)
@@ -106,7 +106,7 @@ def _events_of(parts: Iterable[StepPart]) -> list[int]:
 def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update) -> Steps:
     rank = config.lora_rank or 0
     sizes = trace.sizes(config.micro_batch_size, rank)
-    row = OPTIMIZERS[config.optimizer]
+    row = UPDATERS[config.updater]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
         tape, parts = _updating_in_backward(trace, row, len(sizes), config)
@@ -285,13 +285,14 @@ def _updating_in_backward(
 ) -> tuple[Tape, list[StepPart]]:
     """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped."""
     tape, rank = Tape(), config.lora_rank or 0
+    write = row.writer_of_one(tape)
     states: dict[int, States] = {}
     gradients = frozenset(trace.gradients)
 
     def update(gradient: int) -> list[int]:
         start = len(tape.events)
         spec = trace.parameter_of(gradient, rank)
-        states[gradient] = row.algorithm.write_step(tape, [spec], states.get(gradient))
+        states[gradient] = write(spec, states.get(gradient))
         written = tape.events[start:]
         end = len(written)
         if row.updates == "one-behind":

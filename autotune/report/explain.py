@@ -14,7 +14,7 @@ from typing import Any
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
 from autotune.records.estimate import Estimate
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.trainers import TRAINERS
 
@@ -143,7 +143,7 @@ def _why_gradients(estimate: Estimate, textbook_bytes: int) -> str:
     if not _same(estimate.state.gradients_bytes, textbook_bytes):
         return "adapters are in float32" if estimate.config.method != "full" else "shared weights"
     if estimate.breakdown.gradients_bytes < 0.9 * estimate.state.gradients_bytes:
-        if OPTIMIZERS[estimate.config.optimizer].updates:
+        if UPDATERS[estimate.config.updater].updates:
             return "each is used up in the backward pass: never all of them exist"
         return "not all of them exist at the peak"
     return ""

@@ -151,6 +151,8 @@ class TrainConfig(HashedOnce):
     """A key of PRECISIONS."""
     optimizer: str
     """A key of autotune.space.optimizers.OPTIMIZERS (an `optim` value of TrainingArguments)."""
+    update_in_backward: bool = False
+    """Whether each weight is updated as soon as its gradient is there, which is then given up: unclipped."""
     activation_checkpointing: int = 0
     """Interval of the checkpointed layers. 0: none; 1: every layer; n: every n-th layer."""
     checkpoint_plan: str = INTERVAL
@@ -221,6 +223,11 @@ class TrainConfig(HashedOnce):
     def has_plan(self) -> bool:
         """Whether layers are checkpointed by a plan, which Trainer has no argument for."""
         return self.checkpoint_plan != INTERVAL
+
+    @property
+    def updater(self) -> str:
+        """Key of autotune.space.optimizers.UPDATERS: the optimizer, and when it updates."""
+        return f"{self.optimizer} in backward" if self.update_in_backward else self.optimizer
 
     @property
     def is_compiled(self) -> bool:

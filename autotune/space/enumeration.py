@@ -21,9 +21,15 @@ from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import shared_storage
 from autotune.space.rules import RULES, Context, Rule
-from autotune.space.search_space import MethodSpace, SearchSpace, without_solve
+from autotune.space.search_space import UPDATE, MethodSpace, SearchSpace, without_solve
 
 _Flags = npt.NDArray[np.bool_]
+_TWICE = Rule(
+    name="update-after-several-micro-batches",
+    reason="weights are updated in the backward pass where a step has one micro-batch",
+    breaks=lambda c, _: c.update_in_backward and c.gradient_accumulation_steps > 1,
+)
+"""Points that are not listed where a space has both kinds of updates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +77,9 @@ def enumerate_configs(
         )
         points = _Points.of(section, workload)
         valid = np.ones(points.shape, dtype=bool)
-        num_enumerated += valid.size
+        if UPDATE in points.axes:
+            valid &= ~_broken(_TWICE, context, points, valid)
+        num_enumerated += int(valid.sum())
         first_broken = []
         for rule in RULES:
             broken = valid & _broken(rule, context, points, valid)
@@ -98,7 +106,9 @@ class _Points:
     @classmethod
     def of(cls, section: MethodSpace, workload: Workload) -> _Points:
         domains = dict(section.domains)
-        domains["micro_batch_size"] = domains.pop("micro_batch_size")  # The last varies fastest.
+        for name in ("micro_batch_size", UPDATE):  # The last varies fastest.
+            if name in domains:
+                domains[name] = domains.pop(name)
         storage = KNOBS["quantization_storage"].default
         may_pack_anew = domains.get("quantization_storage") == (storage,)
 

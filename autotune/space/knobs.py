@@ -148,6 +148,22 @@ KNOBS: dict[str, Knob] = {
             summary="An `optim` value of TrainingArguments [default: adamw_torch_fused].",
         ),
         Knob(
+            # The norm of all gradients is known when all are there: as LOMO and Transformers' layer-wise
+            # optimizers do, it goes without clipping.
+            name="update_in_backward",
+            tradeoff="recipe",
+            read=values.flag,
+            default=False,
+            choices=(False, True),
+            methods=("full",),
+            words=lambda on: (
+                "unclipped update in the backward pass" if on else "update after the backward pass"
+            ),
+            flag="--update-in-backward",
+            summary="Each weight is updated as soon as its gradient is there, and the gradient given up: "
+            "never all of them at once, and no clipping.",
+        ),
+        Knob(
             name="activation_checkpointing",
             tradeoff="exact",
             read=values.checkpointing,

@@ -7,7 +7,8 @@ OPTIMIZERS and LEFT_OUT together are transformers.training_args.OptimizerNames
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autotune.memory.allocator import Tape
@@ -48,6 +49,9 @@ class Optimizer:
     """Moment at which a weight is updated in the backward pass, so that gradients are never all there:
     `at-once`, as soon as its gradient is, or `one-behind`, when the next one comes, its own given up first.
     Empty: after it."""
+    steps_alone: bool = True
+    """Whether a step of one weight is that weight's part of a step of all: steps are counted, and state is
+    made, for each by itself."""
     only_full: bool = False
     """Whether it is of use, and built by the Trainer as priced, only where whole weights train."""
     keeps_rounding: bool = False
@@ -83,13 +87,31 @@ class Optimizer:
         """Cost of all its updates in a step."""
         if not self.updates:
             return self.algorithm.cost(specs)
-        return sum((self.algorithm.cost([spec]) for spec in specs), NO_COST)
+        costs = (self.algorithm.cost([spec]).times(count) for spec, count in Counter(specs).items())
+        return sum(costs, NO_COST)
 
     def write_state(self, tape: Tape, specs: Sequence[TensorSpec]) -> States:
         """Append a first step, each parameter's by itself where that is when it is updated."""
         if not self.updates:
             return self.algorithm.write_step(tape, specs, None)
-        return [self.algorithm.write_step(tape, [spec], None)[0] for spec in specs]
+        write = self.writer_of_one(tape)
+        return [write(spec, None)[0] for spec in specs]
+
+    def writer_of_one(self, tape: Tape) -> Callable[[TensorSpec, States | None], States]:
+        """Return a function that appends a step of one parameter, as Algorithm.write_step does.
+
+        What one optimizer has for all of its parameters, the first brings.
+        """
+        algorithm = self.algorithm
+
+        def write(spec: TensorSpec, states: States | None) -> States:
+            nonlocal algorithm
+            states = algorithm.write_step(tape, [spec], states)
+            if isinstance(algorithm, BitsAndBytes) and algorithm.quantises(spec):
+                algorithm = dataclasses.replace(algorithm, has_code_books=True)
+            return states
+
+        return write
 
 
 _MODULES = {"torch-optimi": "optimi"}
@@ -192,6 +214,7 @@ def _low_rank(
         moments=moments,
         algorithm=algorithm,
         updates="at-once" if layerwise else "",
+        steps_alone=False,  # Layer by layer it has another name.
         only_full=True,
         # AdamW8bit.step calls torch.cuda.synchronize.
         only_cuda=class_name == "AdamW8bit",
@@ -212,6 +235,7 @@ def _schedule_free(name: str, class_name: str, algorithm: ScheduleFree, summary:
         class_name=class_name,
         moments=1 + algorithm.num_moments,
         algorithm=algorithm,
+        steps_alone=False,
         arguments=(("lr_scheduler_type", "constant"),),
         summary=summary,
         source=_SCHEDULE_FREE,
@@ -291,6 +315,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             algorithm=TensorLists(
                 num_moments=1, passes=_FOREACH_ADAGRAD, num_temporaries=2, state_at_once=True
             ),
+            steps_alone=False,
             summary="Adagrad, foreach kernels: two temporaries as large as the parameters",
             source="torch 2.13 optim/adagrad.py: _multi_tensor_adagrad",
         ),
@@ -326,6 +351,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="Lomo",
             moments=0,
             algorithm=Lomo(),
+            steps_alone=False,
             updates="one-behind",
             only_full=True,
             summary="SGD within the backward pass: no state, one gradient at a time, no clipping",
@@ -340,6 +366,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="AdaLomo",
             moments=0,
             algorithm=AdaLomo(),
+            steps_alone=False,
             updates="one-behind",
             only_full=True,
             only_cuda=True,
@@ -430,6 +457,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             only_cuda=True,
             keeps_rounding=True,
             algorithm=StableAdamW(),
+            steps_alone=False,
             state_note="the rounding error of 16-bit weights is kept too",
             summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",
             source="torch-optimi 0.3 optimi/stableadamw.py, transformers 5.23 trainer_optimizer.py",
@@ -443,12 +471,19 @@ OPTIMIZERS: dict[str, Optimizer] = {
             class_name="GrokAdamW",
             moments=3,
             algorithm=GrokAdamW(),
+            steps_alone=False,
             state_note="in host memory, fetched for every step",
             summary="AdamW of amplified slow gradients; its state waits in host memory",
             source="grokadamw 0.1 grokadamw.py, transformers 5.23 trainer_optimizer.py",
         ),
     )
 }
+
+UPDATERS: dict[str, Optimizer] = OPTIMIZERS | {
+    f"{row.name} in backward": dataclasses.replace(row, updates=row.updates or "at-once")
+    for row in OPTIMIZERS.values()
+}
+"""Optimizers by TrainConfig.updater: those of OPTIMIZERS, and each as it updates in the backward pass."""
 
 LEFT_OUT: dict[str, str] = {
     "adamw_torch_xla": "runs on XLA devices (torch_xla), not on CUDA",

@@ -11,7 +11,7 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.space.adapters import ADAPTERS, TARGETS_BY_COLUMN, adapter_of, peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import (
     PRECISIONS,
@@ -443,12 +443,26 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="backward-update-needs-accumulation-1",
-        reason="LOMO and layer-wise optimizers update a weight as soon as it has a gradient: "
-        "accumulation would make more and smaller steps, and Transformers refuses it for the "
-        "layer-wise ones",
-        breaks=lambda c, _: (
-            bool(OPTIMIZERS[c.optimizer].updates) and c.gradient_accumulation_steps > 1
-        ),
+        reason="what updates a weight as soon as it has a gradient (--update-in-backward, LOMO, layer-wise "
+        "optimizers) would make more and smaller steps with accumulation",
+        breaks=lambda c, _: bool(UPDATERS[c.updater].updates) and c.gradient_accumulation_steps > 1,
+    ),
+    Rule(
+        name="backward-update-is-for-full",
+        reason="an adapter's gradients are small: there is little to save",
+        breaks=lambda c, _: c.update_in_backward and c.method != "full",
+    ),
+    Rule(
+        name="backward-update-of-each-weight-alone",
+        reason="this optimizer updates in the backward pass anyway, or does not count its steps or make its "
+        "state for each weight by itself",
+        breaks=lambda c, _: c.update_in_backward and not OPTIMIZERS[c.optimizer].steps_alone,
+    ),
+    Rule(
+        name="backward-update-runs-eagerly-on-one-gpu",
+        reason="gradients that GPUs share are whole only when all have sent theirs, and a compiled backward "
+        "pass hands over its gradients at its end",
+        breaks=lambda c, _: c.update_in_backward and (c.parallelism != "none" or c.is_compiled),
     ),
     Rule(
         # accelerate 1.15 state.py: on a card below it trains in float16 instead, with a warning.
@@ -577,10 +591,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="backward-update-without-loss-scaling",
-        reason="LOMO and layer-wise optimizers would apply float16's gradients before they are "
+        reason="what updates weights in the backward pass would apply float16's gradients before they are "
         "unscaled",
         breaks=lambda c, _: (
-            bool(OPTIMIZERS[c.optimizer].updates) and PRECISIONS[c.precision].grad_scaler
+            bool(UPDATERS[c.updater].updates) and PRECISIONS[c.precision].grad_scaler
         ),
     ),
     Rule(

@@ -27,6 +27,8 @@ _FOR_QUANTIZED = ("device-map",)
 
 _PARTS = "chunked_loss"
 """A setting that a search tries on its best configurations, where a space has both of its values."""
+UPDATE = "update_in_backward"
+"""A setting that is on only where one micro-batch is the step, where a space has both of its values."""
 Domains = Mapping[str, tuple[Any, ...]]
 """Values that a search may give to a setting, by name of the knob."""
 
@@ -41,9 +43,11 @@ class MethodSpace:
 
     @property
     def num_points(self) -> int:
-        """Return the number of points that are listed: what is tried on the best comes beside them."""
+        """Return the number of points that are listed: those of _PARTS and UPDATE come beside them."""
         return math.prod(
-            1 if name == _PARTS and len(values) > 1 else len([v for v in values if v != SOLVE])
+            1
+            if name in (_PARTS, UPDATE) and len(values) > 1
+            else len([v for v in values if v != SOLVE])
             for name, values in self.domains.items()
         )
 

@@ -9,6 +9,7 @@ search_spaces/default.yaml explains each line; in short:
         micro_batch_size: [1, 2, 4]                     required; samples in one forward pass
         precision: [bf16-mixed]                         required; keys of config.PRECISIONS
         optimizer: [adamw_torch_fused]                  required; keys of optimizers.OPTIMIZERS
+        update_in_backward: [false, true]               full; default [false]
         activation_checkpointing: [none, full, every-2] default [none]; solve: the fastest plan that fits
         checkpoint_plan: [recompute, products]          with full, and checkpoint_layers: [8, 12]
         activation_offloading: [false, true]            default [false]

@@ -52,6 +52,8 @@ class Host:
     """On an optimizer step beside its launches."""
     tensor_seconds: float
     """On an optimizer step for each tensor that is trained."""
+    call_seconds: float
+    """On a step of one tensor by itself, beside that."""
 
     def between_micro_steps_seconds(self, num_weights: int, num_adapter_weights: int) -> float:
         """Time of a micro-step in which the GPU has nothing to do.
@@ -70,6 +72,7 @@ class Host:
             module_seconds=factor * self.module_seconds,
             step_seconds=factor * self.step_seconds,
             tensor_seconds=factor * self.tensor_seconds,
+            call_seconds=factor * self.call_seconds,
         )
 
 
@@ -101,11 +104,14 @@ def late_seconds(
 # take 20 to 38, as each tensor that is saved passes through Python. What is beside the operations is in
 # multiples of a forward operation's 10.7 us (studies/host-time): 0.28 for a module, 14 to 44 for a
 # micro-step, 80 for an optimizer step, 0.55 to 1.2 for a trained tensor (the fused AdamW's state, zero_grad).
+# A step of one tensor of 338 takes 56 us (fused AdamW) to 102 us (foreach) more than its part of a step of
+# all (torch 2.13 on two shared cores): [judgement] about the fused one's.
 USUAL = Host(
     launch_seconds={"forward": 14e-6, "backward": 11e-6, "recompute": 20e-6, "update": 10e-6},
     micro_step_seconds=0.3e-3,
     module_seconds=3.0e-6,
     step_seconds=0.8e-3,
     tensor_seconds=9e-6,
+    call_seconds=60e-6,
 )
 """An idle server of some years ago, whatever the machine."""

@@ -326,6 +326,7 @@ def test_every_default_of_a_section_has_its_test() -> None:
         f"{RECIPE}chunked_loss",
         f"{RECIPE}checkpoint_plan",
         f"{RECIPE}checkpoint_layers",
+        f"{RECIPE}update_in_backward",
     }
 
 

@@ -79,6 +79,7 @@ MIXED = dataclasses.replace(
     checkpoint_plan="recompute-products",
     checkpoint_layers=1,
 )
+UPDATING = dataclasses.replace(FULL, update_in_backward=True, gradient_accumulation_steps=1)
 FP8 = dataclasses.replace(FULL, precision="fp8-mixed", gradient_accumulation_steps=1)
 
 SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)
@@ -134,6 +135,7 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "full": ("llama", "causal-lm", FULL, []),
     "full-mixed": ("llama", "causal-lm", MIXED, []),
     "fp8": ("llama", "causal-lm", FP8, []),
+    "in-backward": ("llama", "causal-lm", UPDATING, []),
     "full-from-config": ("llama", "causal-lm", FULL, ["--from-config"]),
     "lora": ("llama", "causal-lm", LORA, []),
     "sft": ("llama", "causal-lm", SFT, []),

@@ -43,12 +43,15 @@ from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import write_clip
 from autotune.memory.traces import Trace
 from autotune.memory.traces.running import in_blocks
+from autotune.predict.steps import _updating_in_backward
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import fp8
 from autotune.worker.build import model as models
+from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
@@ -234,6 +237,7 @@ class Case:
     trainer: str = "transformers"
     neftune_noise_alpha: float = 0.0
     batching: str = "packed"
+    updates_in_backward: bool = False
     device: Device | None = None
     """None: a card on which the real run can be made to do what the trace does."""
 
@@ -605,6 +609,7 @@ def run_case(case: Case, folder: Path) -> Run:
             decompositions=case.decompositions,
             rows=rows,
             more=collator(case),
+            callbacks=[UpdateInBackward()] if case.updates_in_backward else [],
             **arguments,
         )
 
@@ -743,6 +748,68 @@ def test_optimizer_steps_allocate_and_free_as_written(name: str, tmp_path: Path)
             if run.made_by[max(event, ~event)] != "aten::lift_fresh"
         ]
         assert canonical(stepped, real_sizes(run)) == canonical(expected, tape.sizes)
+
+
+IN_BACKWARD = {
+    "llama": Case(architecture="llama"),
+    "llama fp32": Case(architecture="llama", precision="fp32"),
+    # Two uses of one weight have one gradient, which comes last.
+    "qwen2 checkpointed": Case(architecture="qwen2", checkpointing=1),
+    "llama bf16-mixed": Case(architecture="llama", precision="bf16-mixed"),
+    "qwen2 loss in parts": Case(architecture="qwen2", settings=IN_PARTS),
+    "llama plan": Case(
+        architecture="llama, wide", checkpointing=1, settings=plan("recompute-products", 2)
+    ),
+    "experts": Case(architecture="qwen3_moe, every second"),
+}
+
+
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_steps_that_update_in_the_backward_pass_allocate_and_free_as_predicted(
+    name: str, tmp_path: Path
+) -> None:
+    """DIFFERENCES: library workspace, empty tensors, step counts, autocast cache."""
+    case = dataclasses.replace(IN_BACKWARD[name], accumulation=1, updates_in_backward=True)
+    run, trace = run_case(case, tmp_path), traced(case)
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=case.micro_batch,
+        gradient_accumulation_steps=1,
+        sequence_length=SEQUENCE_LENGTH,
+        precision=case.precision,
+        optimizer="adamw_torch",
+        update_in_backward=True,
+    )
+    sizes = trace.sizes(case.micro_batch, 0)
+    tape, parts = _updating_in_backward(trace, UPDATERS[config.updater], len(sizes), config)
+    sizes += tape.sizes
+    is_workspace = [category == "workspace" for category in trace.categories]
+    is_workspace += [False] * len(tape.sizes)
+    assert len(run.micro_steps) == NUM_STEPS
+    for number, window in enumerate(run.micro_steps):
+        real_bytes = real_sizes(run, case)
+        real = canonical(
+            [
+                event
+                for event in run.window(window)
+                if real_bytes[max(event, ~event)]
+                and run.made_by.get(max(event, ~event)) != "aten::lift_fresh"
+            ],
+            real_bytes,
+        )
+        expected = canonical(
+            [
+                event
+                for part in parts
+                if part.step == number
+                for event in part.events
+                if not is_workspace[max(event, ~event)] and sizes[max(event, ~event)]
+            ],
+            sizes,
+        )
+        if PRECISIONS[case.precision].autocast:
+            real, expected = frees_in_no_order(real), frees_in_no_order(expected)
+        assert real == expected, f"step {number}"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -71,11 +71,13 @@ PLANS: list[tuple[TrainConfig, dict[str, Any]]] = [
     (PLANNED, {"checkpoint_plan": "recompute-products"}),
     (PLANNED, {"checkpoint_plan": "interval", "checkpoint_layers": 0}),
 ]
+UPDATING = dataclasses.replace(FULL, update_in_backward=True)
 CHUNKED = (dataclasses.replace(FULL, chunked_loss=True), {"chunked_loss": False})
 EXPANDED = (dataclasses.replace(FULL, attention="sdpa_expanded"), {"attention": "eager"})
 FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
     "train": [
         *ARGUMENTS, *ADAPTER, *BITS, *MODELS, CHUNKED, EXPANDED, *PLANS,
+        (UPDATING, {"update_in_backward": False}),
         (FULL, {"batching": "grouped"}),
         (FULL, {"trainer": "trl-sft"}),
         (FULL, {"precision": "fp8-mixed"}),
@@ -93,6 +95,7 @@ FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
           for config, to in (*ARGUMENTS, *ADAPTER, *BITS, *MODELS)),
         (dataclasses.replace(FULL, trainer="trl-sft"), {"batching": "padding-free"}),
         (dataclasses.replace(PLANNED, trainer="trl-sft"), {"micro_batch_size": 8}),
+        (dataclasses.replace(UPDATING, trainer="trl-sft"), {"micro_batch_size": 8}),
     ],
     "unsloth": [
         *((dataclasses.replace(config, trainer="trl-sft"), to) for config, to in (*ADAPTER, *BITS)),
@@ -107,6 +110,7 @@ FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
     "torchtune": [
         (FULL, {"micro_batch_size": 8, "gradient_accumulation_steps": 4}),
         (FULL, {"optimizer": "paged_adamw_8bit"}),
+        (UPDATING, {"update_in_backward": False}),
         (FULL, {"precision": "fp32", "torch_compile": "default"}),
         (FULL, {"activation_offloading": True, "batching": "padded"}),
         (dataclasses.replace(LORA, precision="bf16-true"),
@@ -432,8 +436,8 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
         ("t.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\n", "batch_size is missing"),
         ("t.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\nbatch_size: ${b}\n",
          "batch_size must be a whole number, not the text '${b}'"),
-        ("t.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\noptimizer_in_bwd: true\n",
-         "optimizer_in_bwd: steps in the backward pass"),
+        ("t.yaml", "model: {_component_: torchtune.models.llama3.llama3_8b}\noptimizer_in_bwd: 2\n",
+         "optimizer_in_bwd"),
         ("t.yaml", "model: {_component_: torchtune.x.lora_y, lora_attn_modules: [wte]}\n",
          "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
     ],

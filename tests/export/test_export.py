@@ -418,6 +418,7 @@ def test_the_recipe_of_qlora() -> None:
         "chunked_loss": False,
         "checkpoint_plan": "interval",
         "checkpoint_layers": 0,
+        "update_in_backward": False,
         "unpacked_by": {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"},
         "adapter": {
             "peft_type": "LORA",

@@ -72,6 +72,7 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("precision", LORA, tuple(PRECISIONS)),
     ("precision", QLORA, tuple(PRECISIONS)),
     ("optimizer", FULL, tuple(OPTIMIZERS)),
+    ("update_in_backward", FULL, (False, True)),
     ("activation_checkpointing", FULL, (0, 1, 2, 3)),
     ("activation_checkpointing", LORA, (0, 1, 2, 3)),
     ("checkpoint_plan", PLANNED, tuple(CHECKPOINT_PLANS)),

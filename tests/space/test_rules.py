@@ -270,6 +270,20 @@ BREAKERS = {
     ),
     "optimizer-needs-full": (dataclasses.replace(LORA, optimizer="apollo_adamw"), ADA),
     "backward-update-needs-accumulation-1": (dataclasses.replace(FULL, optimizer="lomo"), ADA),
+    "backward-update-is-for-full": (
+        dataclasses.replace(
+            LORA, update_in_backward=True, micro_batch_size=32, gradient_accumulation_steps=1
+        ),
+        ADA,
+    ),
+    "backward-update-of-each-weight-alone": (
+        dataclasses.replace(WHOLE_BATCH, update_in_backward=True, optimizer="schedule_free_adamw"),
+        ADA,
+    ),
+    "backward-update-runs-eagerly-on-one-gpu": (
+        dataclasses.replace(WHOLE_BATCH, update_in_backward=True, torch_compile="default"),
+        ADA,
+    ),
     "fp8-needs-ada": (
         dataclasses.replace(FULL, precision="fp8-mixed"),
         dataclasses.replace(ADA, compute_capability=(8, 6)),

@@ -114,6 +114,18 @@ def test_a_batch_of_pairs_has_twice_the_rows() -> None:
     assert of_lengths.useful_share(pairs) == of_lengths.useful_share(rows)
 
 
+def test_weights_are_updated_in_the_backward_pass_where_one_micro_batch_is_the_step() -> None:
+    both = section(micro_batch_size=(4, 12), update_in_backward=(False, True))
+    result = enumerate_configs(space(both), workload(12))
+    found = [(c.micro_batch_size, c.update_in_backward) for c in result.configs]
+    assert found == [(4, False), (12, False), (12, True)]
+    assert (both.num_points, result.invalid) == (2, {})
+    always = section(micro_batch_size=(4, 12), update_in_backward=(True,))
+    result = enumerate_configs(space(always), workload(12))
+    assert [c.micro_batch_size for c in result.configs] == [12]
+    assert result.invalid == {"backward-update-needs-accumulation-1": 1}
+
+
 def test_micro_batch_times_accumulation_is_the_effective_batch() -> None:
     result = enumerate_configs(space(section(micro_batch_size=(1, 2, 3, 4, 12, 24))), workload(12))
     splits = [(c.micro_batch_size, c.gradient_accumulation_steps) for c in result.configs]

@@ -109,6 +109,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "micro_batch_size": 4,
         "precision": "bf16-mixed",
         "optimizer": "adamw_torch_fused",
+        "update_in_backward": False,
         "activation_checkpointing": 2,
         "checkpoint_plan": "interval",
         "checkpoint_layers": 0,

@@ -129,6 +129,7 @@ def run_trainer(
     make_dataset: Callable[[list[Any]], Any] = list,
     rows: Sequence[Any] | None = None,
     more: Mapping[str, Any] = {},
+    callbacks: Sequence[TrainerCallback] = (),
     **arguments: Any,
 ) -> Run:
     """Run two optimizer steps of the real Trainer with AdamW, its kernels foreach as on CUDA.
@@ -185,7 +186,7 @@ def run_trainer(
         train_dataset=make_dataset(
             rows or samples(NUM_STEPS * accumulation * micro_batch_size, sequence_length, task)
         ),
-        callbacks=[Ended()],
+        callbacks=[Ended(), *callbacks],
         **more,
     )
     # A storage must die with its last reference, not when the collector comes by.

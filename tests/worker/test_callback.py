@@ -209,6 +209,48 @@ def test_a_loss_in_parts_is_put_into_the_model(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
+def test_weights_are_updated_in_the_backward_pass(tmp_path: Path) -> None:
+    """And the arguments are as they were once it is over; where they are for another run, it is refused."""
+    plain = result_of(step_seconds=1.0)
+    config = dataclasses.replace(
+        plain.config, update_in_backward=True, gradient_accumulation_steps=1
+    )
+    best = answers.estimate(config)
+    seen = dataclasses.replace(plain.answer.measured.best, config=config)
+    updating = Result(
+        answer=answers.answer(best=best, measured=answers.measured(best=seen, predicted=best))
+    )
+
+    class SeesGradients(TrainerCallback):
+        num_left = -1
+
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            self.num_left = sum(weight.grad is not None for weight in model.parameters())
+
+    sees = SeesGradients()
+    watch = updating.callback(tolerance=1e9, say=lambda _: None)
+    for accumulation in (1, 2):
+        arguments = updating.training_arguments(
+            output_dir=str(tmp_path),
+            max_steps=1,
+            gradient_accumulation_steps=accumulation,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = Trainer(
+            model=model(), args=arguments, train_dataset=rows(), callbacks=[watch, sees]
+        )
+        if accumulation == 2:
+            with pytest.raises(ValueError, match="gradient_accumulation_steps is above 1"):
+                trainer.train()
+        else:
+            trainer.train()
+            assert not any("not as planned" in line for line in watch.lines)
+        assert arguments.max_grad_norm == 1.0
+    assert sees.num_left == 0
+
+
 @pytest.mark.parametrize("has_adapter", [False, True])
 def test_a_plan_of_checkpointing_is_put_into_the_model(tmp_path: Path, has_adapter: bool) -> None:
     plain = result_of(step_seconds=1.0)

@@ -29,7 +29,7 @@ OF_RECIPE = {
         for name in (
             "sequence_length", "batching", "trainer", "parallelism", "num_processes", "layers_per_gpu",
             "environment", "kbit_preparation", "adapter_in_base_dtype", "chunked_loss",
-            "checkpoint_plan", "checkpoint_layers",
+            "checkpoint_plan", "checkpoint_layers", "update_in_backward",
         )
     },
 }  # fmt: skip
@@ -64,6 +64,7 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
         expands_heads=b"expand_key_heads()" in content,
         chunks_loss=b"chunk_loss(model)" in content,
         has_plans=b"checkpoint_layers(model, RECIPE" in content,
+        updates_in_backward=b"add_callback(UpdateInBackward())" in content,
     )
     return program
 

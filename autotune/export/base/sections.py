@@ -75,6 +75,8 @@ class Shape:
     """Whether the program can checkpoint layers by a plan."""
     plan: tuple[str, int] | None = None
     """The plan by which a program without RECIPE checkpoints, and how many layers are the first ones."""
+    updates_in_backward: bool = False
+    """Whether the program can update weights in the backward pass; without RECIPE, whether it does."""
     is_part: bool = False
     """Whether what is missing is made elsewhere, and open."""
 
@@ -159,6 +161,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         rows.append(attention(f"{loading}attn_implementation", expands=shape.expands_heads))
     if RECIPE not in shape.sections:
         fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
+    if shape.updates_in_backward and RECIPE not in shape.sections:
+        fixed["update_in_backward"] = True
     if shape.expandable_segments:
         fixed["expandable_segments"] = True
     if shape.kbit_preparation:
@@ -241,6 +245,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{RECIPE}chunked_loss": False,
         f"{RECIPE}checkpoint_plan": INTERVAL,
         f"{RECIPE}checkpoint_layers": 0,
+        f"{RECIPE}update_in_backward": False,
         "max_length": SFT.defaults["max_length"],
     }
     if shape.has_sft_defaults:
@@ -293,10 +298,14 @@ def _recipe_rows(shape: Shape) -> list[Row]:
             of_values(name, f"{RECIPE}{name}", {False: False, True: True})
             for name in ("kbit_preparation", "adapter_in_base_dtype")
         ),
-        of_values(
-            "chunked_loss",
-            f"{RECIPE}chunked_loss",
-            {False: False, True: True} if shape.chunks_loss else {False: False},
+        *(
+            of_values(
+                name, f"{RECIPE}{name}", {False: False, True: True} if can else {False: False}
+            )
+            for name, can in (
+                ("chunked_loss", shape.chunks_loss),
+                ("update_in_backward", shape.updates_in_backward),
+            )
         ),
         table(
             "checkpoint_plan checkpoint_layers",

@@ -76,6 +76,16 @@ class StepCost:
             matmul_flops=tuple(flops.items()),
         )
 
+    def times(self, count: int) -> StepCost:
+        """Return what so many calls cost."""
+        return StepCost(
+            bytes_moved=count * self.bytes_moved,
+            num_kernels=count * self.num_kernels,
+            num_synchronizations=count * self.num_synchronizations,
+            host_bytes=count * self.host_bytes,
+            matmul_flops=tuple((dtype, count * flops) for dtype, flops in self.matmul_flops),
+        )
+
 
 NO_COST = StepCost(bytes_moved=0, num_kernels=0)
 

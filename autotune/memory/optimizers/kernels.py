@@ -42,6 +42,8 @@ class BitsAndBytes(Algorithm):
     """Whether a scalar is kept for the norm of the update."""
     spares_embeddings: bool = True
     """Whether the state of embeddings stays in 32 bits (Trainer.create_optimizer)."""
+    has_code_books: bool = False
+    """Whether the code books are on the device already."""
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         num_elements = spec.num_elements
@@ -66,7 +68,7 @@ class BitsAndBytes(Algorithm):
             return states
         kept = empty_states(specs)
         state_of = {spec: self.state(spec) for spec in set(specs)}
-        has_code_books = False
+        has_code_books = self.has_code_books
         for i in in_group_order(specs):
             if not has_code_books and self.quantises(specs[i]):
                 self.write_code_books(tape)

@@ -5,8 +5,9 @@ and the tokens per second over a window of steps. Each is said once, in one line
 says how the run went. Tokens are those of the batches, padding included.
 
 What the Trainer has no argument for is put into the model as training begins, and taken out as it ends: a
-loss in parts (`chunked_loss`), and a plan of checkpointing (`checkpoint_plan`) in place of the Trainer's own
-checkpointing of every layer, which the arguments ask for. ValueError where the model does not let it.
+loss in parts (`chunked_loss`), a plan of checkpointing (`checkpoint_plan`) in place of the Trainer's own
+checkpointing of every layer, which the arguments ask for, and the optimizer's step within the backward pass
+(`update_in_backward`), without clipping. ValueError where the model or the arguments do not let it.
 
 The device is never waited for: steps are timed between events that it has passed already, peaks are
 torch's own counters, batches tell their shape. A step after an evaluation, a checkpoint or the beginning
@@ -42,6 +43,7 @@ from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe, difference
 from autotune.space.lengths import vary
+from autotune.worker.build.backward_update import update_in_backward
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.given import objects
@@ -122,7 +124,7 @@ class WatchCallback(TrainerCallback):
         self._differences = objects.differences(self._config, args)
         self._not_checked = self._why_not_checked()
         # No argument says it: the model itself is told.
-        self._undo = list(_put_in(kwargs["model"], self._config))
+        self._undo = list(_put_in(kwargs["model"], kwargs.get("optimizer"), args, self._config))
         self._hook = None
         if not args.torch_compile:
             self._hook = kwargs["model"].register_forward_pre_hook(self._see, with_kwargs=True)
@@ -335,8 +337,12 @@ class WatchCallback(TrainerCallback):
             self._say_line(line)
 
 
-def _put_in(model: Any, config: TrainConfig) -> Iterator[Callable[[], None]]:
-    """Put into the model what no argument says; yield functions that take it out again."""
+def _put_in(
+    model: Any, optimizer: Any, arguments: TrainingArguments, config: TrainConfig
+) -> Iterator[Callable[[], None]]:
+    """Put into the run what no argument says; yield functions that take it out again."""
+    if config.update_in_backward:
+        yield update_in_backward(model, optimizer, arguments)
     if config.chunked_loss:
         yield chunk_loss(model)
     if config.has_plan:

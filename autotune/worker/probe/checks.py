@@ -21,7 +21,7 @@ from autotune.space import requirements
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build.checkpoint_plan import keep_products
@@ -356,12 +356,13 @@ def _tf32_is_on() -> bool:
 def check_gradients(model: Any, config: TrainConfig) -> list[str]:
     """Check before the optimizer's first step that gradients have arrived, and are not all zero.
 
-    Nothing can be said where the backward pass has used them up. DeepSpeed's step is over by then, and
-    tells their norm.
+    Where the backward pass uses them up, none may be left. DeepSpeed's step is over by then, and tells their
+    norm.
     """
-    if OPTIMIZERS[config.optimizer].updates:
-        return []
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if UPDATERS[config.updater].updates:
+        num_left = sum(p.grad is not None for p in trainable)
+        return [f"the backward pass has left {num_left} gradients"] if num_left else []
     if is_deepspeed(model) and model.get_global_grad_norm():
         return []
     if any(p.grad is not None and bool(local(p.grad).any()) for p in trainable):

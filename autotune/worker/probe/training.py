@@ -28,6 +28,7 @@ from autotune.space.config import TrainConfig
 from autotune.space.lengths import draw
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build import model as models
+from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.probe import confirm, trl_trainers
 from autotune.worker.probe.checks import Invalid
 
@@ -69,6 +70,8 @@ def build_trainer(
     )
     trainer.train_dataset = rows
     trainer.remove_callback(PrinterCallback)
+    if config.update_in_backward:
+        trainer.add_callback(UpdateInBackward())
     return trainer
 
 
