@@ -104,6 +104,8 @@ def draw(
     for name in others:
         if name in domains:
             values[name] = chance.choice(domains[name])
+    if values.get("update_in_backward"):
+        values["gradient_accumulation_steps"] = 1
     if values.get("checkpoint_plan", INTERVAL) != INTERVAL:
         values["activation_checkpointing"] = 1
         most = max(_LEAST_STRETCH, (num_layers or 0) - _LEAST_STRETCH)

@@ -280,11 +280,16 @@ class Estimator:
         steps += (accumulation - 1) * added.total_seconds
         if config.torch_empty_cache_steps:
             steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
+        update_seconds = update.total_seconds
+        if UPDATERS[config.updater].updates and not optimizer.cost.num_synchronizations:
+            # The host launches updates while the GPU is at work on the backward pass.
+            spare_seconds = max(micro.total_seconds - micro.launch_seconds, 0.0)
+            update_seconds = max(update.gpu_seconds, update_seconds - spare_seconds)
         alone = StepSeconds(
             micro_step_seconds=steps / accumulation,
-            optimizer_step_seconds=update.total_seconds,
-            total_seconds=steps + update.total_seconds,
-            bound=micro.bound if steps > update.total_seconds else update.bound,
+            optimizer_step_seconds=update_seconds,
+            total_seconds=steps + update_seconds,
+            bound=micro.bound if steps > update_seconds else update.bound,
         )
         exchange = self._exchange(spec, config.micro_batch_size, rank)
         return alone if exchange is None else self._shared(alone, exchange, accumulation)
@@ -550,7 +555,7 @@ class Estimator:
 
     def _find_memory(self, config: TrainConfig, result: Replay) -> Memory:
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        optimizer = self._update(spec, rank, config.optimizer)
+        optimizer = self._update(spec, rank, config.updater)
         flops = self._flops(config, spec, rank)
         return memory_of(self._traces[spec], self._steps(config), optimizer, result, rank, flops)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from autotune.catalogue.models import ModelSource
@@ -61,18 +62,44 @@ def nothing_fits(
 ) -> NothingFitsError:
     """The smallest configuration, and the one change that lowers it most."""
     budget = format_bytes(estimator.memory_budget_bytes)
-    smallest = estimator.estimate(min(allowed, key=estimator.floor_bytes))
+    smallest = estimator.estimate(
+        min(
+            allowed,
+            key=lambda config: (estimator.floor_bytes(config), not config.update_in_backward),
+        )
+    )
     why = (
         f"The smallest, {describe(smallest.config)}, is predicted to need "
         f"{format_bytes(smallest.peak_device_bytes)}"
     )
     if best_by_class:
         remedy = _higher_class(best_by_class)
+    elif smaller := _smaller_step(estimator, smallest.config):
+        remedy = (
+            f"--effective-batch {smaller} fits: what is updated in the backward pass takes all samples of a "
+            "step at once"
+        )
     elif "qlora" not in workload.methods:
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
         remedy = _lower_most(smallest, workload)
     return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
+
+
+def _smaller_step(estimator: Estimator, config: TrainConfig) -> int | None:
+    """Return how many samples of a step would fit, where one micro-batch is the step; None elsewhere."""
+    if not config.update_in_backward:
+        return None
+    halves = (config.micro_batch_size >> n for n in range(1, config.micro_batch_size.bit_length()))
+    fewer = (dataclasses.replace(config, micro_batch_size=size) for size in halves)
+    return next(
+        (
+            each.micro_batch_size
+            for each in fewer
+            if estimator.supports(each) and estimator.fitting(each) is not None
+        ),
+        None,
+    )
 
 
 def _lower_most(smallest: Estimate, workload: Workload) -> str:

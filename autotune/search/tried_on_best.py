@@ -28,14 +28,23 @@ _log = log.logger(__name__)
 _MAY_DIFFER = (
     "micro_batch_size",
     "gradient_accumulation_steps",
+    # Where one micro-batch is the step, it is traced like the other.
+    "update_in_backward",
     "activation_checkpointing",
     "checkpoint_plan",
     "checkpoint_layers",
     "expandable_segments",
 )
 """Settings in which what is tried may differ from the best."""
-_common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
-"""The values of a configuration's other settings."""
+
+
+def _without(*names: str) -> Callable[[TrainConfig], tuple[object, ...]]:
+    """Return what reads all settings of a configuration but these."""
+    return operator.attrgetter(*(name for name in TrainConfig.names() if name not in names))
+
+
+_common = _without(*_MAY_DIFFER)
+_common_but_optimizer = _without(*_MAY_DIFFER, "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,13 +103,16 @@ def _parted(
         if what.allow is not None and LEVEL[name] > LEVEL[what.allow]:
             continue
         ranked = candidates.best(candidates.exactly(name))
+        common = _common
         if ranked is None:
             of_class = [config for config in configs if candidates.class_of(config) == name]
             nearest = _nearest_to_fit(candidates, of_class, estimator)
+            # What needs least is not the fastest of what fits then: others of its trace may be.
+            common = _common_but_optimizer
         else:
             nearest = [ranked[0].config]
-        commons = {_common(config) for config in nearest if config.method in what.parting}
-        alike = [config for config in configs if _common(config) in commons]
+        commons = {common(config) for config in nearest if config.method in what.parting}
+        alike = [config for config in configs if common(config) in commons]
         if ranked is not None and not _may_pay(ranked[0], alike, estimator):
             continue
         for config in alike:

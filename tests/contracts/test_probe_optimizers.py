@@ -98,6 +98,33 @@ def test_shared_and_recomputed_weights_are_updated_once(
     assert 0 <= difference <= 3 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "more"),
+    [
+        ("adamw_torch_fused", {}),
+        ("adamw_bnb_8bit", {}),
+        ("adafactor", {"activation_checkpointing": 1, "chunked_loss": True}),
+        ("sgd", {"activation_checkpointing": 2}),
+    ],
+)
+def test_a_probe_that_updates_in_the_backward_pass_needs_what_was_predicted(
+    optimizer: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one weight for embedding and head, and less than with all gradients."""
+    monkeypatch.setattr(test_probe, "MODEL", {**MODEL, "tie_word_embeddings": True})
+    plain = dataclasses.replace(
+        FULL, optimizer=optimizer, gradient_accumulation_steps=1, precision="fp32", **more
+    )
+    config = dataclasses.replace(plain, update_in_backward=True)
+    pytest.importorskip(OPTIMIZERS[optimizer].module or "torch")
+    measured = run(config, test_probe.MODEL)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    predicted = estimated(config, monkeypatch)
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    assert 0 <= difference <= 3 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    assert predicted.peak_allocated_bytes < estimated(plain, monkeypatch).peak_allocated_bytes
+
+
 def test_a_probe_of_what_differs_on_a_cpu_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     _, measured = probed("grokadamw", "fp32", monkeypatch)
     assert measured.loss_is_finite

@@ -145,6 +145,44 @@ def test_what_is_updated_in_the_backward_pass_keeps_no_gradients(roomy: Estimato
     assert peak("apollo_adamw_layerwise") < peak("apollo_adamw")
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adamw_bnb_8bit", "adafactor"])
+def test_an_update_in_the_backward_pass_saves_the_gradients_alone(
+    roomy: Estimator, optimizer: str
+) -> None:
+    """Its state is the same to the byte, code books included; one gradient or two are left at the peak."""
+    after = roomy.estimate(dataclasses.replace(split(FULL, 1, 1), optimizer=optimizer))
+    config = dataclasses.replace(after.config, update_in_backward=True)
+    within = roomy.estimate(config)
+    assert within.state == after.state
+    saved = after.peak_allocated_bytes - within.peak_allocated_bytes
+    largest_bytes = 32_000 * 1024 * 2
+    assert after.state.gradients_bytes - 4 * largest_bytes <= saved
+    outside_bytes = within.peak_device_bytes - within.peak_reserved_bytes
+    assert roomy.floor_bytes(config) - outside_bytes <= within.peak_allocated_bytes
+
+
+def test_an_update_in_the_backward_pass_is_launched_while_the_gpu_is_at_work(
+    traces: Mapping[TraceSpec, Trace],
+) -> None:
+    def update_seconds(optimizer: str, factor: float, *, in_backward: bool) -> float:
+        card, host = tiny_model.gpu(), USUAL.times(factor)
+        estimator = Estimator(traces, card, memory_budget_bytes=ROOMY, host=host)
+        config = dataclasses.replace(
+            split(FULL, 8, 1), optimizer=optimizer, update_in_backward=in_backward
+        )
+        found = estimator.seconds(config)
+        assert found is not None
+        return found.optimizer_step_seconds
+
+    for optimizer, is_hidden in (("adamw_torch_fused", True), ("adamw_bnb_8bit", False)):
+        at_once = update_seconds(optimizer, 0, in_backward=True)
+        launched = update_seconds(optimizer, 1, in_backward=True)
+        assert (launched == pytest.approx(at_once)) == is_hidden, optimizer
+    # A host that takes longer than the GPU hides nothing of a call for each weight.
+    slow = [update_seconds("sgd", 1000, in_backward=each) for each in (False, True)]
+    assert slow[1] > slow[0]
+
+
 def test_lomo_gives_a_gradient_up_once_its_copy_in_32_bits_is_there(
     traces: Mapping[TraceSpec, Trace],
 ) -> None:

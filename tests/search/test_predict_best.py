@@ -27,6 +27,7 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.defaults import default_base
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.search_space import with_domains
 from autotune.space.tradeoffs import tradeoff_class
 
 pytestmark = pytest.mark.slow
@@ -911,6 +912,40 @@ def test_when_nothing_fits_the_message_has_the_smallest(
     assert format_bytes(budget) in message
     assert format_bytes(smallest.peak_device_bytes) in message
     assert ("--method qlora" in message) == ("qlora" not in methods)
+
+
+@pytest.mark.usefixtures("traced")
+def test_weights_are_updated_in_the_backward_pass_where_nothing_else_fits(
+    roomy: Estimator,
+) -> None:
+    """As another recipe; and where all samples of a step are too many, it is said how many would fit."""
+    both = with_domains(tiny_model.SPACE, lambda _: {"update_in_backward": (False, True)})
+
+    def least_bytes(micro_batch_size: int, *, in_backward: bool) -> int:
+        configs = (
+            dataclasses.replace(
+                config,
+                micro_batch_size=micro_batch_size,
+                gradient_accumulation_steps=1 if in_backward else 2,
+                update_in_backward=in_backward,
+            )
+            for config in tiny_model.configs(("full",))
+        )
+        return min(roomy.estimate(config).peak_device_bytes for config in configs)
+
+    def searched(budget_bytes: int) -> Answer:
+        workload = dataclasses.replace(
+            tiny_model.workload(budget_bytes, ("full",)), effective_batch_size=2
+        )
+        return find(tiny_model.MODEL, workload, both, tiny_model.gpu()).answer
+
+    one, two = (least_bytes(size, in_backward=True) for size in (1, 2))
+    assert one < two < least_bytes(1, in_backward=False)
+    found = searched(two)
+    assert found.best.config.update_in_backward
+    assert (found.best_class, found.best.config.micro_batch_size) == ("recipe", 2)
+    with pytest.raises(NothingFitsError, match="--effective-batch 1 fits"):
+        searched(one)
 
 
 @pytest.mark.usefixtures("traced")

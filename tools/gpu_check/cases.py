@@ -139,6 +139,7 @@ def _plan(plan: str, num_layers: int) -> dict[str, Any]:
 
 EAGER: dict[str, Any] = {"attention": "eager"}
 EXPANDABLE: dict[str, Any] = {"expandable_segments": True}
+IN_BACKWARD: dict[str, Any] = {"update_in_backward": True}
 
 CASES: tuple[Case, ...] = (
     # The main roads of each method, small to large.
@@ -215,6 +216,11 @@ TECHNIQUES: tuple[Case, ...] = (
     full(QWEN_05, 1024, 4, "bf16-mixed", liger=True, **CKPT),
     lora(LLAMA_8, 1024, 2, 16, liger=True, **CKPT),
     full(QWEN_05, 1024, 4, "bf16-true", chunked_loss=True),
+    # Updates in the backward pass.
+    *(
+        full(QWEN_05, 1024, 4, "bf16-true", optimizer=optimizer, accumulation=1, **IN_BACKWARD)
+        for optimizer in ("adamw_torch_fused", "adamw_bnb_8bit")
+    ),
     # Plans of checkpointing.
     full(QWEN_05, 1024, 8, "bf16-true", **_plan("recompute", 12)),
     full(QWEN_05, 1024, 8, "bf16-true", **_plan("products", 12)),

@@ -105,8 +105,10 @@ def changes_of(
         plain = bases["qlora" if knob.name == "quantization" else knob.methods[0]]
         for value in SAMPLES.get(knob.name, knob.choices):
             base = plain
-            if knob.name == "optimizer" and OPTIMIZERS[str(value)].updates:
-                # Each of these updates in the backward pass, so that there is nothing to accumulate.
+            if knob.name == "update_in_backward" or (
+                knob.name == "optimizer" and OPTIMIZERS[str(value)].updates
+            ):
+                # Weights are updated in the backward pass, so that there is nothing to accumulate.
                 base = dataclasses.replace(plain, gradient_accumulation_steps=1)
             if value == getattr(base, knob.name) or value in knob.unpredicted:
                 continue
