@@ -35,6 +35,8 @@ HALF = dataclasses.replace(
     FULL,
     precision="bf16-true",
     optimizer="adafactor",
+    update_in_backward=True,
+    gradient_accumulation_steps=1,
     activation_checkpointing=2,
     attention="sdpa_expanded",
 )
@@ -263,7 +265,6 @@ ARGUMENTS = {
     "galore": {"optim_target_modules": "all-linear"},
     "lora": {"bf16": True, "activation_checkpointing": True},
 }
-SHARED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
@@ -273,7 +274,11 @@ SHARED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
 )
 def test_training_arguments_are_loaded(report: dict[str, Any], file: str, name: str) -> None:
     values = of(report, name, file)
-    expected = {**SHARED, **ARGUMENTS[name]}
+    expected = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": CONFIGS[name].gradient_accumulation_steps,
+        **ARGUMENTS[name],
+    }
     assert {key: values[key] for key in expected} == expected
 
 
@@ -365,7 +370,8 @@ def test_trainer_takes_two_steps(report: dict[str, Any]) -> None:
 def test_sft_trainer_takes_the_steps(report: dict[str, Any], way: str, name: str) -> None:
     config: TrainConfig = CONFIGS[name]
     values = of(report, name, way)
-    assert values["steps"] == (2 if way == "trl yaml" else 6)  # three epochs of two steps
+    # Three epochs of four micro-batches.
+    assert values["steps"] == (2 if way == "trl yaml" else 12 // config.gradient_accumulation_steps)
     near_a_guess(values["loss"])
     assert (len(values["batch"]), values["length"]) == (2, 16)
     # A program puts a plan into the model; a file has every layer checkpointed.
