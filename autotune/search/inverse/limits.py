@@ -15,7 +15,13 @@ from autotune.space import space_file
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS
 from autotune.space.requirements import predictable
-from autotune.space.search_space import may_pack, with_peft, without_parts, without_solve
+from autotune.space.search_space import (
+    may_pack,
+    with_peft,
+    without_parts,
+    without_solve,
+    without_updates,
+)
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_ACCUMULATION = 1024
@@ -60,8 +66,9 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         budget.check_length(question.task or source.task, length)
     task = question.task or (None if source is None else source.task)
     space, _ = without_solve(space_file.load(question.space))
-    # What a search tries on its best alone: --chunked-loss asks for it here.
+    # --chunked-loss and --update-in-backward ask for these here.
     space, _ = without_parts(space)
+    space = without_updates(space)
     space, _ = predictable(space)
     methods = question.methods
     if question.peft is not None:
