@@ -396,6 +396,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
         result={"evidence": "predicted"},
     )
     text = str(datasets["causal-lm"])
+    arguments = ["--dataset", text, "--set", "gradient_accumulation_steps=2"]
+    programs["accumulated"] = (arguments, str(folder / "in-backward" / "train.py"))
     for name, options in (("extra", ["--eval-dataset", text]), ("extra, no evaluation", [])):
         arguments = ["--dataset", text, "--output-dir", str(folder / "extra" / "output"), *options]
         programs[name] = (arguments, str(folder / "extra" / "train.py"))
@@ -458,6 +460,14 @@ def test_a_plan_for_another_model_is_refused(runs: Path) -> None:
     assert report["problem"].splitlines()[-1] == (
         "SystemExit: LlamaForCausalLM has 4 layers that can be checkpointed, of 4, and the plan is for 5 of "
         "them. Set 'checkpoint_plan' to 'interval' in this file, or train the model it is for."
+    )
+
+
+def test_an_update_in_the_backward_pass_of_another_run_is_refused(runs: Path) -> None:
+    report = json.loads((runs / "reports.json").read_text())["accumulated"]
+    assert report["problem"].splitlines()[-1] == (
+        "SystemExit: Weights cannot be updated in the backward pass: gradient_accumulation_steps is above 1. "
+        "Leave that as it was, or set 'update_in_backward' to False in this file."
     )
 
 
