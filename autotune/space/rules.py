@@ -459,6 +459,11 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.update_in_backward and not OPTIMIZERS[c.optimizer].steps_alone,
     ),
     Rule(
+        name="backward-update-without-reference",
+        reason="updates in the backward pass were not tried beside a reference model",
+        breaks=lambda c, _: c.update_in_backward and _has_reference(c),
+    ),
+    Rule(
         name="backward-update-runs-eagerly-on-one-gpu",
         reason="gradients that GPUs share are whole only when all have sent theirs, and a compiled backward "
         "pass hands over its gradients at its end",

@@ -280,6 +280,12 @@ BREAKERS = {
         dataclasses.replace(WHOLE_BATCH, update_in_backward=True, optimizer="schedule_free_adamw"),
         ADA,
     ),
+    "backward-update-without-reference": (
+        dataclasses.replace(
+            DPO, update_in_backward=True, micro_batch_size=32, gradient_accumulation_steps=1
+        ),
+        ADA,
+    ),
     "backward-update-runs-eagerly-on-one-gpu": (
         dataclasses.replace(WHOLE_BATCH, update_in_backward=True, torch_compile="default"),
         ADA,
