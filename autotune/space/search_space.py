@@ -109,7 +109,7 @@ def without_parts(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
 def without_updates(space: SearchSpace) -> SearchSpace:
     """Return the space without updates in the backward pass where it has those after it, too."""
     return with_domains(
-        space, lambda s: {_UPDATE: (False,)} if len(s.domains.get(_UPDATE, ())) > 1 else {}
+        space, lambda s: {UPDATE: (False,)} if len(s.domains.get(UPDATE, ())) > 1 else {}
     )
 
 

@@ -14,7 +14,7 @@ from autotune.space.enumeration import enumerate_configs
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import shared_storage
 from autotune.space.rules import Context, broken_rules
-from autotune.space.search_space import SearchSpace, for_gpus, without_solve
+from autotune.space.search_space import UPDATE, SearchSpace, for_gpus, without_solve
 
 
 def one_by_one(
@@ -31,8 +31,10 @@ def one_by_one(
             task=workload.task,
             **facts,
         )
-        names = sorted(section.domains, key=lambda name: name == "micro_batch_size")
-        for values in itertools.product(*(section.domains[name] for name in names)):
+        last = ["micro_batch_size", UPDATE]
+        names = [*(name for name in section.domains if name not in last), *last]
+        domains = {UPDATE: (False,), **section.domains}
+        for values in itertools.product(*(domains[name] for name in names)):
             settings = dict(zip(names, values, strict=True))
             row = PARALLELISMS[settings["parallelism"]]
             if row.shares_packed and section.domains.get("quantization_storage") == ("uint8",):
@@ -47,6 +49,9 @@ def one_by_one(
                 num_gpus=workload.num_gpus,
                 **settings,
             )
+            accumulates = config.gradient_accumulation_steps > 1
+            if len(domains[UPDATE]) > 1 and config.update_in_backward and accumulates:
+                continue
             rules = broken_rules(config, context)
             if rules:
                 broken[rules[0].name] += 1
@@ -57,7 +62,12 @@ def one_by_one(
 
 @pytest.mark.parametrize(
     ("name", "num_gpus", "capability", "effective_batch"),
-    [("quick", 1, (7, 5), 12), ("same-recipe", 1, (8, 9), 12), ("multi-gpu", 4, (8, 0), 24)],
+    [
+        ("quick", 1, (7, 5), 12),
+        ("same-recipe", 1, (8, 9), 12),
+        ("long-context", 1, (8, 9), 2),
+        ("multi-gpu", 4, (8, 0), 24),
+    ],
 )
 def test_points_are_those_that_break_no_rule(
     name: str, num_gpus: int, capability: tuple[int, int], effective_batch: int
