@@ -65,6 +65,8 @@ class Plan:
     sequence_length: int
     checkpointing: str = "full"
     offloading: bool = False
+    in_backward: bool = False
+    """Whether the optimizer updates within the backward pass."""
     lora_rank: int | None = None
     lora_targets: str | None = None
 
@@ -76,6 +78,7 @@ class Plan:
             "micro_batch_size": self.micro_batch_size,
             "activation_checkpointing": self.checkpointing,
             "activation_offloading": self.offloading,
+            "update_in_backward": self.in_backward,
             **self.recipe,
         }
         return {name: value for name, value in given.items() if value is not None}
@@ -100,7 +103,7 @@ def _torchtune(
     checkpointing: str = "full",
     optimizer: str = "adamw_torch_fused",
     offloading: bool = False,
-    accumulation: int = 8,
+    in_backward: bool = False,
 ) -> Plan:
     """A file that leaves the length to the dataset: it is 1,024 tokens here."""
     return Plan(
@@ -108,11 +111,12 @@ def _torchtune(
         model=model,
         method="full" if rank is None else "qlora" if "qlora" in file else "lora",
         micro_batch_size=micro_batch_size,
-        accumulation=accumulation,
+        accumulation=1 if in_backward else 8,
         optimizer=optimizer,
         sequence_length=1024,
         checkpointing=checkpointing,
         offloading=offloading,
+        in_backward=in_backward,
         lora_rank=rank,
         lora_targets=None if rank is None else NO_KEYS,
     )
@@ -142,6 +146,12 @@ def _axolotl(
     )
 
 
+def _in_backward(file: str, model: str, micro_batch_size: int, **other: Any) -> Plan:
+    """A file of torchtune's that updates within the backward pass, with bitsandbytes' paged AdamW."""
+    settings = {"optimizer": "paged_adamw_32bit", **other}
+    return _torchtune(file, model, micro_batch_size, in_backward=True, **settings)
+
+
 LLAMA_1B, LLAMA_3B = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-3B"
 LLAMA_8B = "meta-llama/Llama-3.1-8B"
 MISTRAL = "mistralai/Mistral-7B-v0.1"
@@ -157,6 +167,13 @@ PLANS = (
     _torchtune("qwen2_5/14B_lora", "Qwen/Qwen2.5-14B", 2, rank=8),
     _torchtune("qwen3/4B_lora", "Qwen/Qwen3-4B", 2, rank=8),
     _torchtune("mistral/7B_qlora", MISTRAL, 4, rank=64),
+    _in_backward(
+        "llama3_2/1B_full", LLAMA_1B, 4, optimizer="paged_adamw_8bit", checkpointing="none"
+    ),
+    _in_backward("llama3_2/3B_full", LLAMA_3B, 4, optimizer="paged_adamw_8bit"),
+    _in_backward("llama3_1/8B_full", LLAMA_8B, 2, optimizer="paged_adamw_8bit"),
+    _in_backward("qwen2_5/1.5B_full", "Qwen/Qwen2.5-1.5B", 4),
+    _in_backward("qwen2_5/7B_full", "Qwen/Qwen2.5-7B", 2),
     _axolotl(
         "llama-3/lora-1b.yml", LLAMA_1B, 2048, rank=16, optimizer="adamw_torch_8bit", accumulation=2
     ),
