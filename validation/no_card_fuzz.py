@@ -37,6 +37,7 @@ from autotune.space import requirements
 from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
@@ -152,6 +153,7 @@ def main() -> None:
     parser.add_argument("--model", action="append", help="one of these alone")
     parser.add_argument("--method", action="append", help="one of these alone")
     parser.add_argument("--only", action="append", default=[], help="a setting that differs")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="that of every configuration")
     parser.add_argument("--capped", action="store_true", help="at what is predicted")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -165,6 +167,8 @@ def main() -> None:
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 config = draw(chance, options.only, methods, source.num_layers)
+                if options.optimizer:
+                    config = dataclasses.replace(config, optimizer=options.optimizer)
                 if is_valid(config, source, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)} {config.lora_dropout}"

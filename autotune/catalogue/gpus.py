@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import gpu_rows, nvml
-from autotune.catalogue.gpu_rows import PEAK_DTYPES
+from autotune.catalogue.gpu_rows import (
+    MOST_THREADS_PER_SM,
+    PEAK_DTYPES,
+    THREADS_PER_SM,
+    USUAL_NUM_SMS,
+)
 from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
@@ -94,6 +99,17 @@ class Gpu:
     def backend(self) -> str:
         """The backend whose kernels run: cuda or cpu."""
         return "cpu" if self.vendor == "cpu" else "cuda"
+
+    @property
+    def multiprocessors(self) -> tuple[int, int] | None:
+        """How many streaming multiprocessors it has, and threads of each; None where no CUDA runs."""
+        if self.backend != "cuda":
+            return None
+        capability = self.compute_capability
+        threads = MOST_THREADS_PER_SM
+        if capability is not None:
+            threads = THREADS_PER_SM.get(capability, threads)
+        return self.num_sms or USUAL_NUM_SMS, threads
 
     @property
     def has_half_tensor_rate(self) -> bool:

@@ -81,6 +81,11 @@ class Tape:
     """Category of each tensor, one of CATEGORIES."""
     events: list[int] = field(default_factory=list)
     """In order: i when tensor i is allocated, ~i when it is freed, EMPTY_CACHE where it runs."""
+    multiprocessors: tuple[int, int] | None = None
+    """The card's multiprocessors (how many, threads of each), which reductions share their work out to.
+
+    None: a device whose reductions need no memory of their own, a CPU.
+    """
 
     def alloc(self, nbytes: int, category: str) -> int:
         """Append a tensor's allocation; return the tensor's index."""

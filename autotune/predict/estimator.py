@@ -713,15 +713,22 @@ class Estimator:
     def _price_update(
         self, trainable: Trainable, scaled: bool, name: str, has_parts: bool
     ) -> Update:
+        multiprocessors = self.gpu.multiprocessors
+
         def update() -> Update:
-            specs = trainable.read()
-            return priced_update(UPDATERS[name], specs, scaled=scaled, has_parts=has_parts)
+            return priced_update(
+                UPDATERS[name],
+                trainable.read(),
+                scaled=scaled,
+                has_parts=has_parts,
+                multiprocessors=multiprocessors,
+            )
 
         update = functools.cache(update)
         costs = self._prices.price(
             UpdateCosts,
             trainable.identity,
-            f"update {name} {scaled} {has_parts}",
+            f"update {name} {scaled} {has_parts} {multiprocessors}",
             lambda: costs_of(update()),
         )
         return LaterUpdate(costs, update)

@@ -109,17 +109,22 @@ class LaterUpdate(Update):
 
 
 def priced_update(
-    row: Optimizer, specs: Sequence[TensorSpec], *, scaled: bool, has_parts: bool = False
+    row: Optimizer,
+    specs: Sequence[TensorSpec],
+    *,
+    scaled: bool,
+    has_parts: bool = False,
+    multiprocessors: tuple[int, int] | None = None,
 ) -> Update:
     """Price an optimizer on these parameters: the events, memory and cost of its updates.
 
     `scaled`: there is a loss scaler, and gradients are unscaled first. `has_parts`: parameters are DTensors,
-    for which torch has no foreach kernels.
+    for which torch has no foreach kernels. `multiprocessors` are the card's, as Tape has them.
     """
     lists = row.algorithm
     if has_parts and isinstance(lists, TensorLists) and not lists.step_on_device:
         row = dataclasses.replace(row, algorithm=OneByOne(lists=lists))
-    tape = Tape()
+    tape = Tape(multiprocessors=multiprocessors)
     costs = [row.cost(specs)]
     if row.updates:
         # What a weight's update allocates comes and goes within the backward pass.

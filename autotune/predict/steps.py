@@ -109,7 +109,8 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     row = UPDATERS[config.updater]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
-        tape, parts = _updating_in_backward(trace, row, len(sizes), config)
+        tape = Tape(multiprocessors=update.tape.multiprocessors)
+        parts = _updating_in_backward(trace, row, tape, len(sizes), config)
     else:
         tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
     behind = len(sizes) + len(tape.sizes)
@@ -281,10 +282,10 @@ def _updating_after(
 
 
 def _updating_in_backward(
-    trace: Trace, row: Optimizer, num_tensors: int, config: TrainConfig
-) -> tuple[Tape, list[StepPart]]:
+    trace: Trace, row: Optimizer, tape: Tape, num_tensors: int, config: TrainConfig
+) -> list[StepPart]:
     """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped."""
-    tape, rank = Tape(), config.lora_rank or 0
+    rank = config.lora_rank or 0
     write = row.writer_of_one(tape)
     states: dict[int, States] = {}
     gradients = frozenset(trace.gradients)
@@ -320,7 +321,7 @@ def _updating_in_backward(
             events += update(waiting)
         parts.append(StepPart(step, StepPhase.FORWARD, micro_step[:middle]))
         parts.append(StepPart(step, StepPhase.BACKWARD_AND_OPTIMIZER, events))
-    return tape, parts
+    return parts
 
 
 def _first_temporary(tape: Tape, events: list[int]) -> int:

@@ -99,8 +99,7 @@ def in_backward() -> list[dict[str, Any]]:
     for record in sorted(UPDATES, key=lambda r: -(r["measurement"]["peak_allocated_bytes"] or 0)):
         config = TrainConfig(**record["measurement"]["config"])
         is_ended = record["measurement"]["outcome"] == "ok"
-        # studies/no-card/README.md names the one that is off.
-        if is_ended and config.update_in_backward and config.optimizer != "adafactor":
+        if is_ended and config.update_in_backward:
             found[OPTIMIZERS[config.optimizer].class_name] = record
     return list(found.values())
 

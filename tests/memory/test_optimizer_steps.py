@@ -224,3 +224,14 @@ def test_unscale_passes_once_and_waits_once() -> None:
     assert result.bytes_moved == 2 * ONE_LAUNCH.size_bytes
     assert result.num_synchronizations == 1
     assert result.num_kernels == 7
+
+
+@pytest.mark.parametrize(("multiprocessors", "num_buffers"), [((132, 2048), 2), (None, 0)])
+def test_adafactors_means_of_rows_need_buffers_on_a_card(
+    multiprocessors: tuple[int, int] | None, num_buffers: int
+) -> None:
+    """PyTorch 2.13 for CUDA gave so many bytes on an H200 without one: partial sums, then semaphores."""
+    tape = Tape(multiprocessors=multiprocessors)
+    embedding = TensorSpec(shape=(49_152, 576), dtype="bfloat16")
+    OPTIMIZERS["adafactor"].algorithm.write_step(tape, [embedding], None)
+    assert [tape.sizes.count(size) for size in (124_747_776, 20)] == [num_buffers // 2] * 2

@@ -32,6 +32,7 @@ from autotune.memory.optimizers.low_rank import (
     write_product,
 )
 from autotune.memory.optimizers.torch_lists import clip_cost, write_clip
+from autotune.memory.traces.reductions import buffer_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,8 +249,9 @@ def write_update(scope: Scope, spec: TensorSpec) -> None:
     scope.drop("update")
     if factored(spec):
         row_bytes, column_bytes = statistics_bytes(spec)
-        write_passing(tape, row_bytes)  # update.mean(dim=-1)
-        write_passing(tape, column_bytes)  # update.mean(dim=-2)
+        num_rows, num_columns = spec.shape[-2:]
+        _write_reduction(tape, row_bytes, num_columns, 0)  # update.mean(dim=-1)
+        _write_reduction(tape, column_bytes, num_rows, num_columns)  # update.mean(dim=-2)
         mean = tape.alloc(row_bytes // spec.shape[-2], "temporary")
         row = tape.alloc(row_bytes, "temporary")
         tape.free(mean)
@@ -264,6 +266,19 @@ def write_update(scope: Scope, spec: TensorSpec) -> None:
     divisor = tape.alloc(4, "temporary")
     tape.free(rms)
     tape.free(divisor)
+
+
+def _write_reduction(tape: Tape, size_bytes: int, num_inputs: int, num_in_row: int) -> None:
+    """Append float32 means that come and go, each of `num_inputs` values, and the buffers they need on CUDA.
+
+    `num_in_row`: how many of them lie side by side in the input; 0 where the values of one do.
+    """
+    means = tape.alloc(size_bytes, "temporary")
+    if tape.multiprocessors is not None:
+        sizes = buffer_bytes(num_inputs, size_bytes // 4, num_in_row, 4, tape.multiprocessors)
+        for buffer in [tape.alloc(size, "temporary") for size in sizes][::-1]:
+            tape.free(buffer)
+    tape.free(means)
 
 
 def write_rms(tape: Tape, category: str) -> int:

@@ -53,5 +53,22 @@ def shared_bytes(
     return item_bytes * num_outputs * shares * per_output, 4 * num_blocks
 
 
+def buffer_bytes(
+    num_inputs: int,
+    num_outputs: int,
+    num_in_row: int,
+    item_bytes: int,
+    multiprocessors: tuple[int, int],
+) -> tuple[int, ...]:
+    """Sizes of the buffers that a reduction has, in their order; none where a block has all of an output.
+
+    `multiprocessors`: how many the card has, and threads of each. The others are as in `shared_bytes`.
+    """
+    if num_inputs < LEAST_SHARED * (1 if num_in_row else WARP):
+        return ()
+    sizes = shared_bytes(num_inputs, num_outputs, num_in_row, item_bytes, *multiprocessors)
+    return tuple(size for size in sizes if size)
+
+
 def _last_power_of_2(number: int, most: int) -> int:
     return min(1 << max(number.bit_length() - 1, 0), most)
