@@ -221,7 +221,7 @@ def held(plan: Plan, space: SearchSpace) -> SearchSpace:
 
 
 def answered(plan: Plan, card: str) -> dict[str, Any]:
-    """Return what a row keeps of the answer: its fastest, and the answer itself, which gives up less."""
+    """Return what a row keeps of the answer."""
     gpu = find_gpu(card)
     workload = Workload(
         model=plan.model,
@@ -234,12 +234,13 @@ def answered(plan: Plan, card: str) -> dict[str, Any]:
     try:
         answer = predict_best.find(resolve(plan.model), workload, space, gpu, allow="recipe").answer
     except NothingFitsError as error:
-        return {"words": f"nothing: {error}", "tokens_per_second": 0.0, "fastest": 0.0}
-    best = answer.best
+        return {"words": f"nothing: {error}", "tokens_per_second": 0.0}
+    # What clips no gradients is compared with what may leave it, too.
+    fastest = max(answer.best_by_class.values(), key=lambda each: each.tokens_per_second or 0.0)
+    best = fastest if plan.in_backward else answer.best
     return {
         "words": describe(best.config),
         "tokens_per_second": best.tokens_per_second,
-        "fastest": max(each.tokens_per_second or 0.0 for each in answer.best_by_class.values()),
         "peak_device_bytes": best.peak_device_bytes,
     }
 
@@ -274,7 +275,7 @@ def _table(rows: dict[str, Any]) -> str:
             f"| {answer['words']} | {answer['tokens_per_second']:,.0f} | {ratios[-1]:.2f} |"
         )
     beaten = sum(ratio < 1 for ratio in ratios)
-    middle = sorted(ratios)[len(ratios) // 2]
+    beaten, middle = sum(ratio < 1 for ratio in ratios), sorted(ratios)[len(ratios) // 2]
     lines += [
         "",
         f"Of {len(ratios)} plans {beaten} are faster than the answer; median {middle:.2f}.",
