@@ -781,7 +781,8 @@ def test_steps_that_update_in_the_backward_pass_allocate_and_free_as_predicted(
         update_in_backward=True,
     )
     sizes = trace.sizes(case.micro_batch, 0)
-    tape, parts = _updating_in_backward(trace, UPDATERS[config.updater], len(sizes), config)
+    tape = Tape()
+    parts = _updating_in_backward(trace, UPDATERS[config.updater], tape, len(sizes), config)
     sizes += tape.sizes
     is_workspace = [category == "workspace" for category in trace.categories]
     is_workspace += [False] * len(tape.sizes)

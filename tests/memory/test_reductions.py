@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from autotune.memory.traces.reductions import shared_bytes
+from autotune.memory.reductions import shared_bytes
 
 ROWS = Path(__file__).parents[2] / "studies/reductions/rows.jsonl"
 

@@ -203,7 +203,7 @@ def key(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("autotune.predict.floors", True, False),
         ("autotune.worker.trace.tracker", False, False),
         ("autotune.worker.trace.liger", False, False),
-        ("autotune.memory.traces.reductions", False, False),
+        ("autotune.memory.reductions", False, False),
         ("autotune.records.estimate", False, False),
     ],
 )

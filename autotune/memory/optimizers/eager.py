@@ -32,7 +32,7 @@ from autotune.memory.optimizers.low_rank import (
     write_product,
 )
 from autotune.memory.optimizers.torch_lists import clip_cost, write_clip
-from autotune.memory.traces.reductions import buffer_bytes
+from autotune.memory.reductions import buffer_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autotune.memory.traces.reductions import shared_bytes
+from autotune.memory.reductions import shared_bytes
 
 Term = tuple[int, int, int]
 """A size as (coefficient, power of the micro-batch, power of the rank)."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autotune.memory.traces.reductions import LEAST_SHARED, WARP, shared_bytes
+from autotune.memory.reductions import LEAST_SHARED, WARP, shared_bytes
 from autotune.memory.traces.terms import flash_splits
 from autotune.worker.trace.kernels import Buffer
 
