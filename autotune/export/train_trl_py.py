@@ -80,7 +80,7 @@ def write(
         imports.append("from transformers import BitsAndBytesConfig\n")
         fields = keywords(quantization_fields(config, workload.task))
         quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
-    imports.append(f"from trl import {row.arguments_class}, {row.words}\n")
+    imports.append(f"from trl import {row.arguments_class}, {row.class_name}\n")
     if config.attention == EXPANDED:
         imports.append(f"\n\n{expanded_heads()}\n")
     if config.has_plan:
@@ -88,12 +88,12 @@ def write(
     if config.update_in_backward:
         imports.append(f"\n\n{update_code()}\n")
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
-    head = heading(f"A run of TRL's {row.words}", config, result["evidence"], lost)
+    head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         columns=_COLUMNS[row.command],
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
-        trainer=row.words,
+        trainer=row.class_name,
         typing="from typing import Any\n" if config.attention == EXPANDED or plan else "",
         plan=plan,
         imports="".join(imports),

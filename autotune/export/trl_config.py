@@ -52,9 +52,15 @@ def applies(config: TrainConfig) -> bool:
 def lacks(workload: Workload, row: Trainer = SFT) -> str:
     if row.has_reference:
         return (
-            "" if workload.task == PREFERENCES else f"{row.words} trains on pairs of answers only"
+            ""
+            if workload.task == PREFERENCES
+            else f"{row.class_name} trains on pairs of answers only"
         )
-    return "" if workload.task == "causal-lm" else f"{row.words} trains causal language models only"
+    return (
+        ""
+        if workload.task == "causal-lm"
+        else f"{row.class_name} trains causal language models only"
+    )
 
 
 def write(
@@ -123,7 +129,7 @@ def unsaid_by_trl(
         other_trainer = (
             Unsaid(
                 "trainer",
-                f"Trainer ({row.words} makes its loss without logits, which takes less memory)",
+                f"Trainer ({row.class_name} makes its loss without logits, which takes less memory)",
             ),
         )
     return (

@@ -6,8 +6,8 @@ Source: pytorch v2.13 aten/src/ATen/native/cuda/Reduce.cuh (setReduceConfig, Red
 from __future__ import annotations
 
 _MOST_THREADS = 512
-WARP = 32
-_LEAST_VALUES, LEAST_SHARED = 16, 256
+_WARP = 32
+_LEAST_VALUES, _LEAST_SHARED = 16, 256
 """Values per thread: no block gets fewer, and up to so many are left to one block."""
 _MOST_VECTOR = 4
 """Most outputs that a thread works on together, where they lie side by side."""
@@ -32,25 +32,30 @@ def shared_bytes(
     fast, slow = (num_outputs // vector, num_inputs) if num_in_row else (num_inputs, num_outputs)
     most = _MOST_THREADS // vector
     fast_threads, slow_threads = _last_power_of_2(fast, most), _last_power_of_2(slow, most)
-    width = min(fast_threads, WARP)
+    width = min(fast_threads, _WARP)
     height = min(slow_threads, most // width)
     width = min(fast_threads, most // height)
     outputs_per_block, inputs_per_block = (width, 1) if num_in_row else (1, width)
     values = -(-num_inputs // inputs_per_block)
-    if values < height * _LEAST_VALUES and values < LEAST_SHARED:
+    if values < height * _LEAST_VALUES and values < _LEAST_SHARED:
         return 0, 0  # Rows of threads have outputs of their own.
     values = -(-num_inputs // (inputs_per_block * height))
     num_blocks = -(-(num_outputs // vector) // outputs_per_block)
     target = num_sms * (threads_per_sm // (width * height))
-    if values < LEAST_SHARED or num_blocks > target:
+    if values < _LEAST_SHARED or num_blocks > target:
         return 0, 0
     shares = max(
-        min(-(-target // num_blocks), -(-values // _LEAST_VALUES)), -(-values // LEAST_SHARED)
+        min(-(-target // num_blocks), -(-values // _LEAST_VALUES)), -(-values // _LEAST_SHARED)
     )
     if shares <= 1:
         return 0, 0
     per_output = width * vector if num_in_row else 1
     return item_bytes * num_outputs * shares * per_output, 4 * num_blocks
+
+
+def may_be_shared(num_inputs: int, num_in_row: int) -> bool:
+    """Whether an output has enough values for several blocks on some card; arguments as in `shared_bytes`."""
+    return num_inputs >= _LEAST_SHARED * (1 if num_in_row else _WARP)
 
 
 def buffer_bytes(
@@ -64,7 +69,7 @@ def buffer_bytes(
 
     `multiprocessors`: how many the card has, and threads of each. The others are as in `shared_bytes`.
     """
-    if num_inputs < LEAST_SHARED * (1 if num_in_row else WARP):
+    if not may_be_shared(num_inputs, num_in_row):
         return ()
     sizes = shared_bytes(num_inputs, num_outputs, num_in_row, item_bytes, *multiprocessors)
     return tuple(size for size in sizes if size)

@@ -166,7 +166,7 @@ class Estimator:
         """The estimate of what needs the least budget by a full replay, and that budget; None of none.
 
         The budget leaves the headroom. Segments that grow are replayed under larger and larger budgets until
-        one is enough, which may be twice as much more as the least that would be.
+        one is enough; a smaller one between the last two might be enough, too.
         """
         least: tuple[Estimate, int] | None = None
         # Growing segments need hardly more than what is live: after them few others are left to replay.

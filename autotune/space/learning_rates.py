@@ -95,7 +95,7 @@ def words(config: TrainConfig, extra: Mapping[str, Any]) -> str:
     family = OPTIMIZERS[config.optimizer].family
     method = "full fine-tuning" if config.method == "full" else METHOD_WORDS[config.method]
     row = TRAINERS[config.trainer]
-    whose = f"the default for {method}" + (f" with {row.words}" if row.has_reference else "")
+    whose = f"the default for {method}" + (f" with {row.class_name}" if row.has_reference else "")
     if family in BY_FAMILY:
         whose += f" with {family}"
     if family in UNKNOWN_FAMILIES:

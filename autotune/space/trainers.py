@@ -13,8 +13,8 @@ class Trainer:
     """A class that trains, and what is said of it."""
 
     name: str
-    words: str
-    """Its class."""
+    class_name: str
+    """Its class in its library, by which people know it."""
     arguments_class: str = "TrainingArguments"
     command: str = ""
     """Command of TRL that runs it: `trl sft`."""
@@ -29,16 +29,16 @@ class Trainer:
 TRAINERS: dict[str, Trainer] = {
     row.name: row
     for row in (
-        Trainer(name="transformers", words="Trainer", is_trl=False),
+        Trainer(name="transformers", class_name="Trainer", is_trl=False),
         Trainer(
             name="trl-sft",
-            words="SFTTrainer",
+            class_name="SFTTrainer",
             arguments_class="SFTConfig",
             command="sft",
         ),
         Trainer(
             name="trl-dpo",
-            words="DPOTrainer",
+            class_name="DPOTrainer",
             arguments_class="DPOConfig",
             command="dpo",
             rows_per_sample=2,

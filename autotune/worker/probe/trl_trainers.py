@@ -26,16 +26,16 @@ def trainer_class(config: TrainConfig, task: str) -> type[Trainer]:
     """
     row = TRAINERS[config.trainer]
     if not row.has_reference and task != "causal-lm":
-        raise UnsupportedModel(f"{row.words} trains causal language models only")
+        raise UnsupportedModel(f"{row.class_name} trains causal language models only")
     if config.trainer not in trainers_of(task):
-        raise UnsupportedModel(f"{row.words} trains on pairs of answers only (--task dpo)")
+        raise UnsupportedModel(f"{row.class_name} trains on pairs of answers only (--task dpo)")
     try:
         import trl
     except ImportError as error:
         raise UnsupportedModel(
             f"TRL is not installed here ({error}). It needs: pip install trl"
         ) from error
-    found: type[Trainer] = getattr(trl, row.words)
+    found: type[Trainer] = getattr(trl, row.class_name)
     return found
 
 

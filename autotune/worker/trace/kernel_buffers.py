@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autotune.memory.reductions import LEAST_SHARED, WARP, shared_bytes
+from autotune.memory.reductions import may_be_shared, shared_bytes
 from autotune.memory.traces.terms import flash_splits
 from autotune.worker.trace.kernels import Buffer
 
@@ -132,7 +132,7 @@ def _reduction_buffers(
     if kept and (not reduced or _least_stride(tensor, kept) < _least_stride(tensor, reduced)):
         row = _row_of(tensor, kept)
     num_inputs = math.prod(tensor.shape[d] for d in reduced)
-    if num_inputs < LEAST_SHARED * (1 if row else WARP):
+    if not may_be_shared(num_inputs, row):
         return ()
     item_bytes = max(out.element_size(), 4)
     numbers = (num_inputs, num_outputs, row, item_bytes, *multiprocessors)
