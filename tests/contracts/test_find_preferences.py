@@ -61,7 +61,7 @@ def test_what_is_found_trains(tmp_path: Path) -> None:
         *(
             "find",
             "--model",
-            "llama",
+            str(tmp_path / "llama"),
             "--task",
             "dpo",
             "--method",

@@ -181,10 +181,12 @@ def test_adafactor_moves_the_bytes_that_were_seen(trainer_choice: Any) -> None:
 
 @pytest.fixture
 def bitsandbytes_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """bitsandbytes' global manager of per-parameter overrides, put back afterwards."""
+    """bitsandbytes' overrides of parameters, none before and none after."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     bitsandbytes = pytest.importorskip("bitsandbytes")
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    # A Trainer that ran here before left its embeddings, and what is new may have an old one's `id`.
+    manager.initialize()
     # What AdEMAMix asks for itself, a CPU does not give; elsewhere bitsandbytes helps itself.
     functional = bitsandbytes.functional
     monkeypatch.setattr(
