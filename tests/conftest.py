@@ -159,6 +159,14 @@ def forked_workers() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_8_bit_overrides() -> Iterator[None]:
+    """A Trainer tells bitsandbytes' one manager of its embeddings by `id`, and nobody takes them back."""
+    yield
+    if (bitsandbytes := sys.modules.get("bitsandbytes")) is not None:
+        bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
     """Address of a database in which others may be created; AUTOTUNE_TEST_POSTGRES names another."""

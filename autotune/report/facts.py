@@ -363,6 +363,9 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
     answer = stored.answer
     workload, counts, found = answer.workload, answer.counts, answer.measured
     num_valid = counts.enumerated - counts.invalid
+    passed_over = ""
+    if counts.passed_over:
+        passed_over = f"{counts.passed_over:,} slower than what fits with less saving of memory, "
     rows = [
         ("command", stored.command or "not known"),
         ("study", stored.study),
@@ -377,7 +380,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         (
             "space",
             f"{answer.space}: {counts.enumerated:,} points, {num_valid:,} valid, "
-            f"{counts.feasible:,} may fit, {counts.replayed:,} replayed in full, in "
+            f"{passed_over}{counts.feasible:,} may fit, {counts.replayed:,} replayed in full, in "
             f"{format_seconds(answer.elapsed_seconds)}",
         ),
         *(("space changed", change) for change in answer.space_changes),

@@ -49,7 +49,10 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     console = console_on(file)
     _print_header(console, answer.workload.model, best, answer.measured)
     num_valid = counts.enumerated - counts.invalid
-    traceable = f" > traceable {num_valid - counts.unsupported:,}" if counts.unsupported else ""
+    num_traceable = num_valid - counts.unsupported
+    left = f" > traceable {num_traceable:,}" if counts.unsupported else ""
+    if counts.passed_over:
+        left += f" > fast enough {num_traceable - counts.passed_over:,}"
     _print_rows(
         console,
         [
@@ -57,7 +60,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
             ("budget", words.budget(answer)),
             (
                 "space",
-                f"{answer.space} {counts.enumerated:,} > valid {num_valid:,}{traceable} > fit "
+                f"{answer.space} {counts.enumerated:,} > valid {num_valid:,}{left} > fit "
                 f"{counts.feasible:,}, in {format_seconds(answer.elapsed_seconds)}",
             ),
             *([("data", words.data(answer.workload))] if answer.workload.lengths else []),

@@ -42,6 +42,8 @@ _KEPT_ON_THE_WAY = (
     *(name for name in KNOBS if name not in _CHANGES_ON_THE_WAY),
 )
 
+_kept_on_the_way = operator.attrgetter(*_KEPT_ON_THE_WAY)
+
 _MOST_RIVALS = 100
 """Configurations that an answer's odds are taken against, the fastest first."""
 _LIKELY = 0.05
@@ -165,6 +167,10 @@ class Candidates:
         self._estimates[config] = estimate
         return estimate
 
+    def form_of(self, config: TrainConfig) -> tuple[int, bool]:
+        """Return the form of a configuration, the lower the better (autotune.space.tradeoffs.form)."""
+        return form(config, self._base)
+
     def in_form_of(self, config: TrainConfig) -> Callable[[TrainConfig], bool]:
         """Whether a configuration makes no further trades than this one."""
         most = form(config, self._base)
@@ -175,6 +181,10 @@ class Candidates:
         return next(
             (best for _, ranked in self._by_form if (best := self._fastest(ranked, wanted))), None
         )
+
+    def fastest_of_any_form(self) -> Estimate | None:
+        """The fastest of all; None when nothing fits."""
+        return self._fastest(self._ranked, lambda _: True)
 
     def sureness(self, best: Estimate, wanted: Callable[[TrainConfig], bool]) -> Sureness | None:
         """How sure an estimate is to be the fastest of what is wanted; None where its time is not known."""
@@ -358,11 +368,8 @@ class Candidates:
         The fastest that give back FALLBACK_SHARE of the peak before; the last is the one that takes least.
         All go on from a checkpoint of the answer, with the same samples in each optimizer step.
         """
-        configs = [
-            config
-            for _, config in self._ranked
-            if wanted(config) and _goes_on(config, answer.config)
-        ]
+        goes_on = goes_on_from(answer.config)
+        configs = [config for _, config in self._ranked if wanted(config) and goes_on(config)]
         found: list[Estimate] = []
         for number in range(1, FALLBACKS + 1):
             before = found[-1] if found else answer
@@ -404,11 +411,10 @@ def _by_name(equals: _Ranked) -> _Ranked:
     return [equals[number] for _, number in ordered] if columns else equals
 
 
-def _goes_on(config: TrainConfig, answer: TrainConfig) -> bool:
-    """Whether a run of `config` can go on from a checkpoint of the answer."""
-    return config != answer and all(
-        getattr(config, name) == getattr(answer, name) for name in _KEPT_ON_THE_WAY
-    )
+def goes_on_from(answer: TrainConfig) -> Callable[[TrainConfig], bool]:
+    """Whether a run of another configuration can go on from a checkpoint of the answer."""
+    kept = _kept_on_the_way(answer)
+    return lambda config: config != answer and _kept_on_the_way(config) == kept
 
 
 def put_back(config: TrainConfig, base: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:

@@ -162,6 +162,7 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
             so_far=listener.so_far,
             cache=TraceCache(),
             changes=problem.changes,
+            traces_all=problem.backend is not None,
         )
 
 

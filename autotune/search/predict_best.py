@@ -33,10 +33,11 @@ from autotune.records.answer import (
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.search import beside, compiled_candidates, tried_on_best, waterfall
-from autotune.search.candidates import Candidates
+from autotune.search.candidates import Candidates, goes_on_from
 from autotune.search.first_answers import FirstAnswers
 from autotune.search.nothing_fits import none_of_class, nothing_fits
 from autotune.search.tips import best_tip
+from autotune.search.traced_in_turn import TracesInTurn
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.enumeration import enumerate_configs
@@ -175,12 +176,14 @@ def find(
     so_far: Callable[[Estimate], None] | None = None,
     cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
+    traces_all: bool = False,
 ) -> Prediction:
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
     What `has` needs is taken for installed. `so_far` hears of the best so far while others are traced.
-    `changes` is what has become of the space before.
+    `changes` is what has become of the space before. `traces_all`: also what is slower by its bound than what
+    fits, for who doubts predictions.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
@@ -269,11 +272,13 @@ def find(
         )
 
     specs = {TraceSpec.of(config) for config in [*possible, *baselines]}
+    # Compiled, a step that saves memory may be faster than any that is not compiled.
+    is_all = traces_all or any(ways_predicted.values())
+    in_turn = TracesInTurn(possible, reference, estimator, trace, is_all=is_all)
     server = trace_server(specs) if solving or parting else None
     # More is traced once these are priced: what imports once, then, does for both.
     with server or contextlib.nullcontext():
-        trace(specs)
-        supported = [config for config in possible if estimator.supports(config)]
+        supported = in_turn.first(*map(TraceSpec.of, baselines))
         baseline = _baseline(estimator, baselines)
         if baseline is not None:
             reference = baseline.config
@@ -286,9 +291,10 @@ def find(
             and _is_possible(reference, model, workload)
         )
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
+        candidates = in_turn.rest(candidates)
         candidates, added = tried_on_best.tried(
             candidates,
-            supported,
+            list(filter(estimator.supports, possible)),
             estimator,
             traces,
             tried_on_best.Tried(
@@ -299,9 +305,12 @@ def find(
                 trace=trace,
             ),
         )
+        chosen, ranked = _chosen(candidates, allow)
+        if ranked is not None:
+            candidates = in_turn.where(candidates, goes_on_from(ranked[0].config))
     server = None
     estimator.keep_prices()
-    supported += added
+    supported = [*filter(estimator.supports, possible), *added]
     num_added = len(added)
     of_compiled: list[TrainConfig] = []
     if any(ways_predicted.values()):
@@ -317,6 +326,7 @@ def find(
         supported += of_compiled
         num_added += len(of_compiled)
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
+        chosen, ranked = _chosen(candidates, allow)
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))
 
@@ -325,11 +335,6 @@ def find(
         of_class = candidates.best(candidates.exactly(name))
         if of_class is not None:
             best_by_class[name] = of_class[0]
-    chosen = allow or "numerics"
-    ranked = candidates.best(candidates.at_most(chosen))
-    if ranked is None and allow is None:
-        chosen = "recipe"
-        ranked = candidates.best(candidates.at_most(chosen))
     widened = allow is None and chosen == "recipe"
     if ranked is None:
         allowed = list(filter(candidates.at_most(chosen), supported))
@@ -365,7 +370,8 @@ def find(
         counts=Counts(
             enumerated=points.num_enumerated + num_added,
             invalid=points.num_enumerated - len(points.configs),
-            unsupported=len(possible) + num_added - len(supported),
+            unsupported=len(possible) + num_added - len(supported) - in_turn.num_passed_over,
+            passed_over=in_turn.num_passed_over,
             predicted_oom=len(points.configs)
             - len(possible)
             + len(supported)
@@ -403,6 +409,16 @@ def find(
         num_considered=EFFORTS[effort].num_recorded,
         context=context,
     )
+
+
+def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, tuple[Estimate, ...] | None]:
+    """Return the class that the answer may be of; the answer with what is tied with it, if anything fits."""
+    chosen = allow or "numerics"
+    ranked = candidates.best(candidates.at_most(chosen))
+    if ranked is None and allow is None:
+        chosen = "recipe"
+        ranked = candidates.best(candidates.at_most(chosen))
+    return chosen, ranked
 
 
 def _context(workload: Workload, gpu: Gpu, model: ModelSource) -> Context:

@@ -135,15 +135,6 @@ def _quiet_and_steady() -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
 
 
-@pytest.fixture(autouse=True)
-def _forget_8_bit_overrides() -> Iterator[None]:
-    """A Trainer tells bitsandbytes' one manager of its embeddings, and nobody takes them back."""
-    yield
-    import bitsandbytes
-
-    bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
-
-
 def estimated(
     config: TrainConfig,
     monkeypatch: pytest.MonkeyPatch,

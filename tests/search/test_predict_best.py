@@ -808,7 +808,8 @@ def test_the_base_may_win_with_a_micro_batch_that_the_space_has_not() -> None:
     assert answer.baseline is not None
     assert answer.baseline.config.micro_batch_size == 8
     assert speed(answer.best) >= speed(answer.baseline)
-    assert answer.counts.enumerated == answer.counts.feasible + answer.counts.invalid
+    counts = answer.counts
+    assert counts.enumerated == counts.feasible + counts.invalid + counts.passed_over
     # A base that the space has not is what the answer is compared with, and no answer.
     other = dataclasses.replace(BASE, micro_batch_size=8, gradient_accumulation_steps=1)
     answer = search(12_000 * MB, space=space, base=other, methods=("lora",), allow="recipe")
@@ -970,7 +971,8 @@ def test_every_point_is_accounted_for() -> None:
     for budget_bytes in BUDGETS:
         answer = search(budget_bytes, allow="recipe")
         counts = answer.counts
-        rest = counts.invalid + counts.unsupported + counts.predicted_oom + counts.feasible
+        dropped = counts.invalid + counts.unsupported + counts.passed_over
+        rest = dropped + counts.predicted_oom + counts.feasible
         assert counts.enumerated == rest == 160 + sum(answer.invalid_by_rule.values())
         assert counts.feasible > 0
         assert 0 < counts.replayed <= 160

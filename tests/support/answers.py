@@ -8,7 +8,7 @@ from typing import Any
 
 from autotune.common.units import GIB
 from autotune.records.answer import Answer, Change, Counts, Measured
-from autotune.records.charts import Details, Step, Timeline
+from autotune.records.charts import Details, Step, StepPhase, Timeline
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
@@ -191,7 +191,7 @@ class MadeUpPrediction(Prediction):
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
-        self.considered = [answer.best, *answer.tied]
+        self.considered = (answer.best, *answer.tied)
 
     def pool(self) -> Sequence[Estimate]:
         return self.considered
@@ -225,7 +225,7 @@ def finding(*, study: str, folder_name: str = "s", question: Any = None, **chang
 def details(**changed: Any) -> Details:
     """A way of two steps; memory that rises over the backward pass to 8 GiB."""
     timeline = Timeline(
-        phases={"forward": 0, "backward": 2, "optimizer": 4},
+        phases={StepPhase.FORWARD: 0, StepPhase.BACKWARD: 2, StepPhase.OPTIMIZER: 4},
         bytes_by_category={
             "parameter": (3 * GIB,) * 6,
             "gradient": (0, 0, GIB, 2 * GIB, 2 * GIB, 0),

@@ -1,0 +1,209 @@
+"""A search that leaves traces out answers as one that makes them all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import here
+import pytest
+import tiny_model
+
+from autotune.errors import ConfigError, NothingFitsError
+from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
+from autotune.records.estimate import TraceSpec
+from autotune.search import predict_best
+from autotune.search.predict_best import Prediction
+from autotune.search.traced_in_turn import SAVERS
+from autotune.space.config import TrainConfig
+from autotune.space.enumeration import enumerate_configs
+from autotune.space.search_space import MethodSpace, SearchSpace
+
+pytestmark = [pytest.mark.slow, pytest.mark.worker]
+
+MB = 10**6
+_COMMON: dict[str, Any] = {
+    "micro_batch_size": (1, 2, 8),
+    "activation_checkpointing": (0, 1, 2),
+    "activation_offloading": (False, True),
+}
+SPACE = SearchSpace(
+    name="s",
+    description="",
+    methods=(
+        MethodSpace(
+            method="full",
+            domains={
+                "precision": ("bf16-true",),
+                "optimizer": ("adamw_torch_fused", "paged_adamw_32bit"),
+                **_COMMON,
+            },
+        ),
+        MethodSpace(
+            method="qlora",
+            domains={
+                "precision": ("bf16-autocast",),
+                "optimizer": ("adamw_torch_fused",),
+                "quantization": ("nf4", "nf4-double"),
+                "lora_rank": (8, 16),
+                "lora_targets": ("all-linear",),
+                **_COMMON,
+            },
+        ),
+    ),
+)
+METHODS = ("full", "qlora")
+WORKLOAD = tiny_model.workload(1, METHODS)
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=1,
+    gradient_accumulation_steps=8,
+    sequence_length=tiny_model.SEQUENCE_LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+LEAN = dataclasses.replace(FULL, activation_checkpointing=1, activation_offloading=True)
+QLORA = dataclasses.replace(
+    LEAN,
+    method="qlora",
+    precision="bf16-autocast",
+    quantization="nf4-double",
+    lora_rank=16,
+    lora_targets="all-linear",
+)
+CONFIGS = enumerate_configs(
+    SPACE,
+    WORKLOAD,
+    num_layers=tiny_model.NUM_LAYERS,
+    compute_capability=tiny_model.gpu().compute_capability,
+).configs
+
+
+@pytest.fixture(scope="module")
+def traces() -> Mapping[TraceSpec, Trace]:
+    specs = {TraceSpec.of(config) for config in CONFIGS}
+    length = tiny_model.SEQUENCE_LENGTH
+    return trace_all(
+        tiny_model.MODEL, "causal-lm", length, tiny_model.gpu(), specs, server=here.workers
+    )
+
+
+@pytest.fixture
+def asked(
+    traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
+) -> list[set[TraceSpec]]:
+    """The specs that a search asks traces of, turn by turn; it gets those that were made before."""
+    turns: list[set[TraceSpec]] = []
+
+    def trace_all(*args: Any, found: dict[TraceSpec, Trace], **_: Any) -> None:
+        turns.append(args[4])
+        found |= {spec: traces[spec] for spec in turns[-1] if spec in traces}
+
+    monkeypatch.setattr(predict_best, "trace_all", trace_all)
+    return turns
+
+
+def searched(budget_bytes: int, base: TrainConfig, **options: Any) -> Prediction:
+    return predict_best.find(
+        tiny_model.MODEL,
+        dataclasses.replace(WORKLOAD, memory_budget_bytes=budget_bytes),
+        SPACE,
+        tiny_model.gpu(),
+        base=base,
+        allow="recipe",
+        **options,
+    )
+
+
+def answer_or_error(budget_bytes: int, base: TrainConfig, **options: Any) -> Prediction | str:
+    try:
+        return searched(budget_bytes, base, **options)
+    except NothingFitsError as error:
+        return str(error)
+
+
+def told(prediction: Prediction) -> dict[str, Any]:
+    """All that is said of an answer but how it was found."""
+    answer = prediction.answer
+    return {
+        **{field.name: getattr(answer, field.name) for field in dataclasses.fields(answer)},
+        "fallbacks": prediction.fallbacks(answer),
+        "put back": prediction.put_back(answer),
+        "counts": None,
+        "elapsed_seconds": None,
+        # Of rivals that are far slower a few are missing.
+        "sureness": None,
+    }
+
+
+@pytest.mark.parametrize("budget_bytes", [700, 900, 1100, 1500, 2200, 3000, 12_000])
+@pytest.mark.parametrize("base", [FULL, LEAN, QLORA], ids=["full", "lean", "qlora"])
+def test_the_answer_is_that_of_all_traces(
+    base: TrainConfig, budget_bytes: int, asked: list[set[TraceSpec]]
+) -> None:
+    expected = answer_or_error(budget_bytes * MB, base, traces_all=True)
+    (every,) = asked
+    asked.clear()
+    found = answer_or_error(budget_bytes * MB, base)
+    if isinstance(found, str) or isinstance(expected, str):
+        assert found == expected
+        return
+    assert told(found) == told(expected)
+    assert set().union(*asked) <= every
+    assert sum(map(len, asked)) == len(set().union(*asked))
+    counts = found.answer.counts
+    missing = every - set().union(*asked)
+    assert counts.passed_over == sum(TraceSpec.of(config) in missing for config in CONFIGS)
+    assert counts.unsupported == 0
+
+
+def test_a_model_with_room_to_spare_leaves_most_traces_out(asked: list[set[TraceSpec]]) -> None:
+    searched(12_000 * MB, FULL)
+    first, *others = asked
+    assert {spec.method for spec in first} == {"full", "qlora"}
+    assert len(first) == 4, "each method, with one sample at a time and with more"
+    # Its plan B saves memory.
+    assert {spec.method for spec in others[-1]} == {"full"}
+    assert sum(map(len, asked)) < 0.7 * len({TraceSpec.of(config) for config in CONFIGS})
+
+
+def test_what_saves_memory_is_never_faster(traces: Mapping[TraceSpec, Trace]) -> None:
+    estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=1 << 60)
+    num_compared = 0
+    for config in CONFIGS:
+        speed = estimator.tokens_per_second(config)
+        assert speed is not None
+        for name, less in SAVERS.items():
+            changed: dict[str, Any] = {name: less(getattr(config, name))}
+            without = dataclasses.replace(config, **changed)
+            if changed[name] is None or without not in CONFIGS:
+                continue
+            num_compared += 1
+            assert speed <= (estimator.tokens_per_second(without) or 0), (config, name)
+    assert num_compared > len(CONFIGS)
+
+
+def test_a_model_that_cannot_save_memory_is_searched_without(
+    traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn of which nothing can be traced is left out; where it is the first one, there is no model."""
+    traceable = {spec for spec in traces if not spec.activation_checkpointing}
+
+    def trace_all(*args: Any, found: dict[TraceSpec, Trace], **_: Any) -> None:
+        some = {spec: traces[spec] for spec in args[4] if spec in traceable}
+        if not some:
+            raise ConfigError("none can be traced")
+        found |= some
+
+    monkeypatch.setattr(predict_best, "trace_all", trace_all)
+
+    answer = searched(1500 * MB, FULL).answer
+    assert answer.best.config.activation_checkpointing == 0
+    assert answer.counts.unsupported > 0
+
+    traceable.clear()
+    with pytest.raises(ConfigError, match="none can be traced"):
+        searched(1500 * MB, FULL)
