@@ -29,7 +29,7 @@ SAVERS: Mapping[str, Callable[[Any], Any]] = {
     "activation_offloading": lambda offloads: False if offloads else None,
     "quantization": lambda name: "nf4" if name == "nf4-double" else None,
 }
-"""What a setting is where it saves less memory and takes less time; None where it saves none."""
+"""Settings that save memory alone, and cost time: the value that saves less, for each that saves some."""
 
 _UNLIMITED_BYTES = 1 << 60
 
