@@ -59,6 +59,7 @@ def trace_all(
     cache: TraceCache | None = None,
     operations: bool = False,
     found: dict[TraceSpec, Trace | SharedTrace] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[TraceSpec, Trace | SharedTrace]:
     """Trace a step per spec; `on_trace(done, all)` is called as they arrive.
 
@@ -66,7 +67,7 @@ def trace_all(
     `cache`: what was traced before is taken from it, and what is new is kept there.
     `operations`: with what made each tensor, which is kept in no cache.
     `found`: the result, for who looks at it before all of it is there; a trace is in it before `on_trace`
-    tells of it.
+    tells of it. `meanwhile`: called while a server that is needed starts.
     One GPU's step is traced; what several make of it follows from that. A spec that the model does
     not support is left out of the result. Raises ConfigError when it supports none, WorkerError when
     a worker failed, HardwareError for a card without CUDA.
@@ -118,6 +119,9 @@ def trace_all(
     )
     if cache is not None:
         jobs.take_known(cache)
+    if server is not None and meanwhile is not None and jobs.left():
+        server.start("trace")
+        meanwhile()
     try:
         for _ in range(_MAX_ROUNDS):
             left = jobs.left()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Iterator
 
@@ -37,6 +38,11 @@ _COUNTED = ("trace", "timed")
 """Steps that come one by one, to a total that is known."""
 _LINE_EVERY = 20
 """Number of these between two lines of a log."""
+_NEEDED_LATER = (
+    *("alembic.migration", "jinja2", "optuna"),
+    *("rich.table", "sqlalchemy.dialects.sqlite", "sqlalchemy.orm"),
+)
+"""Libraries that an answer is stored and shown with."""
 
 
 def on_stderr(*, quiet: bool) -> Listener:
@@ -49,7 +55,14 @@ def on_stderr(*, quiet: bool) -> Listener:
         searching=functools.partial(progress_on_stderr, quiet=quiet),
         measuring=functools.partial(measuring_on_stderr, quiet=quiet),
         so_far=_so_far if output(quiet=quiet) in (Output.SCREEN, Output.LINES) else None,
+        meanwhile=_import_libraries,
     )
+
+
+def _import_libraries() -> None:
+    """Import what is needed later: half a second, which a search has to spare."""
+    for name in _NEEDED_LATER:
+        importlib.import_module(name)
 
 
 def _so_far(best: Estimate) -> None:

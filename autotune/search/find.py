@@ -161,6 +161,7 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
             progress=progress,
             so_far=listener.so_far,
             cache=TraceCache(),
+            meanwhile=listener.meanwhile,
             changes=problem.changes,
             traces_all=problem.backend is not None,
         )

@@ -46,6 +46,8 @@ class Listener:
     """Around the probes and the confirmation."""
     so_far: Callable[[Estimate], None] | None = None
     """Called with the best so far by prediction, while others are traced; None: nobody wants to hear."""
+    meanwhile: Callable[[], None] | None = None
+    """Called once while worker processes start, of which the search must wait for the first."""
 
 
 def _nothing(*_: object) -> None:

@@ -174,6 +174,7 @@ def find(
     effort: str = "normal",
     progress: Progress = lambda *_: None,
     so_far: Callable[[Estimate], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
     cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
     traces_all: bool = False,
@@ -181,7 +182,8 @@ def find(
     """Answer a workload by prediction.
 
     `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
-    What `has` needs is taken for installed. `so_far` hears of the best so far while others are traced.
+    What `has` needs is taken for installed. `so_far` hears of the best so far while others are traced;
+    `meanwhile` is called once, while the first worker starts.
     `changes` is what has become of the space before. `traces_all`: also what is slower by its bound than what
     fits, for who doubts predictions.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
@@ -269,6 +271,7 @@ def find(
             server=server,
             cache=cache,
             found=traces,
+            meanwhile=None if traces else meanwhile,
         )
 
     specs = {TraceSpec.of(config) for config in [*possible, *baselines]}

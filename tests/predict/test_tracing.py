@@ -391,3 +391,34 @@ def test_the_traceback_of_a_crash_is_in_a_detailed_log(
         "File x",
         "KeyError: 7",
     ]
+
+
+def test_there_is_time_for_something_else_while_a_server_starts(tmp_path: Path) -> None:
+    """It is started first, and neither where all is kept."""
+    happened: list[str] = []
+
+    class Server:
+        def start(self, verb: str) -> None:
+            happened.append(f"start {verb}")
+
+        def run(self, verb: str, request: Any, *, on_answer: Any, **_: Any) -> Any:
+            happened.append(f"run {verb}")
+            for job in request["traces"]:
+                on_answer({"id": job["id"], "trace": some_trace()})
+            return WorkerEnd(
+                how="ok", exit_code=0, answers=(), num_partial_lines=0, problem="", stderr_tail=""
+            )
+
+    server: Any = Server()
+    for _ in range(2):
+        trace_all(
+            tiny_model.MODEL,
+            "causal-lm",
+            512,
+            tiny_model.gpu(),
+            {TraceSpec.of(FULL)},
+            server=server,
+            cache=TraceCache(tmp_path),
+            meanwhile=lambda: happened.append("meanwhile"),
+        )
+    assert happened == ["start trace", "meanwhile", "run trace"]
