@@ -36,21 +36,26 @@ from autotune.export.exporter import Exporter
 from autotune.export.own_modules import with_own_modules
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import describe
+from autotune.space.trainers import BY_TASK
 
 EXPORTERS = (
     train_py.EXPORTER, training_args.EXPORTERS[0], train_config.EXPORTER, result_json.EXPORTER
 )  # fmt: skip
 """Exporters of the files that every answer has, in the folder that was named."""
 
-BESIDE = (accelerate_config.EXPORTER, deepspeed_json.EXPORTER, train_trl_py.EXPORTERS["dpo"])
+BESIDE = (
+    accelerate_config.EXPORTER,
+    deepspeed_json.EXPORTER,
+    *(train_trl_py.EXPORTERS[row.command] for row in BY_TASK.values()),
+)
 """Exporters of files that lie there as well: what `accelerate launch` needs where GPUs share a run, and the
-program of a task that train.py does not train."""
+programs of tasks that train.py does not train."""
 
 FURTHER = (
     *training_args.EXPORTERS[1:],
     trl_config.EXPORTERS[0],
     train_trl_py.EXPORTERS["sft"],
-    trl_config.EXPORTERS[1],
+    *trl_config.EXPORTERS[1:],
     *(
         module.EXPORTER
         for module in (

@@ -15,6 +15,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.references import model_reference
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
+from autotune.space.trainers import model_task
 
 _CARRIED = ("method", *OF_LORA, "peft")
 
@@ -29,7 +30,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     fields = {key: value for key, value in _fields(config).items() if lora is None or key in lora}
     content = {
         **fields,
-        "task_type": fields.get("task_type", PEFT_TASK_TYPES[workload.task]),
+        "task_type": fields.get("task_type", PEFT_TASK_TYPES[model_task(workload.task)]),
         "base_model_name_or_path": model_reference(workload.model),
         "inference_mode": False,
     }

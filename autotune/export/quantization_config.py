@@ -10,6 +10,7 @@ from autotune.export.carried import Unsaid, unsaid
 from autotune.export.exporter import Exporter
 from autotune.space.config import CLASSIFIER_HEADS, TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.trainers import model_task
 
 
 def applies(config: TrainConfig) -> bool:
@@ -39,7 +40,7 @@ def quantization_fields(config: TrainConfig, task: str = "causal-lm") -> dict[st
     """Return keyword arguments of BitsAndBytesConfig, dtypes by name."""
     # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
     skipped: dict[str, object] = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
-    if task != "sequence-classification":
+    if model_task(task) != "sequence-classification":
         skipped = {}
     row = QUANTIZATIONS[config.quantization]
     if not row.codes:

@@ -29,7 +29,7 @@ from autotune.space.lengths import vary
 from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import PREFERENCES, TRAINERS
+from autotune.space.trainers import BY_TASK, TRAINERS
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
@@ -240,15 +240,16 @@ def _data(dataset: Dataset | None) -> dict[str, object]:
 
 def lacks(workload: Workload) -> str:
     """Return why train.py does not train this; empty where it does."""
-    if workload.task != PREFERENCES:
+    row = BY_TASK.get(workload.task)
+    if row is None:
         return ""
-    return "train.py is Transformers' Trainer: train_dpo.py trains on pairs of answers"
+    return f"train.py is Transformers' Trainer: train_{row.command}.py trains on {row.trains_on}"
 
 
 EXPORTER = Exporter(
     name="train",
     filename="train.py",
     write=write,
-    applies=lambda config: not TRAINERS[config.trainer].has_reference,
+    applies=lambda config: not TRAINERS[config.trainer].task,
     lacks=lacks,
 )

@@ -1,6 +1,6 @@
-"""train_sft.py and train_dpo.py: TRL's trainer with the configuration that was chosen.
+"""train_sft.py, train_dpo.py and the like: TRL's trainer with the configuration that was chosen.
 
-To run or to paste from. The same as sft_config.yaml and dpo_config.yaml, but for the dtype of 4-bit weights'
+To run or to paste from. The same as sft_config.yaml and its like, but for the dtype of 4-bit weights'
 products, which Python can say.
 """
 
@@ -29,7 +29,7 @@ from autotune.export.trl_config import (
 )
 from autotune.space.adapters import peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
-from autotune.space.config import TrainConfig, Workload
+from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import Trainer
@@ -42,12 +42,6 @@ _PLAN = """\
         remedy = "Take its call out and say activation_checkpointing=True, or train the model it is for."
         sys.exit(f"checkpoint_layers: {{error}}. {{remedy}}")
 """
-
-
-_COLUMNS = {
-    "sft": "messages, prompt and completion, or a text",
-    "dpo": "prompt, chosen and rejected",
-}
 
 
 def write(
@@ -75,7 +69,7 @@ def write(
         imports.append("from transformers import TrainerCallback\n")
     if config.method != "full":
         imports.append("from peft import LoraConfig\n")
-        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config))})"
+        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, row))})"
     if config.quantization != "none":
         imports.append("from transformers import BitsAndBytesConfig\n")
         fields = keywords(quantization_fields(config, workload.task))
@@ -90,7 +84,7 @@ def write(
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
-        columns=_COLUMNS[row.command],
+        columns=row.fields,
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
         trainer=row.class_name,
@@ -110,10 +104,10 @@ def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
     return unsaid_by_trl(row, config, (*CHECKPOINTING, "update_in_backward"))
 
 
-def lora_arguments(config: TrainConfig) -> dict[str, object]:
-    """Return keyword arguments of LoraConfig for a causal language model."""
+def lora_arguments(config: TrainConfig, row: Trainer) -> dict[str, object]:
+    """Return keyword arguments of LoraConfig for the trainer's models."""
     fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
-    return {"task_type": "CAUSAL_LM", **fields}
+    return {"task_type": PEFT_TASK_TYPES[row.model_task], **fields}
 
 
 EXPORTERS = {

@@ -1,8 +1,8 @@
-"""sft_config.yaml and dpo_config.yaml: the files that `trl sft --config` and `trl dpo --config` take.
+"""sft_config.yaml, dpo_config.yaml and the like: the files that `trl sft --config`, `trl dpo --config` take.
 
-Keys of SFTConfig or DPOConfig, and of ModelConfig for the model, its quantisation and its adapter (trl 1.16
-trainer/sft_config.py, dpo_config.py, model_config.py, scripts/sft.py, dpo.py, trainer/utils.py
-get_quantization_config and get_peft_config).
+Keys of SFTConfig, DPOConfig, RewardConfig or KTOConfig, and of ModelConfig for the model, its quantisation
+and its adapter (trl 1.16 trainer/sft_config.py and its like, model_config.py, scripts/sft.py and its like,
+trainer/utils.py get_quantization_config and get_peft_config).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autotune.export.training_args import (
     unknown_values,
 )
 from autotune.space.adapters import peft_fields, whole_alpha
-from autotune.space.config import TrainConfig, Workload
+from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.space.trainers import PREFERENCES, TRAINERS, Trainer
+from autotune.space.trainers import TRAINERS, Trainer
 
 LIBRARIES = ("transformers", "trl")
 
@@ -40,8 +40,8 @@ CARRIED = (
     *OF_TRAINING_ARGUMENTS, *OF_LORA, *QUANTIZED, "method", "sequence_length", "precision",
     "attention", "batching",
 )  # fmt: skip
-OF_PAIRS = ("precompute_ref_log_probs",)
-"""Settings that DPOConfig has besides."""
+OF_REFERENCE = ("precompute_ref_log_probs",)
+"""Settings that a trainer with a reference has besides."""
 
 
 def applies(config: TrainConfig) -> bool:
@@ -50,17 +50,9 @@ def applies(config: TrainConfig) -> bool:
 
 
 def lacks(workload: Workload, row: Trainer = SFT) -> str:
-    if row.has_reference:
-        return (
-            ""
-            if workload.task == PREFERENCES
-            else f"{row.class_name} trains on pairs of answers only"
-        )
-    return (
-        ""
-        if workload.task == "causal-lm"
-        else f"{row.class_name} trains causal language models only"
-    )
+    if workload.task == (row.task or "causal-lm"):
+        return ""
+    return f"{row.class_name} trains {f'on {row.trains_on}' if row.task else 'causal language models'} only"
 
 
 def write(
@@ -70,7 +62,7 @@ def write(
     import yaml
 
     fields, known = known_values(trl_arguments(config, workload, row)), trl_fields(row)
-    model, of_model = model_fields(config), _named_model_fields()
+    model, of_model = model_fields(config, row), _named_model_fields()
     variables = environment(config)
     content = {
         **({"env": variables} if variables else {}),
@@ -107,7 +99,7 @@ def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
         *other_products,
         *other_attention,
         *unsaid_by_trl(row, config),
-        *installed.unknown(model_fields(config), _named_model_fields(), "trl"),
+        *installed.unknown(model_fields(config, row), _named_model_fields(), "trl"),
     )
 
 
@@ -134,7 +126,9 @@ def unsaid_by_trl(
         )
     return (
         *other_trainer,
-        *unsaid(config, {*CARRIED, *carried, *(OF_PAIRS if row.has_reference else ()), "trainer"}),
+        *unsaid(
+            config, {*CARRIED, *carried, *(OF_REFERENCE if row.has_reference else ()), "trainer"}
+        ),
         *installed.unknown(trl_arguments(config, None, row), trl_fields(row), "trl"),
         *unknown_values(trl_arguments(config, None, row)),
     )
@@ -143,15 +137,15 @@ def unsaid_by_trl(
 def trl_arguments(
     config: TrainConfig, workload: Workload | None = None, row: Trainer = SFT
 ) -> dict[str, object]:
-    """Return keyword arguments of SFTConfig or DPOConfig, by the names of the installed Transformers."""
+    """Return keyword arguments of SFTConfig or its like, by the names of the installed Transformers."""
     fields = trl_fields(row) or ()
     is_old = "max_seq_length" in fields and "max_length" not in fields
     plain = training_arguments(
         config, installed_fields(), NONE if workload is None else workload.extra
     )
-    if row.has_reference:
-        scored = config.precompute_ref_log_probs
-        return {**plain, "max_length": config.sequence_length, "precompute_ref_log_probs": scored}
+    if row.task:
+        scored = {name: getattr(config, name) for name in OF_REFERENCE if row.has_reference}
+        return {**plain, "max_length": config.sequence_length, **scored}
     return {
         **plain,
         **dataset_entries.trl_loss(None if workload is None else workload.dataset),
@@ -163,27 +157,30 @@ def trl_arguments(
     }
 
 
-def model_fields(config: TrainConfig) -> dict[str, object]:
+def model_fields(config: TrainConfig, row: Trainer = SFT) -> dict[str, object]:
     """Return keys of ModelConfig."""
     is_old = "dtype" not in (_named_model_fields() or {"dtype"})
     fields: dict[str, object] = {
         "torch_dtype" if is_old else "dtype": PRECISIONS[config.precision].parameter_dtype,
         "attn_implementation": "sdpa" if config.attention == EXPANDED else config.attention,
     }
-    row = QUANTIZATIONS[config.quantization]
-    if row.codes:
+    quantization = QUANTIZATIONS[config.quantization]
+    if quantization.codes:
         fields |= {
             "load_in_4bit": True,
-            "bnb_4bit_quant_type": row.codes,
-            "use_bnb_nested_quant": row.double,
+            "bnb_4bit_quant_type": quantization.codes,
+            "use_bnb_nested_quant": quantization.double,
         }
         if config.quantization_storage != "uint8":
             fields["bnb_4bit_quant_storage"] = config.quantization_storage
-    elif row.name != "none":
+    elif quantization.name != "none":
         fields["load_in_8bit"] = True
     if config.method != "full":
         fields["use_peft"] = True
         fields |= lora_fields(config)
+        # TRL's own default is that of a language model.
+        if (kind := PEFT_TASK_TYPES[row.model_task]) != PEFT_TASK_TYPES[SFT.model_task]:
+            fields["lora_task_type"] = kind
     return fields
 
 
@@ -202,7 +199,7 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
 
 
 def trl_fields(row: Trainer = SFT) -> Collection[str] | None:
-    """Return fields of SFTConfig or DPOConfig, installed or named; None without TRL or Transformers."""
+    """Return fields of SFTConfig or its like, installed or named; None without TRL or Transformers."""
     target = targets.of("trl")
     if target is not None:
         return {*target.fields, *(installed_fields() or ())}
@@ -233,7 +230,7 @@ EXPORTERS = tuple(
         cannot_express=functools.partial(cannot_express, row),
         has_no_words_for=functools.partial(has_no_words_for, row),
         # Other versions' fields are known of SFTConfig alone.
-        libraries=() if row.has_reference else LIBRARIES,
+        libraries=() if row.task else LIBRARIES,
     )
     for row in TRL
 )

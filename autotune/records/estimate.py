@@ -136,7 +136,8 @@ def _spec_of(
     if shared["batching"] == "grouped":
         shared["batching"] = "padded"
     # A sample alone is padded to its own length.
-    if single and shared["batching"] == "padded" and not TRAINERS[shared["trainer"]].has_reference:
+    is_alone = single and TRAINERS[shared["trainer"]].rows_per_sample == 1
+    if is_alone and shared["batching"] == "padded":
         shared["batching"] = "packed"
     return TraceSpec(**shared, single=single, num_splits=num_splits, is_compiled=is_compiled)
 
@@ -394,7 +395,7 @@ def step_seconds_of(timed: Timed) -> float | None:
 
 
 def samples_per_second_of(timed: Timed) -> float | None:
-    """Samples per second, each as long as the sequence; of preferences a sample is a pair."""
+    """Samples per second, each as long as the sequence; where answers are compared, a sample is a pair."""
     seconds = step_seconds_of(timed)
     return None if seconds is None else timed.config.effective_batch_size / seconds
 

@@ -6,14 +6,14 @@ from autotune.common.units import counted, format_bytes, format_seconds
 from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import Measurement
-from autotune.report.words import pairs, printable
+from autotune.report.words import printable, samples
 from autotune.space.knobs import KNOBS, describe
 
 
 def measured_speed(measurement: Measurement) -> str:
     tokens = measurement.tokens_per_second
     spread = "" if measurement.spread is None else f" +- {100 * measurement.spread:.1f} %"
-    return "unknown" if tokens is None else f"{tokens:,.0f} tokens/s{pairs(measurement)}{spread}"
+    return "unknown" if tokens is None else f"{tokens:,.0f} tokens/s{samples(measurement)}{spread}"
 
 
 def measured(measurement: Measurement) -> str:

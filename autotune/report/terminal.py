@@ -26,6 +26,7 @@ from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.space import requirements
 from autotune.space.knobs import describe
+from autotune.space.trainers import BY_TASK
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,6 +38,7 @@ LIST_COLUMNS = 8
 """Fewest columns of a terminal per column of a list: with fewer, words are spelt downwards."""
 
 _LABEL_WIDTH = 9
+_PROGRAMS = ("train.py", *(f"train_{row.command}.py" for row in BY_TASK.values()))
 
 Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""
@@ -164,7 +166,7 @@ def draw_outcome(
         rows.append(("stored", f"as study {printable(study)}"))
     if report:
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
-    train = next((path for path in files if path.name in ("train.py", "train_dpo.py")), None)
+    train = next((path for path in files if path.name in _PROGRAMS), None)
     if not command and train is not None:
         command = _of_program(train, files, options)
     if command:

@@ -15,7 +15,7 @@ from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
-from autotune.space.trainers import PREFERENCES
+from autotune.space.trainers import BY_TASK, TRAINERS
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
 
@@ -74,28 +74,27 @@ def limits(config: TrainConfig | None) -> str:
     """Return what a prediction leaves out; of a configuration, where there is one."""
     if config is None or not config.precompute_ref_log_probs:
         return _LIMITS
-    return f"{_LIMITS}, the reference's pass over all pairs before training"
+    return f"{_LIMITS}, the reference's pass over all samples before training"
 
 
 def speed(estimate: Estimate) -> str:
     if estimate.tokens_per_second is None:
         return "unknown: the card's rates are not known"
-    return f"{estimate.tokens_per_second:,.0f} tokens/s{pairs(estimate)}"
+    return f"{estimate.tokens_per_second:,.0f} tokens/s{samples(estimate)}"
 
 
-def pairs(timed: Timed) -> str:
-    """The speed in pairs of full length, to stand behind that in tokens; empty for other samples."""
-    count = samples_per_second_of(timed)
-    is_of_pairs = timed.config.rows_per_sample > 1 and count is not None
-    return f", {count:,.3g} pairs/s" if is_of_pairs else ""
+def samples(timed: Timed) -> str:
+    """The speed in samples of full length, to stand behind that in tokens; empty for Trainer's tasks."""
+    count, row = samples_per_second_of(timed), TRAINERS[timed.config.trainer]
+    return f", {count:,.3g} {row.sample}s/s" if row.task and count is not None else ""
 
 
 def batch(config: TrainConfig) -> str:
     """The samples of a step and their tokens: `32 x 1,024`."""
     if config.rows_per_sample == 1:
         return f"{config.effective_batch_size} x {config.sequence_length:,}"
-    pairs_ = counted(config.effective_batch_size, "pair")
-    return f"{pairs_} of {config.rows_per_sample} x {config.sequence_length:,}"
+    pairs = counted(config.effective_batch_size, TRAINERS[config.trainer].sample)
+    return f"{pairs} of {config.rows_per_sample} x {config.sequence_length:,}"
 
 
 def speed_range(estimate: Estimate) -> str:
@@ -167,11 +166,12 @@ def data(workload: Workload) -> str:
     is_partial = (
         dataset is not None and dataset.loss_on == "answers" and workload.task == "causal-lm"
     )
-    samples = f"{lengths.num_samples:,} samples"
-    if workload.task == PREFERENCES:
-        samples = f"{lengths.num_samples // 2:,} pairs, each answer with its prompt"
+    counted_ = f"{lengths.num_samples:,} samples"
+    if (row := BY_TASK.get(workload.task)) is not None:
+        number = lengths.num_samples // row.rows_per_sample
+        counted_ = f"{number:,} {row.sample}s, each answer with its prompt"
     return (
-        f"{f'{dataset.format}, ' if dataset else ''}{samples}"
+        f"{f'{dataset.format}, ' if dataset else ''}{counted_}"
         f"{', of which the answers are learnt' if is_partial else ''}; "
         f"{format_count(lengths.num_tokens)} tokens"
         f"{_kept(lengths)}: {lengths.num_kept_tokens / lengths.num_samples:,.0f} on average, "

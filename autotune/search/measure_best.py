@@ -27,7 +27,7 @@ from autotune.space.config import Workload
 from autotune.space.dataset import Dataset
 from autotune.space.requirements import LeftOut, Reason
 from autotune.space.tradeoffs import tradeoff_class
-from autotune.space.trainers import PREFERENCES
+from autotune.space.trainers import BY_TASK
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 
@@ -53,7 +53,7 @@ def measured(
     """
     question, source = problem.question, problem.source
     data = problem.workload.dataset if problem.reads_dataset else None
-    if problem.workload.task == PREFERENCES:
+    if problem.workload.task in BY_TASK:
         data = None  # The loader that is timed is that of train.py.
     answer = prediction.answer
     workload = answer.workload

@@ -132,7 +132,7 @@ class Prediction:
     def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
         """Return the plan B of this answer, or of the measured one."""
         is_allowed = self._candidates.at_most(answer.allow)
-        if TRAINERS[answer.best.config.trainer].has_reference:
+        if TRAINERS[answer.best.config.trainer].task:
             return ()  # Its program has no plan B.
         return self._candidates.fallbacks(answer.best, is_allowed)
 

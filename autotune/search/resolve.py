@@ -38,7 +38,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import PREFERENCES
+from autotune.space.trainers import BY_TASK
 from autotune.store import study_names
 
 
@@ -125,10 +125,10 @@ def resolve(
     num_gpus = num_gpus or 1
     budget.check_shared_probes(question.backend, num_gpus, card)
     task = question.task or source.task
-    if task == PREFERENCES and run is not None and run.target is not None:
+    if task in BY_TASK and run is not None and run.target is not None:
         raise ConfigError(
             f"{question.base} cannot be a base of the task {task}",
-            why="no file of another trainer is read as training on pairs",
+            why="no file of another trainer is read as training on preferences or rewards",
             remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
         )
     length = _possible_length(source, length, note)

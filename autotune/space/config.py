@@ -21,12 +21,12 @@ from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths, useful_share
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.trainers import PREFERENCES, TRAINERS
+from autotune.space.trainers import BY_TASK, TRAINERS
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 """Trade-off classes, lowest first: docs/ARCHITECTURE.md, "What fastest means"."""
 
-TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm", PREFERENCES)
+TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm", *BY_TASK)
 PACKABLE_TASKS = ("causal-lm", "masked-lm")
 """Tasks whose samples may be joined and cut anywhere; those of others have an answer each."""
 METHODS = ("full", *ADAPTERS)
@@ -52,9 +52,8 @@ PEFT_TASK_TYPES = {
     "masked-lm": None,
     "sequence-classification": "SEQ_CLS",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
-    PREFERENCES: "CAUSAL_LM",
 }
-"""PEFT's `task_type` by task: it decides which heads train beside the adapter."""
+"""PEFT's `task_type` by a model's task: it decides which heads train beside the adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,7 +199,7 @@ class TrainConfig(HashedOnce):
     trainer: str = "transformers"
     """A key of TRAINERS."""
     precompute_ref_log_probs: bool = False
-    """Whether the reference scores all pairs before training, and is not there in it."""
+    """Whether the reference scores all samples before training, and is not there in it."""
     torch_empty_cache_steps: int = 0
     """Interval of the steps that empty the allocator's cache before the backward pass. 0: none; n: every
     n-th."""
@@ -255,6 +254,11 @@ class TrainConfig(HashedOnce):
     @property
     def effective_batch_size(self) -> int:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
+
+    @property
+    def compared_samples(self) -> int:
+        """Number of samples whose losses depend on each other; 0 where each stands alone."""
+        return self.micro_batch_size if TRAINERS[self.trainer].compares_samples else 0
 
     @property
     def tokens_per_step(self) -> int:

@@ -12,7 +12,7 @@ from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, shared_storage
 from autotune.space.search_space import usual_batching
-from autotune.space.trainers import trainers_of
+from autotune.space.trainers import TRAINERS, Trainer, trainers_of
 
 OPTIMIZER = "adamw_torch_fused"
 PRECISION_OF = {
@@ -46,7 +46,7 @@ def usual_precision(method: str, parallelism: str, *, has_bfloat16: bool) -> str
 def default_base(
     workload: Workload, gpu: Gpu, model: ModelSource, *, parallelism: str | None = None
 ) -> TrainConfig:
-    """Return TrainingArguments' defaults (transformers 5.23), micro-batch 1: what a search improves on.
+    """Return TrainingArguments' defaults (transformers 5.23), the least micro-batch: where a search begins.
 
     An adapter has what KNOBS says of its method. `parallelism` None: ddp on several GPUs.
     """
@@ -54,14 +54,13 @@ def default_base(
     if parallelism is None:
         parallelism = "ddp" if workload.num_gpus > 1 else "none"
     is_float32 = model.is_float32 and KNOBS["quantization"].default_for(method) == "none"
+    trainer, *_ = trainers_of(workload.task)
+    degree = PARALLELISMS[parallelism].data_parallel_size(workload.num_gpus)
+    micro_batch = _least_micro_batch(workload.effective_batch_size // degree, TRAINERS[trainer])
     config = TrainConfig(
         method=method,
-        micro_batch_size=1,
-        gradient_accumulation_steps=max(
-            1,
-            workload.effective_batch_size
-            // PARALLELISMS[parallelism].data_parallel_size(workload.num_gpus),
-        ),
+        micro_batch_size=micro_batch,
+        gradient_accumulation_steps=max(1, workload.effective_batch_size // (micro_batch * degree)),
         sequence_length=workload.sequence_length,
         precision=FLOAT32_PRECISION
         if is_float32
@@ -69,7 +68,7 @@ def default_base(
         optimizer=OPTIMIZER,
         attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
         batching=usual_batching(workload.task),
-        trainer=trainers_of(workload.task)[0],
+        trainer=trainer,
         parallelism=parallelism,
         num_gpus=workload.num_gpus,
         **{
@@ -92,10 +91,17 @@ def default_base(
     return config
 
 
+def _least_micro_batch(samples: int, trainer: Trainer) -> int:
+    """Return the smallest micro-batch that the trainer takes and that divides so many samples."""
+    least = trainer.least_micro_batch
+    return next((size for size in range(least, samples + 1) if samples % size == 0), least)
+
+
 def larger_micro_batches(config: TrainConfig) -> list[TrainConfig]:
-    """The same settings at every power of two that divides the effective batch size, largest first."""
+    """The same settings at each doubled micro-batch that divides the effective batch, largest first."""
     effective = config.effective_batch_size // config.data_parallel_size
-    sizes = [2**n for n in range(effective.bit_length()) if effective % 2**n == 0]
+    doublings = (config.micro_batch_size * 2**n for n in range(effective.bit_length()))
+    sizes = [size for size in doublings if effective % size == 0]
     return [
         dataclasses.replace(
             config, micro_batch_size=size, gradient_accumulation_steps=effective // size

@@ -21,7 +21,7 @@ from autotune.space.lengths import BATCHINGS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATION_STORAGES, QUANTIZATIONS
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import BY_TASK, TRAINERS
 
 REQUIRED = object()
 """Default of a knob that every section of a space must name."""
@@ -417,8 +417,8 @@ KNOBS: dict[str, Knob] = {
             words=lambda name: TRAINERS[name].class_name,
             needs={row.name: "trl" for row in TRAINERS.values() if row.is_trl},
             flag="--trainer",
-            summary="Transformers' Trainer, or TRL's SFTTrainer or DPOTrainer "
-            "[default: transformers, trl-dpo for the task dpo].",
+            summary="Transformers' Trainer, or one of TRL's "
+            f"[default: transformers; for the tasks {', '.join(BY_TASK)} TRL's own].",
         ),
         Knob(
             # The scores come of other batches: their rounding is another.
@@ -429,7 +429,7 @@ KNOBS: dict[str, Knob] = {
             choices=(False, True),
             words=lambda on: "reference scored before" if on else "reference scored in each step",
             flag="--precompute-ref-log-probs",
-            summary="DPOTrainer scores all pairs with the reference before training: no copy of it in "
+            summary="The reference of DPO and KTO scores all samples before training: no copy of it in "
             "training, whose steps alone are timed.",
         ),
         Knob(

@@ -53,14 +53,28 @@ BY_METHOD: dict[str, LearningRate] = {
 }
 """Rates for AdamW."""
 
-OF_PREFERENCES: dict[str, LearningRate] = {
-    "full": LearningRate(value=5e-7, source="trl 1.16 scripts/dpo.py, its first example"),
-    **dict.fromkeys(
-        ("lora", "qlora"),
+_OF_REWARDS = "trl examples/scripts/reward_modeling.py at 0246f6a"
+
+
+def _of_both(full: LearningRate, lora: LearningRate) -> dict[str, LearningRate]:
+    return {"full": full, **dict.fromkeys(("lora", "qlora"), lora)}
+
+
+OF_TASKS: dict[str, dict[str, LearningRate]] = {
+    "dpo": _of_both(
+        LearningRate(value=5e-7, source="trl 1.16 scripts/dpo.py, its first example"),
         LearningRate(value=5e-6, source="trl 1.16 scripts/dpo.py, its example of LoRA"),
     ),
+    "reward": _of_both(
+        LearningRate(value=1e-5, source=f"{_OF_REWARDS}, its example of full training"),
+        LearningRate(value=1e-4, source=f"{_OF_REWARDS}, its example of LoRA"),
+    ),
+    "kto": _of_both(
+        LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its first example"),
+        LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its example of QLoRA"),
+    ),
 }
-"""Rates for AdamW where preferences are learnt."""
+"""Rates for AdamW by a trainer's own task, then by the method."""
 
 BY_FAMILY: dict[str, LearningRate] = {
     "lion": LearningRate(
@@ -76,7 +90,7 @@ UNKNOWN_FAMILIES = ("adagrad", "lomo", "schedule_free_sgd", "sgd")
 def default_rate(config: TrainConfig) -> float:
     """Return the default learning rate of a configuration."""
     factor = BY_FAMILY.get(OPTIMIZERS[config.optimizer].family)
-    table = OF_PREFERENCES if TRAINERS[config.trainer].has_reference else BY_METHOD
+    table = OF_TASKS.get(TRAINERS[config.trainer].task, BY_METHOD)
     row = table.get(config.method, BY_METHOD[config.method])
     rate = row.value * (1.0 if factor is None else factor.value)
     return float(f"{rate:.6g}")
@@ -95,7 +109,7 @@ def words(config: TrainConfig, extra: Mapping[str, Any]) -> str:
     family = OPTIMIZERS[config.optimizer].family
     method = "full fine-tuning" if config.method == "full" else METHOD_WORDS[config.method]
     row = TRAINERS[config.trainer]
-    whose = f"the default for {method}" + (f" with {row.class_name}" if row.has_reference else "")
+    whose = f"the default for {method}" + (f" with {row.class_name}" if row.task else "")
     if family in BY_FAMILY:
         whose += f" with {family}"
     if family in UNKNOWN_FAMILIES:

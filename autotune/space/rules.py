@@ -19,7 +19,7 @@ from autotune.space.precisions import (
     dtype_beside,
     fuses_grouped_heads,
 )
-from autotune.space.trainers import PREFERENCES, TRAINERS
+from autotune.space.trainers import BY_TASK, TRAINERS, model_task, trainers_of
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.
@@ -105,6 +105,10 @@ def _adapter_bytes(config: TrainConfig) -> int | None:
     return DTYPE_BYTES[
         dtype_beside(config.precision, config.quantization, config.quantization_storage)
     ]
+
+
+def _has_own_task(config: TrainConfig) -> bool:
+    return bool(TRAINERS[config.trainer].task)
 
 
 def _has_reference(config: TrainConfig) -> bool:
@@ -459,9 +463,9 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.update_in_backward and not OPTIMIZERS[c.optimizer].steps_alone,
     ),
     Rule(
-        name="backward-update-without-reference",
-        reason="updates in the backward pass were not tried beside a reference model",
-        breaks=lambda c, _: c.update_in_backward and _has_reference(c),
+        name="backward-update-without-pairs",
+        reason="updates in the backward pass were not tried with trainers of preferences and rewards",
+        breaks=lambda c, _: c.update_in_backward and _has_own_task(c),
     ),
     Rule(
         name="backward-update-runs-eagerly-on-one-gpu",
@@ -505,7 +509,7 @@ RULES: tuple[Rule, ...] = (
         name="loss-in-parts-is-for-causal-lm",
         reason="only a causal language model has a loss of so many logits",
         breaks=lambda c, context: (
-            c.chunked_loss and context.task not in (None, "causal-lm", PREFERENCES)
+            c.chunked_loss and model_task(context.task or "causal-lm") != "causal-lm"
         ),
     ),
     Rule(
@@ -531,27 +535,35 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="trainer-of-the-task",
-        reason="pairs of answers are trained by DPOTrainer alone (--task dpo), and nothing else is",
+        reason="each of TRL's trainers of preferences and rewards has a task of its own, and no other: "
+        + ", ".join(f"{row.class_name} --task {task}" for task, row in BY_TASK.items()),
         breaks=lambda c, context: (
-            context.task is not None and (context.task == PREFERENCES) != _has_reference(c)
+            context.task is not None and c.trainer not in trainers_of(context.task)
         ),
     ),
     Rule(
-        # trl 1.16 DPOTrainer: its padding_free warns and pads; it samples by no "input_ids".
-        name="pairs-are-padded",
-        reason="DPOTrainer pads both answers of each pair to the longest of their batch: it neither "
-        "packs nor groups them, and its padding_free is switched off",
-        breaks=lambda c, _: _has_reference(c) and c.batching != "padded",
+        # trl 1.16 DPOTrainer: its padding_free warns and pads. None of them has "input_ids" to group by.
+        name="answers-are-padded",
+        reason="trainers of preferences and rewards pad each answer to the longest of its batch: they "
+        "neither pack nor group them, and DPOTrainer's padding_free is switched off",
+        breaks=lambda c, _: _has_own_task(c) and c.batching != "padded",
+    ),
+    Rule(
+        name="compared-answers-need-others",
+        reason="KTOTrainer estimates how far the model is from its reference by the other answers of a "
+        "micro-batch: it needs two at least",
+        breaks=lambda c, _: c.micro_batch_size < TRAINERS[c.trainer].least_micro_batch,
     ),
     Rule(
         name="scored-before-needs-a-reference",
-        reason="only DPOTrainer has a reference whose scores can be worked out before training",
+        reason="only DPOTrainer and KTOTrainer have a reference whose scores can be worked out before "
+        "training",
         breaks=lambda c, _: c.precompute_ref_log_probs and not _has_reference(c),
     ),
     Rule(
         # trl 1.16 models/utils.py, disable_gradient_checkpointing.
         name="reference-restores-all-checkpointing",
-        reason="DPOTrainer switches checkpointing off for each pass of the reference, and then on again for "
+        reason="TRL switches checkpointing off for each pass of a reference, and then on again for "
         "every layer, without offloading: intervals, plans and offloading last for one pass unless the "
         "reference scores before training (--precompute-ref-log-probs)",
         breaks=lambda c, _: (
@@ -562,10 +574,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="pairs-need-tried-settings",
-        reason="preference tuning was tried with full fine-tuning, LoRA and QLoRA: other adapters, fp8 and "
-        "an adapter on the head, which TRL would never train, were not",
+        reason="preferences and rewards were tried with full fine-tuning, LoRA and QLoRA: other adapters, "
+        "fp8 and an adapter on the head, which TRL would never train, were not",
         breaks=lambda c, _: (
-            _has_reference(c)
+            _has_own_task(c)
             and (
                 c.method not in ("full", "lora", "qlora")
                 or PRECISIONS[c.precision].fp8
@@ -575,19 +587,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="pairs-run-eagerly-on-one-gpu",
-        reason="preference tuning is modelled neither compiled nor on several GPUs",
-        breaks=lambda c, _: _has_reference(c) and (c.is_compiled or c.parallelism != "none"),
+        reason="training on preferences and rewards is modelled neither compiled nor on several GPUs",
+        breaks=lambda c, _: _has_own_task(c) and (c.is_compiled or c.parallelism != "none"),
     ),
     Rule(
-        name="dpo-makes-the-adapter",
-        reason="DPOTrainer adds the adapter itself: in float32 beside 16 bits, without preparing the base",
-        breaks=lambda c, _: _has_reference(c) and (c.adapter_in_base_dtype or c.kbit_preparation),
+        name="trl-makes-the-adapter",
+        reason="trainers of preferences and rewards add the adapter themselves: in float32 beside 16 bits, "
+        "without preparing the base",
+        breaks=lambda c, _: _has_own_task(c) and (c.adapter_in_base_dtype or c.kbit_preparation),
     ),
     Rule(
         # trl 1.16 DPOConfig, disable_dropout; the noise is of an embedding that the reference shares.
-        name="reference-without-noise",
-        reason="DPOTrainer switches dropout off, and noise on the embeddings would reach the reference",
-        breaks=lambda c, _: _has_reference(c) and bool(c.lora_dropout or c.neftune_noise_alpha),
+        name="pairs-without-noise",
+        reason="trainers of preferences and rewards switch dropout off, and noise on the embeddings would "
+        "reach the reference",
+        breaks=lambda c, _: _has_own_task(c) and bool(c.lora_dropout or c.neftune_noise_alpha),
     ),
     Rule(
         name="whole-matrix-optimizers-need-one-gpu",

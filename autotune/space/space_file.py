@@ -30,7 +30,7 @@ and what the method's row of adapters.ADAPTERS has:
         quantization_storage: [uint8, bfloat16]         where that is nf4 or fp4; default [uint8]
         kbit_preparation: [false, true]                 PEFT's, of a quantised base; default [false]
         chunked_loss: [false, true]                     logits in eight parts; default [false]
-        precompute_ref_log_probs: [true]                with --task dpo; default [false]
+        precompute_ref_log_probs: [true]                with --task dpo or kto; default [false]
         adapter_in_base_dtype: [false, true]            beside a base in 16 bits; default [false]
         peft: [{peft_type: LOHA, r: 8}]                 peft, required; fields of a PeftConfig
 """

@@ -15,7 +15,10 @@ from autotune.space.precisions import PRECISIONS
 LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
 
 _COSTLY_SETTINGS = (
-    *((name, LEVEL["recipe"]) for name in ("method", "sequence_length", "effective_batch_size")),
+    *(
+        (name, LEVEL["recipe"])
+        for name in ("method", "sequence_length", "effective_batch_size", "compared_samples")
+    ),
     *((knob.name, LEVEL[knob.tradeoff]) for knob in KNOBS.values() if LEVEL.get(knob.tradeoff)),
 )
 """Pairs of a setting and the level of a change of it. The optimizer's depends on what it is changed for."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PREFERENCES = "dpo"
-"""The task of learning which of two answers is preferred."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
@@ -19,11 +16,28 @@ class Trainer:
     command: str = ""
     """Command of TRL that runs it: `trl sft`."""
     is_trl: bool = True
-    """Whether it is TRL's: its loss makes no logits."""
+    """Whether it is TRL's."""
+    task: str = ""
+    """The task that it alone trains, and that it trains alone; empty where it trains Transformers' tasks."""
+    model_task: str = "causal-lm"
+    """The task whose class of model it trains, where it has a task of its own."""
+    trains_on: str = ""
+    """What it trains on, in words, where it has a task of its own."""
+    fields: str = ""
+    """Fields of its dataset, in words."""
+    sample: str = "sample"
+    """What a sample is called."""
     rows_per_sample: int = 1
     """Rows of a batch for each sample: a pair has two."""
     has_reference: bool = False
     """Whether a frozen model besides scores each sample."""
+    least_micro_batch: int = 1
+    """Fewest samples of a micro-batch: more than one where its loss compares them with each other."""
+
+    @property
+    def compares_samples(self) -> bool:
+        """Whether the loss of a sample depends on the others of its micro-batch."""
+        return self.least_micro_batch > 1
 
 
 TRAINERS: dict[str, Trainer] = {
@@ -35,25 +49,57 @@ TRAINERS: dict[str, Trainer] = {
             class_name="SFTTrainer",
             arguments_class="SFTConfig",
             command="sft",
+            fields="messages, prompt and completion, or a text",
         ),
         Trainer(
             name="trl-dpo",
             class_name="DPOTrainer",
             arguments_class="DPOConfig",
             command="dpo",
+            task="dpo",
+            trains_on="pairs of answers",
+            fields="prompt, chosen and rejected",
+            sample="pair",
             rows_per_sample=2,
             has_reference=True,
+        ),
+        Trainer(
+            name="trl-reward",
+            class_name="RewardTrainer",
+            arguments_class="RewardConfig",
+            command="reward",
+            task="reward",
+            model_task="sequence-classification",
+            trains_on="pairs of answers",
+            fields="prompt, chosen and rejected",
+            sample="pair",
+            rows_per_sample=2,
+        ),
+        Trainer(
+            # trl 1.16 kto_trainer.py: the divergence is estimated from each prompt with another's answer.
+            name="trl-kto",
+            class_name="KTOTrainer",
+            arguments_class="KTOConfig",
+            command="kto",
+            task="kto",
+            trains_on="answers that are labelled as good or bad",
+            fields="prompt, completion and label",
+            has_reference=True,
+            least_micro_batch=2,
         ),
     )
 }
 
+BY_TASK: dict[str, Trainer] = {row.task: row for row in TRAINERS.values() if row.task}
+"""Trainers that have a task of their own, by it."""
+
 
 def trainers_of(task: str) -> tuple[str, ...]:
     """Return the trainers of a task, the usual one first."""
-    needs_reference = task == PREFERENCES
-    return tuple(row.name for row in TRAINERS.values() if row.has_reference == needs_reference)
+    own = task if task in BY_TASK else ""
+    return tuple(row.name for row in TRAINERS.values() if row.task == own)
 
 
 def model_task(task: str) -> str:
     """Return the task whose class of model is trained."""
-    return "causal-lm" if task == PREFERENCES else task
+    return BY_TASK[task].model_task if task in BY_TASK else task

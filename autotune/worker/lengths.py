@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.export.encode import encode
 from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
-from autotune.space.trainers import PREFERENCES
+from autotune.space.trainers import BY_TASK
 
 MAX_TOKENISED = 20_000
 """Most samples that are tokenised: a larger dataset is sampled. [judgement] Its mean is then known to a per
@@ -67,7 +67,7 @@ def _num_characters(sample: Sample) -> int:
 
 def _counted(data: Samples, tokenizer: Any, task: str) -> Counter[int]:
     """Samples by their tokens: of a source or its target, where a model reads both apart, the more."""
-    if task in ("causal-lm", PREFERENCES):
+    if task == "causal-lm" or task in BY_TASK:
         return Counter(len(ids) for ids, _ in encode(data, tokenizer, "all"))
     texts = _numbers_of_tokens([sample.text for sample in data.samples], tokenizer)
     if task != "seq2seq-lm":

@@ -16,6 +16,7 @@ from test_export_trains import ADAPTERS, FULL, LORA, QLORA, make_models, run_pyt
 
 from autotune import export
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.trainers import BY_TASK, TRAINERS
 
 pytest.importorskip("trl")
 
@@ -44,14 +45,16 @@ GROUPED = dataclasses.replace(FULL, batching="grouped", torch_compile="max-autot
 NOISY = dataclasses.replace(FULL, neftune_noise_alpha=5.0, torch_empty_cache_steps=3)
 GALORE = dataclasses.replace(FULL, optimizer="galore_adamw")
 INT8 = dataclasses.replace(QLORA, quantization="int8")
-DPO = dataclasses.replace(FULL, trainer="trl-dpo", batching="padded", activation_checkpointing=1)
-DPO_LORA = dataclasses.replace(
-    LORA,
-    trainer="trl-dpo",
-    batching="padded",
-    activation_checkpointing=0,
-    precompute_ref_log_probs=True,
-)
+PADDED = dataclasses.replace(FULL, batching="padded", activation_checkpointing=1)
+PADDED_LORA = dataclasses.replace(LORA, batching="padded", activation_checkpointing=0)
+OF_TASKS = {
+    "dpo": dataclasses.replace(PADDED, trainer="trl-dpo"),
+    "dpo-lora": dataclasses.replace(PADDED_LORA, trainer="trl-dpo", precompute_ref_log_probs=True),
+    "reward": dataclasses.replace(PADDED, trainer="trl-reward"),
+    "reward-qlora": dataclasses.replace(QLORA, batching="padded", trainer="trl-reward"),
+    "kto": dataclasses.replace(PADDED, trainer="trl-kto"),
+    "kto-lora": dataclasses.replace(PADDED_LORA, trainer="trl-kto"),
+}
 CONFIGS = {
     "full": FULL,
     "half": HALF,
@@ -64,15 +67,13 @@ CONFIGS = {
     "dora": DORA,
     "int8": INT8,
     "fp4": dataclasses.replace(QLORA, quantization="fp4"),
-    "dpo": DPO,
-    "dpo-lora": DPO_LORA,
+    **OF_TASKS,
     **{f"adapter {name}": config for name, config in ADAPTERS.items()},
 }
 ADAPTERS_ONLY = [name for name in CONFIGS if name.startswith("adapter ")]
 OF_ADAPTERS = [export.ALL["peft"]]
 TRAINED = ("full", "half", "rslora", "qlora")
 """With TRL, in YAML and in Python. Other configurations are loaded."""
-OF_PAIRS = ("dpo", "dpo-lora")
 
 CHILD = """
 import contextlib, dataclasses, io, json, os, runpy, sys, traceback, warnings
@@ -81,13 +82,15 @@ import torch, transformers, yaml
 from peft import PeftConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, HfArgumentParser, TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
+import importlib
 import trl
-from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
-from trl.scripts.dpo import main as trl_dpo
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 from trl.scripts.sft import main as trl_sft
 
 torch.set_num_threads(1)  # more would wait for each other: the models are tiny
 folder, model, trained = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
+own = {command: (getattr(trl, trainer), getattr(trl, config), data)
+       for command, trainer, config, data in json.loads(sys.argv[4])}
 os.chdir(folder)
 os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
 
@@ -132,9 +135,10 @@ LOADERS = {
     "sft_config.yaml": lambda path: {
         key: value for made in of_trl(path) for key, value in vars(made).items()},
     "train_sft.py": python,
-    "dpo_config.yaml": lambda path: {
-        key: value for made in of_trl(path, kind=DPOConfig) for key, value in vars(made).items()},
-    "train_dpo.py": python,
+    **{f"{command}_config.yaml": lambda path, kind=kind: {
+        key: value for made in of_trl(path, kind=kind) for key, value in vars(made).items()}
+       for command, (_, kind, _) in own.items()},
+    **{f"train_{command}.py": python for command in own},
     "adapter_config.json": lambda path: {**vars(peft(path)), "class": type(peft(path)).__name__},
     "quantization_config.json": bitsandbytes,
 }
@@ -205,12 +209,15 @@ for of in sorted(path for path in folder.iterdir() if (path / "exports").is_dir(
             "--save_strategy", "no", "--output_dir", str(of / "yaml")))))
         report[name]["trl python"] = attempt(
             lambda: with_trl(lambda: run_program(exports / "train_sft.py")))
-    if (of / "train_dpo.py").exists():
-        report[name]["trl yaml"] = attempt(lambda: with_trl(lambda: trl_dpo(*of_trl(
-            exports / "dpo_config.yaml", "--dataset_name", str(folder / "pairs"), "--max_steps", "2",
-            "--save_strategy", "no", "--output_dir", str(of / "yaml"), kind=DPOConfig)), trl.DPOTrainer))
+    for command, (trainer, config, data) in own.items():
+        if not (of / f"train_{command}.py").exists():
+            continue
+        script = importlib.import_module(f"trl.scripts.{command}").main
+        report[name]["trl yaml"] = attempt(lambda: with_trl(lambda: script(*of_trl(
+            exports / f"{command}_config.yaml", "--dataset_name", str(folder / data), "--max_steps", "2",
+            "--save_strategy", "no", "--output_dir", str(of / "yaml"), kind=config)), trainer))
         report[name]["trl python"] = attempt(lambda: with_trl(
-            lambda: run_program(of / "train_dpo.py", "pairs/rows.jsonl"), trl.DPOTrainer))
+            lambda: run_program(of / f"train_{command}.py", f"{data}/rows.jsonl"), trainer))
 report["half"]["trainer"] = attempt(lambda: with_trainer(folder / "half" / "exports" / "training_args.py"))
 report["dora"]["peft"] = attempt(lambda: with_adapter(folder / "dora" / "exports"))
 (folder / "report.json").write_text(json.dumps(report, default=plain))
@@ -227,12 +234,18 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     # 8 blocks of 16 tokens: two optimizer steps of 2 x 2.
     row = json.dumps({"text": " ".join(f"w{number}" for number in range(15))})
     (folder / "data" / "rows.jsonl").write_text(f"{row}\n" * 8)
-    (folder / "pairs").mkdir()
-    words = ["".join(f"w{number} " for number in range(count)) for count in (4, 11, 8)]
-    pair = json.dumps(dict(zip(("prompt", "chosen", "rejected"), words, strict=True)))
-    (folder / "pairs" / "rows.jsonl").write_text(f"{pair}\n" * 8)
+    prompt, good, bad = (" ".join(f"w{number}" for number in range(n)) + " " for n in (4, 11, 8))
+    pair = {"prompt": prompt, "chosen": good, "rejected": bad}
+    labelled = [
+        {"prompt": prompt, "completion": answer, "label": label}
+        for answer, label in ((good, True), (bad, False))
+    ]
+    for name, samples in (("pairs", 8 * [pair]), ("labelled", 4 * labelled)):
+        (folder / name).mkdir()
+        lines = (json.dumps(sample) + "\n" for sample in samples)
+        (folder / name / "rows.jsonl").write_text("".join(lines))
     for name, config in CONFIGS.items():
-        task = "dpo" if name in OF_PAIRS else "causal-lm"
+        task = TRAINERS[config.trainer].task or "causal-lm"
         export.export_files(
             folder / name,
             workload=Workload(model=str(models / "llama"), task=task, memory_budget_bytes=10**9),
@@ -240,7 +253,16 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             result={"evidence": "predicted"},
             exporters=OF_ADAPTERS if name in ADAPTERS_ONLY else None,
         )
-    run_python(CHILD, str(folder), str(models / "llama"), ",".join(TRAINED))
+    own = [
+        (
+            row.command,
+            row.class_name,
+            row.arguments_class,
+            "labelled" if row.rows_per_sample == 1 else "pairs",
+        )
+        for row in BY_TASK.values()
+    ]
+    run_python(CHILD, str(folder), str(models / "llama"), ",".join(TRAINED), json.dumps(own))
     values: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return values
 
@@ -282,7 +304,7 @@ def test_training_arguments_are_loaded(report: dict[str, Any], file: str, name: 
     assert {key: values[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in (*ADAPTERS_ONLY, *OF_PAIRS)])
+@pytest.mark.parametrize("name", [n for n in CONFIGS if n not in (*ADAPTERS_ONLY, *OF_TASKS)])
 def test_what_sft_config_loads(report: dict[str, Any], name: str) -> None:
     config = CONFIGS[name]
     values = of(report, name, "sft_config.yaml")
@@ -384,23 +406,42 @@ def test_sft_trainer_takes_the_steps(report: dict[str, Any], way: str, name: str
     assert values["trainable"] == of(report, name, other)["trainable"]
 
 
-@pytest.mark.parametrize("name", OF_PAIRS)
+LOSS_AT_FIRST = {
+    "dpo": pytest.approx(math.log(2), rel=0.01),
+    "reward": pytest.approx(math.log(2), rel=0.05),
+    "kto": pytest.approx(0.5, rel=0.01),
+}
+"""Those of a coin: the policy is the reference still, as good as; a new head gives rewards near zero."""
+
+
+@pytest.mark.parametrize("name", OF_TASKS)
 @pytest.mark.parametrize("way", ["trl yaml", "trl python"])
-def test_dpo_trainer_takes_the_steps(report: dict[str, Any], way: str, name: str) -> None:
-    config: TrainConfig = CONFIGS[name]
+def test_trainers_of_preferences_and_rewards_take_the_steps(
+    report: dict[str, Any], way: str, name: str
+) -> None:
+    config = OF_TASKS[name]
+    row = TRAINERS[config.trainer]
     values = of(report, name, way)
     assert values["steps"] == (2 if way == "trl yaml" else 6)  # three epochs of two steps
-    # The policy is the reference still, as good as: the loss is that of a coin.
-    assert values["loss"] == pytest.approx(math.log(2), rel=0.01)
+    assert values["loss"] == LOSS_AT_FIRST[row.task]
     # The prompt, the longer answer and its end; what is scored before needs no reference.
     assert (len(values["batch"]), values["length"]) == (2, 16)
-    assert values["reference"] is (name == "dpo")
+    is_copied = config.method == "full" and not config.precompute_ref_log_probs
+    assert values["reference"] is (row.has_reference and is_copied)
     assert values["checkpointing"] is (config.activation_checkpointing > 0)
     other = "trl python" if way == "trl yaml" else "trl yaml"
     assert values["trainable"] == of(report, name, other)["trainable"]
-    arguments = of(report, name, "dpo_config.yaml")
-    assert arguments["precompute_ref_log_probs"] is config.precompute_ref_log_probs
+    arguments = of(report, name, f"{row.command}_config.yaml")
+    assert arguments.get("precompute_ref_log_probs", False) is config.precompute_ref_log_probs
     assert arguments["max_length"] == config.sequence_length
+
+
+@pytest.mark.parametrize("way", ["trl yaml", "trl python"])
+def test_the_head_of_a_reward_model_trains_beside_its_adapter(
+    report: dict[str, Any], way: str
+) -> None:
+    adapter = of(report, "dpo-lora", way)["trainable"]
+    assert of(report, "reward-qlora", way)["trainable"] == adapter + 64
 
 
 def test_model_and_adapter_from_the_two_files(report: dict[str, Any]) -> None:

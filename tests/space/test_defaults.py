@@ -9,7 +9,7 @@ import pytest
 import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.space.defaults import default_base
+from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.rules import Context, broken_rules
 
@@ -84,3 +84,26 @@ def test_the_default_base_works_however_gpus_share_it(
     if (card, method) == ("a100", "full"):
         is_deepspeed = parallelism.startswith("zero")
         assert base.precision == ("bf16-mixed" if is_deepspeed else "bf16-true")
+
+
+@pytest.mark.parametrize(
+    ("task", "effective", "sizes"),
+    [
+        ("causal-lm", 12, [4, 2, 1]),
+        ("causal-lm", 5, [1]),
+        # KTOTrainer compares two samples at least.
+        ("kto", 12, [4, 2]),
+        ("kto", 9, [3]),
+        ("kto", 18, [2]),
+    ],
+)
+def test_larger_micro_batches_divide_the_effective_batch(
+    task: str, effective: int, sizes: list[int]
+) -> None:
+    workload = dataclasses.replace(
+        tiny_model.workload(1, ("full",)), task=task, effective_batch_size=effective
+    )
+    base = default_base(workload, find_gpu("a100"), tiny_model.MODEL)
+    larger = larger_micro_batches(base)
+    assert [config.micro_batch_size for config in larger] == sizes
+    assert {config.effective_batch_size for config in larger} == {effective}

@@ -88,6 +88,7 @@ def test_a_plan_is_for_the_first_of_the_layers_that_there_are() -> None:
 
 DPO = dataclasses.replace(FULL, trainer="trl-dpo", batching="padded")
 DPO_LORA = dataclasses.replace(LORA, trainer="trl-dpo", batching="padded")
+KTO = dataclasses.replace(FULL, trainer="trl-kto", batching="padded")
 
 
 def test_a_reference_that_scores_before_training_leaves_checkpointing_alone() -> None:
@@ -98,11 +99,16 @@ def test_a_reference_that_scores_before_training_leaves_checkpointing_alone() ->
         (broken,) = broken_rules(config, ADA)
         assert broken.name == "reference-restores-all-checkpointing"
         assert broken_rules(dataclasses.replace(config, precompute_ref_log_probs=True), ADA) == []
+        assert broken_rules(dataclasses.replace(config, trainer="trl-reward"), ADA) == []
 
 
 BREAKERS = {
     "trainer-of-the-task": (FULL, dataclasses.replace(ADA, task="dpo")),
-    "pairs-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
+    "answers-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
+    "compared-answers-need-others": (
+        dataclasses.replace(KTO, micro_batch_size=1, gradient_accumulation_steps=32),
+        ADA,
+    ),
     "scored-before-needs-a-reference": (
         dataclasses.replace(FULL, precompute_ref_log_probs=True),
         ADA,
@@ -113,11 +119,11 @@ BREAKERS = {
     ),
     "pairs-need-tried-settings": (dataclasses.replace(DPO_LORA, lora_targets="lm_head"), ADA),
     "pairs-run-eagerly-on-one-gpu": (dataclasses.replace(DPO, torch_compile="default"), ADA),
-    "dpo-makes-the-adapter": (
+    "trl-makes-the-adapter": (
         dataclasses.replace(QLORA, trainer="trl-dpo", batching="padded", kbit_preparation=True),
         ADA,
     ),
-    "reference-without-noise": (dataclasses.replace(DPO_LORA, lora_dropout=0.1), ADA),
+    "pairs-without-noise": (dataclasses.replace(DPO_LORA, lora_dropout=0.1), ADA),
     "micro-batch-divides": (dataclasses.replace(FULL, micro_batch_size=5), ADA),
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),
@@ -280,7 +286,7 @@ BREAKERS = {
         dataclasses.replace(WHOLE_BATCH, update_in_backward=True, optimizer="schedule_free_adamw"),
         ADA,
     ),
-    "backward-update-without-reference": (
+    "backward-update-without-pairs": (
         dataclasses.replace(
             DPO, update_in_backward=True, micro_batch_size=32, gradient_accumulation_steps=1
         ),

@@ -163,3 +163,10 @@ def test_of_the_highest_class_the_number_of_changes_is_counted_first() -> None:
     two = dataclasses.replace(LORA, lora_dropout=0.1, lora_variant="rslora")
     assert tradeoff_class(one, LORA) == tradeoff_class(two, LORA) == "recipe"
     assert gives_up(one, LORA) < gives_up(two, LORA)
+
+
+def test_a_loss_that_compares_samples_makes_the_micro_batch_part_of_the_recipe() -> None:
+    larger = {"micro_batch_size": 8, "gradient_accumulation_steps": 4}
+    for trainer, expected in (("trl-kto", "recipe"), ("trl-dpo", "exact")):
+        base = dataclasses.replace(FULL, trainer=trainer, batching="padded")
+        assert tradeoff_class(dataclasses.replace(base, **larger), base) == expected

@@ -27,9 +27,13 @@ class Phase(StrEnum):
     """A micro-batch reaches the device."""
     COUNT = "count"
     """Its labels are counted."""
+    MISMATCHED = "mismatched"
+    """The model's pass over answers to other prompts, which keeps nothing for a backward one."""
     EMBED = "embed"
     FORWARD = "forward"
     HEAD = "head"
+    REFERENCE_MISMATCHED = "reference_mismatched"
+    """The reference's pass over answers to other prompts."""
     REFERENCE = "reference"
     """The reference's pass, which keeps nothing for a backward one, and the loss of both."""
     HEAD_BACKWARD = "head_backward"
@@ -43,5 +47,7 @@ SETUP_PHASES = (
     Phase.WEIGHTS, Phase.BUFFERS, Phase.PREPARED, Phase.ADAPTER, Phase.REFERENCE_WEIGHTS, Phase.SETTLED,
 )  # fmt: skip
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
-FORWARD_PHASES = (Phase.EMBED, Phase.FORWARD, Phase.HEAD, Phase.REFERENCE)
+FORWARD_PHASES = (
+    Phase.MISMATCHED, Phase.EMBED, Phase.FORWARD, Phase.HEAD, Phase.REFERENCE_MISMATCHED, Phase.REFERENCE,
+)  # fmt: skip
 EMBED_PHASES = (Phase.EMBED, Phase.EMBED_BACKWARD)

@@ -24,7 +24,7 @@ from autotune.catalogue.attention import EXPANDED
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import PREFERENCES
+from autotune.space.trainers import BY_TASK, model_task
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
@@ -34,7 +34,6 @@ _AUTO_CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
     "sequence-classification": "AutoModelForSequenceClassification",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    PREFERENCES: "AutoModelForCausalLM",
 }
 
 
@@ -91,8 +90,11 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
 
     Raises UnsupportedModel.
     """
-    auto = getattr(transformers, _AUTO_CLASSES[task])
+    kind = model_task(task)
+    auto = getattr(transformers, _AUTO_CLASSES[kind])
     config = copy.deepcopy(config)
+    if task in BY_TASK and kind == "sequence-classification":
+        config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
     config.use_cache = False  # TrainingArguments.use_cache's default
     dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
     if spec.attention == EXPANDED:
@@ -108,12 +110,12 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
             ) from error
         raise UnsupportedModel(first_line(error)) from error
     of_text = model.config.get_text_config()
-    if task == "sequence-classification" and of_text.pad_token_id is None:
+    if kind == "sequence-classification" and of_text.pad_token_id is None:
         # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
         # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
         of_text.pad_token_id = 0
     # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
-    if task not in ("causal-lm", PREFERENCES):
+    if kind != "causal-lm":
         model.accepts_loss_kwargs = False
     built: nn.Module = model
     return built

@@ -12,6 +12,7 @@ from torch import nn
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import CLASSIFIER_HEADS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.trainers import model_task
 
 LAYERS = ("Linear4bit", "Linear8bitLt")
 
@@ -41,7 +42,7 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
         model,
         modules_to_not_convert=HfQuantizer.get_modules_to_not_convert(
             model,
-            list(CLASSIFIER_HEADS) if task == "sequence-classification" else None,
+            list(CLASSIFIER_HEADS) if model_task(task) == "sequence-classification" else None,
             model._keep_in_fp32_modules,
         ),
         quantization_config=BitsAndBytesConfig(**choices),

@@ -46,8 +46,8 @@ def build(
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
     if train_config.kbit_preparation:
         quantize.prepare(model)
-    # DPOTrainer adds it, so that it can take it for switched off.
-    if train_config.method != "full" and not TRAINERS[train_config.trainer].has_reference:
+    # TRL's trainer of preferences adds it, so that it can take it for switched off.
+    if train_config.method != "full" and not TRAINERS[train_config.trainer].task:
         model = adapters.add_adapter(model, task, train_config)
         if spec.num_splits > 1:
             tensor_parallel.check_adapters(model)

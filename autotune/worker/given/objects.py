@@ -46,7 +46,7 @@ def training_arguments(
 ) -> TrainingArguments:
     """Make new arguments: a workload's extra ones, then what was decided, then the overrides.
 
-    An SFTConfig or DPOConfig for a configuration of TRL's. Raises ConfigError for an unknown override.
+    An SFTConfig or its like for a configuration of TRL's. Raises ConfigError for an unknown override.
     """
     _set_environment(config)
     kind: Any = TrainingArguments

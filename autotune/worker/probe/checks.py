@@ -86,9 +86,9 @@ def _adapter_dtype(config: TrainConfig) -> str:
     """The dtype that an adapter should have.
 
     float32 where PEFT casts it; else that of the weights beside it, where they are of a float one.
-    DPOTrainer, which adds it, has cast it already where the base is quantised.
+    A trainer of preferences, which adds it, has cast it already where the base is quantised.
     """
-    if TRAINERS[config.trainer].has_reference and config.quantization != "none":
+    if TRAINERS[config.trainer].task and config.quantization != "none":
         return "bfloat16"
     if ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
         return "float32"

@@ -151,7 +151,7 @@ def _run(
     memory.model_is_built()
     if is_gathered(config):
         name_layers(model)
-    makes_adapter = TRAINERS[config.trainer].has_reference
+    makes_adapter = bool(TRAINERS[config.trainer].task)
     if not makes_adapter:
         checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.

@@ -63,8 +63,9 @@ def build_trainer(
     elif config.batching == "padding-free":
         more["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
-    has_reference = TRAINERS[config.trainer].has_reference
-    made_with = trl_trainers.pairs_of_words(1, 1) if has_reference else rows
+    made_with = rows
+    if TRAINERS[config.trainer].task:
+        made_with = trl_trainers.samples_of_words(config, 1, 1)
     trainer = _by_micro_step(trainer_class)(
         model=model, args=arguments, train_dataset=made_with, **more
     )
@@ -80,10 +81,11 @@ def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: Prob
     if not spec.confirm_steps:
         return None
     num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size * config.data_parallel_size
-    if TRAINERS[config.trainer].has_reference:
-        # TRL refuses to score new pairs with a reference that training has changed.
+    if TRAINERS[config.trainer].task:
+        # TRL refuses to score new samples with a reference that training has changed.
         is_lost = config.precompute_ref_log_probs and config.method == "full"
-        return None if is_lost else trl_trainers.pairs_of_words(num_rows, config.sequence_length)
+        length = config.sequence_length
+        return None if is_lost else trl_trainers.samples_of_words(config, num_rows, length)
     return _rows(hf_config, config, spec, num_rows, kept=num_rows)
 
 

@@ -1,12 +1,14 @@
 """Parts of a probe that TRL's trainers want beside Transformers': arguments, rows, a tokenizer, a reference.
 
-The rows are tokens already, as those of the exported train.py: TRL prepares nothing. DPOTrainer prepares what
-it is made with in any case, so that it is made with a pair of words, and given its rows afterwards.
+The rows are tokens already, as those of the exported train.py: TRL prepares nothing. Trainers of preferences
+and rewards prepare what they are made with in any case, so that they are made with a few words, and given
+their rows afterwards.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig
-from autotune.space.trainers import TRAINERS, trainers_of
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import adapters
 from autotune.worker.build.model import UnsupportedModel
 
@@ -25,10 +27,12 @@ def trainer_class(config: TrainConfig, task: str) -> type[Trainer]:
     Raises UnsupportedModel where it trains no such task, or is not installed.
     """
     row = TRAINERS[config.trainer]
-    if not row.has_reference and task != "causal-lm":
+    if row.task and task != row.task:
+        raise UnsupportedModel(
+            f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
+        )
+    if not row.task and task != "causal-lm":
         raise UnsupportedModel(f"{row.class_name} trains causal language models only")
-    if config.trainer not in trainers_of(task):
-        raise UnsupportedModel(f"{row.class_name} trains on pairs of answers only (--task dpo)")
     try:
         import trl
     except ImportError as error:
@@ -44,14 +48,14 @@ def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
     import trl
 
     row = TRAINERS[config.trainer]
-    of_rows: dict[str, Any] = (
-        {"precompute_ref_log_probs": config.precompute_ref_log_probs}
-        if row.has_reference
-        else {
+    of_rows: dict[str, Any] = {}
+    if row.has_reference:
+        of_rows = {"precompute_ref_log_probs": config.precompute_ref_log_probs}
+    elif not row.task:
+        of_rows = {
             "dataset_kwargs": {"skip_prepare_dataset": True},
             "padding_free": config.batching == "padding-free",
         }
-    )
     made: TrainingArguments = getattr(trl, row.arguments_class)(
         max_length=None, **of_rows, **values
     )
@@ -61,16 +65,17 @@ def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
 def beside(model: Any, task: str, config: TrainConfig) -> dict[str, Any]:
     """Return the keywords of TRL's trainers beside arguments and rows.
 
-    DPOTrainer makes the adapter itself: one that is there already would be its reference's, too. The frozen
-    copy of a model without one is in evaluation mode, as `from_pretrained` leaves it.
+    A trainer with a reference makes the adapter itself: one that is there already would be its reference's,
+    too. The frozen copy of a model without one is in evaluation mode, as `from_pretrained` leaves it.
     """
     given: dict[str, Any] = {"processing_class": tokenizer()}
-    if not TRAINERS[config.trainer].has_reference:
+    row = TRAINERS[config.trainer]
+    if not row.task:
         return given
     if config.method != "full":
         fields = peft_fields(config)
         return {**given, "peft_config": adapters.peft_config(model, task, fields, config.method)}
-    if not config.precompute_ref_log_probs:
+    if row.has_reference and not config.precompute_ref_log_probs:
         given["ref_model"] = copy.deepcopy(model).eval()
     return given
 
@@ -82,8 +87,8 @@ def dataset(rows: Any, config: TrainConfig) -> Any:
     """
     from datasets import Dataset
 
-    if TRAINERS[config.trainer].has_reference:
-        return _Pairs(rows, config)
+    if TRAINERS[config.trainer].task:
+        return _Samples(rows, config)
 
     def tokens(row: dict[str, Any], number: int) -> dict[str, list[int]]:
         ids, mask = row["input_ids"], row.get("attention_mask")
@@ -94,29 +99,70 @@ def dataset(rows: Any, config: TrainConfig) -> Any:
     return Dataset.from_list([tokens(row, number) for number, row in enumerate(rows)])
 
 
-class _Pairs(torch.utils.data.Dataset[dict[str, Any]]):
-    """Two rows each with their first token in common, of which the second lacks its last."""
+class _Samples(torch.utils.data.Dataset[dict[str, Any]]):
+    """Samples of a trainer of preferences or rewards: every second answer lacks its last token."""
 
     def __init__(self, rows: Any, config: TrainConfig) -> None:
         self._rows = rows
-        is_scored = config.precompute_ref_log_probs
-        self._scores = ("ref_chosen_logps", "ref_rejected_logps") if is_scored else ()
+        self._per_sample = TRAINERS[config.trainer].rows_per_sample
+        self._sample, scores = _SAMPLES[config.trainer]
+        self._scores = scores if config.precompute_ref_log_probs else ()
 
     def __len__(self) -> int:
-        return len(self._rows) // 2
+        return len(self._rows) // self._per_sample
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        ids, others = (self._rows[n]["input_ids"].tolist() for n in (2 * index, 2 * index + 1))
-        answers = {"chosen_ids": ids[1:], "rejected_ids": others[1:-1] or others}
-        return {"prompt_ids": ids[:1], **answers, **dict.fromkeys(self._scores, 0.0)}
+        if index >= len(self):
+            raise IndexError(index)
+        return {**self._sample(self._ids, index), **dict.fromkeys(self._scores, 0.0)}
+
+    def _ids(self, number: int) -> list[int]:
+        ids: list[int] = self._rows[number]["input_ids"].tolist()
+        return (ids[:-1] or ids) if number % 2 else ids
 
 
-def pairs_of_words(count: int, sequence_length: int) -> Any:
-    """So many pairs whose chosen answers have that length, as texts for `tokenizer`."""
+_Ids = Callable[[int], list[int]]
+
+
+def _pair(ids_of: _Ids, index: int) -> dict[str, Any]:
+    return {"chosen_ids": ids_of(2 * index), "rejected_ids": ids_of(2 * index + 1)}
+
+
+def _pair_behind_a_prompt(ids_of: _Ids, index: int) -> dict[str, Any]:
+    """A pair whose rows have their first token in common."""
+    pair = _pair(ids_of, index)
+    prompt = pair["chosen_ids"][:1]
+    return {"prompt_ids": prompt, **{name: ids[1:] or ids for name, ids in pair.items()}}
+
+
+def _labelled(ids_of: _Ids, index: int) -> dict[str, Any]:
+    """A row with a label, and the answer of the row before it, whose own prompt is another."""
+    ids, before = ids_of(index), ids_of(max(index - 1, 0))
+    return {
+        "prompt_ids": ids[:1],
+        "completion_ids": ids[1:] or ids,
+        "KL_completion_ids": before[1:] or before,
+        "label": index % 2 == 0,
+    }
+
+
+_SAMPLES: dict[str, tuple[Callable[[_Ids, int], dict[str, Any]], tuple[str, ...]]] = {
+    "trl-dpo": (_pair_behind_a_prompt, ("ref_chosen_logps", "ref_rejected_logps")),
+    "trl-reward": (_pair, ()),
+    "trl-kto": (_labelled, ("ref_logps", "ref_KL_logps")),
+}
+"""How a sample is made of rows, and what it has besides where a reference has scored it, by its trainer."""
+
+
+def samples_of_words(config: TrainConfig, count: int, sequence_length: int) -> Any:
+    """So many samples whose longest answers have that length, as texts for `tokenizer`."""
     from datasets import Dataset
 
     answer = " word" * max(sequence_length - 2, 1)
-    return Dataset.from_list([{"prompt": "word", "chosen": answer, "rejected": " word"}] * count)
+    sample = {"prompt": "word", "completion": answer, "label": True}
+    if TRAINERS[config.trainer].rows_per_sample > 1:
+        sample = {"prompt": "word", "chosen": answer, "rejected": " word"}
+    return Dataset.from_list([sample] * count)
 
 
 def tokenizer() -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from autotune.records.estimate import TraceSpec
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import text_part
 from autotune.worker.build.tensor_parallel import local
@@ -33,13 +34,14 @@ class Symbols:
         self._micro_batch = micro_batch
         self._rank = rank
         row = micro_batch * sequence_length
+        compares = TRAINERS[spec.trainer].compares_samples
         near = {
-            "padded": ((micro_batch, 1),),
+            "padded": ((micro_batch, 1), *(((micro_batch, -1),) if compares else ())),
             "padding-free": ((micro_batch, 1), (row, 1), (row, -1)),
         }
         self._near = () if spec.single else near.get(spec.batching, ())
         """Numbers that are near a term, as (the term, the difference): where each sample begins, and the last
-        ends; the tokens of a row with one before or behind, or without the last."""
+        ends; the tokens of a row with one before or behind, or without it; good answers beside a bad one."""
 
     def term(self, number: int) -> Term:
         """The term of a number; of a number that is near a term, that one."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autotune.space.trainers import PREFERENCES, TRAINERS
+from autotune.space.trainers import TRAINERS, model_task
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Device
@@ -45,7 +45,7 @@ def apply(model: Any, task: str, trainer: str) -> None:
 
     Raises UnsupportedModel where Liger is not installed or does not know the model.
     """
-    if task not in ("causal-lm", PREFERENCES):
+    if model_task(task) != "causal-lm":
         raise UnsupportedModel("Liger replaces the forward pass of causal language models only")
     kind = _base(model).config.model_type
     try:

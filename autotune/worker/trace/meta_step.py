@@ -6,7 +6,7 @@ accelerate 1.15 Accelerator.prepare_model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -23,7 +23,7 @@ from autotune.worker.build import adapters, fp8, loading, quantize, tensor_paral
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.build.tensor_parallel import local
-from autotune.worker.trace import dpo, liger, sft
+from autotune.worker.trace import liger, sft, trl_steps
 from autotune.worker.trace.cuda import META
 from autotune.worker.trace.tracker import Recording, Tracker, in_backward
 
@@ -59,6 +59,10 @@ class MetaStep:
         """Numbers of its parameters' tensors."""
         self.task = task
         self.spec = spec
+        self._trl = trl_steps.STEPS.get(spec.trainer)
+        self._passes: Iterator[Phase] = iter(())
+        """Phases of the passes without gradients that are still to come."""
+        self._pass = Phase.EMBED
         self.tracker = tracker
         self._rank = rank
         self._copies = copies
@@ -126,13 +130,8 @@ class MetaStep:
                 tensor_parallel.check_adapters(self.model)
         if spec.trainer == "trl-sft":
             sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
-        if spec.trainer == "trl-dpo":
-            self.reference = dpo.prepare(
-                self.model,
-                self.task,
-                is_quantized=spec.quantization != "none",
-                is_precomputed=spec.precompute_ref_log_probs,
-            )
+        if self._trl is not None:
+            self.reference = trl_steps.prepare(self.model, self.task, spec)
         if spec.method in ADAPTERS:
             self._own_new(Phase.ADAPTER, place_of)
         if self.reference is not None:
@@ -205,7 +204,9 @@ class MetaStep:
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
             inputs = batch_of(self.task, self.spec, micro_batch, sequence_length)
-            self.model(**{k: v for k, v in inputs.items() if k not in dpo.OF_PAIRS})
+            self.model(
+                **{k: v for k, v in inputs.items() if self._trl is None or k in trl_steps.OF_MODEL}
+            )
         self._own_new(Phase.SETTLED, place_finder(self.model))
 
     def _own_new(
@@ -235,6 +236,7 @@ class MetaStep:
             self.mark(Phase.COUNT)
             inputs["num_items_in_batch"] = num_items(model, inputs["labels"])
         self.keep(*inputs.values())
+        self._passes = iter(() if self._trl is None else self._trl.passes)
         for each in filter(None, (model, self.reference)):
             handles.append(each.register_forward_pre_hook(self._begin))
             for number, stack in enumerate(layer_stacks(each)):
@@ -270,9 +272,9 @@ class MetaStep:
             num_items = inputs.pop("num_items_in_batch")
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
             return sft_loss
-        if self.spec.trainer == "trl-dpo":
-            dpo_loss: torch.Tensor = dpo.loss_of(model, self.reference, inputs)
-            return dpo_loss / 1  # the number of micro-batches
+        if self._trl is not None:
+            own_loss: torch.Tensor = self._trl.loss_of(model, self.reference, inputs)
+            return own_loss / 1  # the number of micro-batches
         outputs = model(**inputs)
         loss: torch.Tensor = outputs["loss"]
         del outputs
@@ -310,16 +312,17 @@ class MetaStep:
         return handles
 
     def _begin(self, *_: Any) -> None:
-        """Mark where the reference's pass begins: what it is done with keeps nothing."""
-        if not torch.is_grad_enabled() and not in_backward():
-            self.mark(Phase.REFERENCE)
+        """Mark where a pass begins: the model's own, or one that keeps nothing."""
+        if not in_backward():
+            self._pass = Phase.EMBED if torch.is_grad_enabled() else next(self._passes)
+            self._mark_change(self._pass, OUTSIDE)
 
     def _enter(self, place: Place) -> Callable[..., None]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if in_backward():
                 return
             if not torch.is_grad_enabled():
-                self.mark(Phase.REFERENCE, place)
+                self.mark(self._pass, place)
                 return
             self.mark(Phase.FORWARD, place)
             hidden = args[0] if args else kwargs["hidden_states"]
@@ -337,7 +340,7 @@ class MetaStep:
             if hidden.requires_grad and is_kept:
                 hidden.register_hook(lambda _: self.mark(Phase.BACKWARD, place))
             if is_last:
-                phase = Phase.HEAD if is_kept else Phase.REFERENCE
+                phase = Phase.HEAD if is_kept else self._pass
                 self.tracker.mark_before_next((phase, OUTSIDE))
 
         return leave
@@ -375,13 +378,8 @@ def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int)
         return torch.empty(shape, dtype=dtype, device=META)
 
     shape = micro_batch, sequence_length
-    if spec.trainer == "trl-dpo":
-        pairs = 2 * micro_batch, sequence_length
-        names = ("input_ids", "attention_mask", dpo.OF_PAIRS[0])
-        scores = dpo.OF_PAIRS[1:] if spec.precompute_ref_log_probs else ()
-        return {name: empty(*pairs) for name in names} | {
-            name: empty(micro_batch, dtype=torch.float32) for name in scores
-        }
+    if spec.trainer in trl_steps.STEPS:
+        return trl_steps.batch_of(spec, *shape, empty)
     if spec.batching == "padding-free":
         return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
     labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)

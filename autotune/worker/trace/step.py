@@ -30,12 +30,12 @@ from autotune.memory.traces.copies import Layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import TRAINERS, model_task
 from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
-from autotune.worker.trace import attention, flex, forks, liger, sft, shared_models
+from autotune.worker.trace import attention, flex, forks, liger, sft, shared_models, trl_steps
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import META, Device, Workspaces, device_choices
 from autotune.worker.trace.encode import Symbols, encode
@@ -217,7 +217,7 @@ def trace_step(
         at_launch=workspaces.at_launch,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
-            **(_OF_LABELS if task == "sequence-classification" else {}),
+            **(_OF_LABELS if model_task(task) == "sequence-classification" else {}),
             **attention.decompositions(spec, sequence_length),
             **(tensor_parallel.stand_ins() if is_split else {}),
         },
@@ -231,6 +231,7 @@ def trace_step(
         ),
     )
     tracker = make_tracker()
+    tracker.decompositions |= trl_steps.decompositions(spec, micro_batch, tracker.decompositions)
     tracker.has_padding = spec.batching == "padded"
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     takes_block = spec.quantization != "none" and device.backend == "cuda"

@@ -1,0 +1,195 @@
+"""Steps of TRL's trainers of preferences and rewards in a trace: their own losses run, and what they log.
+
+A pair is two rows of a batch, all chosen answers before all rejected ones. The reference is a frozen copy of
+the model, or the model with its adapter switched off; where its scores were worked out before training they
+come with the batch. Labels are not known on `meta`: of KTO's, one of each micro-batch is taken to be bad.
+
+Source: trl 1.16 trainer/dpo_trainer.py, reward_trainer.py, kto_trainer.py (__init__ and the loss of each).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotune.memory.traces import Phase
+from autotune.records.estimate import TraceSpec
+from autotune.space.trainers import TRAINERS
+from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.trace.sft import cast_adapter
+
+OF_MODEL = ("input_ids", "attention_mask")
+"""Tensors of a batch that a model is given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnStep:
+    """What a trainer has that others have not."""
+
+    loss_of: Callable[[Any, nn.Module | None, dict[str, Any]], Any]
+    """Computes the loss of a model, its reference and a batch, with the trainer's own code."""
+    outputs: tuple[str, ...] = ()
+    """Fields of each token that the model's head works out in chunks; none where it makes its logits."""
+    of_tokens: tuple[str, ...] = OF_MODEL
+    """Tensors of a batch with a number for each token."""
+    of_samples: tuple[tuple[str, torch.dtype], ...] = ()
+    """Tensors of a batch with a number for each sample."""
+    scores: tuple[str, ...] = ()
+    """Those beside them where the reference has scored the samples before training."""
+    passes: tuple[Phase, ...] = ()
+    """Phases of the forward passes that keep nothing, in order."""
+
+
+def prepare(model: Any, task: str, spec: TraceSpec) -> nn.Module | None:
+    """Prepare a model with its adapter as the trainer does; return the reference, where it is a copy.
+
+    Raises UnsupportedModel for another task, or where TRL is not installed.
+    """
+    row, step = TRAINERS[spec.trainer], STEPS[spec.trainer]
+    if task != row.task:
+        raise UnsupportedModel(
+            f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
+        )
+    try:
+        from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+    except ImportError as error:
+        raise UnsupportedModel(
+            f"TRL is not installed here ({error}). It needs: pip install trl"
+        ) from error
+    has_adapter = hasattr(model, "get_base_model")
+    if spec.quantization != "none":
+        cast_adapter(model)
+    is_copy = row.has_reference and not has_adapter and not spec.precompute_ref_log_probs
+    reference = copy.deepcopy(model).eval() if is_copy else None
+    for each in filter(None, (model, reference)):
+        disable_dropout_in_model(each)
+    if step.outputs:
+        add_fused_lm_head(model.get_base_model() if has_adapter else model, outputs=step.outputs)
+    if reference is not None:
+        add_fused_lm_head(reference)
+    return reference
+
+
+def batch_of(
+    spec: TraceSpec, micro_batch: int, sequence_length: int, empty: Callable[..., torch.Tensor]
+) -> dict[str, Any]:
+    """The batch of the trainer's collator, of samples at full length."""
+    step = STEPS[spec.trainer]
+    rows = TRAINERS[spec.trainer].rows_per_sample * micro_batch
+    scores = [(name, torch.float32) for name in step.scores if spec.precompute_ref_log_probs]
+    return {name: empty(rows, sequence_length) for name in step.of_tokens} | {
+        name: empty(micro_batch, dtype=dtype) for name, dtype in (*scores, *step.of_samples)
+    }
+
+
+def decompositions(
+    spec: TraceSpec, micro_batch: int, others: Mapping[Any, Callable[..., Any]]
+) -> dict[Any, Callable[..., Any]]:
+    """Answers to which samples are good, and then which are bad: all but one, and one.
+
+    What else is asked for `others` answer.
+    """
+    if not TRAINERS[spec.trainer].compares_samples:
+        return {}
+    numbers = itertools.cycle((micro_batch - 1, 1))
+    others, nonzero = dict(others), torch.ops.aten.nonzero.default
+
+    def labelled(mask: torch.Tensor) -> Any:
+        if not mask.is_meta or mask.shape != (micro_batch,):
+            return others[nonzero](mask) if nonzero in others else NotImplemented
+        return torch.empty((next(numbers), 1), dtype=torch.int64, device=mask.device)
+
+    return {nonzero: labelled}
+
+
+def _trainer(model: Any, reference: nn.Module | None, **own: Any) -> Any:
+    """What every loss asks of its trainer, on one device."""
+    text = model.config.get_text_config()
+    coefficient = getattr(text, "router_aux_loss_coef", 0.0)
+    return SimpleNamespace(
+        model=model,
+        ref_model=reference,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None, center_rewards_coefficient=None),
+        accelerator=SimpleNamespace(
+            device=torch.device("meta"),
+            gather=lambda tensor: tensor,
+            gather_for_metrics=lambda tensor: tensor,
+            unwrap_model=lambda model: model,
+        ),
+        aux_loss_enabled=hasattr(text, "output_router_logits") and coefficient != 0.0,
+        router_aux_loss_coef=coefficient,
+        beta=0.1,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        **own,
+    )
+
+
+def _dpo_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -> Any:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    trainer = _trainer(
+        model,
+        reference,
+        precompute_ref_logps="ref_chosen_logps" in inputs,
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        loss_types=["sigmoid"],
+        loss_weights=[1.0],
+        use_weighting=False,
+    )
+    return DPOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
+
+
+def _reward_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -> Any:
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    return RewardTrainer.compute_loss(_trainer(model, reference), model, inputs)
+
+
+def _kto_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -> Any:
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    trainer = _trainer(
+        model,
+        reference,
+        precompute_ref_logps="ref_logps" in inputs,
+        calculate_KL=True,
+        loss_type="kto",
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+    )
+    trainer._compute_kl_logps = lambda *args: KTOTrainer._compute_kl_logps(trainer, *args)
+    return KTOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
+
+
+STEPS = {
+    "trl-dpo": OwnStep(
+        loss_of=_dpo_loss,
+        outputs=("log_probs", "entropy", "mean_logits", "is_top1"),
+        of_tokens=(*OF_MODEL, "completion_mask"),
+        scores=("ref_chosen_logps", "ref_rejected_logps"),
+        passes=(Phase.REFERENCE,),
+    ),
+    "trl-reward": OwnStep(loss_of=_reward_loss),
+    "trl-kto": OwnStep(
+        loss_of=_kto_loss,
+        outputs=("log_probs", "entropy", "mean_logits"),
+        of_tokens=tuple(
+            f"{prefix}{name}" for prefix in ("", "KL_") for name in (*OF_MODEL, "completion_mask")
+        ),
+        of_samples=(("label", torch.bool),),
+        scores=("ref_logps", "ref_KL_logps"),
+        passes=(Phase.MISMATCHED, Phase.REFERENCE_MISMATCHED, Phase.REFERENCE),
+    ),
+}
+"""Trainers that have a task of their own, by their names in TRAINERS."""

@@ -1,0 +1,106 @@
+"""Real probes of TRL's trainers of preferences and rewards on the CPU, against the prediction.
+
+Bytes as in test_probe_sft.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from test_probe import (
+    FULL,
+    LORA,
+    QLORA,
+    SEQUENCE_LENGTH,
+    _quiet_and_steady,  # noqa: F401
+    estimated,
+    run,
+)
+from test_probe_sft import _folded_in_registers  # noqa: F401
+
+from autotune.common.units import MIB
+from autotune.space.config import TrainConfig
+from autotune.space.trainers import BY_TASK, TRAINERS
+
+pytest.importorskip("trl")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+def of(trainer: str, config: TrainConfig = FULL, **changes: Any) -> TrainConfig:
+    return dataclasses.replace(config, trainer=trainer, batching="padded", **changes)
+
+
+OF_LORA = dataclasses.replace(LORA, precision="fp32")
+PLAN = {
+    "activation_checkpointing": 1, "checkpoint_plan": "recompute", "checkpoint_layers": 2
+}  # fmt: skip
+BEFORE = {"precompute_ref_log_probs": True}
+CONFIGS = {
+    "dpo full": of("trl-dpo"),
+    "dpo full, scored before": of("trl-dpo", **BEFORE, activation_checkpointing=2),
+    "dpo full checkpointed": of("trl-dpo", activation_checkpointing=1, micro_batch_size=1),
+    "dpo lora": of("trl-dpo", OF_LORA),
+    "dpo lora plan, scored before": of("trl-dpo", OF_LORA, **BEFORE, **PLAN),
+    "dpo lora checkpointed": of("trl-dpo", OF_LORA, activation_checkpointing=1),
+    "reward full checkpointed": of("trl-reward", activation_checkpointing=2, micro_batch_size=1),
+    "reward lora plan": of("trl-reward", OF_LORA, **PLAN),
+    "kto full": of("trl-kto"),
+    "kto lora checkpointed": of("trl-kto", OF_LORA, activation_checkpointing=1),
+    "kto lora, scored before": of("trl-kto", OF_LORA, **BEFORE),
+}
+TRAINERS_OF_OWN = [row.name for row in BY_TASK.values()]
+
+
+def task_of(config: TrainConfig) -> str:
+    return TRAINERS[config.trainer].task
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = CONFIGS[name]
+    task = task_of(config)
+    measured, predicted = run(config, task=task), estimated(config, monkeypatch, task=task)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert measured.loss_is_finite
+    assert measured.peak_allocated_bytes is not None
+    assert measured.peak_reserved_bytes is not None
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    # Token ids and two masks of both answers, or of two batches.
+    batch_bytes = 3 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    assert 0 <= difference <= 4 * batch_bytes
+    assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
+
+
+@pytest.mark.parametrize("trainer", TRAINERS_OF_OWN)
+def test_in_16_bits_a_probe_needs_a_little_more(
+    trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = of(trainer, QLORA)
+    task = task_of(config)
+    measured, predicted = run(config, task=task), estimated(config, monkeypatch, task=task)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert measured.peak_allocated_bytes is not None
+    assert 1 <= measured.peak_allocated_bytes / predicted.peak_allocated_bytes < 1.04
+
+
+@pytest.mark.parametrize("trainer", TRAINERS_OF_OWN)
+def test_a_confirmation_evaluates_saves_and_goes_on_with_varied_lengths(trainer: str) -> None:
+    config = of(trainer, OF_LORA)
+    measured = run(config, task=task_of(config), confirm_steps=2, varied_steps=4, lengths=(4, 40))
+    assert (measured.outcome, measured.message) == ("ok", "")
+    assert (measured.num_steps, measured.num_varied_steps) == (2, 4)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS_OF_OWN)
+def test_it_trains_its_own_task_alone(trainer: str) -> None:
+    measured, row = run(of(trainer)), TRAINERS[trainer]
+    assert measured.outcome == "invalid"
+    assert (
+        measured.message == f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
+    )
