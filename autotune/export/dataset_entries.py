@@ -40,7 +40,7 @@ def trl_loss(dataset: Dataset | None) -> dict[str, object]:
 
 
 def trl_dataset(dataset: Dataset | None) -> dict[str, object]:
-    """Return the keys of `trl sft` or `trl dpo` for the dataset."""
+    """Return the keys of `trl sft` and its like for the dataset."""
     return {} if dataset is None else {"datasets": [load_arguments(dataset)]}
 
 
@@ -50,7 +50,7 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
         return ()
     usual = {
         "chat": ("messages", "conversations"), "prompt-completion": ("prompt",),
-        "text": None, "preferences": None,
+        "text": None, "preferences": None, "unpaired": None,
     }  # fmt: skip
     fields = usual.get(dataset.format, ())
     if fields is None or (

@@ -24,6 +24,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "labels": (("text",), ("label", "labels")),
     "text": (("text",), ()),
     "preferences": (("chosen",), ("rejected",)),
+    "unpaired": (("prompt",), ("completion",)),
 }
 # In the order in which they are looked for.
 FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,8 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "sequence-classification": ("labels",),
     "seq2seq-lm": ("source-target", "prompt-completion", "instruction"),
     "dpo": ("preferences",),
+    "reward": ("preferences",),
+    "kto": ("unpaired", "preferences"),
 }
 LOSS_ON = ("answers", "all")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
@@ -104,6 +107,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
         if recognised[0] == "preferences":
             read += read_pair(row, place)
+        elif recognised[0] == "unpaired":
+            read.append(read_labelled(row, place))
         else:
             read.append(read_sample(row, *recognised, place))
     if recognised is None:
@@ -119,10 +124,10 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
         raise UnusableData(
             f"the format {columns.format} is not for {task}", f"It takes {', '.join(possible)}"
         )
-    is_of_pairs = possible == ("preferences",)
-    if is_of_pairs and (columns.text_field or columns.answer_field):
+    is_of_trl = "preferences" in possible
+    if is_of_trl and (columns.text_field or columns.answer_field):
         raise UnusableData(
-            "TRL's DPOTrainer reads chosen, rejected and prompt, and no other fields",
+            "TRL reads prompt, chosen and rejected, or prompt, completion and label, and no other fields",
             "Leave --text-field and --answer-field out, and rename the dataset's",
         )
     for name in possible if columns.format is None else (columns.format,):
@@ -140,8 +145,8 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     if columns.format is not None:
         wanted = " and ".join(map("/".join, filter(None, FORMATS[columns.format])))
     remedy = "--text-field and --answer-field name other fields, --format what they are"
-    if is_of_pairs:
-        remedy = "Rename its fields: TRL reads chosen and rejected, and a prompt where it is apart"
+    if is_of_trl:
+        remedy = "Rename its fields: TRL reads no other names"
     raise UnusableData(
         f"sample 1 has the fields {shown(', '.join(map(str, row)))}, and {task} takes {wanted}",
         remedy,
@@ -179,24 +184,44 @@ def read_sample(
 
 def read_pair(row: Mapping[str, Any], place: str) -> list[Sample]:
     """The chosen answer and the rejected one, each with its prompt, which may be a part of both."""
-    prompt, tools = row.get("prompt"), read_json(row.get("tools"))
-    answers = row.get("chosen"), row.get("rejected")
-    parts = [part for part in (prompt, *answers) if part is not None]
-    if None in answers or not (
-        all(isinstance(part, str) for part in parts)
-        or all(isinstance(part, list) for part in parts)
-    ):
+    prompt, answers = row.get("prompt"), [row.get("chosen"), row.get("rejected")]
+    if None in answers or not are_alike([prompt, *answers]):
         raise UnusableData(
             f"{place} has not texts alone, nor messages alone, in chosen, rejected and prompt",
             "All of them are texts, or lists of messages; without a prompt both answers begin with it",
         )
-    if isinstance(answers[0], str):
-        return [Sample(text=prompt or "", answer=answer) for answer in answers]
+    return [read_answer(row, prompt, answer, place) for answer in answers]
+
+
+def read_labelled(row: Mapping[str, Any], place: str) -> Sample:
+    """An answer with its prompt, which a label calls good or bad."""
+    prompt, answer = row.get("prompt"), row.get("completion")
+    if None in (prompt, answer) or not are_alike([prompt, answer]):
+        raise UnusableData(
+            f"{place} has not texts alone, nor messages alone, in prompt and completion",
+            "Both are texts, or both are lists of messages",
+        )
+    if row.get("label") not in (True, False):
+        found = f": {shown(row['label'])}" if "label" in row else ""
+        raise UnusableData(
+            f"{place} has no label that is true or false{found}",
+            "A label is true where the completion is good, false where it is bad",
+        )
+    return read_answer(row, prompt, answer, place)
+
+
+def are_alike(parts: list[Any]) -> bool:
+    """Whether those that are there are all texts, or all lists of messages."""
+    there = [part for part in parts if part is not None]
+    return any(all(isinstance(part, kind) for part in there) for kind in (str, list))
+
+
+def read_answer(row: Mapping[str, Any], prompt: Any, answer: Any, place: str) -> Sample:
+    if isinstance(answer, str):
+        return Sample(text=prompt or "", answer=answer)
     given = read_messages(prompt, place) if prompt else []
-    return [
-        Sample(messages=given + read_messages(each, place), num_given=len(given), tools=tools)
-        for each in answers
-    ]
+    messages = given + read_messages(answer, place)
+    return Sample(messages=messages, num_given=len(given), tools=read_json(row.get("tools")))
 
 
 def check_text(value: Any, name: str | None, place: str) -> None:

@@ -12,6 +12,7 @@ FORMATS = (
     "labels",
     "text",
     "preferences",
+    "unpaired",
 )
 """Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
 LOSS_ON = ("answers", "all")

@@ -1,14 +1,17 @@
-"""`autotune find --task dpo --backend cpu`: from a dataset of preferences to a program that trains on it."""
+"""`autotune find --task dpo --backend cpu` and the like: from a dataset to a program that trains on it."""
 
 from __future__ import annotations
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import here
 import pytest
 from test_export_trains import make_models
+
+from autotune.space.trainers import BY_TASK
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
@@ -26,7 +29,7 @@ methods:
     lora_rank: [16]
     lora_targets: [all-linear]
 """
-NUM_PAIRS = 8
+NUM_SAMPLES = 8
 RUN = """
 import runpy, sys
 from transformers import TrainingArguments
@@ -45,47 +48,48 @@ def words(random_: random.Random, most: int) -> str:
     return " ".join(f"w{random_.randrange(60)}" for _ in range(random_.randrange(3, most)))
 
 
+def pair(draw: random.Random) -> dict[str, Any]:
+    return {"prompt": words(draw, 6) + " ", "chosen": words(draw, 30), "rejected": words(draw, 20)}
+
+
+def labelled(draw: random.Random) -> dict[str, Any]:
+    label = draw.random() < 0.5
+    return {"prompt": words(draw, 6) + " ", "completion": words(draw, 30), "label": label}
+
+
 @pytest.mark.usefixtures("forked_workers")
-def test_what_is_found_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", BY_TASK)
+def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
+    row = BY_TASK[task]
     make_models(tmp_path)
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     draw = random.Random(0)
-    pairs = [
-        {"prompt": words(draw, 6) + " ", "chosen": words(draw, 30), "rejected": words(draw, 20)}
-        for _ in range(NUM_PAIRS)
-    ]
-    dataset = tmp_path / "pairs.jsonl"
-    dataset.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    make = labelled if row.rows_per_sample == 1 else pair
+    dataset = tmp_path / "rows.jsonl"
+    lines = (json.dumps(make(draw)) + "\n" for _ in range(NUM_SAMPLES))
+    dataset.write_text("".join(lines), encoding="utf-8")
 
     found = here.command(
-        *(
-            "find",
-            "--model",
-            str(tmp_path / "llama"),
-            "--task",
-            "dpo",
-            "--method",
-            "lora",
-            "--dataset",
-            str(dataset),
-        ),
-        *("--backend", "cpu", "--gpu-mem", "60MB", "--space", "space.yaml", "--seq-len", "32"),
-        *("--effective-batch", "4", "--effort", "quick", "--out", "out"),
+        *("find", "--model", str(tmp_path / "llama"), "--task", task, "--method", "lora"),
+        *("--dataset", str(dataset), "--space", "space.yaml", "--seq-len", "32"),
+        *("--backend", "cpu", "--gpu-mem", "60MB", "--effective-batch", "4", "--effort", "quick"),
+        *("--out", "out"),
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr
-    assert f"preferences, {NUM_PAIRS} pairs, each answer with its prompt" in found.stdout
-    assert " pairs/s" in found.stdout
+    assert f", {NUM_SAMPLES} {row.sample}s, each answer with its prompt" in found.stdout
+    assert f" {row.sample}s/s" in found.stdout
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     best = result["measured"]["best"]
     assert result["evidence"] == "measured"
-    assert (best["fits"], best["config"]["trainer"]) == (True, "trl-dpo")
-    pairs_per_second = 4 / best["step_seconds"]
-    assert best["samples_per_second"] == pytest.approx(pairs_per_second)
-    tokens = best["useful_share"] * 2 * best["config"]["sequence_length"] * pairs_per_second
+    assert (best["fits"], best["config"]["trainer"]) == (True, row.name)
+    per_second = 4 / best["step_seconds"]
+    assert best["samples_per_second"] == pytest.approx(per_second)
+    rows_per_second = row.rows_per_sample * per_second
+    tokens = best["useful_share"] * best["config"]["sequence_length"] * rows_per_second
     assert best["tokens_per_second"] == pytest.approx(tokens)
 
-    program = tmp_path / "out" / "train_dpo.py"
+    program = tmp_path / "out" / f"train_{task}.py"
     ran = here.workers.program(RUN, str(program), str(dataset), cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
     saved = {path.name for path in (tmp_path / "output").iterdir()}

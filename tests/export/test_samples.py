@@ -79,11 +79,41 @@ def test_a_pair_of_texts_has_its_prompt_twice(tmp_path: Path) -> None:
         ({"chosen": "a", "rejected": "b"}, {"text_field": "chosen"}, "and no other fields"),
     ],
 )
+@pytest.mark.parametrize("task", ["dpo", "reward"])
 def test_what_is_no_pair_is_refused(
-    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], why: str
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], why: str, task: str
+) -> None:
+    with pytest.raises(UnusableData, match=why.replace("dpo", task)):
+        read(tmp_path, row, task=task, **columns)
+
+
+def test_a_labelled_answer_is_a_sample_and_a_pair_is_two(tmp_path: Path) -> None:
+    row = {"prompt": "a", "completion": "b", "label": False}
+    read_as = read(tmp_path, row, task="kto")
+    assert (read_as.format, [(each.text, each.answer) for each in read_as.samples]) == (
+        "unpaired", [("a", "b")]
+    )  # fmt: skip
+    chat = {"prompt": CHAT[:1], "completion": CHAT[1:], "label": 1}
+    (sample,) = read(tmp_path, chat, task="kto").samples
+    assert (sample.messages, sample.num_given) == (CHAT, 1)
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert len(read(tmp_path, pair, task="kto").samples) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"text": "a"}, "kto takes prompt and completion; chosen and rejected"),
+        ({"prompt": "a", "completion": "b"}, "no label that is true or false\\. A"),
+        ({"prompt": "a", "completion": "b", "label": "good"}, "true or false: good"),
+        ({"prompt": "a", "completion": CHAT, "label": True}, "not texts alone, nor messages"),
+    ],
+)
+def test_an_answer_without_a_label_is_refused(
+    tmp_path: Path, row: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(UnusableData, match=why):
-        read(tmp_path, row, task="dpo", **columns)
+        read(tmp_path, row, task="kto")
 
 
 @pytest.mark.parametrize(
