@@ -17,7 +17,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.train_py import expanded_heads, plan_code, update_code
-from autotune.export.training_args import set_environment, without_checkpointing
+from autotune.export.training_args import IN_ENVIRONMENT, set_environment, without_checkpointing
 from autotune.export.trl_config import (
     TRL,
     applies,
@@ -101,7 +101,7 @@ def write(
 
 
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
-    return unsaid_by_trl(row, config, (*CHECKPOINTING, "update_in_backward"))
+    return unsaid_by_trl(row, config, (*CHECKPOINTING, *IN_ENVIRONMENT, "update_in_backward"))
 
 
 def lora_arguments(config: TrainConfig, row: Trainer) -> dict[str, object]:

@@ -29,7 +29,7 @@ LIBRARIES = ("transformers",)
 OUTPUT_FOLDER = "output"
 """Value of `output_dir` until the user names another."""
 
-_IN_ENVIRONMENT = ("expandable_segments",)
+IN_ENVIRONMENT = ("expandable_segments",)
 _USERS = ("output_dir", "max_grad_norm", "per_device_eval_batch_size", "learning_rate")
 """Arguments written out in the files, and never changed in arguments that somebody has."""
 _OFF: dict[str, object] = {
@@ -81,7 +81,7 @@ def _write_yaml(*, workload: Workload, config: TrainConfig, result: Mapping[str,
 
 def _write_python(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return a Python module that makes `arguments`. Every value in it is an ASCII literal."""
-    head = _head(workload, config, result, _IN_ENVIRONMENT)
+    head = _head(workload, config, result, IN_ENVIRONMENT)
     return f"""{head}{set_environment(config)}from transformers import TrainingArguments
 
 arguments = TrainingArguments(
@@ -332,6 +332,6 @@ EXPORTERS = tuple(
     for name, filename, writer, carried in (
         ("training-args", "training_args.json", write, ()),
         ("training-args-yaml", "training_args.yaml", _write_yaml, ()),
-        ("training-args-python", "training_args.py", _write_python, _IN_ENVIRONMENT),
+        ("training-args-python", "training_args.py", _write_python, IN_ENVIRONMENT),
     )
 )
