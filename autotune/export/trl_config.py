@@ -145,7 +145,9 @@ def trl_arguments(
     )
     if row.task:
         scored = {name: getattr(config, name) for name in OF_REFERENCE if row.has_reference}
-        return {**plain, "max_length": config.sequence_length, **scored}
+        loss = [*row.loss_type] if isinstance(row.loss_type, tuple) else row.loss_type
+        losses = {} if loss is None else {"loss_type": loss}
+        return {**plain, "max_length": config.sequence_length, **scored, **losses}
     return {
         **plain,
         **dataset_entries.trl_loss(None if workload is None else workload.dataset),

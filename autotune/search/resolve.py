@@ -38,7 +38,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import TRAINERS, trainers_of
 from autotune.store import study_names
 
 
@@ -124,13 +124,7 @@ def resolve(
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
     budget.check_shared_probes(question.backend, num_gpus, card)
-    task = question.task or source.task
-    if task in BY_TASK and run is not None and run.target is not None:
-        raise ConfigError(
-            f"{question.base} cannot be a base of the task {task}",
-            why="no file of another trainer is read as training on preferences or rewards",
-            remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
-        )
+    task = question.task or (base and TRAINERS[base.trainer].task) or source.task
     length = _possible_length(source, length, note)
     _note_untrained_positions(source, length, note)
     budget.check_length(task, length)
@@ -221,13 +215,14 @@ def resolve_configuration(
         packs = given.get("batching", usual_batching(task)) == "packed"
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
     parallelism = PARALLELISMS[given.get("parallelism", "none" if num_gpus == 1 else "ddp")]
+    least = TRAINERS[trainers_of(task)[0]].least_micro_batch
     workload = Workload(
         model=source.name,
         task=task,
         sequence_length=length,
         lengths=lengths,
         dataset=data,
-        effective_batch_size=given.get("micro_batch_size", 1)
+        effective_batch_size=given.get("micro_batch_size", least)
         * question.accumulation
         * parallelism.data_parallel_size(num_gpus),
         methods=(method,),
@@ -263,6 +258,7 @@ def read_run(question: Question, card: Gpu, *, note: Callable[[str], None]) -> B
         has_bf16=card.has_bfloat16,
         usual_length=SEQUENCE_LENGTH,
         model=question.model,
+        task=question.task,
         note=note,
     )
     return nearest_base.on_card(run, card, note)

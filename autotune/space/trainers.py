@@ -34,6 +34,9 @@ class Trainer:
     least_micro_batch: int = 1
     """Fewest samples of a micro-batch: more than one where its loss compares them with each other."""
 
+    loss_type: str | tuple[str, ...] | None = None
+    """Value of its arguments' `loss_type` that is predicted; None: it has no such choice."""
+
     @property
     def compares_samples(self) -> bool:
         """Whether the loss of a sample depends on the others of its micro-batch."""
@@ -62,6 +65,7 @@ TRAINERS: dict[str, Trainer] = {
             sample="pair",
             rows_per_sample=2,
             has_reference=True,
+            loss_type=("sigmoid",),
         ),
         Trainer(
             name="trl-reward",
@@ -86,6 +90,7 @@ TRAINERS: dict[str, Trainer] = {
             fields="prompt, completion and label",
             has_reference=True,
             least_micro_batch=2,
+            loss_type="kto",
         ),
     )
 }

@@ -416,11 +416,22 @@ def test_a_base_of_another_trainer_that_is_none(
     assert len(err) < 3000
 
 
-def test_a_base_of_another_trainer_for_pairs(fail: Fail, tmp_path: Path) -> None:
-    (tmp_path / "dpo.yaml").write_text("optim: adamw_torch\nmax_length: 512\n", encoding="utf-8")
-    code, err = fail(*FIND, "--task", "dpo", "--base", "dpo.yaml")
+@pytest.mark.parametrize(
+    ("text", "task", "said"),
+    [
+        ("beta: 0.1", (), "say --task dpo or --task kto"),
+        ("loss_type: kto", ("--task", "dpo"), "it is a file of KTOConfig: --task kto"),
+        ("gradient_accumulation_steps: 4", ("--task", "kto"), "it needs two at least"),
+    ],
+)
+def test_a_base_of_preferences_that_does_not_fit(
+    fail: Fail, tmp_path: Path, text: str, task: tuple[str, ...], said: str
+) -> None:
+    content = f"max_length: 512\nper_device_train_batch_size: 1\n{text}\n"
+    (tmp_path / "mine.yaml").write_text(content, encoding="utf-8")
+    code, err = fail(*FIND, *task, "--base", "mine.yaml")
     assert code == 2
-    assert "dpo.yaml cannot be a base of the task dpo" in err
+    assert said in " ".join(err.split())
 
 
 @pytest.mark.parametrize(

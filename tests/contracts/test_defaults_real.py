@@ -234,7 +234,7 @@ def test_the_weights_that_sfttrainer_loads_by_name(tmp_path: Path) -> None:
 
     AutoModelForCausalLM.from_config(tiny(), dtype=torch.bfloat16).save_pretrained(tmp_path)
     shape = sections.Shape(
-        name="a", sections=frozenset({"arguments"}), is_sft=True, loads_by_name=True
+        name="a", sections=frozenset({"arguments"}), trainer="trl-sft", loads_by_name=True
     )
     ours = sections.target_for(shape, {}, "full").defaults["model_init_kwargs.dtype"]
     loaded = utils.create_model_from_path(str(tmp_path))
@@ -333,7 +333,7 @@ def test_every_default_of_a_section_has_its_test() -> None:
 @pytest.mark.parametrize("key", ["max_length", "activation_checkpointing", "bf16"])
 def test_of_an_sft_config_in_a_program(key: str) -> None:
     shape = sections.Shape(
-        name="a", sections=frozenset({"arguments"}), is_sft=True, has_sft_defaults=True
+        name="a", sections=frozenset({"arguments"}), trainer="trl-sft", has_trl_defaults=True
     )
     assert same(sections.target_for(shape, {}, "full").defaults[key], of_trl()[key])
 
@@ -432,7 +432,7 @@ def test_of_torchtunes_builders(key: str) -> None:
 
 
 UNSLOTH = unsloth.target_for(
-    "a", {}, sections={"arguments", ADAPTER, MODEL}, has_sft_defaults=False
+    "a", {}, sections={"arguments", ADAPTER, MODEL}, has_trl_defaults=False
 ).defaults
 OF_UNSLOTH: dict[str, Callable[[], Defaults]] = {
     MODEL: lambda: parameters_of(

@@ -16,12 +16,16 @@ from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
 from autotune.export.base.sections import Shape
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
+from autotune.space.trainers import TRAINERS
 
+_TRL = {row.class_name: row.name for row in TRAINERS.values() if row.is_trl}
+"""TRL's trainers by their classes."""
+_TRL_ARGUMENTS = {row.arguments_class: row.name for row in TRAINERS.values() if row.is_trl}
 _ARGUMENTS = (
     "TrainingArguments",
     "Seq2SeqTrainingArguments",
-    "SFTConfig",
     "UnslothTrainingArguments",
+    *_TRL_ARGUMENTS,
 )
 _PEFT_TYPES = {
     "LoraConfig": "LORA",
@@ -71,8 +75,9 @@ class _Found:
     """Lines at which the calls of a section stand, by the prefix of its keys."""
     switches: list[tuple[str, int]] = field(default_factory=list)
     """Functions that switch checkpointing on, and where they are called."""
-    is_sft: bool = False
-    has_sft_defaults: bool = False
+    trainer: str = ""
+    """The one of TRL's; empty where there is none."""
+    has_trl_defaults: bool = False
     loads_by_name: bool = False
     is_unsloth: bool = False
     kbit_preparation: bool = False
@@ -95,7 +100,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
             _take_in(program, found, node, aliases)
     for prefix, places in found.lines.items():
         if len(places) > 1:
-            what = prefix.removesuffix(":") or "TrainingArguments or SFTConfig"
+            what = prefix.removesuffix(":") or "TrainingArguments, SFTConfig or its like"
             named = ", ".join(map(str, sorted(places)[:5]))
             program.problems.append(
                 f"{what}: lines {named} each have one: leave the one that trains"
@@ -108,8 +113,8 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     program.shape = Shape(
         name="a Python program",
         sections=sections,
-        is_sft=found.is_sft or found.has_sft_defaults,
-        has_sft_defaults=found.has_sft_defaults,
+        trainer=found.trainer or "transformers",
+        has_trl_defaults=found.has_trl_defaults,
         loads_by_name=loads_by_name,
         is_unsloth=found.is_unsloth,
         is_fp8=("ACCELERATE_MIXED_PRECISION", "fp8") in variables,
@@ -140,10 +145,12 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         found.lines.setdefault(prefix, []).append(node.lineno)
         program.boxes[prefix] = node
         _take_call(program, prefix, node, function)
-        found.has_sft_defaults |= function == "SFTConfig"
+        if function in _TRL_ARGUMENTS:
+            found.has_trl_defaults = True
+            found.trainer = found.trainer or _TRL_ARGUMENTS[function]
         found.is_unsloth |= bool(_UNSLOTH.fullmatch(owner))
-    elif function == "SFTTrainer":
-        found.is_sft = True
+    elif function in _TRL:
+        found.trainer = _TRL[function]
         found.loads_by_name = _take_trainer(program, node)
     elif function in _CHECKPOINTS and _switches_on(program, node, _CHECKPOINTS[function]):
         found.switches.append((function, node.lineno))
@@ -186,7 +193,7 @@ def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> 
 
 
 def _take_trainer(program: Program, node: ast.Call) -> bool:
-    """Take the keywords of SFTTrainer that decide how it trains; return whether it loads the model itself."""
+    """Take the keywords of TRL's trainer that decide how it trains; return whether it loads the model."""
     keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
     program.take("", node, only=_OF_TRAINER)
     if not keywords.keys().isdisjoint(_OF_TRAINER):

@@ -6,7 +6,8 @@ trainer/base_config.py, sft_config.py and model_config.py (what `trl sft --confi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune.export.carried import OF_LORA, QUANTIZED
@@ -33,7 +34,8 @@ from autotune.export.trainer_rows import (
     targets_row,
 )
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
-from autotune.space.config import LOADER_SETTINGS
+from autotune.space.config import LOADER_SETTINGS, PEFT_TASK_TYPES, TrainConfig
+from autotune.space.trainers import BY_TASK, Trainer
 
 _KWARGS = "activation_checkpointing_kwargs"
 _CHECKPOINTING = table(
@@ -219,3 +221,81 @@ SFT = TrainerFile(
         "lora_target_parameters": "adds adapters",
     },
 )  # fmt: skip
+
+FIXED_OF_TASKS = {"batching": "padded", "lora_dropout": 0.0}
+"""Settings of trainers that have a task of their own: they pad, and switch dropout off."""
+REFUSED_OF_TASKS = {
+    "activation_offloading": "is TRL's own offloading, which is not predicted",
+    "sync_ref_model": "changes the reference, which is not predicted",
+}
+"""Keys of trainers that have a task of their own, as TrainerFile.refused."""
+
+
+def rows_of_task(trainer: Trainer) -> tuple[Row, ...]:
+    """Return the rows of a trainer that has a task of its own, beside those of SFTConfig."""
+    scored = of_values(
+        "precompute_ref_log_probs", "precompute_ref_log_probs", {False: False, True: True}
+    )
+    # The other losses of KTO make fewer passes; those of DPO differ by a number a pair.
+    loss = table("", "loss_type", (trainer.loss_type,), (None,))
+    return (
+        table("", "disable_dropout", (True,), (None,)),
+        *([scored] if trainer.has_reference else []),
+        *([loss] if trainer.compares_samples else []),
+    )
+
+
+def _of_task(trainer: Trainer) -> TrainerFile:
+    kind = PEFT_TASK_TYPES[trainer.model_task]
+
+    def follows(config: TrainConfig) -> dict[str, Any]:
+        return {"lora_task_type": None if config.method == "full" else kind}
+
+    kept = (row for row in SFT.rows if row.ours[:1] not in [(name,) for name in FIXED_OF_TASKS])
+    return dataclasses.replace(
+        SFT,
+        name=f"TRL's {trainer.arguments_class}",
+        launch=f"trl {trainer.command} --config {{file}}{{gpus}}",
+        rows=(*kept, *rows_of_task(trainer)),
+        fixed={"trainer": trainer.name, **FIXED_OF_TASKS},
+        refused={**SFT.refused, **REFUSED_OF_TASKS},
+        # A language model's is TRL's default.
+        follows=None if kind == PEFT_TASK_TYPES["causal-lm"] else follows,
+    )
+
+
+OF_TASKS = {task: _of_task(row) for task, row in BY_TASK.items()}
+"""The files of TRL's commands beside `trl sft`, by the task."""
+
+_OF_DPO = ("ld_alpha", "f_divergence_type", "label_smoothing", "loss_weights", "use_weighting")
+_OF_REFERENCE = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model")
+_ONLY: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "kto": lambda content: (
+        content.get("loss_type") in ("kto", "apo_zero_unpaired")
+        or not content.keys().isdisjoint(("desirable_weight", "undesirable_weight"))
+    ),
+    "reward": lambda content: (
+        "center_rewards_coefficient" in content or content.get("lora_task_type") == "SEQ_CLS"
+    ),
+    "dpo": lambda content: (
+        content.get("loss_type", "nll") not in ("nll", "dft", "chunked_nll")
+        or not content.keys().isdisjoint(_OF_DPO)
+    ),
+}
+"""Marks of the files of TRL's commands, in the order in which they are looked for."""
+
+
+def of_trl(content: Mapping[str, Any], task: str | None) -> TrainerFile:
+    """Return the table of a file of TRL's for the task, or for the one that it is marked by.
+
+    Raises ValueError where it may be of several, or is of another.
+    """
+    marked = next((name for name, is_of in _ONLY.items() if is_of(content)), None)
+    if marked is not None and task not in (None, marked):
+        raise ValueError(f"it is a file of {BY_TASK[marked].arguments_class}: --task {marked}")
+    shared = [name for name in _OF_REFERENCE if name in content]
+    if marked is None and task is None and shared:
+        raise ValueError(
+            f"{shared[0]} is of DPOConfig and of KTOConfig: say --task dpo or --task kto"
+        )
+    return OF_TASKS.get(marked or task or "", SFT)

@@ -109,15 +109,18 @@ class Opened:
     """Content of our own file, or of the one beside them."""
 
 
-def open_base(path: Path, method: str, *, has_bf16: bool) -> Opened:
-    """Open the files at a path. Raises ConfigError. `method` is for formats that say nothing of it."""
+def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = None) -> Opened:
+    """Open the files at a path. Raises ConfigError.
+
+    `method` is for formats that say nothing of it; `task` None: what the file is marked by.
+    """
     if os.path.isdir(path):
         return _open_folder(path, method)
     part = read_part(path, has_bf16=has_bf16)
-    return _open_program(part, method) if part.is_program else _open_mapping(part, method)
+    return _open_program(part, method) if part.is_program else _open_mapping(part, method, task)
 
 
-def _open_mapping(part: RunFile, method: str) -> Opened:
+def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
     import yaml
 
     try:
@@ -141,6 +144,8 @@ def _open_mapping(part: RunFile, method: str) -> Opened:
         parts = (part, *_beside(part.path, content))
         content = all_of(parts)
     target, fit = reader.target, reader.fitted
+    if target is huggingface.SFT:
+        target = _fitted(part.path, None, lambda: huggingface.of_trl(content, task))
     if fit is not None:
         target = _fitted(part.path, target, lambda: fit(content, method))
     return Opened(parts=parts, target=target, content=content)

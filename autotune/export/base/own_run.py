@@ -32,6 +32,7 @@ def read_run(
     has_bf16: bool,
     usual_length: int,
     model: str | None = None,
+    task: str | None = None,
     note: Callable[[str], None],
 ) -> BaseRun:
     """Return the run of the file, as a search takes it.
@@ -48,6 +49,7 @@ def read_run(
         samples=effective_batch,
         num_gpus=num_gpus,
         model=model,
+        task=task,
     )
     if run.target is None:
         return run

@@ -100,7 +100,7 @@ def _place(program: Program, key: str) -> tuple[Box, list[str]]:
     first, *below = key.split(".")
     prefix, colon, _ = first.partition(":")
     box = program.homes.get(first) or program.boxes.get(f"{prefix}:" if colon else "")
-    if first in OF_SFT and first not in program.homes and not program.shape.has_sft_defaults:
+    if first in OF_SFT and first not in program.homes and not program.shape.has_trl_defaults:
         box = program.boxes.get(first)
     if box is None:
         raise _NotHereError

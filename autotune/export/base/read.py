@@ -73,15 +73,16 @@ def read_base(
     samples: int = 1,
     num_gpus: int = 1,
     model: str | None = None,
+    task: str | None = None,
 ) -> BaseRun:
     """Return the run of a file or folder.
 
     `sequence_length`, `method`, `samples` per optimizer step and `num_gpus` are for formats that say nothing
-    of them, `has_bf16` for those that leave the precision to the card. `model` None: the file's.
+    of them, `has_bf16` for those that leave the precision to the card. `model` and `task` None: the file's.
 
     Raises ConfigError, which names every problem with its key.
     """
-    opened = open_base(path, method, has_bf16=has_bf16)
+    opened = open_base(path, method, has_bf16=has_bf16, task=task)
     target, content, ours = opened.target, opened.content, opened.ours
     if target is None:
         assert ours is not None

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.export.base import unsloth
-from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
+from autotune.export.base.huggingface import (
+    FIXED_OF_TASKS,
+    REFUSED_OF_TASKS,
+    SFT,
+    TRAINING_ARGUMENTS,
+    rows_of_task,
+)
 from autotune.export.base.section_rows import (
     ADAPTER,
     MODEL,
@@ -50,12 +56,12 @@ class Shape:
     name: str
     sections: frozenset[str]
     """Sections that are there: of arguments, ADAPTER, QUANTIZATION, MODEL; RECIPE is our own train.py."""
-    is_sft: bool = False
-    """Whether TRL's SFTTrainer trains."""
-    has_sft_defaults: bool = False
-    """Whether its arguments are an SFTConfig."""
+    trainer: str = "transformers"
+    """Key of TRAINERS: what trains."""
+    has_trl_defaults: bool = False
+    """Whether its arguments are an SFTConfig or its like."""
     loads_by_name: bool = False
-    """Whether SFTTrainer is given a name, and SFTConfig how its model is loaded."""
+    """Whether TRL's trainer is given a name, and its arguments how the model is loaded."""
     is_unsloth: bool = False
     is_fp8: bool = False
     """Whether the program sets accelerate's variables for fp8."""
@@ -99,9 +105,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             shape.name,
             content,
             sections=shape.sections,
-            has_sft_defaults=shape.has_sft_defaults,
+            has_trl_defaults=shape.has_trl_defaults,
         )
-    is_quantized = QUANTIZATION in shape.sections
+    is_quantized, trainer = QUANTIZATION in shape.sections, TRAINERS[shape.trainer]
     fixed: dict[str, Any] = {}
     rows: list[Row] = []
     if ADAPTER in shape.sections:
@@ -142,7 +148,11 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             own = [row for row in own if row.ours[0] not in fixed]
         rows += own
         rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
-        if shape.is_sft:
+        if trainer.task:
+            rows += [of_sft["sequence_length"], *rows_of_task(trainer)]
+            rows = [row for row in rows if row.ours != ("lora_dropout",)]
+            fixed |= FIXED_OF_TASKS
+        elif trainer.is_trl:
             rows += [of_sft["sequence_length"], of_sft["batching"]]
         elif RECIPE not in shape.sections:
             rows.append(of_trainer["batching"])
@@ -160,7 +170,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
     if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
         rows.append(attention(f"{loading}attn_implementation", expands=shape.expands_heads))
     if RECIPE not in shape.sections:
-        fixed["trainer"] = "trl-sft" if shape.is_sft else "transformers"
+        fixed["trainer"] = shape.trainer
     if shape.updates_in_backward and RECIPE not in shape.sections:
         fixed["update_in_backward"] = True
     if shape.expandable_segments:
@@ -196,6 +206,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
                 if RECIPE not in shape.sections or key == "auto_find_batch_size"
             },
             **_REFUSED,
+            **(REFUSED_OF_TASKS if trainer.task else {}),
         },
         unpredicted=UNPREDICTED,
         caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
@@ -248,7 +259,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{RECIPE}update_in_backward": False,
         "max_length": SFT.defaults["max_length"],
     }
-    if shape.has_sft_defaults:
+    if shape.has_trl_defaults:
         defaults |= {name: SFT.defaults[name] for name in ("activation_checkpointing", "bf16")}
     if shape.loads_by_name:
         defaults[f"{loading}dtype"] = "float32"

@@ -26,7 +26,7 @@ _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 
 def target_for(
-    name: str, content: Mapping[str, Any], *, sections: Collection[str], has_sft_defaults: bool
+    name: str, content: Mapping[str, Any], *, sections: Collection[str], has_trl_defaults: bool
 ) -> TrainerFile:
     """Return the table for FastLanguageModel.
 
@@ -78,7 +78,7 @@ def target_for(
         rows=tuple(rows),
         defaults={
             **TRAINING_ARGUMENTS.defaults,
-            **({"bf16": True} if has_sft_defaults else {}),
+            **({"bf16": True} if has_trl_defaults else {}),
             f"{ADAPTER}lora_alpha": 16,
             f"{ADAPTER}lora_dropout": 0.0,
             f"{QUANTIZATION}bnb_4bit_quant_type": "fp4",

@@ -1,0 +1,127 @@
+"""Files of TRL's trainers of preferences and rewards, read as a base without being told what they train."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.export import train_trl_py, trl_config
+from autotune.export.base.read import changes, read_base
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.trainers import BY_TASK
+
+pytest.importorskip("trl")
+
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=8,
+    sequence_length=768,
+    precision="bf16-true",
+    optimizer="adamw_8bit",
+    batching="padded",
+)
+QLORA = dataclasses.replace(
+    FULL,
+    method="qlora",
+    quantization="nf4",
+    precision="bf16-autocast",
+    lora_rank=16,
+    lora_targets="all-linear",
+    activation_checkpointing=1,
+)
+EXPORTERS = {
+    task: (
+        next(each for each in trl_config.EXPORTERS if each.name == row.command),
+        train_trl_py.EXPORTERS[row.command],
+    )
+    for task, row in BY_TASK.items()
+}
+
+
+def written(folder: Path, task: str, number: int, config: TrainConfig) -> Path:
+    exporter = EXPORTERS[task][number]
+    workload = Workload(model="Qwen/Qwen2.5-1.5B", task=task, memory_budget_bytes=12 * 10**9)
+    path = folder / exporter.filename
+    text = exporter.write(workload=workload, config=config, result={"evidence": "predicted"})
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["yaml", "program"])
+@pytest.mark.parametrize("base", [FULL, QLORA], ids=["full", "qlora"])
+@pytest.mark.parametrize("task", BY_TASK)
+def test_what_is_written_is_read(tmp_path: Path, task: str, base: TrainConfig, number: int) -> None:
+    config = dataclasses.replace(base, trainer=BY_TASK[task].name)
+    path = written(tmp_path, task, number, config)
+    if (task, base, number) == ("reward", FULL, 0):
+        # Nothing in it is not in SFTConfig, too.
+        assert read_base(path).config.trainer == "trl-sft"
+        assert read_base(path, task="reward").config == config
+        return
+    assert read_base(path).config == config
+
+
+def test_scores_from_before_are_read_and_written(tmp_path: Path) -> None:
+    config = dataclasses.replace(FULL, trainer="trl-dpo", precompute_ref_log_probs=True)
+    for number in (0, 1):
+        run = read_base(written(tmp_path, "dpo", number, config))
+        assert run.config == config
+        answer = dataclasses.replace(config, precompute_ref_log_probs=False, micro_batch_size=2)
+        text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+        assert left == []
+        again = run.path.with_stem("again")
+        again.write_text(text, encoding="utf-8")
+        assert read_base(again).config == answer
+
+
+def test_a_reward_model_gets_an_adapter_with_its_head(tmp_path: Path) -> None:
+    path = tmp_path / "reward.yaml"
+    path.write_text("model_name_or_path: a/b\ncenter_rewards_coefficient: 0.01\n", encoding="utf-8")
+    run = read_base(path)
+    assert run.config.trainer == "trl-reward"
+    answer = dataclasses.replace(QLORA, trainer="trl-reward", sequence_length=1024)
+    made = {change.key: change.value for change in changes(run, run.config, answer)}
+    assert made["lora_task_type"] == "SEQ_CLS"
+
+
+def test_dropout_that_is_switched_off_is_none(tmp_path: Path) -> None:
+    config = dataclasses.replace(QLORA, trainer="trl-kto")
+    for number in (0, 1):
+        path = written(tmp_path, "kto", number, config)
+        text = path.read_text(encoding="utf-8")
+        text = text.replace("lora_dropout: 0.0", "lora_dropout: 0.1")
+        text = text.replace("LoraConfig(\n", "LoraConfig(\n    lora_dropout=0.1,\n")
+        assert "0.1" in text
+        path.write_text(text, encoding="utf-8")
+        assert read_base(path).config == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("beta: 0.2", "beta is of DPOConfig and of KTOConfig: say --task dpo or --task kto"),
+        ("loss_type: apo_zero_unpaired", "loss_type"),
+        ("loss_type: [ipo]\nsync_ref_model: true", "sync_ref_model: changes the reference"),
+    ],
+)
+def test_a_file_that_may_be_of_several_or_is_not_predicted(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"model_name_or_path: a/b\n{text}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        read_base(path)
+    assert said in str(raised.value)
+
+
+def test_the_task_that_is_asked_for_tells_files_apart(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model_name_or_path: a/b\nbeta: 0.2\n", encoding="utf-8")
+    for task, row in BY_TASK.items():
+        read: Any = read_base(path, task=task)
+        assert (read.config.trainer, read.config.batching) == (row.name, "padded")
