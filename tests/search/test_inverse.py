@@ -527,6 +527,15 @@ def test_an_attention_that_was_given_stays_though_the_model_lacks_it(server: her
         questions.answer("micro-batch", ask, server)
 
 
+def test_micro_batches_begin_at_the_least_that_the_trainer_takes(server: here.Workers) -> None:
+    pytest.importorskip("trl")
+    ask = asked(methods=("lora",), fixed={"activation_checkpointing": 0}, budget_bytes=4 * GB)
+    ask = dataclasses.replace(ask, question=dataclasses.replace(ask.question, task="kto"))
+    found = questions.answer("micro-batch", ask, server)
+    assert found.value >= 2
+    assert found.best.config.trainer == "trl-kto"
+
+
 def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
     server: here.Workers,
 ) -> None:

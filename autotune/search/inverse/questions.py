@@ -33,7 +33,7 @@ from autotune.space.config import Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import describe
 from autotune.space.search_space import may_pack
-from autotune.space.trainers import model_task
+from autotune.space.trainers import TRAINERS, model_task, trainers_of
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_MICRO_BATCH = 65_536
@@ -214,7 +214,9 @@ def _largest_micro_batch(asked: LimitProblem, pricer: Pricer) -> Reached:
     def at(size: int) -> Case:
         return dataclasses.replace(case, value=size, fixed={"micro_batch_size": size})
 
-    return _largest(at, MAX_MICRO_BATCH, "no larger micro-batch is looked for", pricer)
+    least = TRAINERS[trainers_of(pricer.task(case))[0]].least_micro_batch
+    why = "no larger micro-batch is looked for"
+    return _largest(at, MAX_MICRO_BATCH, why, pricer, low=least)
 
 
 def _highest_rank(asked: LimitProblem, pricer: Pricer) -> Reached:
@@ -364,12 +366,14 @@ def _case(asked: LimitProblem) -> Case:
     )
 
 
-def _largest(at: Callable[[int], Case], high: int, why: str, pricer: Pricer) -> Reached:
-    """The last number that fits, of 1 to `high`.
+def _largest(
+    at: Callable[[int], Case], high: int, why: str, pricer: Pricer, *, low: int = 1
+) -> Reached:
+    """The last number that fits, of `low` to `high`.
 
     One configuration is followed up to its own last number; then all of them are tried at the next.
     """
-    number = 1
+    number = low
     found = pricer.fitting(at(number))
     if found is None:
         raise _nothing_fits(at(number), pricer)
