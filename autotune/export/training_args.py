@@ -23,6 +23,7 @@ from autotune.space.learning_rates import default_rate
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 
 LIBRARIES = ("transformers",)
 
@@ -284,7 +285,7 @@ def set_environment(config: TrainConfig) -> str:
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
     """Return what arguments that somebody has must say to be this configuration: off included, no more.
 
-    `fields` are those of their class; an SFTConfig's or a DPOConfig's say more.
+    `fields` are those of their class; an SFTConfig's and its like say more.
     """
     newest = "activation_checkpointing" in fields
     alias = "gradient_checkpointing" if newest else "activation_checkpointing"
@@ -303,8 +304,12 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
             # One stream cut into blocks: what was priced. TRL's own default joins samples unpadded.
             decided["packing_strategy"] = "wrapped"
     elif "max_length" in fields:
-        scored = config.precompute_ref_log_probs
-        decided |= {"max_length": config.sequence_length, "precompute_ref_log_probs": scored}
+        decided["max_length"] = config.sequence_length
+    if "precompute_ref_log_probs" in fields:
+        decided["precompute_ref_log_probs"] = config.precompute_ref_log_probs
+    if TRAINERS[config.trainer].compares_samples:
+        # It has paired the answers of each batch beforehand (trl 1.16 KTOTrainer.__init__).
+        decided["train_sampling_strategy"] = "sequential"
     return decided
 
 

@@ -15,8 +15,8 @@ import peft
 import pytest
 import torch
 import transformers
+import trl
 from transformers import TrainingArguments
-from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.sft_config import SFTConfig
 
 from autotune.api import Result
@@ -26,6 +26,8 @@ from autotune.memory.alloc_conf import VARIABLES
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.config import COMPILE_MODES, TrainConfig
 from autotune.space.knobs import KNOBS
+from autotune.space.learning_rates import default_rate
+from autotune.space.trainers import BY_TASK
 from autotune.worker.given import objects
 
 pytestmark = [
@@ -128,25 +130,31 @@ def test_what_is_not_decided_stays_the_users(name: str, kind: type[TrainingArgum
     assert values(result(config).apply(copy)) == after
 
 
-def test_preferences_have_arguments_of_their_own() -> None:
+@pytest.mark.parametrize("task", BY_TASK)
+def test_trainers_of_preferences_and_rewards_have_arguments_of_their_own(task: str) -> None:
+    row = BY_TASK[task]
+    kind = getattr(trl, row.arguments_class)
     pairs = dataclasses.replace(
         FULL,
-        trainer="trl-dpo",
+        trainer=row.name,
         batching="padded",
         precision="fp32",
         activation_checkpointing=1,
         activation_offloading=False,
-        precompute_ref_log_probs=True,
+        precompute_ref_log_probs=row.has_reference,
     )
+    theirs = kind(output_dir="out", logging_steps=7, use_cpu=True, bf16=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         made = result(pairs).training_arguments()
-        mine = result(pairs).apply(DPOConfig(output_dir="out", beta=0.3, use_cpu=True, bf16=False))
+        mine = result(pairs).apply(theirs)
     for arguments in (made, mine):
-        assert isinstance(arguments, DPOConfig)
+        assert isinstance(arguments, kind)
         assert arguments.max_length == pairs.sequence_length
-        assert arguments.precompute_ref_log_probs is True
-    assert (made.learning_rate, mine.beta) == (5e-7, 0.3)
+        assert getattr(arguments, "precompute_ref_log_probs", False) is row.has_reference
+        # KTOTrainer refuses another order, the others shuffle.
+        assert arguments.train_sampling_strategy == kind("x", bf16=False).train_sampling_strategy
+    assert (made.learning_rate, mine.logging_steps) == (default_rate(pairs), 7)
 
 
 def test_what_a_knob_turns_on_is_turned_off_by_an_answer_without_it() -> None:
