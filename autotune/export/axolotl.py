@@ -7,6 +7,7 @@ utils/config/__init__.py (resolve_dtype). tests/contracts/test_axolotl.py asks i
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ from autotune.export.mapping import (
 from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
     COMPILE_BACKEND,
+    FIXED_OF_TASKS,
     FP8_IS_OURS,
     LORA,
     NOT_FROM_FILES,
@@ -34,6 +36,7 @@ from autotune.export.trainer_rows import (
     lora_rows,
     method_row,
     targets_row,
+    without_fixed,
 )
 from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS
 from autotune.space.optimizers import OPTIMIZERS
@@ -268,5 +271,38 @@ _YOURS = {
 }
 """Values for the user to fill in, where no base has said them."""
 
+REWARD = dataclasses.replace(
+    TARGET,
+    name="axolotl's reward_model",
+    rows=(
+        *without_fixed(TARGET.rows),
+        # It pads to the whole length where it is not told otherwise.
+        table("", "reward_model pad_to_sequence_len", (True, False), (True, True)),
+    ),
+    defaults={**TARGET.defaults, "pad_to_sequence_len": True},
+    fixed={**TARGET.fixed, "trainer": "trl-reward", **FIXED_OF_TASKS},
+    refused={key: why for key, why in TARGET.refused.items() if key != "reward_model"},
+    unpredicted={
+        **TARGET.unpredicted,
+        "pad_to_sequence_len": "pads every answer to the whole length",
+    },
+)
+"""A reward model. axolotl runs the RewardTrainer of TRL 1.9, whose loss is that of 1.16 (DPO and KTO of that
+version make all logits)."""
 
-EXPORTER = exporter_of(TARGET, filename="axolotl.yaml", yours=_YOURS, data=dataset_entries.axolotl)
+_REWARDS = {"path": "data.jsonl", "ds_type": "json", "type": "bradley_terry.chat_template"}
+
+
+def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
+    """Return the table for what a file trains."""
+    return REWARD if content.get("reward_model") else TARGET
+
+
+EXPORTER = exporter_of(
+    TARGET,
+    filename="axolotl.yaml",
+    yours=_YOURS,
+    data=dataset_entries.axolotl,
+    data_lines=dataset_entries.axolotl_lines,
+    of_tasks={"reward": (REWARD, {**_YOURS, "datasets": [_REWARDS]})},
+)

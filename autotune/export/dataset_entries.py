@@ -77,6 +77,8 @@ def axolotl(dataset: Dataset) -> dict[str, Any]:
         entry = {"path": dataset.name, "ds_type": arguments["path"]}
     if "name" in arguments:
         entry["name"] = arguments["name"]
+    if dataset.format == "preferences":
+        return {"datasets": [{**entry, "type": "bradley_terry.chat_template"}]}
     keys: dict[str, Any] = {"train_on_inputs": dataset.loss_on == "all"}
     if dataset.format == "chat":
         entry |= {"type": "chat_template", "field_messages": dataset.text_field}
@@ -96,6 +98,13 @@ def axolotl(dataset: Dataset) -> dict[str, Any]:
         if dataset.format == "instruction":
             entry["type"] |= {"field_input": "input", "format": "{instruction}\n\n{input}"}
     return {"datasets": [entry], **keys}
+
+
+def axolotl_lines(dataset: Dataset) -> list[str]:
+    """Return what axolotl wants of the dataset's own fields, where no key can name them."""
+    if dataset.format != "preferences":
+        return []
+    return ["axolotl reads texts in the fields input, chosen and rejected: rename prompt to input."]
 
 
 def llama_factory(dataset: Dataset) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from autotune.export.carried import comments
@@ -13,6 +13,7 @@ from autotune.export.mapping_write import keys_of, says_method, unsaid
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.learning_rates import default_rate
+from autotune.space.trainers import TRAINERS
 
 
 def exporter_of(
@@ -22,30 +23,33 @@ def exporter_of(
     yours: Mapping[str, Any],
     data: Callable[[Dataset], Mapping[str, Any]],
     data_lines: Callable[[Dataset], list[str]] = lambda _: [],
+    of_tasks: Mapping[str, tuple[TrainerFile, Mapping[str, Any]]] = MappingProxyType({}),
 ) -> Exporter:
     """Return the exporter of a trainer's file.
 
     `yours` are values for the user to fill in, `data` those that a dataset has filled in; `data_lines` are
-    comments on it.
+    comments on it. `of_tasks`: the file and those values, by the task of a trainer that has its own.
     """
 
+    def of(config: TrainConfig) -> tuple[TrainerFile, Mapping[str, Any]]:
+        return of_tasks.get(TRAINERS[config.trainer].task, (target, yours))
+
     def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
-        keys = {target.model_key: workload.model, **keys_of(target, config)}
+        file, open_values = of(config)
+        keys = {file.model_key: workload.model, **keys_of(file, config)}
         dataset = workload.dataset
         known = {} if dataset is None else data(dataset)
-        users = {**yours, **known}
-        text = as_yaml(
-            target, config, keys, users, extra=workload.extra, evidence=result["evidence"]
-        )
+        users = {**open_values, **known}
+        text = as_yaml(file, config, keys, users, extra=workload.extra, evidence=result["evidence"])
         return comments([] if dataset is None else data_lines(dataset)) + text
 
     return Exporter(
         name=target.name.casefold(),
         filename=filename,
         write=write,
-        applies=lambda config: says_method(target, config.method),
-        lacks=lambda workload: _lacks(target, workload),
-        cannot_express=functools.partial(unsaid, target),
+        applies=lambda config: says_method(of(config)[0], config.method),
+        lacks=lambda workload: "" if workload.task in of_tasks else _lacks(target, workload),
+        cannot_express=lambda config: unsaid(of(config)[0], config),
     )
 
 

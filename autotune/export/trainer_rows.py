@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED
@@ -68,6 +68,15 @@ def attention(key: str = "attn_implementation", *, expands: bool = False) -> Row
     """
     named = {name: name for name in ATTENTIONS if expands or name != EXPANDED}
     return of_values("attention", key, named, nearest={(EXPANDED,): ("sdpa",)})
+
+
+FIXED_OF_TASKS = {"batching": "padded", "lora_dropout": 0.0}
+"""Settings of TRL's trainers that have a task of their own: they pad, and switch dropout off."""
+
+
+def without_fixed(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return the rows without those of FIXED_OF_TASKS."""
+    return tuple(row for row in rows if row.ours[:1] not in [(name,) for name in FIXED_OF_TASKS])
 
 
 def lora_rows(

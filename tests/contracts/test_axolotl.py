@@ -23,6 +23,7 @@ from autotune.export.mapping import same
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 
 pytestmark = [pytest.mark.slow, loaders.needs("axolotl")]
 
@@ -71,6 +72,10 @@ CONFIGS = {
     "noise": dataclasses.replace(LORA, neftune_noise_alpha=5.0, torch_empty_cache_steps=4),
     "galore": dataclasses.replace(FULL, optimizer="galore_adamw"),
     "schedule-free": dataclasses.replace(FULL, optimizer="schedule_free_adamw"),
+    "reward": dataclasses.replace(FULL, trainer="trl-reward", batching="padded"),
+    "reward lora": dataclasses.replace(
+        LORA, trainer="trl-reward", batching="padded", activation_checkpointing=1
+    ),
 }
 
 LOADER = """
@@ -173,7 +178,8 @@ def contents() -> dict[str, dict[str, Any]]:
 
 
 def written(config: TrainConfig, dataset: Dataset | None = None) -> dict[str, Any]:
-    workload = dataclasses.replace(WORKLOAD, dataset=dataset)
+    task = TRAINERS[config.trainer].task or "causal-lm"
+    workload = dataclasses.replace(WORKLOAD, dataset=dataset, task=task)
     text = axolotl.EXPORTER.write(workload=workload, config=config, result=RESULT)
     content: dict[str, Any] = yaml.safe_load(text)
     return content
@@ -215,7 +221,8 @@ def test_it_keeps_what_was_written(name: str, asked: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_it_fills_in_is_read_back_as_the_same_run(name: str, asked: dict[str, Any]) -> None:
-    values, problems = read(axolotl.TARGET, asked["read"][name])
+    content = asked["read"][name]
+    values, problems = read(axolotl.fitted(content, "full"), content)
     assert problems == []
     assert TrainConfig(**values) == CONFIGS[name]
 
@@ -225,6 +232,16 @@ def test_what_it_fills_in_is_read_back_as_the_same_run(name: str, asked: dict[st
 def test_weights_are_loaded_in_the_predicted_dtype(name: str, asked: dict[str, Any]) -> None:
     precision = PRECISIONS[CONFIGS[name].precision]
     assert asked["dtype"][name] == precision.parameter_dtype
+
+
+@pytest.mark.parametrize("name", ["reward", "reward lora"])
+def test_a_reward_model_gets_its_head(name: str, asked: dict[str, Any]) -> None:
+    values = asked["read"][name]
+    assert (values["type_of_model"], values["num_labels"]) == (
+        "AutoModelForSequenceClassification",
+        1,
+    )
+    assert values["datasets"][0]["type"] == "bradley_terry.chat_template"
 
 
 LEFT_OPEN = {

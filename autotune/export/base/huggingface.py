@@ -24,6 +24,7 @@ from autotune.export.mapping import (
 from autotune.export.trainer_rows import (
     COMPILE_BACKEND,
     COMPILE_MODE,
+    FIXED_OF_TASKS,
     MOST_LAYERS,
     NOT_FROM_FILES,
     NOT_PREDICTED,
@@ -32,6 +33,7 @@ from autotune.export.trainer_rows import (
     lora_rows,
     method_row,
     targets_row,
+    without_fixed,
 )
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
 from autotune.space.config import LOADER_SETTINGS, PEFT_TASK_TYPES, TrainConfig
@@ -222,8 +224,6 @@ SFT = TrainerFile(
     },
 )  # fmt: skip
 
-FIXED_OF_TASKS = {"batching": "padded", "lora_dropout": 0.0}
-"""Settings of trainers that have a task of their own: they pad, and switch dropout off."""
 REFUSED_OF_TASKS = {
     "activation_offloading": "is TRL's own offloading, which is not predicted",
     "sync_ref_model": "changes the reference, which is not predicted",
@@ -251,12 +251,11 @@ def _of_task(trainer: Trainer) -> TrainerFile:
     def follows(config: TrainConfig) -> dict[str, Any]:
         return {"lora_task_type": None if config.method == "full" else kind}
 
-    kept = (row for row in SFT.rows if row.ours[:1] not in [(name,) for name in FIXED_OF_TASKS])
     return dataclasses.replace(
         SFT,
         name=f"TRL's {trainer.arguments_class}",
         launch=f"trl {trainer.command} --config {{file}}{{gpus}}",
-        rows=(*kept, *rows_of_task(trainer)),
+        rows=(*without_fixed(SFT.rows), *rows_of_task(trainer)),
         fixed={"trainer": trainer.name, **FIXED_OF_TASKS},
         refused={**SFT.refused, **REFUSED_OF_TASKS},
         # A language model's is TRL's default.

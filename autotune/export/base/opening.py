@@ -58,7 +58,7 @@ READERS: tuple[Reader, ...] = (
         recognise=torchtune.is_torchtune,
         fitted=torchtune.fitted,
     ),
-    Reader(target=axolotl.TARGET, recognise=_has("base_model")),
+    Reader(target=axolotl.TARGET, recognise=_has("base_model"), fitted=axolotl.fitted),
     Reader(
         target=launch.ACCELERATE,
         recognise=_has("distributed_type", "compute_environment", "num_processes"),

@@ -16,7 +16,6 @@ from typing import Any
 
 from autotune.export.base import unsloth
 from autotune.export.base.huggingface import (
-    FIXED_OF_TASKS,
     REFUSED_OF_TASKS,
     SFT,
     TRAINING_ARGUMENTS,
@@ -35,7 +34,13 @@ from autotune.export.base.section_rows import (
     with_products,
 )
 from autotune.export.mapping import Row, Spelling, TrainerFile, of_key, of_values, table, value_at
-from autotune.export.trainer_rows import LORA, MOST_LAYERS, attention
+from autotune.export.trainer_rows import (
+    FIXED_OF_TASKS,
+    LORA,
+    MOST_LAYERS,
+    attention,
+    without_fixed,
+)
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
@@ -150,7 +155,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
         if trainer.task:
             rows += [of_sft["sequence_length"], *rows_of_task(trainer)]
-            rows = [row for row in rows if row.ours != ("lora_dropout",)]
+            rows = [*without_fixed(rows)]
             fixed |= FIXED_OF_TASKS
         elif trainer.is_trl:
             rows += [of_sft["sequence_length"], of_sft["batching"]]
