@@ -27,10 +27,13 @@ from test_trace_is_the_trainer import (
 )
 from trainer_step import NUM_PADDED, NUM_STEPS, Run, run_trainer
 
+from autotune.export.samples import FORMATS_OF_TASKS
 from autotune.export.training_args import checkpointing_arguments
 from autotune.space.config import PEFT_TASK_TYPES
-from autotune.space.trainers import TRAINERS
-from autotune.worker.trace import liger
+from autotune.space.learning_rates import OF_TASKS
+from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.worker.probe import trl_trainers
+from autotune.worker.trace import liger, trl_steps
 
 trl = pytest.importorskip("trl")
 
@@ -84,6 +87,13 @@ CASES = {
     "kto lora liger": kto(method="lora", liger=True, accumulation=1),
     "kto lora, scored before": kto(method="lora", settings=BEFORE),
 }
+
+
+def test_every_trainer_with_a_task_of_its_own_has_its_parts() -> None:
+    names = {row.name for row in BY_TASK.values()}
+    assert {case.trainer for case in CASES.values()} == names
+    assert trl_steps.STEPS.keys() == trl_trainers._SAMPLES.keys() == names
+    assert OF_TASKS.keys() == BY_TASK.keys() <= FORMATS_OF_TASKS.keys()
 
 
 def tokenizer() -> Any:
