@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from test_sft_trainer import _no_hidden_buffers, way_of_cuda  # noqa: F401
 from test_trace_is_the_trainer import (
     AMPERE,
     FIELDS,
+    FLASH_2,
     Case,
     _differences,  # noqa: F401
     canonical,
@@ -196,3 +198,11 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         expected = predicted(case, trace, is_first=number % case.accumulation == 0)
         assert real == expected, f"micro-step {number}"
     assert len(run.micro_steps) == 2 * case.accumulation
+
+
+@pytest.mark.parametrize("make", [dpo, reward, kto], ids=lambda make: make.args[0])
+def test_flash_attention_is_told_where_each_answer_begins(make: Callable[..., Case]) -> None:
+    case = dataclasses.replace(make(attention=FLASH_2, accumulation=1), precision="bf16-true")
+    trace, answers = traced(case), 5 * TRAINERS[case.trainer].rows_per_sample
+    # An int32 for each, and for the end of the last.
+    assert 4 * (answers + 1) in trace.sizes(5, 1)

@@ -34,9 +34,11 @@ class Symbols:
         self._micro_batch = micro_batch
         self._rank = rank
         row = micro_batch * sequence_length
-        compares = TRAINERS[spec.trainer].compares_samples
+        trainer = TRAINERS[spec.trainer]
+        rows = trainer.rows_per_sample * micro_batch
+        good = ((micro_batch, -1),) if trainer.compares_samples else ()
         near = {
-            "padded": ((micro_batch, 1), *(((micro_batch, -1),) if compares else ())),
+            "padded": ((rows, 1), *good),
             "padding-free": ((micro_batch, 1), (row, 1), (row, -1)),
         }
         self._near = () if spec.single else near.get(spec.batching, ())
