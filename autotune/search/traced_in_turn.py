@@ -8,8 +8,10 @@ answer, and is not traced. Of a model with room to spare, one trace in three is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autotune.errors import ConfigError
@@ -77,7 +79,7 @@ class TracesInTurn:
 
     def rest(self, candidates: Candidates) -> Candidates:
         """Trace what may be faster than these candidates; return them with what has been traced."""
-        bounds = _Bounds(self._estimator, self._faster, self._passed_over)
+        bounds = _Bounds(self._estimator, self._by_spec, self._faster)
         while self._waiting:
             turn = {spec for spec in self._waiting if self._waiting.isdisjoint(self._faster[spec])}
             self._waiting -= turn
@@ -85,7 +87,7 @@ class TracesInTurn:
             self._passed_over |= {
                 spec
                 for spec in turn
-                if not any(bests.may_be_beaten(c, bounds.of(c)) for c in self._by_spec[spec])
+                if not any(itertools.starmap(bests.may_be_beaten, bounds.of(spec)))
             }
             candidates = self._with(candidates, turn - self._passed_over)
         return candidates
@@ -125,34 +127,55 @@ def _faster(spec: TraceSpec, base: TrainConfig) -> Iterator[TraceSpec]:
 
 
 class _Bounds:
-    """Speeds that a configuration cannot pass, from the traces of steps that do less work."""
+    """Speeds that configurations cannot pass, from the traces of steps that do less work."""
 
     def __init__(
         self,
         estimator: Estimator,
-        faster: Mapping[TraceSpec, list[TraceSpec]],
-        passed_over: set[TraceSpec],
+        by_spec: Mapping[TraceSpec, Sequence[TrainConfig]],
+        faster: Mapping[TraceSpec, Sequence[TraceSpec]],
     ) -> None:
         # Where memory is never short, nothing is paged.
         self._estimator = estimator.with_budget(_UNLIMITED_BYTES)
+        self._by_spec = by_spec
         self._faster = faster
-        self._passed_over = passed_over
+        self._bounds: dict[TraceSpec, dict[_Settings, float]] = {}
 
-    def of(self, config: TrainConfig) -> float:
-        """Return tokens per second at most."""
-        spec = TraceSpec.of(config)
-        least = math.inf
-        for other in self._faster[spec]:
-            changed = {
-                n: getattr(other, n) for n in SAVERS if getattr(other, n) != getattr(spec, n)
-            }
-            without = dataclasses.replace(config, **changed)
-            if self._estimator.supports(without):
-                speed = self._estimator.tokens_per_second(without)
-                least = min(least, math.inf if speed is None else speed)
-            elif other in self._passed_over:
-                least = min(least, self.of(without))
-        return least
+    def of(self, spec: TraceSpec) -> Iterator[tuple[TrainConfig, float]]:
+        """Yield configurations that stand for all of a spec, and the most tokens per second of each."""
+        known = [self._known(other) for other in self._faster[spec]]
+        for settings, config in _distinct(self._by_spec[spec]).items():
+            yield config, min(speeds.get(settings, math.inf) for speeds in known)
+
+    def _known(self, spec: TraceSpec) -> dict[_Settings, float]:
+        """Return the speed of each configuration of a spec, or its bound where it is not traced."""
+        found = self._bounds.get(spec)
+        if found is None:
+            distinct = _distinct(self._by_spec[spec])
+            if any(map(self._estimator.supports, distinct.values())):
+                speeds = map(self._estimator.tokens_per_second, distinct.values())
+                found = {
+                    settings: math.inf if speed is None else speed
+                    for settings, speed in zip(distinct, speeds, strict=True)
+                }
+            elif self._faster[spec]:  # Passed over, or the model does not support it.
+                bounds = (bound for _, bound in self.of(spec))
+                found = dict(zip(distinct, bounds, strict=True))
+            else:
+                found = {}
+            self._bounds[spec] = found
+        return found
+
+
+_Settings = tuple[object, ...]
+_settings_of = operator.attrgetter(
+    *(name for name in TrainConfig.names() if name not in (*SAVERS, "expandable_segments"))
+)
+"""Settings in which a configuration agrees with the one that bounds it: how segments grow takes no time."""
+
+
+def _distinct(configs: Iterable[TrainConfig]) -> dict[_Settings, TrainConfig]:
+    return {_settings_of(config): config for config in configs}
 
 
 class _Bests:
