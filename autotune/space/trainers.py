@@ -22,11 +22,11 @@ class Trainer:
     model_task: str = "causal-lm"
     """The task whose class of model it trains, where it has a task of its own."""
     trains_on: str = ""
-    """What it trains on, in words, where it has a task of its own."""
+    """Its samples in words, where it has a task of its own."""
     fields: str = ""
     """Fields of its dataset, in words."""
     sample: str = "sample"
-    """What a sample is called."""
+    """The word for a sample."""
     rows_per_sample: int = 1
     """Rows of a batch for each sample: a pair has two."""
     has_reference: bool = False

@@ -32,7 +32,7 @@ OF_MODEL = ("input_ids", "attention_mask")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnStep:
-    """What a trainer has that others have not."""
+    """The parts of a training step that one of TRL's trainers alone has."""
 
     loss_of: Callable[[Any, nn.Module | None, dict[str, Any]], Any]
     """Computes the loss of a model, its reference and a batch, with the trainer's own code."""
@@ -43,7 +43,7 @@ class OwnStep:
     of_samples: tuple[tuple[str, torch.dtype], ...] = ()
     """Tensors of a batch with a number for each sample."""
     scores: tuple[str, ...] = ()
-    """Those beside them where the reference has scored the samples before training."""
+    """Further such tensors, where the reference has scored the samples before training."""
     passes: tuple[Phase, ...] = ()
     """Phases of the forward passes that keep nothing, in order."""
 
@@ -111,7 +111,7 @@ def decompositions(
 
 
 def _trainer(model: Any, reference: nn.Module | None, **own: Any) -> Any:
-    """What every loss asks of its trainer, on one device."""
+    """Return a stand-in for a trainer, with all that a loss asks of one, on one device."""
     text = model.config.get_text_config()
     coefficient = getattr(text, "router_aux_loss_coef", 0.0)
     return SimpleNamespace(
