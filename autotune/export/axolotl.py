@@ -39,6 +39,7 @@ from autotune.export.trainer_rows import (
     without_fixed,
 )
 from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS
+from autotune.space.lengths import BY_TOKENS
 from autotune.space.optimizers import OPTIMIZERS
 
 _DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
@@ -155,6 +156,7 @@ TARGET = TrainerFile(
             ("padded", False, False, False),
             ("padding-free", False, False, True),
             ("padded", False, False, "auto"),  # on with FlashAttention and more than one sample
+            nearest={(BY_TOKENS,): ("padded",)},
         ),
         choices(
             ("liger",),

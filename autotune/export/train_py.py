@@ -25,7 +25,7 @@ from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.knobs import difference
-from autotune.space.lengths import vary
+from autotune.space.lengths import BY_TOKENS, vary
 from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
@@ -36,6 +36,8 @@ _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
 _UPDATING = _EXPANDED.with_name("backward_update.py")
+_BY_TOKENS = _EXPANDED.with_name("by_tokens.py")
+_CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
 _PASTED = ("samples.py", "encode.py")
 """Modules beside this one that are a part of the program."""
 _PLACE = "# {samples}\n"
@@ -56,6 +58,11 @@ _PLAN = f"""\
         except ValueError as error:
             remedy = "Set 'checkpoint_plan' to '{INTERVAL}' in this file, or train the model it is for."
             sys.exit(f"{{error}}. {{remedy}}")
+"""
+_PLACE_OF_BATCHES = "    # {micro-batches by tokens}\n"
+_BATCHES = f"""\
+    if RECIPE["batching"] == "{BY_TOKENS}":
+        kind = by_tokens(kind, RECIPE["sequence_length"])
 """
 _PLACE_OF_UPDATE = "    # {update in the backward pass}\n"
 _UPDATE = """\
@@ -95,16 +102,19 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     chunks = any(each.chunked_loss for each in rungs)
     plans = any(each.has_plan for each in rungs)
     updates = any(each.update_in_backward for each in rungs)
+    cuts = any(each.batching == BY_TOKENS for each in rungs)
     pasted = [
         _pasted(),
         *([expanded_heads()] if expands else []),
         *([_after_imports(_CHUNKED.read_text(encoding="utf-8"))] if chunks else []),
         *([f"{_plans()}\n\n{plan_code()}"] if plans else []),
         *([update_code()] if updates else []),
+        *([cutting_code()] if cuts else []),
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
+    program = program.replace(_PLACE_OF_BATCHES, _BATCHES if cuts else "")
     program = program.replace(_PLACE_OF_UPDATE, _UPDATE if updates else "")
     program = program.replace(_PLACE_WITHOUT_PLAN, _WITHOUT_TRAINERS if plans else "")
     before, after = program.split(_OPENING)
@@ -151,6 +161,12 @@ def plan_code() -> str:
 def update_code() -> str:
     """Return the code that lets weights be updated in the backward pass."""
     return _after_imports(_UPDATING.read_text(encoding="utf-8"))
+
+
+def cutting_code() -> str:
+    """Return the code that cuts each step's samples into micro-batches of about equal tokens."""
+    texts = [path.read_text(encoding="utf-8") for path in (_CUT, _BY_TOKENS)]
+    return "\n\n".join(_after_imports(text) for text in texts)
 
 
 def _plans() -> str:

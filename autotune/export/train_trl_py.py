@@ -16,7 +16,7 @@ from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.train_py import expanded_heads, plan_code, update_code
+from autotune.export.train_py import cutting_code, expanded_heads, plan_code, update_code
 from autotune.export.training_args import IN_ENVIRONMENT, set_environment, without_checkpointing
 from autotune.export.trl_config import (
     TRL,
@@ -31,6 +31,7 @@ from autotune.space.adapters import peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING
+from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import Trainer
 
@@ -81,14 +82,20 @@ def write(
         imports.append(f"\n\n{plan_code()}\n")
     if config.update_in_backward:
         imports.append(f"\n\n{update_code()}\n")
+    kind = row.class_name
+    if cuts := config.batching == BY_TOKENS:
+        imports.append(f"\n\n{cutting_code()}\n")
+        kind = f"by_tokens({kind}, {config.sequence_length})"
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         columns=row.fields,
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
-        trainer=row.class_name,
-        typing="from typing import Any\n" if config.attention == EXPANDED or plan else "",
+        trainer=kind,
+        libraries="import copy\nimport functools\nimport itertools\n" if cuts else "",
+        abstract="from collections.abc import Sequence\n" if cuts else "",
+        typing="from typing import Any\n" if config.attention == EXPANDED or plan or cuts else "",
         plan=plan,
         imports="".join(imports),
         environment=set_environment(config),
@@ -101,7 +108,9 @@ def write(
 
 
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
-    return unsaid_by_trl(row, config, (*CHECKPOINTING, *IN_ENVIRONMENT, "update_in_backward"))
+    return unsaid_by_trl(
+        row, config, (*CHECKPOINTING, *IN_ENVIRONMENT, "update_in_backward", "batching")
+    )
 
 
 def lora_arguments(config: TrainConfig, row: Trainer) -> dict[str, object]:

@@ -26,6 +26,7 @@ from autotune.export.training_args import (
 )
 from autotune.space.adapters import peft_fields, whole_alpha
 from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
+from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.trainers import TRAINERS, Trainer
 
@@ -116,6 +117,9 @@ def unsaid_by_trl(
 
     `carried`: what a program says beside its arguments.
     """
+    said = {*CARRIED, *(OF_REFERENCE if row.has_reference else ()), "trainer"}
+    if config.batching == BY_TOKENS:
+        said.remove("batching")
     other_trainer: tuple[Unsaid, ...] = ()
     if config.trainer != row.name:
         other_trainer = (
@@ -126,9 +130,7 @@ def unsaid_by_trl(
         )
     return (
         *other_trainer,
-        *unsaid(
-            config, {*CARRIED, *carried, *(OF_REFERENCE if row.has_reference else ()), "trainer"}
-        ),
+        *unsaid(config, {*said, *carried}),
         *installed.unknown(trl_arguments(config, None, row), trl_fields(row), "trl"),
         *unknown_values(trl_arguments(config, None, row)),
     )

@@ -19,6 +19,7 @@ from autotune.export.training_args import training_arguments
 from autotune.export.trl_config import lacks
 from autotune.space.adapters import peft_fields
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 _NOT_SFT_CONFIGS = (
@@ -74,7 +75,7 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     lost = [Unsaid("trainer", trainer)]
     if config.method != "full" and config.precision in ("bf16-autocast", "fp16-autocast"):
         carried.add("precision")
-    if config.batching != "grouped":
+    if config.batching not in ("grouped", BY_TOKENS):
         carried.add("batching")
     if config.activation_checkpointing > 1:
         words = f"{words_of(config, 'activation_checkpointing')} (every layer here)"

@@ -17,6 +17,7 @@ from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.compilation import why_not_predicted
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import Headroom, odds_of
+from autotune.space.lengths import BY_TOKENS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS
@@ -139,6 +140,9 @@ def _spec_of(
     is_alone = single and TRAINERS[shared["trainer"]].rows_per_sample == 1
     if is_alone and shared["batching"] == "padded":
         shared["batching"] = "packed"
+    # Its largest micro-batch is that of as many samples of full length; others have more, shorter samples.
+    if shared["batching"] == BY_TOKENS:
+        shared["batching"] = "padded"
     return TraceSpec(**shared, single=single, num_splits=num_splits, is_compiled=is_compiled)
 
 

@@ -129,6 +129,7 @@ class Workload:
             config.batching,
             micro_batch_size=config.micro_batch_size * config.rows_per_sample,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
+            sequence_length=config.sequence_length,
         )
 
 

@@ -349,6 +349,7 @@ KNOBS: dict[str, Knob] = {
             summary="The adapter stays in the base's 16 bits (PEFT's autocast_adapter_dtype=False).",
         ),
         Knob(
+            # Between padded and by-tokens exact: the same samples in each step (space.tradeoffs).
             name="batching",
             tradeoff="recipe",
             read=values.one_of(BATCHINGS, "batching"),

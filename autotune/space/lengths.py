@@ -8,14 +8,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotune.space.cut_by_tokens import cut_by_tokens
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-BATCHINGS = ("packed", "padded", "grouped", "padding-free")
+BY_TOKENS = "by-tokens"
+BATCHINGS = ("packed", "padded", "grouped", "padding-free", BY_TOKENS)
 """Ways in which samples fill a micro-batch: one stream of tokens cut into blocks; each padded to the longest
 of its micro-batch; the same with samples of like length together (Trainer's group_by_length); one behind the
-other, whole, told apart by where each begins (DataCollatorWithFlattening)."""
+other, whole, told apart by where each begins (DataCollatorWithFlattening); a step's samples, sorted, cut into
+padded micro-batches of about as many tokens each, at most those of `micro_batch_size` samples of full
+length."""
+SAME_STEPS = ("padded", BY_TOKENS)
+"""Ways that train on the same samples in each step, their losses divided by the same number of tokens."""
 UNPADDED = ("packed", "padding-free")
 
 SHORT_SHARE = 16
@@ -111,7 +118,12 @@ def draw(percentiles: Sequence[int], limit: int, num_samples: int, *, seed: int 
 
 @functools.cache
 def useful_share(
-    lengths: Lengths, batching: str, *, micro_batch_size: int, gradient_accumulation_steps: int
+    lengths: Lengths,
+    batching: str,
+    *,
+    micro_batch_size: int,
+    gradient_accumulation_steps: int,
+    sequence_length: int,
 ) -> float:
     """Share of a micro-batch's tokens that is no padding, on average over an epoch.
 
@@ -126,6 +138,13 @@ def useful_share(
     num_drawn = max(_NUM_SIMULATED // step, 1) * step
     draws = np.random.default_rng(0).random(num_drawn)
     samples = np.interp(100 * draws, np.arange(101), lengths.percentiles)
+    if batching == BY_TOKENS:
+        most_tokens = micro_batch_size * sequence_length
+        steps = samples.round().astype(int).reshape(-1, step).tolist()
+        num_padded = sum(
+            len(n) * each[n[0]] for each in steps for n in cut_by_tokens(each, most_tokens)
+        )
+        return float(samples.sum() / num_padded)
     if batching == "grouped":
         samples = _grouped(samples, step, lengths.num_samples)
     padded = samples.reshape(-1, micro_batch_size).max(axis=1) * micro_batch_size

@@ -11,6 +11,7 @@ from autotune.common.dtypes import DTYPE_BYTES
 from autotune.space.adapters import ADAPTERS, TARGETS_BY_COLUMN, adapter_of, peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
+from autotune.space.lengths import BY_TOKENS
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import (
@@ -399,6 +400,29 @@ RULES: tuple[Rule, ...] = (
         name="padding-free-without-prompts",
         reason="virtual tokens would stand before the first sample of a micro-batch alone",
         breaks=lambda c, _: c.batching == "padding-free" and _is_prompt(c),
+    ),
+    Rule(
+        # Losses that are means over a micro-batch would count a sample the more the longer it is.
+        name="by-tokens-is-for-causal-lm",
+        reason="only a causal language model's loss is divided by the tokens of all micro-batches of a step",
+        breaks=lambda c, context: (
+            c.batching == BY_TOKENS and context.task not in (None, "causal-lm")
+        ),
+    ),
+    Rule(
+        name="by-tokens-needs-accumulation",
+        reason="a micro-batch that holds the whole step is padded, however many tokens it has",
+        breaks=lambda c, _: c.batching == BY_TOKENS and c.gradient_accumulation_steps == 1,
+    ),
+    Rule(
+        name="by-tokens-on-one-gpu",
+        reason="processes that share a run would have unlike numbers of micro-batches",
+        breaks=lambda c, _: c.batching == BY_TOKENS and c.parallelism != "none",
+    ),
+    Rule(
+        name="by-tokens-without-prompts",
+        reason="virtual tokens stand before each sample, so that more of shorter ones would take more memory",
+        breaks=lambda c, _: c.batching == BY_TOKENS and _is_prompt(c),
     ),
     Rule(
         name="prefetch-needs-workers",

@@ -9,6 +9,7 @@ from typing import Any
 
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
+from autotune.space.lengths import SAME_STEPS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS
 
@@ -19,9 +20,14 @@ _COSTLY_SETTINGS = (
         (name, LEVEL["recipe"])
         for name in ("method", "sequence_length", "effective_batch_size", "compared_samples")
     ),
-    *((knob.name, LEVEL[knob.tradeoff]) for knob in KNOBS.values() if LEVEL.get(knob.tradeoff)),
+    *(
+        (knob.name, LEVEL[knob.tradeoff])
+        for knob in KNOBS.values()
+        if LEVEL.get(knob.tradeoff) and knob.name != "batching"
+    ),
 )
-"""Pairs of a setting and the level of a change of it. The optimizer's depends on what it is changed for."""
+"""Pairs of a setting and the level of a change of it. Those of the optimizer and of batching depend on the
+two values."""
 _FREE_SETTINGS = tuple(knob.name for knob in KNOBS.values() if LEVEL.get(knob.tradeoff) == 0)
 """Settings that leave the mathematics as they are."""
 
@@ -29,6 +35,8 @@ _FREE_SETTINGS = tuple(knob.name for knob in KNOBS.values() if LEVEL.get(knob.tr
 def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
     """Return what `config` gives up against `base`: the highest class among their differences."""
     level = _optimizer_level(config.optimizer, base.optimizer)
+    if config.batching != base.batching:
+        level = max(level, _batching_level(config.batching, base.batching))
     for name, cost in _COSTLY_SETTINGS:
         if cost > level and getattr(config, name) != getattr(base, name):
             level = cost
@@ -117,8 +125,14 @@ def _num_changes(config: TrainConfig, base: TrainConfig) -> list[int]:
     ]
     if config.optimizer != base.optimizer:
         costs.append(_optimizer_level(config.optimizer, base.optimizer))
+    if config.batching != base.batching:
+        costs.append(_batching_level(config.batching, base.batching))
     free = sum(getattr(config, name) != getattr(base, name) for name in _FREE_SETTINGS)
     return [costs.count(LEVEL["recipe"]), costs.count(LEVEL["numerics"]), costs.count(0) + free]
+
+
+def _batching_level(name: str, base_name: str) -> int:
+    return LEVEL["exact" if {name, base_name} <= {*SAME_STEPS} else KNOBS["batching"].tradeoff]
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from autotune.records.question import Question
 from autotune.search.dataset import read_dataset
 from autotune.space.dataset import Dataset
 from autotune.space.lengths import Lengths, useful_share
+from autotune.worker.build.by_tokens import micro_batches
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
 WORDS = [1, 2, 3, 4, 5, 6, 7, 8, 120]
@@ -94,7 +95,7 @@ def test_what_cannot_be_read_is_said(
 
 
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(2, 8), (8, 2)])
-@pytest.mark.parametrize("batching", ["padded", "grouped"])
+@pytest.mark.parametrize("batching", ["padded", "grouped", "by-tokens"])
 def test_padding_is_what_transformers_own_sampler_leaves(
     batching: str, micro_batch: int, accumulation: int
 ) -> None:
@@ -112,12 +113,20 @@ def test_padding_is_what_transformers_own_sampler_leaves(
     else:
         order = draw.sample(range(len(sizes)), len(sizes))
     batches = [order[i : i + micro_batch] for i in range(0, len(order), micro_batch)]
+    if batching == "by-tokens":
+        rows = [{"input_ids": [0] * sizes[i], "number": i} for i in order]
+        starts = range(0, len(rows), micro_batch * accumulation)
+        steps = [rows[i : i + micro_batch * accumulation] for i in starts]
+        made = [micro_batches(list, micro_batch * 1000, step)["micro_batches"] for step in steps]
+        batches = [[row["number"] for row in batch] for step in made for batch in step]
+        assert max(len(step) for step in made) <= accumulation
     padded = sum(max(sizes[i] for i in batch) * len(batch) for batch in batches)
     assert useful_share(
         lengths,
         batching,
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
+        sequence_length=1000,
     ) == pytest.approx(sum(sizes) / padded, rel=0.02)
 
 

@@ -193,7 +193,7 @@ CHAT_RUNS = {
     "chat": FULL,
     "chat-padded": PADDED,
     "chat-padding-free": IN_ONE_ROW,
-    "chat-sft-padded": dataclasses.replace(PADDED, trainer="trl-sft"),
+    "chat-sft-by-tokens": dataclasses.replace(PADDED, trainer="trl-sft", batching="by-tokens"),
     "chat-sft": PLANNED,
 }
 

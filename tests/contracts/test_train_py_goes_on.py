@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import random
 import re
 import runpy
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from autotune.export import train_py
 from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.cut_by_tokens import cut_by_tokens
+from autotune.space.lengths import Lengths
 from autotune.worker.probe.memory import CappedTracker
 
 pytestmark = pytest.mark.slow
@@ -355,3 +359,63 @@ def test_every_way_of_running_out_of_memory_is_known() -> None:
     assert not any(
         piece in "CUDA error: an illegal memory access" for piece in program["OUT_OF_MEMORY"]
     )
+
+
+def test_micro_batches_by_tokens_are_those_that_were_predicted(
+    folder: Path, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same samples in each step, cut anew: the weights are the same, and what is seen is what was priced."""
+    padded = dataclasses.replace(ANSWER, micro_batch_size=2, gradient_accumulation_steps=4)
+    seen: list[list[int]] = []
+    forward = LlamaForCausalLM.forward
+
+    @functools.wraps(forward)
+    def watched(self: Any, *given: Any, **named: Any) -> Any:
+        seen.append(named["attention_mask"].sum(dim=1).tolist())
+        assert named["input_ids"].shape == named["labels"].shape
+        assert named["input_ids"].shape[1] == max(seen[-1])
+        return forward(self, *given, **named)
+
+    here.setattr(LlamaForCausalLM, "forward", watched)
+    runs = {}
+    for name in ("padded", "by-tokens"):
+        write(folder / f"{name}.py", dataclasses.replace(padded, batching=name))
+        seen.clear()
+        run(here, words(folder, name, program=f"{name}.py"))
+        runs[name] = list(seen)
+        assert f"The largest batch (2 x {LENGTH} tokens) fits." in capsys.readouterr().out
+    tried = slice(4, 6)
+    assert runs["padded"][tried] == [[LENGTH, LENGTH]] * 2
+    in_order = [each for batch in runs["padded"][:4] + runs["padded"][6:] for each in batch]
+    expected: list[list[int]] = []
+    for start in range(0, len(in_order), 8):
+        step = in_order[start : start + 8]
+        expected += [[step[n] for n in cut] for cut in cut_by_tokens(step, 2 * LENGTH)]
+        if start == 0:
+            num_before = len(expected)
+    found = runs["by-tokens"]
+    assert found[num_before : num_before + 2] == [[LENGTH, LENGTH]] * 2
+    assert found[:num_before] + found[num_before + 2 :] == expected
+    assert len(expected) < 4 * NUM_STEPS
+    assert max(len(batch) * max(batch) for batch in expected) <= 2 * LENGTH
+    # By the lengths alone, as a search knows them.
+    lengths = Lengths.of(Counter(in_order), LENGTH, num_samples=len(in_order), longest=LENGTH)
+    share = sum(in_order) / sum(len(batch) * max(batch) for batch in expected)
+    cut = Workload(model="m", memory_budget_bytes=1, lengths=lengths)
+    assert cut.useful_share(dataclasses.replace(padded, batching="by-tokens")) == pytest.approx(
+        share, abs=0.03
+    )
+    assert furthest(folder / "padded", folder / "by-tokens") < 1e-4
+    # Adam does not care how a gradient is scaled: its norm tells.
+    of_padded, of_tokens = (
+        [
+            (entry["loss"], entry["grad_norm"])
+            for entry in json.loads(state.read_text())["log_history"]
+            if "loss" in entry
+        ]
+        for name in ("padded", "by-tokens")
+        for state in (folder / name).glob(f"checkpoint-{NUM_STEPS}/trainer_state.json")
+    )
+    assert len(of_padded) == NUM_STEPS
+    for one, other in zip(of_padded, of_tokens, strict=True):
+        assert other == pytest.approx(one, rel=1e-3)

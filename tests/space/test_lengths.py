@@ -8,6 +8,7 @@ import json
 import pytest
 
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.cut_by_tokens import cut_by_tokens
 from autotune.space.lengths import BATCHINGS, Lengths, draw, useful_share
 
 HALF_AND_HALF = Lengths.of({100: 500, 300: 500}, 1000, num_samples=1000, longest=300)
@@ -31,6 +32,7 @@ def share(lengths: Lengths, batching: str, micro_batch_size: int, accumulation: 
         batching,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=accumulation,
+        sequence_length=lengths.longest,
     )
 
 
@@ -79,6 +81,16 @@ def test_grouping_pads_next_to_nothing_where_the_dataset_is_large() -> None:
     # With samples for one mega-batch of one step only, sorted all the same.
     few = dataclasses.replace(uniform, num_samples=16)
     assert 0.75 < share(few, "grouped", 2) < share(uniform, "grouped", 2)
+
+
+def test_by_tokens_few_batches_are_filled_with_samples_of_like_length() -> None:
+    assert cut_by_tokens([100, 300, 100, 300, 100, 100], 600) == [[1, 3], [0, 2, 4, 5]]
+    # The longest alone may have more than that; nothing is left out.
+    assert cut_by_tokens([900, 1, 0, 400], 600) == [[0], [3], [1, 2]]
+    assert cut_by_tokens([], 600) == []
+    # Long samples two by two, and short ones beside the last where it has room: 8 x 100 + 8 x 300 of 16.
+    assert share(HALF_AND_HALF, "by-tokens", 2) > 0.95
+    assert share(HALF_AND_HALF, "by-tokens", 1) > 0.95 > share(HALF_AND_HALF, "padded", 2)
 
 
 def test_a_workload_without_a_dataset_pads_nothing() -> None:

@@ -102,6 +102,7 @@ def test_a_reference_that_scores_before_training_leaves_checkpointing_alone() ->
         assert broken_rules(dataclasses.replace(config, trainer="trl-reward"), ADA) == []
 
 
+BY_TOKENS = dataclasses.replace(FULL, batching="by-tokens")
 BREAKERS = {
     "trainer-of-the-task": (FULL, dataclasses.replace(ADA, task="dpo")),
     "answers-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
@@ -240,6 +241,20 @@ BREAKERS = {
             batching="padding-free",
             attention="flash_attention_2",
         ),
+        ADA,
+    ),
+    "by-tokens-is-for-causal-lm": (BY_TOKENS, dataclasses.replace(ADA, task="seq2seq-lm")),
+    "by-tokens-needs-accumulation": (
+        dataclasses.replace(
+            BY_TOKENS,
+            micro_batch_size=BY_TOKENS.effective_batch_size,
+            gradient_accumulation_steps=1,
+        ),
+        ADA,
+    ),
+    "by-tokens-on-one-gpu": (dataclasses.replace(ON_TWO, batching="by-tokens"), ADA),
+    "by-tokens-without-prompts": (
+        dataclasses.replace(BY_TOKENS, method="prompt_tuning", num_virtual_tokens=20),
         ADA,
     ),
     "flex-attention-needs-ampere": (

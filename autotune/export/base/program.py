@@ -64,6 +64,7 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
         expands_heads=b"expand_key_heads()" in content,
         chunks_loss=b"chunk_loss(model)" in content,
         has_plans=b"checkpoint_layers(model, RECIPE" in content,
+        cuts_by_tokens=b" = by_tokens(" in content,
         updates_in_backward=b"add_callback(UpdateInBackward())" in content,
     )
     return program

@@ -46,7 +46,7 @@ from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.config import PEFT_TASK_TYPES, TrainConfig
 from autotune.space.knobs import CHECKPOINTING, KNOBS
-from autotune.space.lengths import BATCHINGS
+from autotune.space.lengths import BATCHINGS, BY_TOKENS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS
@@ -86,6 +86,8 @@ class Shape:
     """Whether the program can checkpoint layers by a plan."""
     plan: tuple[str, int] | None = None
     """The plan by which a program without RECIPE checkpoints, and how many layers are the first ones."""
+    cuts_by_tokens: bool = False
+    """Whether the program can cut a step's samples into micro-batches by tokens; one without a table does."""
     updates_in_backward: bool = False
     """Whether the program can update weights in the backward pass; without RECIPE, whether it does."""
     is_part: bool = False
@@ -157,6 +159,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             rows += [of_sft["sequence_length"], *rows_of_task(trainer)]
             rows = [*without_fixed(rows)]
             fixed |= FIXED_OF_TASKS
+        elif trainer.is_trl and shape.cuts_by_tokens:
+            fixed["batching"] = BY_TOKENS
+            rows.append(of_sft["sequence_length"])
         elif trainer.is_trl:
             rows += [of_sft["sequence_length"], of_sft["batching"]]
         elif RECIPE not in shape.sections:
@@ -308,7 +313,11 @@ def _recipe_rows(shape: Shape) -> list[Row]:
         table(
             "batching",
             f"{RECIPE}batching train_sampling_strategy",
-            *((n, n, "group_by_length" if n == "grouped" else "random") for n in BATCHINGS),
+            *(
+                (n, n, "group_by_length" if n == "grouped" else "random")
+                for n in BATCHINGS
+                if n != BY_TOKENS or shape.cuts_by_tokens
+            ),
         ),
         *(
             of_values(name, f"{RECIPE}{name}", {False: False, True: True})

@@ -25,10 +25,11 @@ from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.space.lengths import draw
+from autotune.space.lengths import BY_TOKENS, draw
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build import model as models
 from autotune.worker.build.backward_update import UpdateInBackward
+from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.probe import confirm, trl_trainers
 from autotune.worker.probe.checks import Invalid
 
@@ -66,9 +67,10 @@ def build_trainer(
     made_with = rows
     if TRAINERS[config.trainer].task:
         made_with = trl_trainers.samples_of_words(config, 1, 1)
-    trainer = _by_micro_step(trainer_class)(
-        model=model, args=arguments, train_dataset=made_with, **more
-    )
+    trainer_class = _by_micro_step(trainer_class)
+    if config.batching == BY_TOKENS:
+        trainer_class = by_tokens(trainer_class, config.sequence_length)
+    trainer = trainer_class(model=model, args=arguments, train_dataset=made_with, **more)
     trainer.train_dataset = rows
     trainer.remove_callback(PrinterCallback)
     if config.update_in_backward:
