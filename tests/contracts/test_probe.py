@@ -89,6 +89,7 @@ CONFIGS = {
     "full eight micro-steps": dataclasses.replace(FULL, gradient_accumulation_steps=8),
     "full 8-bit": dataclasses.replace(FULL, optimizer="adamw_bnb_8bit"),
     "full grouped": dataclasses.replace(FULL, batching="grouped"),
+    "full by tokens": dataclasses.replace(FULL, batching="by-tokens", micro_batch_size=1),
     "lora": LORA,
     "lora checkpointed": dataclasses.replace(LORA, activation_checkpointing=1),
     "qlora": QLORA,
@@ -266,6 +267,8 @@ def test_the_trainer_runs_with_what_is_exported(monkeypatch: pytest.MonkeyPatch)
         ("padded", 2, (2, SEQUENCE_LENGTH), 2),
         ("grouped", 1, (1, SEQUENCE_LENGTH), None),
         ("padding-free", 2, (1, 2 * SEQUENCE_LENGTH), None),
+        ("by-tokens", 2, (2, SEQUENCE_LENGTH), 2),
+        ("by-tokens", 1, (1, SEQUENCE_LENGTH), 1),
     ],
 )
 def test_a_batch_is_filled_as_it_was_chosen(
@@ -879,6 +882,20 @@ def test_a_confirmation_goes_on_with_varied_lengths(
     # Nobody counts a CPU's memory then.
     assert measured.varied_device_bytes is None
     assert measurement_from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+
+
+def test_varied_lengths_are_cut_by_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(FULL, batching="by-tokens", gradient_accumulation_steps=4)
+    batches: list[tuple[int, int]] = []
+    watch_steps(monkeypatch, lambda _, inputs: batches.append(inputs["input_ids"].shape))
+    measured = varied(config, tmp_path)
+    assert (measured.outcome, measured.message) == ("ok", "")
+    at_full_length, further = batches[: 5 * 4], batches[5 * 4 :]
+    assert set(at_full_length) == {(2, SEQUENCE_LENGTH)}
+    assert sum(rows for rows, _ in further) == 8 * config.effective_batch_size
+    assert 8 * 2 < len(further) < 8 * 4
+    assert max(rows * length for rows, length in further) <= 2 * SEQUENCE_LENGTH
+    assert max(rows for rows, _ in further) > 2
 
 
 @pytest.mark.parametrize("task", ["sequence-classification", "masked-lm"])

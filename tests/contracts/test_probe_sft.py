@@ -106,7 +106,7 @@ def test_a_confirmation_evaluates_and_saves() -> None:
     assert (measured.outcome, measured.message, measured.num_steps) == ("ok", "", 2)
 
 
-@pytest.mark.parametrize("batching", ["padded", "grouped", "padding-free"])
+@pytest.mark.parametrize("batching", ["padded", "grouped", "padding-free", "by-tokens"])
 def test_it_goes_on_with_varied_lengths(batching: str) -> None:
     config = dataclasses.replace(SFT, batching=batching)
     measured = run(config, confirm_steps=1, varied_steps=4, lengths=(4, 40))

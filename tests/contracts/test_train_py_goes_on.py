@@ -377,12 +377,13 @@ def test_micro_batches_by_tokens_are_those_that_were_predicted(
         return forward(self, *given, **named)
 
     here.setattr(LlamaForCausalLM, "forward", watched)
-    runs = {}
+    runs, peaks = {}, {}
     for name in ("padded", "by-tokens"):
         write(folder / f"{name}.py", dataclasses.replace(padded, batching=name))
         seen.clear()
-        run(here, words(folder, name, program=f"{name}.py"))
-        runs[name] = list(seen)
+        tracker = Peak(PLENTY_BYTES)
+        run(here, words(folder, name, program=f"{name}.py"), tracker)
+        runs[name], peaks[name] = list(seen), tracker.peak_bytes
         assert f"The largest batch (2 x {LENGTH} tokens) fits." in capsys.readouterr().out
     tried = slice(4, 6)
     assert runs["padded"][tried] == [[LENGTH, LENGTH]] * 2
@@ -398,6 +399,8 @@ def test_micro_batches_by_tokens_are_those_that_were_predicted(
     assert found[:num_before] + found[num_before + 2 :] == expected
     assert len(expected) < 4 * NUM_STEPS
     assert max(len(batch) * max(batch) for batch in expected) <= 2 * LENGTH
+    # The largest is that of the longest samples: no other cut takes more.
+    assert peaks["by-tokens"] <= peaks["padded"] + 3 * 8 * LENGTH * 8
     # By the lengths alone, as a search knows them.
     lengths = Lengths.of(Counter(in_order), LENGTH, num_samples=len(in_order), longest=LENGTH)
     share = sum(in_order) / sum(len(batch) * max(batch) for batch in expected)
