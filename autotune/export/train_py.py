@@ -212,11 +212,11 @@ def _recipe(
         "task": workload.task,
         "sequence_length": config.sequence_length,
         "batching": config.batching,
-        # It would train, where weights are updated in the backward pass, and would disturb what
-        # processes that share a run have agreed on.
+        # It would train, where the optimizer itself updates weights in the backward pass, and would
+        # disturb what processes that share a run have agreed on.
         "tries_largest_batch": (vary(config.batching) or workload.task in _OF_SAMPLES)
         and config.num_gpus == 1
-        and not UPDATERS[config.updater].updates,
+        and (config.update_in_backward or not UPDATERS[config.updater].updates),
         "parallelism": config.parallelism,
         "num_splits": config.num_splits,
         "num_processes": config.num_gpus if row.is_launched else None,

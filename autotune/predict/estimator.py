@@ -53,6 +53,7 @@ from autotune.records.estimate import (
 )
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
+from autotune.space.lengths import Filling, vary
 from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
@@ -93,7 +94,7 @@ class Estimator:
         *,
         memory_budget_bytes: int,
         headroom: Headroom = NO_HEADROOM,
-        useful_share: Callable[[TrainConfig], float] = lambda _: 1.0,
+        filling: Callable[[TrainConfig], Filling] | None = None,
         host: Host | None = None,
         replays: ReplayCache | None = None,
         prices: PriceCache | None = None,
@@ -103,7 +104,7 @@ class Estimator:
         self.memory_budget_bytes = memory_budget_bytes
         self._headroom = headroom
         self._traces = traces
-        self._useful_share = useful_share
+        self._filling = filling
         self._kept = KeptReplays(replays)
         self._context_bytes = gpu.context_bytes
         factor = None if gpu.rates is None else gpu.rates.host_factor
@@ -265,8 +266,23 @@ class Estimator:
         """
         if self._whole is not None:
             return self._whole.seconds(config, resident_bytes)
+        return self._seconds(
+            config, config.gradient_accumulation_steps, resident_bytes=resident_bytes
+        )
+
+    def _seconds(
+        self,
+        config: TrainConfig,
+        accumulation: float,
+        full_share: float = 1.0,
+        *,
+        resident_bytes: int | None = None,
+    ) -> StepSeconds | None:
+        """Predicted time of a step of so many micro-batches, each with a share of a full one's tokens."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        micro = self._forward_backward(spec, config.micro_batch_size, rank, config.precision)
+        micro = self._forward_backward(
+            spec, config.micro_batch_size, rank, config.precision, full_share
+        )
         added = self._accumulation(self._trainable(spec, rank))
         optimizer = self._update(spec, rank, config.updater)
         if resident_bytes is None:
@@ -275,7 +291,6 @@ class Estimator:
         update = self._update_seconds(spec, rank, config.updater, paged)
         if micro is None or added is None or update is None:
             return None
-        accumulation = config.gradient_accumulation_steps
         steps = accumulation * (micro.total_seconds + self._between_micro_steps(spec, rank))
         steps += (accumulation - 1) * added.total_seconds
         if config.torch_empty_cache_steps:
@@ -320,7 +335,7 @@ class Estimator:
         )
 
     def _shared(
-        self, alone: StepSeconds, exchange: Exchange, accumulation: int
+        self, alone: StepSeconds, exchange: Exchange, accumulation: float
     ) -> StepSeconds | None:
         """The step's times with what several GPUs add to them, one after the other."""
         host_link = self._machine.moving.bytes_per_second.get("copy_host")
@@ -389,7 +404,27 @@ class Estimator:
         seconds = self.seconds(config)
         if seconds is None:
             return None
-        return self._useful_share(config) * config.tokens_per_step / seconds.total_seconds
+        return self.useful_share(config) * config.tokens_per_step / seconds.total_seconds
+
+    def useful_share(self, config: TrainConfig) -> float:
+        """Tokens that are no padding, in those that steps of full length train in the same time.
+
+        Shorter micro-batches take less time, but not as much less as they have fewer tokens: kernels of the
+        average one are priced. A single sample's time is taken to shrink with its tokens, as far as the
+        launches of the host let it.
+        """
+        if self._filling is None or not vary(config.batching):
+            return 1.0
+        filled = self._filling(config)
+        if not self.supports(config):
+            return filled.useful_share
+        whole = self.seconds(config)
+        shorter = self._seconds(config, filled.num_micro_batches, filled.full_share)
+        share = filled.useful_share * filled.full_share
+        share *= filled.num_micro_batches / config.gradient_accumulation_steps
+        if whole is None or shorter is None:
+            return filled.useful_share
+        return share * whole.total_seconds / shorter.total_seconds
 
     def estimate(self, config: TrainConfig) -> Estimate:
         """Predicted peaks, breakdown and time by a full replay, which is made once."""
@@ -485,7 +520,7 @@ class Estimator:
                 self.gpu,
                 memory_budget_bytes=self.memory_budget_bytes,
                 headroom=self._headroom,
-                useful_share=self._useful_share,
+                filling=self._filling,
                 host=self._host,
             )
             estimator._whole = self
@@ -545,7 +580,7 @@ class Estimator:
             bound=None if seconds is None else seconds.bound,
             step_spread=None if parts is None else step_spread_of(parts),
             time_shares=() if parts is None else _time_shares(parts),
-            useful_share=self._useful_share(config),
+            useful_share=self.useful_share(config),
             per_gpu=self._per_gpu(
                 config, self._exchange(spec, config.micro_batch_size, rank), state, seconds
             ),
@@ -734,8 +769,23 @@ class Estimator:
         return LaterUpdate(costs, update)
 
     def _price_forward_backward(
-        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
+        self,
+        spec: TraceSpec,
+        micro_batch: float,
+        rank: int,
+        precision: str,
+        full_share: float = 1.0,
     ) -> roofline.StepTime | None:
+        if full_share < 1 and spec.single:
+            # It is traced at one size alone.
+            whole = self._forward_backward(spec, micro_batch, rank, precision)
+            if whole is None:
+                return None
+            seconds = max(full_share * whole.total_seconds, whole.launch_seconds)
+            return replace(whole, total_seconds=seconds)
+        if full_share < 1:
+            micro_batch *= full_share
+
         def step_time() -> roofline.StepTime | None:
             kernels = self._kernels(spec, micro_batch, rank, precision)
             return roofline.seconds(kernels, self._machine, self._stretches(spec))
@@ -760,7 +810,7 @@ class Estimator:
         return Stretches(shares=shares, order=order)
 
     def _kernels(
-        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
+        self, spec: TraceSpec, micro_batch: float, rank: int, precision: str
     ) -> list[roofline.Kernel]:
         tf32 = PRECISIONS[precision].tf32
         kernels = []

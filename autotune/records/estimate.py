@@ -263,7 +263,8 @@ class Estimate:
     time_shares: tuple[TimeShare, ...] = ()
     """Evidence that the step's time rests on, largest share first; they add up to 1. Empty where unknown."""
     useful_share: float = 1.0
-    """Share of the tokens that is no padding, on average; the step is one of the longest samples."""
+    """Tokens that are no padding, in those that steps of the longest samples, whose figures these are, train
+    in the same time."""
     paged_in_bytes: int = 0
     """Bytes of paged optimizer state on the device, a part of `nontorch_bytes`: it gives way to what has
     to be there."""

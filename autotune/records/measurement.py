@@ -116,7 +116,8 @@ class Measurement:
     elapsed_seconds: float = 0.0
     """Seconds of the whole probe, set-up included."""
     useful_share: float = 1.0
-    """Share of the tokens that is no padding, for the dataset at hand; the probe has full length."""
+    """Tokens of the dataset at hand that are no padding, in those that steps of full length, as the probe's,
+    train in the same time: predicted."""
     probed_budget_bytes: int | None = None
     """Budget that it was measured under, where that was another than the spec's: what was measured then
     answers for this one, too."""

@@ -209,7 +209,7 @@ def epoch(answer: Answer) -> str:
     part = ""
     if num_micro_batches < accumulation:
         part = f", which fill {num_micro_batches} of a step's {accumulation} micro-batches"
-    padding = 100 * (1 - best.useful_share)
+    padding = 100 * (1 - answer.workload.filling(best.config).useful_share)
     return f"{format_seconds(seconds)} for all samples{part}; {padding:.0f} % of a batch is padding"
 
 

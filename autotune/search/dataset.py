@@ -17,7 +17,7 @@ from autotune.records.measurement import Measurement
 from autotune.records.question import Question
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
-from autotune.space.lengths import Lengths
+from autotune.space.lengths import BY_TOKENS, Lengths
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import run
 
@@ -103,9 +103,10 @@ def time_loaders(
 
 
 def _mean_share(workload: Workload, config: TrainConfig) -> float:
-    """Tokens of an average micro-batch, padding included, in those of the longest, which was measured."""
-    lengths = workload.lengths
-    if lengths is None or config.batching == "packed":
+    """Tokens of the loader's average batch, padding included, in those of the micro-batch measured."""
+    if workload.lengths is None or config.batching == "packed":
         return 1.0
-    mean = lengths.num_kept_tokens / lengths.num_samples / workload.useful_share(config)
-    return min(mean / config.sequence_length, 1.0)
+    filled = workload.filling(config)
+    # By tokens, all of a step is one batch to the loader.
+    num_at_once = filled.num_micro_batches if config.batching == BY_TOKENS else 1.0
+    return num_at_once * min(filled.full_share, 1.0)

@@ -72,7 +72,7 @@ def priced(
         asked.card.gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
-        useful_share=workload.useful_share,
+        filling=workload.filling,
         replays=None if cache is None else cache.replays(),
     )
     if solves:

@@ -107,7 +107,7 @@ def measured(
                 table,
                 source,
                 spec,
-                useful_share=workload.useful_share,
+                useful_share=prediction.useful_share,
                 lengths=() if workload.lengths is None else workload.lengths.percentiles,
                 on_run=heard.on_run,
                 on_end=heard.on_end,

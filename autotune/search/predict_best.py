@@ -129,6 +129,10 @@ class Prediction:
             for config in configs
         ]
 
+    def useful_share(self, config: TrainConfig) -> float:
+        """Estimator.useful_share, for what is measured."""
+        return self._estimator.useful_share(config)
+
     def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
         """Return the plan B of this answer, or of the measured one."""
         is_allowed = self._candidates.at_most(answer.allow)
@@ -245,7 +249,7 @@ def find(
         gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
-        useful_share=workload.useful_share,
+        filling=workload.filling,
         replays=None if cache is None else cache.replays(),
         prices=None if cache is None else cache.prices(),
     )

@@ -19,7 +19,7 @@ from autotune.space.adapters import ADAPTERS
 from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
-from autotune.space.lengths import Lengths, useful_share
+from autotune.space.lengths import Filling, Lengths, filling
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import BY_TASK, TRAINERS
 
@@ -120,11 +120,11 @@ class Workload:
             del values["num_gpus"]
         return values
 
-    def useful_share(self, config: TrainConfig) -> float:
-        """Share of a batch's tokens that is no padding."""
+    def filling(self, config: TrainConfig) -> Filling:
+        """The micro-batches of an average optimizer step."""
         if self.lengths is None:
-            return 1.0
-        return useful_share(
+            return Filling(num_micro_batches=config.gradient_accumulation_steps)
+        return filling(
             self.lengths,
             config.batching,
             micro_batch_size=config.micro_batch_size * config.rows_per_sample,

@@ -116,39 +116,57 @@ def draw(percentiles: Sequence[int], limit: int, num_samples: int, *, seed: int 
     return drawn
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Filling:
+    """The micro-batches of an average optimizer step, beside those of samples of full length."""
+
+    useful_share: float = 1.0
+    """Share of a micro-batch's tokens that is no padding."""
+    full_share: float = 1.0
+    """Tokens of a micro-batch, padding included, in those of one of full length."""
+    num_micro_batches: float
+    """How many there are in a step."""
+
+
 @functools.cache
-def useful_share(
+def filling(
     lengths: Lengths,
     batching: str,
     *,
     micro_batch_size: int,
     gradient_accumulation_steps: int,
     sequence_length: int,
-) -> float:
-    """Share of a micro-batch's tokens that is no padding, on average over an epoch.
+) -> Filling:
+    """The micro-batches of an average step of an epoch.
 
     Simulated, with the order of transformers' LengthGroupedSampler for `grouped`: mega-batches of 50
     optimizer steps, sorted. Samples are drawn from the percentiles, so the tail is that coarse.
     """
-    if batching in UNPADDED:
-        return 1.0
+    if not vary(batching):
+        return Filling(num_micro_batches=gradient_accumulation_steps)
     import numpy as np
 
     step = micro_batch_size * gradient_accumulation_steps
-    num_drawn = max(_NUM_SIMULATED // step, 1) * step
-    draws = np.random.default_rng(0).random(num_drawn)
+    num_steps = max(_NUM_SIMULATED // step, 1)
+    draws = np.random.default_rng(0).random(num_steps * step)
     samples = np.interp(100 * draws, np.arange(101), lengths.percentiles)
-    if batching == BY_TOKENS:
-        most_tokens = micro_batch_size * sequence_length
+    num_micro_batches = num_steps * gradient_accumulation_steps
+    most_tokens = micro_batch_size * sequence_length
+    if batching == "padding-free":
+        num_padded = samples.sum()
+    elif batching == BY_TOKENS:
         steps = samples.round().astype(int).reshape(-1, step).tolist()
-        num_padded = sum(
-            len(n) * each[n[0]] for each in steps for n in cut_by_tokens(each, most_tokens)
-        )
-        return float(samples.sum() / num_padded)
-    if batching == "grouped":
-        samples = _grouped(samples, step, lengths.num_samples)
-    padded = samples.reshape(-1, micro_batch_size).max(axis=1) * micro_batch_size
-    return float(samples.sum() / padded.sum())
+        cuts = [len(n) * each[n[0]] for each in steps for n in cut_by_tokens(each, most_tokens)]
+        num_padded, num_micro_batches = sum(cuts), len(cuts)
+    else:
+        if batching == "grouped":
+            samples = _grouped(samples, step, lengths.num_samples)
+        num_padded = samples.reshape(-1, micro_batch_size).max(axis=1).sum() * micro_batch_size
+    return Filling(
+        useful_share=float(samples.sum() / num_padded),
+        full_share=float(num_padded / (num_micro_batches * most_tokens)),
+        num_micro_batches=num_micro_batches / num_steps,
+    )
 
 
 def _grouped(

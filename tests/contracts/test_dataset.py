@@ -20,7 +20,7 @@ from autotune.errors import ConfigError
 from autotune.records.question import Question
 from autotune.search.dataset import read_dataset
 from autotune.space.dataset import Dataset
-from autotune.space.lengths import Lengths, useful_share
+from autotune.space.lengths import Lengths, filling
 from autotune.worker.build.by_tokens import micro_batches
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
@@ -121,13 +121,13 @@ def test_padding_is_what_transformers_own_sampler_leaves(
         batches = [[row["number"] for row in batch] for step in made for batch in step]
         assert max(len(step) for step in made) <= accumulation
     padded = sum(max(sizes[i] for i in batch) * len(batch) for batch in batches)
-    assert useful_share(
+    assert filling(
         lengths,
         batching,
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=accumulation,
         sequence_length=1000,
-    ) == pytest.approx(sum(sizes) / padded, rel=0.02)
+    ).useful_share == pytest.approx(sum(sizes) / padded, rel=0.02)
 
 
 def find(
@@ -219,7 +219,8 @@ def test_what_needs_no_padding_wins_where_flash_attention_is_there(
     best = found["best"]
     assert best["config"]["batching"] == "padding-free"
     assert best["config"]["attention"] == "flash_attention_2"
-    assert best["useful_share"] == 1.0
+    # Nothing is padding, but launching kernels for a few tokens takes nearly as long as for many.
+    assert 0.1 < best["useful_share"] < 0.5
     assert found["invalid_by_rule"] == {"padding-free-needs-flash-attention": 3}
     # The worst batch is one of the longest samples, as with padding.
     assert found["workload"]["sequence_length"] == 120

@@ -257,20 +257,27 @@ def test_processes_that_share_a_run_are_told_how_to_launch_it_again(
     )
 
 
+TRIED = {
+    # Dropout draws the random numbers that it would draw anyway.
+    "adapter_model": {
+        "method": "lora",
+        "lora_rank": 4,
+        "lora_targets": "all-linear",
+        "lora_dropout": 0.3,
+        "gradient_accumulation_steps": 2,
+    },
+    # The backward pass takes its updates back.
+    "model": {"update_in_backward": True},
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # PEFT's
+@pytest.mark.parametrize("saves", TRIED)
 def test_the_trial_of_the_largest_batch_leaves_the_run_as_it_was(
-    folder: Path, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    saves: str, folder: Path, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Dropout draws the random numbers that it would draw anyway: the weights are the same to the bit."""
-    config = dataclasses.replace(
-        ANSWER,
-        method="lora",
-        lora_rank=4,
-        lora_targets="all-linear",
-        lora_dropout=0.3,
-        micro_batch_size=4,
-        gradient_accumulation_steps=2,
-    )
+    """The weights are the same to the bit."""
+    config = dataclasses.replace(ANSWER, micro_batch_size=4, **TRIED[saves])
     write(folder / "tried.py", config)
     text = (folder / "tried.py").read_text()
     untried = text.replace("'tries_largest_batch': True", "'tries_largest_batch': False")
@@ -279,7 +286,7 @@ def test_the_trial_of_the_largest_batch_leaves_the_run_as_it_was(
     saved = []
     for name in ("tried", "untried"):
         run(here, words(folder, name, "--max-steps", "3", program=f"{name}.py"))
-        saved.append(load_file(folder / name / "adapter_model.safetensors"))
+        saved.append(load_file(folder / name / f"{saves}.safetensors"))
         is_tried = f"The largest batch (4 x {LENGTH} tokens) fits." in capsys.readouterr().out
         assert is_tried == (name == "tried")
     assert all(saved[0][name].equal(saved[1][name]) for name in saved[0])
@@ -364,7 +371,7 @@ def test_every_way_of_running_out_of_memory_is_known() -> None:
 def test_micro_batches_by_tokens_are_those_that_were_predicted(
     folder: Path, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same samples in each step, cut anew: the weights are the same, and what is seen is what was priced."""
+    """The same samples in each step, cut anew: the same weights, from the micro-batches that were priced."""
     padded = dataclasses.replace(ANSWER, micro_batch_size=2, gradient_accumulation_steps=4)
     seen: list[list[int]] = []
     forward = LlamaForCausalLM.forward
@@ -405,9 +412,9 @@ def test_micro_batches_by_tokens_are_those_that_were_predicted(
     lengths = Lengths.of(Counter(in_order), LENGTH, num_samples=len(in_order), longest=LENGTH)
     share = sum(in_order) / sum(len(batch) * max(batch) for batch in expected)
     cut = Workload(model="m", memory_budget_bytes=1, lengths=lengths)
-    assert cut.useful_share(dataclasses.replace(padded, batching="by-tokens")) == pytest.approx(
-        share, abs=0.03
-    )
+    assert cut.filling(
+        dataclasses.replace(padded, batching="by-tokens")
+    ).useful_share == pytest.approx(share, abs=0.03)
     assert furthest(folder / "padded", folder / "by-tokens") < 1e-4
     # Adam does not care how a gradient is scaled: its norm tells.
     of_padded, of_tokens = (

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.cut_by_tokens import cut_by_tokens
-from autotune.space.lengths import BATCHINGS, Lengths, draw, useful_share
+from autotune.space.lengths import BATCHINGS, Lengths, draw, filling
 
 HALF_AND_HALF = Lengths.of({100: 500, 300: 500}, 1000, num_samples=1000, longest=300)
 """Every other sample is three times as long."""
@@ -27,13 +27,13 @@ def test_cut_off_they_are_as_if_read_so() -> None:
 
 
 def share(lengths: Lengths, batching: str, micro_batch_size: int, accumulation: int = 8) -> float:
-    return useful_share(
+    return filling(
         lengths,
         batching,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=accumulation,
         sequence_length=lengths.longest,
-    )
+    ).useful_share
 
 
 def test_samples_are_counted_and_cut_off() -> None:
@@ -104,10 +104,10 @@ def test_a_workload_without_a_dataset_pads_nothing() -> None:
         batching="padded",
     )
     workload = Workload(model="m", memory_budget_bytes=1)
-    assert workload.useful_share(config) == 1.0
+    assert workload.filling(config).useful_share == 1.0
     assert "lengths" not in workload.to_dict()
     with_lengths = dataclasses.replace(workload, lengths=HALF_AND_HALF)
-    assert with_lengths.useful_share(config) == pytest.approx(200 / 287.5, rel=0.02)
+    assert with_lengths.filling(config).useful_share == pytest.approx(200 / 287.5, rel=0.02)
     assert json.dumps(with_lengths.to_dict()["lengths"])
 
 

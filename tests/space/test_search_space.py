@@ -70,6 +70,12 @@ def test_without_lengths_batches_are_filled_as_in_the_base() -> None:
     for base, filled in ((None, "packed"), (padded, "padded")):
         found = with_batchings(space, workload, base)
         assert {each.domains["batching"] for each in found.methods} == {(filled,)}
+    # With them, what a base pads may be cut by tokens: it is as exact.
+    lengths = Lengths(num_samples=8, num_tokens=64, num_kept_tokens=64, percentiles=(8,) * 101)
+    for task, filled in (("causal-lm", ("padded", "by-tokens")), ("seq2seq-lm", ("padded",))):
+        known = dataclasses.replace(workload, lengths=lengths, task=task)
+        found = with_batchings(space, known, padded)
+        assert {each.domains["batching"] for each in found.methods} == {filled}
 
 
 def test_preferences_have_a_trainer_of_their_own() -> None:
@@ -111,7 +117,9 @@ def test_a_batch_of_pairs_has_twice_the_rows() -> None:
     )
     of_lengths = dataclasses.replace(workload(), lengths=lengths)
     rows = dataclasses.replace(config, micro_batch_size=8)
-    assert of_lengths.useful_share(pairs) == of_lengths.useful_share(rows)
+    assert of_lengths.filling(pairs) == dataclasses.replace(
+        of_lengths.filling(rows), num_micro_batches=2
+    )
 
 
 def test_weights_are_updated_in_the_backward_pass_where_one_micro_batch_is_the_step() -> None:

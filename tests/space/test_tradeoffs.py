@@ -47,6 +47,7 @@ def test_every_setting_has_a_class() -> None:
         ({"optimizer": "lion_8bit", "precision": "bf16-true"}, "recipe"),
         ({"micro_batch_size": 8}, "recipe"),
         ({"sequence_length": 512}, "recipe"),
+        ({"batching": "by-tokens"}, "recipe"),
         ({"method": "lora", "lora_rank": 8, "lora_targets": "attention"}, "recipe"),
     ],
 )
@@ -63,6 +64,19 @@ def test_class_against_full_adamw(changes: dict[str, object], expected: str) -> 
         (dataclasses.replace(LORA, lora_targets="attention"), LORA, "recipe"),
         (dataclasses.replace(QLORA, quantization="nf4-double"), QLORA, "recipe"),
         (QLORA, LORA, "recipe"),
+        *(
+            (
+                dataclasses.replace(LORA, batching=one),
+                dataclasses.replace(LORA, batching=other),
+                level,
+            )
+            for one, other, level in (
+                ("padded", "by-tokens", "exact"),
+                ("by-tokens", "padded", "exact"),
+                ("padded", "grouped", "recipe"),
+                ("grouped", "by-tokens", "recipe"),
+            )
+        ),
     ],
 )
 def test_class_among_adapters(config: TrainConfig, base: TrainConfig, expected: str) -> None:

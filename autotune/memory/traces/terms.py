@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +31,12 @@ def summable(values: Sequence[int] | Array) -> Array:
     return np.asarray(values, dtype=object if largest > _SUMMABLE else np.int64)
 
 
-def evaluate(term: Sequence[int], micro_batch: int, rank: int) -> int:
+_Number = TypeVar("_Number", int, float)
+
+
+def evaluate(term: Sequence[int], micro_batch: _Number, rank: int) -> _Number:
     coefficient, batch_power, rank_power = term
-    value: int = coefficient * micro_batch**batch_power * rank**rank_power
+    value: _Number = coefficient * micro_batch**batch_power * rank**rank_power
     return value
 
 
@@ -134,12 +138,12 @@ class Terms:
                 coefficients = of_batch[of_batch[:, 2] == rank_power, 0]
                 self._largest[batch_power, rank_power] = int(coefficients.max(initial=0))
 
-    def at(self, micro_batch: int, rank: int) -> Array:
+    def at(self, micro_batch: float, rank: int) -> Array:
         largest = max(
             (evaluate((c, i, j), micro_batch, rank) for (i, j), c in self._largest.items()),
             default=0,
         )
-        powers = holding(self._batch_powers, largest), holding(self._rank_powers, largest)
+        powers = [holding(each, int(largest)) for each in (self._batch_powers, self._rank_powers)]
         values: Array = self._coefficients * micro_batch ** powers[0] * rank ** powers[1]
         return values
 
@@ -152,7 +156,7 @@ class Sums:
         self._owners = np.repeat(np.arange(len(sums)), [len(terms) for terms in sums])
         self._length = len(sums)
 
-    def at(self, micro_batch: int, rank: int) -> npt.NDArray[np.float64]:
+    def at(self, micro_batch: float, rank: int) -> npt.NDArray[np.float64]:
         values = self._terms.at(micro_batch, rank).astype(np.float64)
         sums = np.bincount(self._owners, weights=values, minlength=self._length)
         return np.asarray(sums, dtype=np.float64)

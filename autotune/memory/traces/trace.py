@@ -339,11 +339,11 @@ class Trace:
             traced[self._chunked] *= rows
         return traced
 
-    def _chunk_rows(self, micro_batch: int) -> tuple[int, int]:
+    def _chunk_rows(self, micro_batch: float) -> tuple[int, int]:
         """Return (tokens of a chunk, tokens of the micro-batch)."""
         assert self._chunks is not None
         name, tokens, beyond, constant = self._chunks
-        num_tokens = evaluate(tokens, micro_batch, 1) + beyond
+        num_tokens = max(round(evaluate(tokens, micro_batch, 1)) + beyond, 1)
         return CHUNK_ROWS[name](num_tokens, constant), num_tokens
 
     @functools.cached_property
@@ -358,8 +358,8 @@ class Trace:
         """Return the share of each kernel's launches in each traced block, and the order of the blocks."""
         return self._make_stretches()
 
-    def launches(self, micro_batch: int, rank: int) -> list[Launch]:
-        """The kernels of a micro-step."""
+    def launches(self, micro_batch: float, rank: int) -> list[Launch]:
+        """The kernels of a micro-step; of a part of one, as many on smaller shapes."""
         flops = self.flops.at(micro_batch, rank).tolist()
         moved = self.moved.at(micro_batch, rank).tolist()
         sizes = iter(self._shapes.at(micro_batch, rank).tolist())
@@ -379,7 +379,7 @@ class Trace:
         flops: int,
         bytes_moved: float,
         shape: tuple[int, ...],
-        micro_batch: int,
+        micro_batch: float,
         rank: int,
     ) -> Launch:
         """Return a chunked kernel's launches. The last chunk has fewer tokens than the others: their mean."""

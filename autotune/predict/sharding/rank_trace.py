@@ -161,7 +161,7 @@ class RankTrace(SharedTrace):
         """The tensors that the optimizer updates on this GPU."""
         return self._shares.optimizer_specs(self._trace.trainable(rank), rank)
 
-    def launches(self, micro_batch: int, rank: int) -> list[Launch]:
+    def launches(self, micro_batch: float, rank: int) -> list[Launch]:
         """The kernels of a micro-step; of collectives what they cost beside sending."""
         return [
             replace(launch, bytes_moved=0.0) if launch.kernel.name in RINGS else launch

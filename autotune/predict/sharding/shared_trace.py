@@ -92,7 +92,7 @@ class SharedTrace:
         """Order of the kernels, as Trace.stretches."""
         return self._trace.stretches
 
-    def launches(self, micro_batch: int, rank: int) -> list[Launch]:
+    def launches(self, micro_batch: float, rank: int) -> list[Launch]:
         """The kernels of a micro-step, as Trace.launches."""
         return self._trace.launches(micro_batch, rank)
 

@@ -363,7 +363,7 @@ class Pricer:
                 case.gpu,
                 memory_budget_bytes=case.budget_bytes,
                 headroom=self._asked.headroom,
-                useful_share=self.workload(case).useful_share,
+                filling=self.workload(case).filling,
                 replays=self._cache.replays(),
             )
             self._estimators[*key, case.gpu.name] = estimator

@@ -21,8 +21,12 @@ from transformers import TrainerCallback
 class UpdateInBackward(TrainerCallback):
     """Lets the Trainer's optimizer update each weight in the backward pass: nothing is clipped."""
 
+    is_trial = False
+    """Whether each update is taken back at once, so that a backward pass only shows what memory it takes."""
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.undo = update_in_backward(kwargs["model"], kwargs["optimizer"], args)
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        self.undo = update_in_backward(model, optimizer, args, lambda: self.is_trial)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.undo()
@@ -40,10 +44,11 @@ def why_not_in_backward(args: Any) -> str:
     return ""
 
 
-def update_in_backward(model: Any, optimizer: Any, args: Any) -> Any:
+def update_in_backward(model: Any, optimizer: Any, args: Any, is_trial: Any = lambda: False) -> Any:
     """Let the optimizer update each weight as soon as its gradient is there, and give the gradient up.
 
-    Return a function that undoes it. Raises ValueError with the reason against it.
+    Return a function that undoes it. Raises ValueError with the reason against it. `is_trial` tells whether
+    updates are taken back.
     """
     if reason := why_not_in_backward(args):
         raise ValueError(reason)
@@ -53,8 +58,11 @@ def update_in_backward(model: Any, optimizer: Any, args: Any) -> Any:
     inner = getattr(optimizer, "optimizer", optimizer)
 
     def update(weight: Any) -> None:
+        take_back = remembered(inner, weight) if is_trial() else None
         inner.step()
         weight.grad = None
+        if take_back is not None:
+            take_back()
 
     handles = [
         weight.register_post_accumulate_grad_hook(update)
@@ -68,3 +76,19 @@ def update_in_backward(model: Any, optimizer: Any, args: Any) -> Any:
             handle.remove()
 
     return undo
+
+
+def remembered(optimizer: Any, weight: Any) -> Any:
+    """Keep a weight and its optimizer's state in host memory; return a function that puts them back."""
+    state = optimizer.state.get(weight, {})
+    before = dict(state)
+    places = [weight.detach(), *(value for value in before.values() if hasattr(value, "copy_"))]
+    copies = [place.to("cpu", copy=True) for place in places]
+
+    def take_back() -> None:
+        for place, value in zip(places, copies, strict=True):
+            place.copy_(value)
+        state.clear()
+        state.update(before)
+
+    return take_back
