@@ -18,7 +18,6 @@ from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
-from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.trainers import BY_TASK, trainers_of
 
@@ -178,14 +177,11 @@ def with_batchings(
     """The space for what is known of the samples: without their lengths batches are filled as in the base."""
     usual = usual_batching(workload.task)
     filled = usual if base is None else base.batching
-    # What a base pads is as well cut by tokens.
-    is_cut = workload.task == "causal-lm" and workload.num_gpus == 1
-    cuts = is_cut and workload.lengths is not None and filled == "padded"
 
     def left(section: MethodSpace) -> Domains:
         offered = () if workload.lengths is None else section.domains.get("batching", ())
         names = tuple(name for name in offered if name != "packed" or name == usual)
-        return {"batching": names or ((filled, BY_TOKENS) if cuts else (filled,))}
+        return {"batching": names or (filled,)}
 
     return with_domains(space, left)
 

@@ -16,7 +16,7 @@ search_spaces/default.yaml explains each line; in short:
         expandable_segments: [false, true]              default [false]
         attention: [sdpa, eager]                        default [sdpa]
         parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2]
-        batching: [packed, padded, by-tokens]           with --dataset; default [packed], or the base's
+        batching: [packed, padded, by-tokens]           with --dataset; default [packed]
 
 and what the method's row of adapters.ADAPTERS has:
 

@@ -70,12 +70,6 @@ def test_without_lengths_batches_are_filled_as_in_the_base() -> None:
     for base, filled in ((None, "packed"), (padded, "padded")):
         found = with_batchings(space, workload, base)
         assert {each.domains["batching"] for each in found.methods} == {(filled,)}
-    # With them, what a base pads may be cut by tokens: it is as exact.
-    lengths = Lengths(num_samples=8, num_tokens=64, num_kept_tokens=64, percentiles=(8,) * 101)
-    for task, filled in (("causal-lm", ("padded", "by-tokens")), ("seq2seq-lm", ("padded",))):
-        known = dataclasses.replace(workload, lengths=lengths, task=task)
-        found = with_batchings(space, known, padded)
-        assert {each.domains["batching"] for each in found.methods} == {filled}
 
 
 def test_preferences_have_a_trainer_of_their_own() -> None:
