@@ -50,6 +50,7 @@ from autotune.records.estimate import (
     StateBytes,
     TimeShare,
     TraceSpec,
+    specs_for,
 )
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
@@ -209,7 +210,9 @@ class Estimator:
 
     def supports(self, config: TrainConfig) -> bool:
         """Whether the model could be traced with this configuration."""
-        return TraceSpec.of(config) in self._traces
+        # Those of plans are made of others, for a single sample or for several.
+        varied = self._filling is not None and not config.has_plan
+        return specs_for(config, varied=varied) <= self._traces.keys()
 
     def is_compiled_step(self, config: TrainConfig) -> bool:
         """Whether the configuration is priced by the trace of a compiled step."""
@@ -410,8 +413,8 @@ class Estimator:
         """Tokens that are no padding, in those that steps of full length train in the same time.
 
         Shorter micro-batches take less time, but not as much less as they have fewer tokens: kernels of the
-        average one are priced. A single sample's time is taken to shrink with its tokens, as far as the
-        launches of the host let it.
+        average one are priced. Where a single sample is checkpointed by a plan, its time is taken to shrink with
+        its tokens, as far as the launches of the host let it.
         """
         if self._filling is None or not vary(config.batching):
             return 1.0
@@ -776,15 +779,16 @@ class Estimator:
         precision: str,
         full_share: float = 1.0,
     ) -> roofline.StepTime | None:
-        if full_share < 1 and spec.single:
-            # It is traced at one size alone.
-            whole = self._forward_backward(spec, micro_batch, rank, precision)
-            if whole is None:
-                return None
-            seconds = max(full_share * whole.total_seconds, whole.launch_seconds)
-            return replace(whole, total_seconds=seconds)
         if full_share < 1:
-            micro_batch *= full_share
+            # A single sample's is traced at one size alone.
+            several = replace(spec, single=False)
+            if several not in self._traces:
+                whole = self._forward_backward(spec, micro_batch, rank, precision)
+                if whole is None:
+                    return None
+                seconds = max(full_share * whole.total_seconds, whole.launch_seconds)
+                return replace(whole, total_seconds=seconds)
+            spec, micro_batch = several, full_share * micro_batch
 
         def step_time() -> roofline.StepTime | None:
             kernels = self._kernels(spec, micro_batch, rank, precision)

@@ -17,7 +17,7 @@ from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.compilation import why_not_predicted
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import Headroom, odds_of
-from autotune.space.lengths import BY_TOKENS
+from autotune.space.lengths import BY_TOKENS, vary
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS
@@ -99,6 +99,20 @@ class TraceSpec(HashedOnce):
             num_splits=config.num_splits,
             is_compiled=config.is_compiled and not why_not_predicted(config),
         )
+
+
+def specs_for(config: TrainConfig, *, varied: bool) -> set[TraceSpec]:
+    """The traces that price a configuration; `varied`: whether the lengths of samples are known to vary."""
+    spec = TraceSpec.of(config)
+    return and_several(spec) if varied and vary(config.batching) else {spec}
+
+
+def and_several(spec: TraceSpec) -> set[TraceSpec]:
+    """A trace, and that of several samples: a shorter sample alone is priced as a part of them.
+
+    Not where layers are checkpointed by a plan, whose traces are made of others.
+    """
+    return {spec} if spec.has_plan else {spec, dataclasses.replace(spec, single=False)}
 
 
 _TRACED = tuple(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
-from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.records.question import Question
 from autotune.search.predict_best import Progress
 from autotune.search.resolve import Configuration, resolve_configuration
@@ -55,7 +55,9 @@ def priced(
     solves = asked.config.activation_checkpointing == SOLVE
     lean = dataclasses.replace(asked.config, activation_checkpointing=1)
     free = dataclasses.replace(asked.config, activation_checkpointing=0)
-    specs = {TraceSpec.of(config) for config in ((lean, free) if solves else (asked.config,))}
+    varied = workload.lengths is not None
+    wanted = (lean, free) if solves else (asked.config,)
+    specs = set[TraceSpec]().union(*(specs_for(config, varied=varied) for config in wanted))
     traces = trace_all(
         asked.source,
         workload.task,
@@ -72,7 +74,7 @@ def priced(
         asked.card.gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
-        filling=workload.filling,
+        filling=workload.filling if varied else None,
         replays=None if cache is None else cache.replays(),
     )
     if solves:

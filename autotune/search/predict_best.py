@@ -31,7 +31,7 @@ from autotune.records.answer import (
     Counts,
 )
 from autotune.records.charts import Details
-from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec, and_several
 from autotune.search import beside, compiled_candidates, tried_on_best, waterfall
 from autotune.search.candidates import Candidates, goes_on_from
 from autotune.search.first_answers import FirstAnswers
@@ -244,12 +244,13 @@ def find(
     baselines = [base] if base is not None else larger_micro_batches(reference)
     possible = _possible(points.configs, model, workload)
     traces: dict[TraceSpec, Trace | SharedTrace] = {}
+    varied = workload.lengths is not None
     estimator = Estimator(
         traces,
         gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
-        filling=workload.filling,
+        filling=workload.filling if varied else None,
         replays=None if cache is None else cache.replays(),
         prices=None if cache is None else cache.prices(),
     )
@@ -264,6 +265,8 @@ def find(
             first_answers.look()
 
     def trace(specs: set[TraceSpec]) -> None:
+        if varied:
+            specs = specs.union(*map(and_several, specs))
         trace_all(
             model,
             workload.task,

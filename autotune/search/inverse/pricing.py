@@ -21,7 +21,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import of_card, trace_all
-from autotune.records.estimate import Estimate, TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.records.question import Question
 from autotune.search.budget import ChosenCard
 from autotune.search.candidates import Candidates
@@ -339,7 +339,10 @@ class Pricer:
         key = self._key(case)
         traces = self._traces.setdefault(key, {})
         refused = self._refused.setdefault(key, set())
-        missing = {TraceSpec.of(config) for config in configs} - traces.keys() - refused
+        workload = self.workload(case)
+        varied = workload.lengths is not None
+        wanted = set[TraceSpec]().union(*(specs_for(config, varied=varied) for config in configs))
+        missing = wanted - traces.keys() - refused
         if missing:
             try:
                 traces |= trace_all(
@@ -363,7 +366,7 @@ class Pricer:
                 case.gpu,
                 memory_budget_bytes=case.budget_bytes,
                 headroom=self._asked.headroom,
-                filling=self.workload(case).filling,
+                filling=workload.filling if varied else None,
                 replays=self._cache.replays(),
             )
             self._estimators[*key, case.gpu.name] = estimator
