@@ -413,8 +413,8 @@ class Estimator:
         """Tokens that are no padding, in those that steps of full length train in the same time.
 
         Shorter micro-batches take less time, but not as much less as they have fewer tokens: kernels of the
-        average one are priced. Where a single sample is checkpointed by a plan, its time is taken to shrink with
-        its tokens, as far as the launches of the host let it.
+        average one are priced. Where a single sample is checkpointed by a plan, its time is taken to shrink
+        with its tokens, as far as the launches of the host let it.
         """
         if self._filling is None or not vary(config.batching):
             return 1.0

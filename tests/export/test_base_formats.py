@@ -72,6 +72,7 @@ PLANS: list[tuple[TrainConfig, dict[str, Any]]] = [
     (PLANNED, {"checkpoint_plan": "interval", "checkpoint_layers": 0}),
 ]
 UPDATING = dataclasses.replace(FULL, update_in_backward=True)
+CUT = dataclasses.replace(FULL, batching="by-tokens")
 CHUNKED = (dataclasses.replace(FULL, chunked_loss=True), {"chunked_loss": False})
 EXPANDED = (dataclasses.replace(FULL, attention="sdpa_expanded"), {"attention": "eager"})
 FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
@@ -79,6 +80,8 @@ FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
         *ARGUMENTS, *ADAPTER, *BITS, *MODELS, CHUNKED, EXPANDED, *PLANS,
         (UPDATING, {"update_in_backward": False}),
         (FULL, {"batching": "grouped"}),
+        (CUT, {"micro_batch_size": 8}),
+        (CUT, {"batching": "padded"}),
         (FULL, {"trainer": "trl-sft"}),
         (FULL, {"precision": "fp8-mixed"}),
         (FULL, {"expandable_segments": True}),
@@ -96,6 +99,7 @@ FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
         (dataclasses.replace(FULL, trainer="trl-sft"), {"batching": "padding-free"}),
         (dataclasses.replace(PLANNED, trainer="trl-sft"), {"micro_batch_size": 8}),
         (dataclasses.replace(UPDATING, trainer="trl-sft"), {"micro_batch_size": 8}),
+        (dataclasses.replace(CUT, trainer="trl-sft"), {"micro_batch_size": 8}),
     ],
     "unsloth": [
         *((dataclasses.replace(config, trainer="trl-sft"), to) for config, to in (*ADAPTER, *BITS)),
