@@ -211,8 +211,9 @@ class Estimator:
     def supports(self, config: TrainConfig) -> bool:
         """Whether the model could be traced with this configuration."""
         # Those of plans are made of others, for a single sample or for several.
-        varied = self._filling is not None and not config.has_plan
-        return specs_for(config, varied=varied) <= self._traces.keys()
+        if self._filling is None or config.has_plan:
+            return TraceSpec.of(config) in self._traces
+        return specs_for(config, varied=True) <= self._traces.keys()
 
     def is_compiled_step(self, config: TrainConfig) -> bool:
         """Whether the configuration is priced by the trace of a compiled step."""

@@ -21,6 +21,7 @@ from autotune.predict.optimizer_update import Update, priced_update
 from autotune.predict.steps import Steps, first_steps
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
+from autotune.space.lengths import Filling
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.speed.host import USUAL, Host
 from autotune.speed.origin import RatesFrom
@@ -544,3 +545,30 @@ def test_an_emptied_cache_is_given_back_before_the_backward_pass(roomy: Estimato
     seldom = roomy.estimate(dataclasses.replace(config, torch_empty_cache_steps=10))
     assert seldom.micro_step_seconds == pytest.approx(1.01 * (kept.micro_step_seconds or 0))
     assert seldom.optimizer_step_seconds == kept.optimizer_step_seconds
+
+
+def test_shorter_micro_batches_take_less_time_but_not_as_much_less(
+    traces: Mapping[TraceSpec, Trace], roomy: Estimator
+) -> None:
+    padded = dataclasses.replace(FULL, batching="padded", micro_batch_size=4)
+    of_padded = {TraceSpec.of(padded): traces[TraceSpec.of(FULL)]}
+
+    def seconds_for_useful(filled: Filling) -> float:
+        """Beside a step of full length without padding, which takes 1."""
+        estimator = Estimator(
+            of_padded, tiny_model.gpu(), memory_budget_bytes=ROOMY, filling=lambda _: filled
+        )
+        return 1 / estimator.useful_share(padded)
+
+    assert seconds_for_useful(Filling(useful_share=0.8, num_micro_batches=4)) == pytest.approx(1.25)
+    # Half as many full micro-batches: the update alone does not become less.
+    halved = seconds_for_useful(Filling(useful_share=0.8, num_micro_batches=2))
+    # As many of half the tokens: neither it nor the launches do.
+    shorter = seconds_for_useful(Filling(useful_share=0.8, full_share=0.5, num_micro_batches=4))
+    assert 1.25 < halved < shorter
+    # And those are the seconds of micro-batches of half as many samples.
+    whole, half = (roomy.seconds(split(FULL, size, 4)) for size in (4, 2))
+    assert whole is not None
+    assert half is not None
+    assert shorter == pytest.approx(2.5 * half.total_seconds / whole.total_seconds)
+    assert roomy.useful_share(padded) == 1.0
