@@ -210,8 +210,7 @@ class Estimator:
 
     def supports(self, config: TrainConfig) -> bool:
         """Whether the model could be traced with this configuration."""
-        # Those of plans are made of others, for a single sample or for several.
-        if self._filling is None or config.has_plan:
+        if self._filling is None:
             return TraceSpec.of(config) in self._traces
         return specs_for(config, varied=True) <= self._traces.keys()
 
