@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Return the result of an operation that `meta` has none for, or another than CUDA; None: ask PyTorch."""
     if func is aten._grouped_mm.default:
         return _grouped_product(*args, **kwargs)
+    if func is aten.native_layer_norm_backward.default:
+        return _layer_norm_gradients(*args, **kwargs)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
 
@@ -44,6 +47,30 @@ def _grouped_product(
         (*(rows * stride for _ in num_groups), stride, 1),
         dtype=dtype,
         device=a.device,
+    )
+
+
+def _layer_norm_gradients(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Make the gradients of a layer norm's input and weights, laid out as the kernels do: contiguous.
+
+    PyTorch's own shape function lays the first out as the gradient that comes in, which is transposed where
+    a pooling of pictures follows. Source: torch 2.13 aten/src/ATen/native/cuda/layer_norm_kernel.cu,
+    layer_norm_backward_cuda.
+    """
+    return tuple(
+        torch.empty_like(of, memory_format=torch.contiguous_format)
+        if is_wanted and of is not None
+        else None
+        for of, is_wanted in zip((x, weight, bias), wanted, strict=True)
     )
 
 
