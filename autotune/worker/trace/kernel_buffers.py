@@ -1,12 +1,12 @@
 """Buffers that CUDA kernels allocate and free inside one call.
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
-aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, Indexing.cu, Reduce.cuh, ScanUtils.cuh and
-SoftMax.cu; aten/src/ATen/native/Convolution.cpp and transformers/attention.cpp;
+aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, IndexKernel.cpp, Indexing.cu,
+Reduce.cuh, ScanUtils.cuh and SoftMax.cu; aten/src/ATen/native/Convolution.cpp and transformers/attention.cpp;
 cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
 
 Not modelled: what a plan of cuDNN's attention wants besides (no closed form), cub's temporary storage (in an
-embedding's backward it is free again before the partial sums are made).
+embedding's backward it is free again before the partial sums are made), cuDNN's workspaces for convolutions.
 """
 
 from __future__ import annotations
@@ -225,6 +225,12 @@ def _of_cumsum(_: Multiprocessors, args: Args, out: Any) -> Found:
     return () if args[0].is_contiguous() else (Buffer(args[0].nbytes),)
 
 
+def _of_masked_scatter(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Numbers of the places before each one, and the mask, where it is stretched (IndexKernel.cpp)."""
+    counts = Buffer(8 * out.numel())
+    return (counts,) if args[1].numel() == out.numel() else (counts, Buffer(out.numel()))
+
+
 def _of_convolution(_: Multiprocessors, args: Args, out: Any) -> Found:
     return _copies(args[:1])
 
@@ -259,6 +265,8 @@ _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten._safe_softmax.default: _of_safe_softmax,
     aten._softmax_backward_data.default: _of_softmax_backward,
     aten.cumsum.default: _of_cumsum,
+    aten.masked_scatter.default: _of_masked_scatter,
+    aten.masked_scatter_.default: _of_masked_scatter,
     aten.convolution.default: _of_convolution,
     aten.convolution_backward.default: _of_convolution_backward,
 }

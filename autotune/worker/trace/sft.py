@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from autotune.space.trainers import PICTURES
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.kernels import Buffer
@@ -37,8 +39,8 @@ def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
 
     Raises UnsupportedModel for another task, or where TRL is not installed.
     """
-    if task != "causal-lm":
-        raise UnsupportedModel("SFTTrainer trains causal language models only")
+    if task not in ("causal-lm", PICTURES):
+        raise UnsupportedModel("SFTTrainer trains language models only, those that see among them")
     try:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:
@@ -153,13 +155,21 @@ class _Kernel:
         return lambda *args, **kwargs: self._launch(self._name, [*args, *kwargs.values()])
 
 
-def places_of(mask: torch.Tensor) -> tuple[Buffer, ...]:
+def places_of(shape: tuple[int, int]) -> tuple[Buffer, ...]:
     """The places that `nonzero` finds in an indexing mask, gone with the operation (Indexing.cu)."""
-    return (Buffer(mask.numel() * mask.dim() * 8),)
+    return (Buffer(math.prod(shape) * 8),)
+
+
+def copy_of(mask: torch.Tensor, tensor: torch.Tensor) -> tuple[Buffer, ...]:
+    """The mask as `nonzero` reads it: copied where it is stretched to the tensor (Nonzero.cu)."""
+    return () if mask.numel() == tensor.numel() else (Buffer(tensor.numel()),)
 
 
 class _Masks:
-    """Indexing with a mask that is true everywhere, which `meta` cannot know."""
+    """Indexing with a mask, of which `meta` cannot know where it is true.
+
+    It is so everywhere, or where something is scattered to, in as many places as that has elements.
+    """
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -177,14 +187,21 @@ class _Masks:
     def masked_scatter_backward(
         self, gradient: torch.Tensor, mask: torch.Tensor, sizes: Any
     ) -> Any:
-        return self._run(aten.index.Tensor, mask, gradient).view(sizes)
+        self._tracker.record_buffers(copy_of(mask, gradient))
+        shape = math.prod(sizes), gradient.dim()
+        return self._index(aten.index.Tensor, shape, gradient).view(sizes)
 
     def _run(self, operation: Any, mask: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
+        return self._index(operation, (mask.numel(), mask.dim()), tensor, *rest)
+
+    def _index(
+        self, operation: Any, shape: tuple[int, int], tensor: torch.Tensor, *rest: Any
+    ) -> Any:
         with _disable_current_modes():
-            shape = (mask.numel(), mask.dim())
-            places = list(torch.empty(shape, dtype=torch.int64, device=mask.device).unbind(1))
+            empty = torch.empty(shape, dtype=torch.int64, device=tensor.device)
+            places = list(empty.unbind(1))
         out = operation(tensor, places, *rest)
-        self._tracker.record_buffers(places_of(mask))
+        self._tracker.record_buffers(places_of(shape))
         return out
 
 
