@@ -273,6 +273,8 @@ def find(
     headroom: str | None = None,
     num_gpus: int | None = None,
     seq_len: int | None = None,
+    images: int | None = None,
+    image_size: str | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002
     text_field: str | None = None,
@@ -351,6 +353,8 @@ def estimate(
     headroom: str | None = None,
     num_gpus: int = 1,
     seq_len: int | None = None,
+    images: int | None = None,
+    image_size: str | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002
     text_field: str | None = None,

@@ -287,6 +287,25 @@ def resolve(model: str, *, asks_hub: bool = True) -> ModelSource:
     )
 
 
+def image_processor(source: ModelSource) -> dict[str, Any]:
+    """Return the settings of the model's image processor from local files; empty where there are none.
+
+    They lie beside the model's configuration, in the folder or in the Hub's cache. Raises ConfigError for a
+    file that cannot be read.
+    """
+    for name, key in (
+        ("preprocessor_config.json", None),
+        ("processor_config.json", "image_processor"),
+    ):
+        path = source.path.with_name(name)
+        if source.origin in ("folder", "hub") and path.is_file():
+            said = _read_config(path)
+            settings = said if key is None else said.get(key)
+            if isinstance(settings, dict):
+                return settings
+    return {}
+
+
 def _find_entry(model: str) -> CatalogueEntry | None:
     wanted = model.casefold()
     for entry in catalogue():

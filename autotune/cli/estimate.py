@@ -73,6 +73,7 @@ def estimate(
         gpu_reason=card.why,
         budget_bytes=budget_bytes,
         file=sys.stdout,
+        sees=workload.pictures,
     )
     if cache is not None:
         draw_kv_cache(cache, priced, budget_bytes, sys.stdout)

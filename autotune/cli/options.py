@@ -179,12 +179,27 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
             help="GPUs of that kind in the machine: a prediction for each.",
         ),
         click.option("--seq-len", type=LENGTH, default=SEQUENCE_LENGTH, help="Tokens per sample."),
+        picture_options,
         dataset_options,
         json_option,
     )
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def picture_options(command: Command) -> Command:
+    """Options that say which pictures each sample has."""
+    images = click.option(
+        "--images",
+        type=click.IntRange(*RANGES["images"]),
+        metavar="N",
+        help="Pictures of each sample, for a model that sees [default: text alone].",
+    )
+    size = click.option(
+        "--image-size", metavar="WxH", help="Size of each picture in pixels: 1024x768."
+    )
+    return images(size(command))
 
 
 def dataset_options(command: Command) -> Command:

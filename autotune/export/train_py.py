@@ -29,7 +29,7 @@ from autotune.space.lengths import BY_TOKENS, vary
 from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
@@ -256,6 +256,8 @@ def _data(dataset: Dataset | None) -> dict[str, object]:
 
 def lacks(workload: Workload) -> str:
     """Return why train.py does not train this; empty where it does."""
+    if workload.task == PICTURES:
+        return "train.py is Transformers' Trainer: train_sft.py trains on pictures"
     row = BY_TASK.get(workload.task)
     if row is None:
         return ""

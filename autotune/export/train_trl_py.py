@@ -33,7 +33,7 @@ from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import Trainer
+from autotune.space.trainers import PICTURES, Trainer, trainers_of
 
 _PROGRAM = Path(__file__).with_name("train_trl.py.template")
 _PLAN = """\
@@ -43,6 +43,14 @@ _PLAN = """\
         remedy = "Take its call out and say activation_checkpointing=True, or train the model it is for."
         sys.exit(f"checkpoint_layers: {{error}}. {{remedy}}")
 """
+
+
+_PICTURES = """\
+    for column, kind in (("image", Image()), ("images", List(Image()))):
+        if column in rows.column_names:  # paths of files, where they are no pictures yet
+            rows = rows.cast_column(column, kind)
+"""
+_COLUMNS_BESIDE_PICTURES = "images (paths of their files), and messages, or prompt and completion"
 
 
 def write(
@@ -65,6 +73,7 @@ def write(
         "dtype": PRECISIONS[config.precision].parameter_dtype,
         "attn_implementation": config.attention,
     }
+    sees = _sees(row, workload)
     imports, adapter, quantization = [], "adapter = None", "quantization = None"
     if config.update_in_backward:
         imports.append("from transformers import TrainerCallback\n")
@@ -75,6 +84,8 @@ def write(
         imports.append("from transformers import BitsAndBytesConfig\n")
         fields = keywords(quantization_fields(config, workload.task))
         quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
+    if sees:
+        imports.append("from datasets import Image, List\n")
     imports.append(f"from trl import {row.arguments_class}, {row.class_name}\n")
     if config.attention == EXPANDED:
         imports.append(f"\n\n{expanded_heads()}\n")
@@ -89,7 +100,8 @@ def write(
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
-        columns=row.fields,
+        columns=_COLUMNS_BESIDE_PICTURES if sees else row.fields,
+        pictures=_PICTURES if sees else "",
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
         trainer=kind,
@@ -105,6 +117,14 @@ def write(
         quantization=quantization,
         unpacked_by=UNPACKED_BY,
     )
+
+
+def _lacks(row: Trainer, workload: Workload) -> str:
+    return "" if _sees(row, workload) else lacks(workload, row)
+
+
+def _sees(row: Trainer, workload: Workload) -> bool:
+    return workload.task == PICTURES and row.name in trainers_of(PICTURES)
 
 
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
@@ -125,7 +145,7 @@ EXPORTERS = {
         filename=f"train_{row.command}.py",
         write=functools.partial(write, row),
         applies=applies,
-        lacks=functools.partial(lacks, row=row),
+        lacks=functools.partial(_lacks, row),
         cannot_express=functools.partial(cannot_express, row),
         has_no_words_for=functools.partial(has_no_words_for, row),
     )

@@ -28,7 +28,7 @@ from autotune.space.adapters import peft_fields, whole_alpha
 from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.space.trainers import TRAINERS, Trainer
+from autotune.space.trainers import PICTURES, TRAINERS, Trainer
 
 LIBRARIES = ("transformers", "trl")
 
@@ -53,6 +53,8 @@ def applies(config: TrainConfig) -> bool:
 def lacks(workload: Workload, row: Trainer = SFT) -> str:
     if workload.task == (row.task or "causal-lm"):
         return ""
+    if workload.task == PICTURES and not row.task:
+        return f"trl {row.command} loads no model that sees: train_{row.command}.py does"
     return f"{row.class_name} trains {f'on {row.trains_on}' if row.task else 'causal language models'} only"
 
 

@@ -54,6 +54,8 @@ OPTIONS = (
     "space",
     "allow",
     "task",
+    "images",
+    "image_size",
     "base",
     "dataset",
     "format",

@@ -12,6 +12,8 @@ from autotune.probe.fleet.fleet import Fleet
 from autotune.probe.run_one import Prober
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import PROBE_SECONDS, ProbeSpec
+from autotune.records.question import SEQUENCE_LENGTH
+from autotune.search.pictures import read_pictures, task_of
 from autotune.space.config import TrainConfig
 from autotune.store.probe_table import ProbeTable
 
@@ -47,8 +49,10 @@ class Repeater:
         options = cell.options
         assert options.model is not None
         source = resolve(options.model)
+        task = task_of(options, source.task)
         spec = ProbeSpec(
-            task=options.task or source.task,
+            task=task,
+            pictures=read_pictures(options, source, task, options.seq_len or SEQUENCE_LENGTH),
             backend=backend,
             memory_budget_bytes=budget_bytes,
             max_seconds=PROBE_SECONDS[backend],

@@ -21,7 +21,7 @@ from autotune.catalogue.attention import without
 from autotune.catalogue.gpu_rows import USUAL_NUM_SMS
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.common import json_lines, log
+from autotune.common import json_lines, json_records, log
 from autotune.errors import ConfigError, HardwareError, WorkerError
 from autotune.memory.traces import BrokenTrace, LaterTrace, Trace, on_card_with
 from autotune.predict.sharding.dealt_layers import DealtTrace
@@ -30,6 +30,7 @@ from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.pictures import Pictures
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import COMMAND, ForkServer
 from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_many
@@ -54,6 +55,7 @@ def trace_all(
     specs: Iterable[TraceSpec],
     *,
     num_gpus: int = 1,
+    pictures: Pictures | None = None,
     on_trace: Callable[[int, int], None] | None = None,
     server: ForkServer | None = None,
     cache: TraceCache | None = None,
@@ -83,6 +85,7 @@ def trace_all(
         "task": task,
         "sequence_length": sequence_length,
         **of_card(gpu),
+        **({} if pictures is None else {"pictures": json_records.plain(pictures)}),
     }
     run = run_many if server is None else functools.partial(_run_forked, server)
     assert cache is None or not operations

@@ -13,6 +13,7 @@ from autotune.records.estimate import SCHEMA_VERSION, step_seconds_of, tokens_pe
 from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
+from autotune.space.pictures import Pictures
 
 NOISE = 0.02
 """Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
@@ -72,6 +73,8 @@ class ProbeSpec:
     run of its own would be."""
     lengths: tuple[int, ...] = ()
     """Lengths of those samples, as Lengths.percentiles; empty: not known."""
+    pictures: Pictures | None = None
+    """Pictures of each sample; None: there is text alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from autotune.errors import ConfigError, nearest
 from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
 from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import MOST_ODDS
+from autotune.space.pictures import MAX_PICTURES
 
 BACKENDS = ("cuda", "cpu")
 """Devices on which a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
@@ -40,11 +41,12 @@ RANGES: dict[str, tuple[int, int]] = {
     "confirm_steps": (0, 1_000_000),
     "train_steps": (1, 1_000_000),
     "accumulation": (1, 100_000),
+    "images": (1, MAX_PICTURES),
 }
 ODDS = (0.5, MOST_ODDS)
 """Range of the odds."""
 _TEXTS = (
-    "model", "gpu", "gpu_mem", "headroom", "dataset", "text_field", "answer_field", "tokenizer",
+    "model", "gpu", "gpu_mem", "headroom", "image_size", "dataset", "text_field", "answer_field", "tokenizer",
     "peft", "space", "study",
 )  # fmt: skip
 _PATHS = ("base",)
@@ -70,6 +72,10 @@ class Question:
     """Number of GPUs; None: the base's, or 1."""
     seq_len: int | None = None
     """Sequence length; None: the base's, or SEQUENCE_LENGTH as far as the model has positions."""
+    images: int | None = None
+    """Pictures of each sample; None: there is text alone."""
+    image_size: str | None = None
+    """Size of each picture in pixels, `WIDTHxHEIGHT`."""
     dataset: str | None = None
     """A file, a folder, or a dataset of the Hub (`name[:split]`)."""
     format: str | None = None

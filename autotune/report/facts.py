@@ -388,6 +388,8 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
     ]
     if workload.lengths is not None:
         rows.append(("data", words.data(workload)))
+    if workload.pictures is not None:
+        rows.append(("pictures", words.pictures(workload.pictures)))
     if found is not None:
         seen = found.final.fingerprint
         rows.append(("measured on", seen.device))

@@ -26,6 +26,7 @@ from autotune.report.memory_bar import memory_bar
 from autotune.report.words import printable
 from autotune.space import requirements
 from autotune.space.knobs import describe
+from autotune.space.pictures import Pictures
 from autotune.space.trainers import BY_TASK
 
 if TYPE_CHECKING:
@@ -38,10 +39,14 @@ LIST_COLUMNS = 8
 """Fewest columns of a terminal per column of a list: with fewer, words are spelt downwards."""
 
 _LABEL_WIDTH = 9
-_PROGRAMS = ("train.py", *(f"train_{row.command}.py" for row in BY_TASK.values()))
+_PROGRAMS = ("train.py", *(f"train_{row.command}.py" for row in BY_TASK.values()), "train_sft.py")
 
 Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""
+
+
+def _pictures(seen: Pictures | None) -> list[Row]:
+    return [] if seen is None else [("sees", words.pictures(seen))]
 
 
 def draw_answer(answer: Answer, file: TextIO) -> None:
@@ -66,6 +71,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
                 f"{counts.feasible:,}, in {format_seconds(answer.elapsed_seconds)}",
             ),
             *([("data", words.data(answer.workload))] if answer.workload.lengths else []),
+            *_pictures(answer.workload.pictures),
             *([("carried", words.carried(answer.workload))] if answer.workload.extra else []),
             *(("left out", str(each)) for each in answer.left_out),
         ],
@@ -213,7 +219,13 @@ def _only(folder: str, files: Sequence[Path]) -> str:
 
 
 def draw_estimate(
-    estimate: Estimate, *, model: str, gpu_reason: str, budget_bytes: int, file: TextIO
+    estimate: Estimate,
+    *,
+    model: str,
+    gpu_reason: str,
+    budget_bytes: int,
+    file: TextIO,
+    sees: Pictures | None = None,
 ) -> None:
     """Draw one configuration: whether it fits, where the memory goes, how fast it is."""
     console = console_on(file)
@@ -225,6 +237,7 @@ def draw_estimate(
     rows: list[Row] = [
         ("card", f"{printable(estimate.gpu)}, {gpu_reason}"),
         ("config", describe(estimate.config), "bold"),
+        *_pictures(sees),
         ("budget", words.exact_size(budget_bytes)),
         verdict,
         ("memory", words.memory(estimate, budget_bytes)),

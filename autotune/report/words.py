@@ -13,6 +13,7 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
 from autotune.space.lengths import Lengths
+from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
 from autotune.space.trainers import BY_TASK, TRAINERS
@@ -176,6 +177,15 @@ def data(workload: Workload) -> str:
         f"{format_count(lengths.num_tokens)} tokens"
         f"{_kept(lengths)}: {lengths.num_kept_tokens / lengths.num_samples:,.0f} on average, "
         f"{lengths.percentiles[50]:,} in the middle, at most {lengths.longest:,}"
+    )
+
+
+def pictures(seen: Pictures) -> str:
+    """The pictures of a sample, and how many of its tokens stand for them."""
+    several = "pictures" if seen.num_images > 1 else "picture"
+    return (
+        f"{seen.num_images} {several} of {seen.size} in each sample, which {seen.num_tokens:,} of its "
+        "tokens stand for"
     )
 
 

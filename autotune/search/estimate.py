@@ -65,6 +65,7 @@ def priced(
         asked.card.gpu,
         specs | plan_specs(lean) if solves else specs,
         num_gpus=workload.num_gpus,
+        pictures=workload.pictures,
         on_trace=functools.partial(progress, "trace"),
         cache=cache,
         operations=with_operations,

@@ -67,6 +67,7 @@ def measured(
         backend=backend,
         memory_budget_bytes=workload.memory_budget_bytes,
         max_seconds=PROBE_SECONDS[backend],
+        pictures=workload.pictures,
     )
     # What was measured here before is not of cards elsewhere.
     assumed = fingerprint.assumed_fingerprint(backend) if fleet is None else None

@@ -136,7 +136,7 @@ class Prediction:
     def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
         """Return the plan B of this answer, or of the measured one."""
         is_allowed = self._candidates.at_most(answer.allow)
-        if TRAINERS[answer.best.config.trainer].task:
+        if TRAINERS[answer.best.config.trainer].task or answer.workload.pictures is not None:
             return ()  # Its program has no plan B.
         return self._candidates.fallbacks(answer.best, is_allowed)
 
@@ -274,6 +274,7 @@ def find(
             gpu,
             specs,
             num_gpus=workload.num_gpus,
+            pictures=workload.pictures,
             on_trace=on_trace,
             server=server,
             cache=cache,

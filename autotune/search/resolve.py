@@ -23,6 +23,7 @@ from autotune.records.question import BACKENDS, EFFECTIVE_BATCH_SIZE, SEQUENCE_L
 from autotune.search import budget, nearest_base
 from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.search.dataset import read_dataset
+from autotune.search.pictures import read_pictures, task_of
 from autotune.space import space_file
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
@@ -38,7 +39,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import TRAINERS, trainers_of
+from autotune.space.trainers import PICTURES, TRAINERS, trainers_of
 from autotune.store import study_names
 
 
@@ -124,10 +125,18 @@ def resolve(
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
     budget.check_shared_probes(question.backend, num_gpus, card)
-    task = question.task or (base and TRAINERS[base.trainer].task) or source.task
+    of_base = "" if base is None else TRAINERS[base.trainer].task
+    task = task_of(question, of_base or source.task)
+    if task == PICTURES and run is not None and run.target is not None:
+        raise ConfigError(
+            f"{question.base} cannot be a base of the task {task}",
+            why="no file of another trainer is read as training on pictures",
+            remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
+        )
     length = _possible_length(source, length, note)
     _note_untrained_positions(source, length, note)
     budget.check_length(task, length)
+    pictures = read_pictures(question, source, task, length)
     data, lengths = None, None
     if question.dataset is not None:
         data, lengths = read_dataset(question, source, task, length)
@@ -152,6 +161,7 @@ def resolve(
         task=task,
         sequence_length=length,
         lengths=lengths,
+        pictures=pictures,
         dataset=data,
         effective_batch_size=budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
         methods=methods,
@@ -203,12 +213,13 @@ def resolve_configuration(
     card = choose_card(question.gpu, question.gpu_mem)
     source = find_model(_model_of(question, None))
     budget.methods_for(source, (method,))
-    task, num_gpus = question.task or source.task, question.num_gpus or 1
+    task, num_gpus = task_of(question, source.task), question.num_gpus or 1
     length = budget.possible_length(
         source, question.seq_len or SEQUENCE_LENGTH, is_given=question.seq_len is not None
     )
     budget.check_length(task, length)
     _note_untrained_positions(source, length, note)
+    pictures = read_pictures(question, source, task, length)
     data, lengths = None, None
     if question.dataset is not None:
         data, lengths = read_dataset(question, source, task, length)
@@ -221,6 +232,7 @@ def resolve_configuration(
         task=task,
         sequence_length=length,
         lengths=lengths,
+        pictures=pictures,
         dataset=data,
         effective_batch_size=given.get("micro_batch_size", least)
         * question.accumulation

@@ -21,12 +21,13 @@ from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Filling, Lengths, filling
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.space.pictures import Pictures
+from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 """Trade-off classes, lowest first: docs/ARCHITECTURE.md, "What fastest means"."""
 
-TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm", *BY_TASK)
+TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm", *BY_TASK, PICTURES)
 PACKABLE_TASKS = ("causal-lm", "masked-lm")
 """Tasks whose samples may be joined and cut anywhere; those of others have an answer each."""
 METHODS = ("full", *ADAPTERS)
@@ -52,6 +53,7 @@ PEFT_TASK_TYPES = {
     "masked-lm": None,
     "sequence-classification": "SEQ_CLS",
     "seq2seq-lm": "SEQ_2_SEQ_LM",
+    PICTURES: "CAUSAL_LM",
 }
 """PEFT's `task_type` by a model's task: it decides which heads train beside the adapter."""
 
@@ -78,6 +80,8 @@ class Workload:
     """Lengths of the dataset's samples; None: every sample is as long as the sequence."""
     headroom: Headroom = USUAL_HEADROOM
     """The room that a predicted peak leaves in the budget."""
+    pictures: Pictures | None = None
+    """Pictures of each sample; None: there is text alone."""
     dataset: Dataset | None = None
     """The dataset itself, which exports name; None where there is none. A step does not depend on it."""
     extra_arguments: str = "{}"
@@ -107,8 +111,8 @@ class Workload:
     def to_dict(self) -> dict[str, object]:
         """The workload as it is stored and shown.
 
-        It leaves out what there is not (a dataset, several GPUs), the usual headroom, and the dataset's name
-        and the extra arguments, which make no other workload.
+        It leaves out what there is not (a dataset, pictures, several GPUs), the usual headroom, and the
+        dataset's name and the extra arguments, which make no other workload.
         """
         values = dataclasses.asdict(self)
         del values["extra_arguments"], values["dataset"]
@@ -116,6 +120,8 @@ class Workload:
             del values["headroom"]
         if self.lengths is None:
             del values["lengths"]
+        if self.pictures is None:
+            del values["pictures"]
         if self.num_gpus == 1:
             del values["num_gpus"]
         return values

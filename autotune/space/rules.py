@@ -20,7 +20,7 @@ from autotune.space.precisions import (
     dtype_beside,
     fuses_grouped_heads,
 )
-from autotune.space.trainers import BY_TASK, TRAINERS, model_task, trainers_of
+from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS, model_task, trainers_of
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.
@@ -106,6 +106,24 @@ def _adapter_bytes(config: TrainConfig) -> int | None:
     return DTYPE_BYTES[
         dtype_beside(config.precision, config.quantization, config.quantization_storage)
     ]
+
+
+def _is_untried_on_pictures(config: TrainConfig) -> bool:
+    return (
+        config.method not in ("full", "lora", "qlora")
+        or config.attention not in ("sdpa", "eager")
+        or config.parallelism != "none"
+        or config.is_compiled
+        or PRECISIONS[config.precision].fp8
+        or config.liger
+        or config.update_in_backward
+        or config.kbit_preparation
+        or bool(config.neftune_noise_alpha)
+        or config.activation_checkpointing > 1
+        or config.activation_offloading
+        or config.has_plan
+        or "lm_head" in _names(config.lora_targets)
+    )
 
 
 def _has_own_task(config: TrainConfig) -> bool:
@@ -626,6 +644,22 @@ RULES: tuple[Rule, ...] = (
         reason="trainers of preferences and rewards switch dropout off, and noise on the embeddings would "
         "reach the reference",
         breaks=lambda c, _: _has_own_task(c) and bool(c.lora_dropout or c.neftune_noise_alpha),
+    ),
+    Rule(
+        # trl 1.16 SFTTrainer.__init__: "Packing is not supported for vision datasets".
+        name="pictures-are-padded",
+        reason="SFTTrainer alone trains on pictures here, and pads what it reads: it neither packs nor "
+        "groups samples with pictures",
+        breaks=lambda c, context: (
+            context.task == PICTURES and (c.trainer != "trl-sft" or c.batching != "padded")
+        ),
+    ),
+    Rule(
+        name="pictures-need-tried-settings",
+        reason="pictures were tried with full fine-tuning, LoRA and QLoRA on one GPU, eagerly, with sdpa or "
+        "eager attention, and every layer checkpointed or none. Other adapters, fp8, Liger's kernels, "
+        "updates in the backward pass, noise, copies in float32, and an adapter on the head were not",
+        breaks=lambda c, context: context.task == PICTURES and _is_untried_on_pictures(c),
     ),
     Rule(
         name="whole-matrix-optimizers-need-one-gpu",

@@ -19,7 +19,7 @@ from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import fuses_grouped_heads
-from autotune.space.trainers import BY_TASK, trainers_of
+from autotune.space.trainers import BY_TASK, PICTURES, trainers_of
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FOR_QUANTIZED = ("device-map",)
@@ -187,26 +187,30 @@ def with_batchings(
 
 
 def with_trainers(space: SearchSpace, task: str) -> SearchSpace:
-    """The space with what trains a task that has a trainer of its own, as it is for another task.
+    """The space with what trains pictures, or a task that has a trainer of its own, as it is for another.
 
-    Answers are padded, no logits are made, and a plan of checkpointing would not outlast a reference's pass.
+    Samples are padded, no logits are made, and a plan of checkpointing would not outlast a reference's pass,
+    or was not tried with what sees.
     """
-    if task not in BY_TASK:
+    if task not in (*BY_TASK, PICTURES):
         return space
-    row = BY_TASK[task]
 
-    def of_answers(section: MethodSpace) -> Domains:
-        of_task: Domains = {
+    def padded(section: MethodSpace) -> Domains:
+        of_task: dict[str, tuple[Any, ...]] = {
             "trainer": trainers_of(task), "batching": ("padded",), "chunked_loss": (False,)
         }  # fmt: skip
         is_scored_before = section.domains.get("precompute_ref_log_probs") == (True,)
-        if is_scored_before or not row.has_reference:
+        if task == PICTURES:
+            kept = [a for a in section.domains.get("attention", ()) if a in ("sdpa", "eager")]
+            of_task["attention"] = tuple(kept or ["sdpa"])
+            of_task |= {"liger": (False,), "activation_offloading": (False,)}
+        elif is_scored_before or not BY_TASK[task].has_reference:
             return of_task
         name = "activation_checkpointing"
         offered = [1 if value == SOLVE else value for value in section.domains.get(name, (0,))]
         return {**of_task, name: tuple(dict.fromkeys(min(value, 1) for value in offered))}
 
-    return with_domains(space, of_answers)
+    return with_domains(space, padded)
 
 
 def may_pack(space: SearchSpace, task: str) -> bool:

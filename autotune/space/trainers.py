@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PICTURES = "image-text-to-text"
+"""The task of answering about pictures, which SFTTrainer trains."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
@@ -101,6 +104,8 @@ BY_TASK: dict[str, Trainer] = {row.task: row for row in TRAINERS.values() if row
 
 def trainers_of(task: str) -> tuple[str, ...]:
     """Return the trainers of a task, the usual one first."""
+    if task == PICTURES:
+        return ("trl-sft",)
     own = task if task in BY_TASK else ""
     return tuple(row.name for row in TRAINERS.values() if row.task == own)
 

@@ -86,7 +86,7 @@ def columns_of(record: Any) -> dict[str, str]:
         "backend": spec.get("backend"),
         "confirm_steps": spec.get("confirm_steps"),
         "device": device,
-        **{name: spec[name] for name in ("varied_steps", "lengths") if spec.get(name)},
+        **{name: spec[name] for name in ("varied_steps", "lengths", "pictures") if spec.get(name)},
     }
     return {"near_key": _digest(near), "fingerprint": _digest(fingerprint), "device": device}
 

@@ -22,6 +22,8 @@ lengths {"dataset": str, "format", "text_field", "answer_field", "loss_on": str 
          "tokenizer": folder or id}
         {fields of Dataset, "num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str, "remedy": str}
+pictures {"config": {...}, "num_images": int, "width": int, "height": int, "processor": {...}}
+        {fields of Pictures}, or {"problem": str}
 calibrate {"backend": str, "kernels": [{fields of roofline.Kernel}], "seconds_each": float, "warm_up_seconds":
          float}
         on cuda first {"device": name}; one line per kernel: {"index": int, "seconds": float, "spread": float,
@@ -136,6 +138,16 @@ def _lengths(request: dict[str, Any]) -> Answers:
         yield {"problem": error.why, "remedy": error.remedy}
 
 
+def _pictures(request: dict[str, Any]) -> Answers:
+    from autotune.worker.build import model, pictures
+
+    asked = (request[name] for name in ("num_images", "width", "height", "processor"))
+    try:
+        yield pictures.tensors_of(model.load_config(request["config"]), *asked)
+    except model.UnsupportedModel as error:
+        yield {"problem": str(error)}
+
+
 def _loader(request: dict[str, Any]) -> Answers:
     import_adapters()
 
@@ -185,6 +197,7 @@ VERBS: dict[str, Verb] = {
     "examine": _examine,
     "lengths": _lengths,
     "loader": _loader,
+    "pictures": _pictures,
     "calibrate": _calibrate,
 }
 

@@ -85,6 +85,8 @@ SHARED = {
     "--gpu-mem": None,
     "--num-gpus": 1,
     "--seq-len": 1024,
+    "--images": None,
+    "--image-size": None,
     "--dataset": None,
     "--format": None,
     "--text-field": None,

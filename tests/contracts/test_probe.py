@@ -39,6 +39,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig
+from autotune.space.pictures import Pictures
 from autotune.worker.build import model as models
 from autotune.worker.client import isolate
 from autotune.worker.probe import checks, confirm, memory, training
@@ -141,6 +142,7 @@ def estimated(
     monkeypatch: pytest.MonkeyPatch,
     model: dict[str, Any] | None = None,
     task: str = "causal-lm",
+    sees: Pictures | None = None,
 ) -> Estimate:
     """Return what is predicted. `model` None: MODEL, which a test may have replaced."""
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
@@ -151,6 +153,7 @@ def estimated(
         spec,
         sequence_length=config.sequence_length,
         device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),
+        sees=sees,
     )
     traces = {spec: Trace(json.loads(json.dumps(answer)))}
     return Estimator(traces, find_gpu("rtx-4070"), memory_budget_bytes=GIB).estimate(config)

@@ -74,6 +74,7 @@ COUNTED = {
 def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     monkeypatch.setattr(sft, "places_of", lambda _: ())
+    monkeypatch.setattr(sft, "copy_of", lambda *_: ())
     monkeypatch.setattr(attention, "_require", lambda _: None)
 
 

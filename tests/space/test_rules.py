@@ -103,6 +103,8 @@ def test_a_reference_that_scores_before_training_leaves_checkpointing_alone() ->
 
 
 BY_TOKENS = dataclasses.replace(FULL, batching="by-tokens")
+SEES = dataclasses.replace(FULL, trainer="trl-sft", batching="padded")
+OF_PICTURES = dataclasses.replace(ADA, task="image-text-to-text")
 BREAKERS = {
     "trainer-of-the-task": (FULL, dataclasses.replace(ADA, task="dpo")),
     "answers-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
@@ -125,6 +127,11 @@ BREAKERS = {
         ADA,
     ),
     "pairs-without-noise": (dataclasses.replace(DPO_LORA, lora_dropout=0.1), ADA),
+    "pictures-are-padded": (dataclasses.replace(SEES, batching="grouped"), OF_PICTURES),
+    "pictures-need-tried-settings": (
+        dataclasses.replace(SEES, neftune_noise_alpha=5.0),
+        OF_PICTURES,
+    ),
     "micro-batch-divides": (dataclasses.replace(FULL, micro_batch_size=5), ADA),
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),

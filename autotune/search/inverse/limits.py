@@ -22,6 +22,7 @@ from autotune.space.search_space import (
     without_solve,
     without_updates,
 )
+from autotune.space.trainers import PICTURES
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_ACCUMULATION = 1024
@@ -51,6 +52,12 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
             f"--accumulation {question.accumulation:,} is more than `max` tries",
             why="Every micro-batch of a step is replayed, for every value",
             remedy=f"Give {MAX_ACCUMULATION:,} or less; `autotune estimate` prices one such configuration",
+        )
+    if question.task == PICTURES:
+        raise ConfigError(
+            f"--task {PICTURES} does not go with `max`",
+            why="How many pictures a sample has, and of which size, is not asked for here",
+            remedy="`autotune estimate --images 1 --image-size 1024x768` prices one configuration",
         )
     if question.settings.get("activation_checkpointing") == SOLVE:
         raise ConfigError(

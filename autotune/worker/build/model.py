@@ -24,7 +24,7 @@ from autotune.catalogue.attention import EXPANDED
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import BY_TASK, model_task
+from autotune.space.trainers import BY_TASK, PICTURES, model_task
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
@@ -34,6 +34,7 @@ _AUTO_CLASSES = {
     "masked-lm": "AutoModelForMaskedLM",
     "sequence-classification": "AutoModelForSequenceClassification",
     "seq2seq-lm": "AutoModelForSeq2SeqLM",
+    PICTURES: "AutoModelForImageTextToText",
 }
 
 
@@ -68,8 +69,9 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
         raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
 
 
+PICTURED = "images and text"
 _OF_KIND: dict[str, Any] = {
-    "images and text": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    PICTURED: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
     "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
@@ -82,7 +84,11 @@ def _kind_of(model_type: str) -> str:
     kind = next((kind for kind, names in _OF_KIND.items() if model_type in names), "")
     if not kind:
         return "another task may be its own (--task)"
-    return f"it is a model for {kind}, and models are trained on text alone here"
+    if kind == PICTURED:
+        return (
+            f"it is a model for {kind}: say which pictures each sample has (--images, --image-size)"
+        )
+    return f"it is a model for {kind}, which is not trained here"
 
 
 def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
@@ -115,7 +121,7 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
         # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
         of_text.pad_token_id = 0
     # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
-    if kind != "causal-lm":
+    if kind not in ("causal-lm", PICTURES):
         model.accepts_loss_kwargs = False
     built: nn.Module = model
     return built

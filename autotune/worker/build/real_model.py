@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import PICTURES, TRAINERS
 from autotune.worker.build import adapters, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 
@@ -44,6 +44,8 @@ def build(
     if train_config.quantization != "none":
         quantize.quantize(model, task, spec)
     materialize(model, getattr(torch, PRECISIONS[train_config.precision].parameter_dtype), device)
+    if task == PICTURES:
+        _fill_empty(model)
     if train_config.kbit_preparation:
         quantize.prepare(model)
     # TRL's trainer of preferences adds it, so that it can take it for switched off.
@@ -85,6 +87,17 @@ def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=device))
     model.initialize_weights()
+
+
+def _fill_empty(model: nn.Module) -> None:
+    """Give values to matrices that Transformers fills with zeros, as Gemma 3's projection of pictures.
+
+    What such a matrix makes is zero, too, and the gradients of the norms that follow have no bounds.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1 and parameter.is_floating_point() and not parameter.any():
+                parameter.normal_(std=STANDARD_DEVIATION)
 
 
 def _make(

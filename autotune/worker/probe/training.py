@@ -32,6 +32,7 @@ from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.probe import confirm, trl_trainers
 from autotune.worker.probe.checks import Invalid
+from autotune.worker.probe.seen_rows import SeenRows, collate
 
 MAX_WARM_UP_STEPS = 8
 """Most warm-up steps. [judgement] Reserved bytes grow in the first two steps, seldom in a third."""
@@ -61,12 +62,16 @@ def build_trainer(
     if TRAINERS[config.trainer].is_trl:
         trainer_class = trl_trainers.trainer_class(config, spec.task)
         more = trl_trainers.beside(model, spec.task, config)
+        if spec.pictures is not None:
+            more["data_collator"] = collate
     elif config.batching == "padding-free":
         more["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
     made_with = rows
     if TRAINERS[config.trainer].task:
         made_with = trl_trainers.samples_of_words(config, 1, 1)
+    elif spec.pictures is not None:
+        made_with = trl_trainers.words(1)
     trainer_class = _by_micro_step(trainer_class)
     if config.batching == BY_TOKENS:
         trainer_class = by_tokens(trainer_class, config.sequence_length)
@@ -104,6 +109,8 @@ def varied_rows(
     num_rows, kept = num_steps * per_step, 2 * config.micro_batch_size
     num_lengths = config.rows_per_sample * num_rows
     lengths = draw(spec.lengths, config.sequence_length, num_lengths, seed=seed)
+    if spec.pictures is not None:  # No picture is cut off.
+        lengths = [max(length, spec.pictures.num_tokens + 1) for length in lengths]
     return _rows(hf_config, config, spec, num_rows, kept=kept, lengths=lengths)
 
 
@@ -160,6 +167,9 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
         values |= {"use_cpu": True, "dataloader_pin_memory": False}
         values.pop("tf32", None)
     if TRAINERS[config.trainer].is_trl:
+        if spec.pictures is not None:
+            # TRL takes the names of columns from the rows that it is made with.
+            values["remove_unused_columns"] = False
         arguments = trl_trainers.arguments(values, config)
     else:
         arguments = TrainingArguments(**values)
@@ -179,6 +189,8 @@ def _rows(
 ) -> Any:
     per_sample = config.rows_per_sample
     rows = _Rows(hf_config, spec.task, config, per_sample * num_rows, per_sample * kept, lengths)
+    if spec.pictures is not None:
+        return SeenRows(rows, hf_config, spec.pictures)
     return trl_trainers.dataset(rows, config) if TRAINERS[config.trainer].is_trl else rows
 
 

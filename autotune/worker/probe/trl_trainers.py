@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import PICTURES, TRAINERS
 from autotune.worker.build import adapters
 from autotune.worker.build.model import UnsupportedModel
 
@@ -31,7 +31,7 @@ def trainer_class(config: TrainConfig, task: str) -> type[Trainer]:
         raise UnsupportedModel(
             f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
         )
-    if not row.task and task != "causal-lm":
+    if not row.task and task not in ("causal-lm", PICTURES):
         raise UnsupportedModel(f"{row.class_name} trains causal language models only")
     try:
         import trl
@@ -152,6 +152,13 @@ _SAMPLES: dict[str, tuple[Callable[[_Ids, int], dict[str, Any]], tuple[str, ...]
     "trl-kto": (_labelled, ("ref_logps", "ref_KL_logps")),
 }
 """How a sample is made of rows, and what it has besides where a reference has scored it, by its trainer."""
+
+
+def words(count: int) -> Any:
+    """So many rows of two tokens, of which SFTTrainer reads the names of columns."""
+    from datasets import Dataset
+
+    return Dataset.from_list([{"input_ids": [0, 0]}] * count)
 
 
 def samples_of_words(config: TrainConfig, count: int, sequence_length: int) -> Any:

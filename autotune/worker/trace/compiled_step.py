@@ -28,7 +28,7 @@ from autotune.worker.trace.joint_graph import (
 )
 from autotune.worker.trace.kernel_costs import count_flops, dtype_of, shape_of
 from autotune.worker.trace.lowering import base_of, bytes_of, outputs_of, value_of
-from autotune.worker.trace.meta_step import MetaStep, batch_of, num_items
+from autotune.worker.trace.meta_step import MetaStep, num_items
 from autotune.worker.trace.tracker import (
     Buffer,
     HiddenBuffers,
@@ -64,7 +64,7 @@ def trace_compiled(
     model: Any = step.model
     step.mark(Phase.BATCH)
     with tracker:
-        batch = batch_of(step.task, step.spec, micro_batch, sequence_length)
+        batch = step.batch(micro_batch, sequence_length)
         if models.accepts_loss_kwargs(model):
             step.mark(Phase.COUNT)
             batch["num_items_in_batch"] = num_items(model, batch["labels"])

@@ -18,12 +18,13 @@ from transformers.integrations.neftune import activate_neftune
 from autotune.memory.traces import OUTSIDE, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
+from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import adapters, fp8, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.build.tensor_parallel import local
-from autotune.worker.trace import liger, sft, trl_steps
+from autotune.worker.trace import liger, pictures, sft, trl_steps
 from autotune.worker.trace.cuda import META
 from autotune.worker.trace.tracker import Recording, Tracker, in_backward
 
@@ -51,6 +52,7 @@ class MetaStep:
         *,
         rank: int,
         copies: Callable[[int], int] | None = None,
+        sees: Pictures | None = None,
     ) -> None:
         self.model = model
         self.reference: nn.Module | None = None
@@ -64,6 +66,7 @@ class MetaStep:
         """Phases of the passes without gradients that are still to come."""
         self._pass = Phase.EMBED
         self.tracker = tracker
+        self.sees = sees
         self._rank = rank
         self._copies = copies
         self.block: int | None = None
@@ -98,6 +101,10 @@ class MetaStep:
             alive=self.tracker.alive(),
             block=self.block,
         )
+
+    def batch(self, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+        """The micro-batch that the step is run on."""
+        return batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Let tensors live as long as the Trainer does: its micro-batch, and the loss."""
@@ -203,7 +210,7 @@ class MetaStep:
         self.mark(Phase.SETTLED)
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
-            inputs = batch_of(self.task, self.spec, micro_batch, sequence_length)
+            inputs = self.batch(micro_batch, sequence_length)
             self.model(
                 **{k: v for k, v in inputs.items() if self._trl is None or k in trl_steps.OF_MODEL}
             )
@@ -230,13 +237,15 @@ class MetaStep:
         handles = self._hook_gradients()
         self.mark(Phase.BATCH)
         model: Any = self.model
-        inputs = batch_of(self.task, self.spec, micro_batch, sequence_length)
+        inputs = self.batch(micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model) and "labels" in inputs
         if accepts:
             self.mark(Phase.COUNT)
             inputs["num_items_in_batch"] = num_items(model, inputs["labels"])
         self.keep(*inputs.values())
         self._passes = iter(() if self._trl is None else self._trl.passes)
+        if self.sees is not None:
+            handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
             handles.append(each.register_forward_pre_hook(self._begin))
             for number, stack in enumerate(layer_stacks(each)):
@@ -368,7 +377,13 @@ def place_finder(model: Any) -> Callable[[str], Place]:
     return place_of
 
 
-def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+def batch_of(
+    task: str,
+    spec: TraceSpec,
+    micro_batch: int,
+    sequence_length: int,
+    sees: Pictures | None = None,
+) -> dict[str, Any]:
     """The batch of the Trainer's collator: token ids, a mask, labels; or samples one behind the other.
 
     Packed rows have no mask (export/train.py.template), but where TRL's collator makes one.
@@ -386,6 +401,14 @@ def batch_of(task: str, spec: TraceSpec, micro_batch: int, sequence_length: int)
     batch = {"input_ids": empty(*shape)}
     if task != "causal-lm" or spec.batching != "packed" or spec.trainer != "transformers":
         batch["attention_mask"] = empty(*shape)
+    if sees is not None:
+        batch |= {name: empty(*shape) for name in sees.of_text}
+        batch |= {
+            each.name: empty(
+                micro_batch * each.shape[0], *each.shape[1:], dtype=getattr(torch, each.dtype)
+            )
+            for each in sees.tensors
+        }
     return {**batch, "labels": labels}
 
 

@@ -40,7 +40,7 @@ def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
     Raises UnsupportedModel for another task, or where TRL is not installed.
     """
     if task not in ("causal-lm", PICTURES):
-        raise UnsupportedModel("SFTTrainer trains language models only, those that see among them")
+        raise UnsupportedModel("SFTTrainer trains causal language models only")
     try:
         from trl.trainer.utils import add_fused_lm_head
     except ImportError as error:

@@ -26,16 +26,27 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import PretrainedConfig
 
+from autotune.common import json_records
 from autotune.memory.traces.copies import Layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
+from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS, model_task
 from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
-from autotune.worker.trace import attention, flex, forks, liger, sft, shared_models, trl_steps
+from autotune.worker.trace import (
+    attention,
+    flex,
+    forks,
+    liger,
+    pictures,
+    sft,
+    shared_models,
+    trl_steps,
+)
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import META, Device, Workspaces, device_choices
 from autotune.worker.trace.encode import Symbols, encode
@@ -143,6 +154,8 @@ def _compiled_or_eager(
     request: dict[str, Any], wanted: dict[str, Any], device: Device, shared: SharedModels
 ) -> dict[str, Any]:
     """Trace the step that is wanted; where it cannot be traced compiled, as it runs without, and say why."""
+    said = request.get("pictures")
+    sees = None if said is None else json_records.read(Pictures, said, "pictures")
 
     def trace(spec: TraceSpec, shared: SharedModels) -> dict[str, Any]:
         return trace_step(
@@ -154,6 +167,7 @@ def _compiled_or_eager(
             whole=wanted["whole"],
             operations=wanted.get("operations", False),
             shared=shared,
+            sees=sees,
         )
 
     spec = TraceSpec(**wanted["spec"])
@@ -182,6 +196,7 @@ def trace_step(
     whole: bool = False,
     operations: bool = False,
     shared: SharedModels | None = None,
+    sees: Pictures | None = None,
 ) -> dict[str, Any]:
     """Trace one micro-step.
 
@@ -236,8 +251,9 @@ def trace_step(
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     takes_block = spec.quantization != "none" and device.backend == "cuda"
     copies = Layers(**base.layers).copies if takes_block else None
-    step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies)
-    with _trace_settings(tracker), _techniques(spec, tracker, device, chunks):
+    step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees)
+    of_pictures = contextlib.nullcontext() if sees is None else pictures.on_meta(micro_batch)
+    with _trace_settings(tracker), _techniques(spec, tracker, device, chunks), of_pictures:
         try:
             if base.ready is None:
                 with without_values():

@@ -1,0 +1,98 @@
+"""The pictures of a question: what the model's own image processor makes of them, asked of a worker."""
+
+from __future__ import annotations
+
+import re
+
+from autotune.catalogue import models
+from autotune.catalogue.models import ModelSource
+from autotune.common import json_records
+from autotune.errors import ConfigError
+from autotune.records.question import Question
+from autotune.space.pictures import MAX_PIXELS, Pictures
+from autotune.space.trainers import PICTURES
+from autotune.worker.client.isolate import run
+
+DEADLINE_SECONDS = 120.0
+ROOM_FOR_TEXT = 256
+"""Tokens of text that are advised beside pictures. [judgement]"""
+_SIZE = re.compile(r"([0-9]{1,6})[xX]([0-9]{1,6})", re.ASCII)
+
+
+def task_of(question: Question, usual: str) -> str:
+    """Return the task of a question, the usual one where nothing else is asked for.
+
+    Raises ConfigError for pictures of a task that has none.
+    """
+    sees = question.images is not None
+    task = question.task or (PICTURES if sees else usual)
+    if sees and task != PICTURES:
+        raise ConfigError(
+            f"--images does not go with --task {task}", remedy=f"Give --task {PICTURES}"
+        )
+    return task
+
+
+def read_pictures(
+    question: Question, source: ModelSource, task: str, sequence_length: int
+) -> Pictures | None:
+    """Work out what the model reads of each sample's pictures; None for a task without.
+
+    Raises ConfigError, also where they have more tokens than a sample; WorkerError.
+    """
+    if task != PICTURES:
+        if question.image_size is not None:
+            raise ConfigError("--image-size needs --images", remedy="Say how many each sample has")
+        return None
+    if question.images is None or question.image_size is None:
+        raise ConfigError(
+            f"The task {PICTURES} needs to know how many pictures each sample has, and how large they are",
+            remedy="Give --images 1 --image-size 1024x768, say",
+        )
+    if question.dataset is not None:
+        raise ConfigError(
+            "A dataset of pictures is not measured",
+            why="Its samples' tokens depend on pictures, which are not read",
+            remedy="Leave --dataset out, and give --seq-len: the exported program reads it",
+        )
+    width, height = _size_of(question.image_size)
+    request = {
+        "config": source.config,
+        "num_images": question.images,
+        "width": width,
+        "height": height,
+        "processor": models.image_processor(source),
+    }
+    end = run("pictures", request, deadline_seconds=DEADLINE_SECONDS)
+    if end.how != "ok" or not end.answers:
+        raise end.to_error("pictures")
+    answer = end.answers[-1]
+    if "problem" in answer:
+        raise ConfigError(
+            f"{source.name} cannot be trained on pictures",
+            why=answer["problem"],
+            remedy="Name another model, or train it on text alone: leave --images out",
+        )
+    fields = {"num_images": question.images, "width": width, "height": height, **answer}
+    found = json_records.read(Pictures, fields, "the pictures")
+    if found.num_tokens >= sequence_length:
+        raise ConfigError(
+            f"The pictures of a sample are {found.num_tokens:,} tokens, and it has {sequence_length:,}",
+            why="SFTTrainer cuts no picture off",
+            remedy=f"Give --seq-len {found.num_tokens + ROOM_FOR_TEXT}, fewer --images, or a smaller "
+            "--image-size",
+        )
+    return found
+
+
+def _size_of(text: str) -> tuple[int, int]:
+    """Return (width, height). Raises ConfigError."""
+    match = _SIZE.fullmatch(text.strip())
+    sides = (0, 0) if match is None else (int(match[1]), int(match[2]))
+    if not all(1 <= side <= MAX_PIXELS for side in sides):
+        raise ConfigError(
+            f"--image-size {text[:40]!r} is no size",
+            why=f"It is a width and a height of 1 to {MAX_PIXELS:,} pixels",
+            remedy="Give 640x480, say",
+        )
+    return sides

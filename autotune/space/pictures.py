@@ -1,0 +1,38 @@
+"""Pictures of a workload's samples, and the tensors that a model's own image processor makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_PICTURES = 64
+"""Most pictures of a sample."""
+MAX_PIXELS = 10_000
+"""Most pixels along a side: a processor shrinks what is larger than its model takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PictureTensor:
+    """One of a batch's tensors, as it is for one sample: several samples lie one behind the other."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pictures:
+    """Pictures of each sample."""
+
+    num_images: int
+    width: int
+    height: int
+    num_tokens: int
+    """Tokens of a sample that stand for its pictures, those that mark where one begins among them."""
+    tensors: tuple[PictureTensor, ...]
+    of_text: tuple[str, ...] = ()
+    """Names of further tensors of the text, shaped as its token ids."""
+
+    @property
+    def size(self) -> str:
+        """The size of a picture as it is typed: `640x480`."""
+        return f"{self.width}x{self.height}"

@@ -1,0 +1,68 @@
+"""Rows of a probe on pictures: tokens at random, of which the first stand for what the model sees.
+
+They are tensors already, as the model's own processor makes them: TRL reads no picture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+
+from autotune.space.pictures import Pictures
+from autotune.worker.build.pictures import num_features
+
+_PADDING = {"labels": -100}
+"""Values of places without a token, where they are not 0."""
+
+
+class SeenRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of text with pictures beside each; every second one has all of its tokens."""
+
+    def __init__(self, rows: Any, config: PretrainedConfig, pictures: Pictures) -> None:
+        self._rows = rows
+        self._of_text = pictures.of_text
+        self._token = _token_of(config)
+        self._num_features = num_features(config, pictures)
+        # No picture is blank: Idefics takes such for padding.
+        self._seen = {each.name: np.ones(each.shape, dtype=each.dtype) for each in pictures.tensors}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._rows[index]
+        ids, mask, labels = (row[name].copy() for name in ("input_ids", "attention_mask", "labels"))
+        ids[ids == self._token] = 0
+        ids[: self._num_features] = self._token
+        if index % 2 == 0:
+            mask[:], labels = 1, ids
+        stands = (ids == self._token).astype(ids.dtype)
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            **dict.fromkeys(self._of_text, stands),
+            **self._seen,
+            "labels": labels,
+        }
+
+
+def _token_of(config: Any) -> int:
+    token: int = config.image_token_id
+    return token
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Make a batch: texts as long as the longest of them, pictures one behind the other."""
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def column(name: str) -> np.ndarray[Any, Any]:
+        values = [row[name] for row in rows]
+        if name.startswith("pixel_"):
+            return np.concatenate(values)
+        padding = _PADDING.get(name, 0)
+        return np.array([np.pad(v, (0, length - len(v)), constant_values=padding) for v in values])
+
+    return {name: torch.tensor(column(name)) for name in rows[0]}

@@ -1,0 +1,161 @@
+"""A real SFTTrainer of TRL on pictures, against the trace of the same step on `meta`.
+
+Each model's own processor reads real pictures beside texts of one length, but for three tokens of every
+second one. As in test_sft_trainer.py, allocations and frees must agree one by one but for its differences.
+What a model takes apart by pictures or by samples and joins again are views of what was there on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import seeing
+import transformers
+from test_sft_trainer import _no_hidden_buffers, way_of_cuda  # noqa: F401
+from test_trace_is_the_trainer import (
+    RANK,
+    TURING,
+    Case,
+    _differences,  # noqa: F401
+    canonical,
+    predicted,
+)
+from trainer_step import NUM_PADDED, NUM_STEPS, run_trainer
+
+from autotune.memory.traces import Trace
+from autotune.worker.build import model as models
+from autotune.worker.build import pictures
+from autotune.worker.trace import step as trace_module
+
+trl = pytest.importorskip("trl")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning"),
+    # PaliGemma's processor, of tensors.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
+
+LENGTHS = {"smolvlm": 176, "idefics3": 176, "gemma3": 40, "paligemma": 48, "llava": 48}
+NUM_IMAGES = 2
+TOWERS = {
+    "smolvlm": "vision_model",
+    "gemma3": "vision_tower",
+    "paligemma": "vision_tower",
+    "llava": "vision_tower",
+}
+"""Modules that see, by family."""
+
+
+def case_of(family: str, **more: Any) -> Case:
+    fields = {"precision": "fp32", "batching": "padded", "trainer": "trl-sft", **more}
+    return Case(architecture=family, task="image-text-to-text", **fields)
+
+
+ALONE = {"method": "lora", "checkpointing": 1, "micro_batch": 1}
+CASES = {
+    **{f"{family} full": case_of(family) for family in seeing.CONFIGS},
+    **{f"{family} lora checkpointed": case_of(family, **ALONE) for family in seeing.CONFIGS},
+    "smolvlm full checkpointed": case_of("smolvlm", checkpointing=1, accumulation=1),
+    "gemma3 lora": case_of("gemma3", method="lora", accumulation=1),
+}
+
+
+def real_model(case: Case, config: Any) -> Any:
+    config.use_cache = False
+    auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation=case.attention)
+    if case.method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+        model = get_peft_model(model, lora)
+    return model
+
+
+def dataset(rows: list[Any]) -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    config = models.load_config(seeing.CONFIGS[case.architecture])
+    length = LENGTHS[case.architecture]
+    count = NUM_STEPS * case.accumulation * case.micro_batch
+    missing = NUM_PADDED if case.micro_batch > 1 else 0
+    rows = seeing.samples(config, [length - missing * (n % 2) for n in range(count)], NUM_IMAGES)
+    arguments: dict[str, Any] = {"bf16": False, "gradient_checkpointing": bool(case.checkpointing)}
+    with way_of_cuda():
+        run = run_trainer(
+            real_model(case, config),
+            tmp_path,
+            case.task,
+            sequence_length=length,
+            micro_batch_size=case.micro_batch,
+            accumulation=case.accumulation,
+            trainer_class=trl.SFTTrainer,
+            arguments_class=trl.SFTConfig,
+            make_dataset=dataset,
+            rows=rows,
+            more={"processing_class": seeing.processor(config)},
+            max_length=None,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,  # TRL drops `text` beside pictures
+            **arguments,
+        )
+    answer = trace_module.trace_step(
+        models.load_config(seeing.CONFIGS[case.architecture]),
+        case.task,
+        case.spec,
+        sequence_length=length,
+        device=TURING,
+        sees=seeing.pictures_of(config, NUM_IMAGES),
+    )
+    trace = Trace(json.loads(json.dumps(answer)))
+    all_tokens = case.micro_batch * (length - 1)
+    counted = all_tokens - missing * (case.micro_batch // 2)
+    sizes = [
+        t.size_bytes // counted * all_tokens if t.size_bytes % counted == 0 else t.size_bytes
+        for t in run.tensors
+    ]
+    literals = {n for n, operation in run.made_by.items() if operation == "aten::lift_fresh"}
+    for number, window in enumerate(run.micro_steps):
+        events = [event for event in run.window(window) if max(event, ~event) not in literals]
+        real = canonical(events, sizes)
+        expected = predicted(case, trace, is_first=number % case.accumulation == 0)
+        assert real == expected, f"micro-step {number}"
+    assert len(run.micro_steps) == 2 * case.accumulation
+
+
+@pytest.mark.parametrize(("family", "tower"), TOWERS.items())
+def test_an_adapter_on_all_linear_layers_is_on_those_that_see_too(family: str, tower: str) -> None:
+    from peft.tuners.lora import LoraLayer
+
+    config = models.load_config(seeing.CONFIGS[family])
+    model = real_model(case_of(family, method="lora"), config)
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    parts = {part for name in adapted for part in name.split(".")}
+    assert {tower, "layers"} <= parts
+    assert "lm_head" not in parts
+
+
+def test_what_a_picture_becomes_is_said_by_its_processor_alone() -> None:
+    config = models.load_config(seeing.CONFIGS["smolvlm"])
+    whole = pictures.tensors_of(config, 1, 64, 48, {"do_image_splitting": False})
+    assert whole["tensors"][0]["shape"][:2] == [1, 1]
+    assert pictures.tensors_of(config, 1, 64, 48, {})["tensors"][0]["shape"][:2] == [1, 13]
+    with pytest.raises(models.UnsupportedModel, match="cannot read pictures of 64x48"):
+        pictures.tensors_of(config, 1, 64, 48, {"size": {"height": -1, "width": 2}})
+
+
+def test_other_families_are_refused_in_one_line() -> None:
+    config = models.load_config({"model_type": "qwen2_5_vl"})
+    with pytest.raises(
+        models.UnsupportedModel, match="type qwen2_5_vl are not trained on pictures"
+    ):
+        pictures.tensors_of(config, 1, 64, 48, {})

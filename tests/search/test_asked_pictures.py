@@ -1,0 +1,110 @@
+"""Questions about models that see: what is refused in one line, and what a worker is asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autotune.catalogue import models
+from autotune.errors import ConfigError
+from autotune.records.question import Question
+from autotune.search import pictures
+from autotune.search.inverse.limits import limits
+from autotune.search.pictures import read_pictures, task_of
+from autotune.worker.client.isolate import WorkerEnd
+
+TASK = "image-text-to-text"
+ANSWER = {
+    "num_tokens": 160,
+    "of_text": [],
+    "tensors": [{"name": "pixel_values", "shape": [1, 13, 3, 512, 512], "dtype": "float32"}],
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> models.ModelSource:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "smolvlm"}), encoding="utf-8")
+    return models.resolve(str(tmp_path))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Requests, each of which is answered with ANSWER."""
+    requests: list[Any] = []
+
+    def run(verb: str, request: Any, **_: Any) -> WorkerEnd:
+        requests.append((verb, request))
+        return WorkerEnd(
+            how="ok",
+            exit_code=0,
+            answers=(ANSWER,),
+            num_partial_lines=0,
+            problem="",
+            stderr_tail="",
+        )
+
+    monkeypatch.setattr(pictures, "run", run)
+    return requests
+
+
+def test_pictures_decide_the_task(source: models.ModelSource) -> None:
+    assert task_of(Question(), source.task) == "causal-lm"
+    assert task_of(Question(images=1), source.task) == TASK
+    with pytest.raises(ConfigError, match="--images does not go with --task masked-lm"):
+        task_of(Question(images=1, task="masked-lm"), source.task)
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "said"),
+    [
+        ({"images": 2}, TASK, "needs to know how many pictures"),
+        ({}, TASK, "needs to know how many pictures"),
+        ({"image_size": "640x480"}, "causal-lm", "--image-size needs --images"),
+        ({"images": 2, "image_size": "640"}, TASK, "is no size"),
+        ({"images": 2, "image_size": "0x480"}, TASK, "is no size"),
+        ({"images": 2, "image_size": "640x20000"}, TASK, "is no size"),
+        ({"images": 2, "image_size": "640x480", "dataset": "x"}, TASK, "is not measured"),
+    ],
+)
+def test_what_is_missing_or_wrong(
+    given: dict[str, Any], task: str, said: str, source: models.ModelSource, asked: list[Any]
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_pictures(Question(**given), source, task, 1024)
+    assert asked == []
+
+
+def test_text_alone_asks_nobody(source: models.ModelSource, asked: list[Any]) -> None:
+    assert read_pictures(Question(), source, "causal-lm", 1024) is None
+    assert asked == []
+
+
+def test_a_worker_is_asked_with_what_lies_beside_the_model(
+    source: models.ModelSource, asked: list[Any]
+) -> None:
+    folder = source.path.parent
+    question = Question(images=2, image_size="640x480")
+    assert models.image_processor(source) == {}
+    nested = {"image_processor": {"size": {"longest_edge": 512}}}
+    (folder / "processor_config.json").write_text(json.dumps(nested), encoding="utf-8")
+    found = read_pictures(question, source, TASK, 161)
+    assert found is not None
+    assert (found.num_images, found.size, found.num_tokens) == (2, "640x480", 160)
+    ((verb, request),) = asked
+    assert (verb, request["processor"]) == ("pictures", nested["image_processor"])
+    (folder / "preprocessor_config.json").write_text('{"do_resize": false}', encoding="utf-8")
+    assert models.image_processor(source) == {"do_resize": False}
+
+
+def test_pictures_leave_room_for_text(source: models.ModelSource, asked: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="160 tokens, and it has 160"):
+        read_pictures(Question(images=2, image_size="640x480"), source, TASK, 160)
+    assert len(asked) == 1
+
+
+def test_a_limit_is_asked_of_text_alone() -> None:
+    with pytest.raises(ConfigError, match="does not go with `max`"):
+        limits(Question(task=TASK, model="x"), "micro-batch")
