@@ -1,0 +1,272 @@
+"""Rules of the step: optimizers and updates, fp8, losses, trainers."""
+
+from __future__ import annotations
+
+from autotune.space.adapters import peft_fields
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS, UPDATERS
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
+from autotune.space.rules.rule import (
+    ADA,
+    AMPERE,
+    Rule,
+    has_reference,
+    is_before,
+    is_prompt,
+    names_of,
+)
+from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS, model_task, trainers_of
+
+
+def _is_untried_on_pictures(config: TrainConfig) -> bool:
+    return (
+        config.method not in ("full", "lora", "qlora")
+        or config.attention not in ("sdpa", "eager")
+        or config.parallelism != "none"
+        or config.is_compiled
+        or PRECISIONS[config.precision].fp8
+        or config.liger
+        or config.update_in_backward
+        or config.kbit_preparation
+        or bool(config.neftune_noise_alpha)
+        or config.activation_checkpointing > 1
+        or config.activation_offloading
+        or config.has_plan
+        or "lm_head" in names_of(config.lora_targets)
+    )
+
+
+def _has_own_task(config: TrainConfig) -> bool:
+    return bool(TRAINERS[config.trainer].task)
+
+
+def _tokens(config: TrainConfig) -> int:
+    """Tokens of a sample, as the layers see it, virtual ones among them.
+
+    A prefix's are not: they are keys alone.
+    """
+    if not is_prompt(config):
+        return config.sequence_length
+    fields = peft_fields(config)
+    is_prefix = fields["peft_type"] == "PREFIX_TUNING"
+    return config.sequence_length + (0 if is_prefix else fields.get("num_virtual_tokens") or 0)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="fp16-weights-cannot-train",
+        reason="gradients in float16 cannot be unscaled: only a frozen base may be float16",
+        breaks=lambda c, _: c.precision == "fp16-autocast" and c.method == "full",
+    ),
+    Rule(
+        # torch 2.13 optim/sgd.py, adagrad.py, rmsprop.py: _foreach_add of gradients and parameters.
+        name="weight-decay-copies-gradients",
+        reason="with weight decay torch's SGD, Adagrad and RMSprop copy all gradients, which is not "
+        "modelled",
+        breaks=lambda c, context: (
+            context.weight_decay and c.optimizer in ("sgd", "adagrad", "rmsprop")
+        ),
+    ),
+    Rule(
+        name="optimizer-needs-full",
+        reason="GaLore, APOLLO and LOMO save on whole weight matrices: an adapter has little to save",
+        breaks=lambda c, _: OPTIMIZERS[c.optimizer].only_full and c.method != "full",
+    ),
+    Rule(
+        name="backward-update-needs-accumulation-1",
+        reason="what updates a weight as soon as it has a gradient (--update-in-backward, LOMO, layer-wise "
+        "optimizers) would make more and smaller steps with accumulation",
+        breaks=lambda c, _: bool(UPDATERS[c.updater].updates) and c.gradient_accumulation_steps > 1,
+    ),
+    Rule(
+        name="backward-update-is-for-full",
+        reason="an adapter's gradients are small: there is little to save",
+        breaks=lambda c, _: c.update_in_backward and c.method != "full",
+    ),
+    Rule(
+        name="backward-update-of-each-weight-alone",
+        reason="this optimizer updates in the backward pass anyway, or does not count its steps or make its "
+        "state for each weight by itself",
+        breaks=lambda c, _: c.update_in_backward and not OPTIMIZERS[c.optimizer].steps_alone,
+    ),
+    Rule(
+        name="backward-update-without-pairs",
+        reason="updates in the backward pass were not tried with trainers of preferences and rewards",
+        breaks=lambda c, _: c.update_in_backward and _has_own_task(c),
+    ),
+    Rule(
+        name="backward-update-runs-eagerly-on-one-gpu",
+        reason="gradients that GPUs share are whole only when all have sent theirs, and a compiled backward "
+        "pass hands over its gradients at its end",
+        breaks=lambda c, _: c.update_in_backward and (c.parallelism != "none" or c.is_compiled),
+    ),
+    Rule(
+        # accelerate 1.15 state.py: on a card below it trains in float16 instead, with a warning.
+        name="fp8-needs-ada",
+        reason="float8 matrix products need compute capability 8.9",
+        breaks=lambda c, context: PRECISIONS[c.precision].fp8 and is_before(context, ADA),
+    ),
+    Rule(
+        name="fp8-needs-multiples-of-16",
+        reason="float8 matrix products take 16 tokens at a time: how torchao pads others is not "
+        "modelled",
+        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and _tokens(c) % 16 != 0,
+    ),
+    Rule(
+        # accelerate converts every nn.Linear, and bitsandbytes' layers are such.
+        name="fp8-needs-float-weights",
+        reason="torchao would take quantised weights for float ones",
+        breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.quantization != "none",
+    ),
+    Rule(
+        name="fp8-needs-one-gpu",
+        reason="fp8 is not modelled on several GPUs",
+        breaks=lambda c, _: c.parallelism != "none" and PRECISIONS[c.precision].fp8,
+    ),
+    Rule(
+        # Liger's kernels run on CUDA alone, so that no process here shows what they do with DTensors.
+        name="liger-needs-whole-weights",
+        reason="Liger's loss takes the head's weights past the module that would gather them, and no "
+        "run shows that it trains where GPUs hold parts of them: take ddp",
+        breaks=lambda c, _: (
+            c.liger and (PARALLELISMS[c.parallelism].stage == 3 or c.num_splits > 1)
+        ),
+    ),
+    Rule(
+        name="loss-in-parts-is-for-causal-lm",
+        reason="only a causal language model has a loss of so many logits",
+        breaks=lambda c, context: (
+            c.chunked_loss and model_task(context.task or "causal-lm") != "causal-lm"
+        ),
+    ),
+    Rule(
+        name="loss-in-parts-of-the-trainer",
+        reason="the losses of Liger and of TRL's trainers hold no logits either",
+        breaks=lambda c, _: c.chunked_loss and (c.liger or c.trainer != "transformers"),
+    ),
+    Rule(
+        name="loss-in-parts-needs-one-gpu",
+        reason="a loss in parts is not modelled on several GPUs",
+        breaks=lambda c, _: c.chunked_loss and c.parallelism != "none",
+    ),
+    Rule(
+        # What they train may be the head, whose own weights the parts of the loss would pass by.
+        name="loss-in-parts-needs-the-models-head",
+        reason="the adapter may stand in for the head, which the parts of the loss are made with",
+        breaks=lambda c, _: c.chunked_loss and c.method in ("peft", "trainable_tokens"),
+    ),
+    Rule(
+        name="trl-needs-a-whole-head",
+        reason="TRL's loss takes the head's weights past the module that is split",
+        breaks=lambda c, _: c.trainer == "trl-sft" and c.num_splits > 1,
+    ),
+    Rule(
+        name="trainer-of-the-task",
+        reason="each of TRL's trainers of preferences and rewards has a task of its own, and no other: "
+        + ", ".join(f"{row.class_name} --task {task}" for task, row in BY_TASK.items()),
+        breaks=lambda c, context: (
+            context.task is not None and c.trainer not in trainers_of(context.task)
+        ),
+    ),
+    Rule(
+        # trl 1.16 DPOTrainer: its padding_free warns and pads. None of them has "input_ids" to group by.
+        name="answers-are-padded",
+        reason="trainers of preferences and rewards pad each answer to the longest of its batch: they "
+        "neither pack nor group them, and DPOTrainer's padding_free is switched off",
+        breaks=lambda c, _: _has_own_task(c) and c.batching != "padded",
+    ),
+    Rule(
+        name="compared-answers-need-others",
+        reason="KTOTrainer estimates how far the model is from its reference by the other answers of a "
+        "micro-batch: it needs two at least",
+        breaks=lambda c, _: c.micro_batch_size < TRAINERS[c.trainer].least_micro_batch,
+    ),
+    Rule(
+        name="scored-before-needs-a-reference",
+        reason="only DPOTrainer and KTOTrainer have a reference whose scores can be worked out before "
+        "training",
+        breaks=lambda c, _: c.precompute_ref_log_probs and not has_reference(c),
+    ),
+    Rule(
+        # trl 1.16 models/utils.py, disable_gradient_checkpointing.
+        name="reference-restores-all-checkpointing",
+        reason="TRL switches checkpointing off for each pass of a reference, and then on again for "
+        "every layer, without offloading: intervals, plans and offloading last for one pass unless the "
+        "reference scores before training (--precompute-ref-log-probs)",
+        breaks=lambda c, _: (
+            has_reference(c)
+            and not c.precompute_ref_log_probs
+            and (c.activation_checkpointing > 1 or c.activation_offloading or c.has_plan)
+        ),
+    ),
+    Rule(
+        name="pairs-need-tried-settings",
+        reason="preferences and rewards were tried with full fine-tuning, LoRA and QLoRA: other adapters, "
+        "fp8 and an adapter on the head, which TRL would never train, were not",
+        breaks=lambda c, _: (
+            _has_own_task(c)
+            and (
+                c.method not in ("full", "lora", "qlora")
+                or PRECISIONS[c.precision].fp8
+                or "lm_head" in names_of(c.lora_targets)
+            )
+        ),
+    ),
+    Rule(
+        name="pairs-run-eagerly-on-one-gpu",
+        reason="training on preferences and rewards is modelled neither compiled nor on several GPUs",
+        breaks=lambda c, _: _has_own_task(c) and (c.is_compiled or c.parallelism != "none"),
+    ),
+    Rule(
+        name="trl-makes-the-adapter",
+        reason="trainers of preferences and rewards add the adapter themselves: in float32 beside 16 bits, "
+        "without preparing the base",
+        breaks=lambda c, _: _has_own_task(c) and (c.adapter_in_base_dtype or c.kbit_preparation),
+    ),
+    Rule(
+        # trl 1.16 DPOConfig, disable_dropout; the noise is of an embedding that the reference shares.
+        name="pairs-without-noise",
+        reason="trainers of preferences and rewards switch dropout off, and noise on the embeddings would "
+        "reach the reference",
+        breaks=lambda c, _: _has_own_task(c) and bool(c.lora_dropout or c.neftune_noise_alpha),
+    ),
+    Rule(
+        # trl 1.16 SFTTrainer.__init__: "Packing is not supported for vision datasets".
+        name="pictures-are-padded",
+        reason="SFTTrainer alone trains on pictures here, and pads what it reads: it neither packs nor "
+        "groups samples with pictures",
+        breaks=lambda c, context: (
+            context.task == PICTURES and (c.trainer != "trl-sft" or c.batching != "padded")
+        ),
+    ),
+    Rule(
+        name="pictures-need-tried-settings",
+        reason="pictures were tried with full fine-tuning, LoRA and QLoRA on one GPU, eagerly, with sdpa or "
+        "eager attention, and every layer checkpointed or none. Other adapters, fp8, Liger's kernels, "
+        "updates in the backward pass, noise, copies in float32, and an adapter on the head were not",
+        breaks=lambda c, context: context.task == PICTURES and _is_untried_on_pictures(c),
+    ),
+    Rule(
+        name="whole-matrix-optimizers-need-one-gpu",
+        reason="what GaLore, APOLLO and LOMO do beside gradients that GPUs share is not modelled",
+        breaks=lambda c, _: c.parallelism == "ddp" and OPTIMIZERS[c.optimizer].only_full,
+    ),
+    Rule(
+        name="backward-update-without-loss-scaling",
+        reason="what updates weights in the backward pass would apply float16's gradients before they are "
+        "unscaled",
+        breaks=lambda c, _: (
+            bool(UPDATERS[c.updater].updates) and PRECISIONS[c.precision].grad_scaler
+        ),
+    ),
+    Rule(
+        name="bf16-replaces-fp16",
+        reason="the space offers bf16 autocast too, as fast on this card and without loss scaling",
+        breaks=lambda c, context: (
+            c.precision in ("fp16-mixed", "fp16-autocast")
+            and ("bf16-mixed" in context.precisions or "bf16-autocast" in context.precisions)
+            and not is_before(context, AMPERE)
+        ),
+    ),
+)
