@@ -27,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 """The packages have their own ways, and old ones."""
 
 FOREACH = {"adamw_torch": "adam", "rmsprop": "rmsprop", "adagrad": "adagrad"}
-NUM_PARAMETERS = 4 * 9 + 3
-"""Of test_probe's model: four layers of seven matrices and two norms; embedding, norm, head."""
+NUM_PARAMETERS = 2 * 9 + 3
+"""Of test_probe's model: two layers of seven matrices and two norms; embedding, norm, head."""
 
 LIKE_ON_CUDA = [
     (row.name, precision)
