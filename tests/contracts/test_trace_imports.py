@@ -7,6 +7,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 
@@ -31,55 +33,20 @@ LEFT_OUT = (
 )
 
 
-def imported(config: TrainConfig, then: str = "") -> set[str]:
-    """Which of those a new process has imported that is to trace this, and has done something then."""
-    spec = TraceSpec.of(config)
-    fields = {name: getattr(spec, name) for name in TraceSpec.__slots__}
-    program = f"""
-import json, sys
-from autotune.worker.trace.imports import import_libraries
-import_libraries([json.loads({json.dumps(fields)!r})])
-{then}
-print(json.dumps([name for name in {LEFT_OUT} if sys.modules.get(name)]))
-"""
-    ended = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    return set(json.loads(ended.stdout.splitlines()[-1]))
-
-
-def test_a_plain_trace_imports_none_of_them() -> None:
-    assert imported(PLAIN, "import autotune.worker.trace.step") == set()
-
-
-def test_float8_has_torchao() -> None:
-    assert "torchao" in imported(dataclasses.replace(PLAIN, precision="fp8-autocast"))
-
-
-def test_ligers_kernels_have_triton() -> None:
-    assert "triton" in imported(dataclasses.replace(PLAIN, liger=True), "import liger_kernel.ops")
-
-
-def test_the_compiler_is_there_for_who_asks() -> None:
-    then = """
+THEN = {
+    "a trace": "import autotune.worker.trace.step",
+    "the compiler": """
 import torch
 assert torch._dynamo.eval_frame.OptimizedModule
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
-"""
-    assert "torch._dynamo.eval_frame" in imported(PLAIN, then)
-
-
-def test_marks_for_the_compiler_change_nothing() -> None:
-    then = """
+""",
+    "its marks": """
 import torch
 def two(): return 2
 assert torch.compiler.disable(two) is two and torch.compiler.disable(recursive=False)(two) is two
-"""
-    assert imported(PLAIN, then) == set()
-
-
-def test_sizes_that_are_known_are_compared_as_torch_compares_them() -> None:
-    then = """
+""",
+    "sizes": """
+import sys
 import torch
 from autotune.worker.trace import known_sizes
 stand_ins = dict(known_sizes.functions(lambda: None))
@@ -109,5 +76,65 @@ except AssertionError as error:
     assert "Expected bool" in str(error)
 else:
     raise SystemExit("torch was not asked")
+""",
+}
+"""What processes that are to trace PLAIN do then."""
+
+
+def imported(config: TrainConfig, *thens: str) -> list[set[str]]:
+    """Which of those a process has imported that is to trace this and has done one of these things then.
+
+    Each is done in a process forked from one that is new.
+    """
+    spec = TraceSpec.of(config)
+    fields = {name: getattr(spec, name) for name in TraceSpec.__slots__}
+    program = f"""
+import json, os, sys
+from autotune.worker.trace.imports import import_libraries
+import_libraries([json.loads({json.dumps(fields)!r})])
+for then in {thens}:
+    if not os.fork():
+        exec(then, {{}})
+        print(json.dumps([name for name in {LEFT_OUT} if sys.modules.get(name)]), flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    if status:
+        sys.exit(1)
 """
-    assert imported(PLAIN, then) == {"sympy.core"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return [set(json.loads(line)) for line in ended.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, set[str]]:
+    """What a process has imported that is to trace PLAIN, by what it has done then."""
+    return dict(zip(THEN, imported(PLAIN, *THEN.values()), strict=True))
+
+
+def test_a_plain_trace_imports_none_of_them(plain: dict[str, set[str]]) -> None:
+    assert plain["a trace"] == set()
+
+
+def test_float8_has_torchao() -> None:
+    (found,) = imported(dataclasses.replace(PLAIN, precision="fp8-autocast"), "")
+    assert "torchao" in found
+
+
+def test_ligers_kernels_have_triton() -> None:
+    (found,) = imported(dataclasses.replace(PLAIN, liger=True), "import liger_kernel.ops")
+    assert "triton" in found
+
+
+def test_the_compiler_is_there_for_who_asks(plain: dict[str, set[str]]) -> None:
+    assert "torch._dynamo.eval_frame" in plain["the compiler"]
+
+
+def test_marks_for_the_compiler_change_nothing(plain: dict[str, set[str]]) -> None:
+    assert plain["its marks"] == set()
+
+
+def test_sizes_that_are_known_are_compared_as_torch_compares_them(
+    plain: dict[str, set[str]],
+) -> None:
+    assert plain["sizes"] == {"sympy.core"}

@@ -6,15 +6,13 @@ import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import optuna
-from optuna.trial import TrialState
-
-from autotune.probe.sampler import Candidate, Near, PredictionSampler
 from autotune.records.measurement import Measurement, measurement_from_dict
 from autotune.space.config import TrainConfig
-from autotune.store.predicted_trials import CONSTRAINT, parameter_distributions
+
+if TYPE_CHECKING:
+    from autotune.probe.sampler import Near
 
 FILE = Path(__file__).parents[2] / "studies" / "cpu-sweep" / "sweep.jsonl"
 Table = Mapping[TrainConfig, Measurement]
@@ -23,7 +21,6 @@ Table = Mapping[TrainConfig, Measurement]
 @functools.cache
 def records() -> tuple[dict[str, Any], ...]:
     """The records of the sweep, each a `prediction` and a `measurement`."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     return tuple(json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines())
 
 
@@ -44,6 +41,14 @@ def search(
 
     The predictions are the recorded ones; what a probe says is in the table.
     """
+    # Cards of a cluster, which import this module, do without.
+    import optuna
+    from optuna.trial import TrialState
+
+    from autotune.probe.sampler import Candidate, PredictionSampler
+    from autotune.store.predicted_trials import CONSTRAINT, parameter_distributions
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     near = near or {}
     study = optuna.create_study(direction="maximize")
     distributions = parameter_distributions(study, list(table))

@@ -44,6 +44,22 @@ def cluster() -> Iterator[Any]:
         patched.setenv(stand_in_cards.SECONDS, str(SECONDS))
         made.cards = [add_card(made) for _ in range(NUM_MACHINES)]
         yield made
+        ray.shutdown()
+
+
+@pytest.fixture
+def joined(cluster: Any) -> Any:
+    """The cluster, with this process as a driver that stays: processes on its machines are used again."""
+    if not ray.is_initialized():
+        ray_join._connect(ray, cluster.address, {})
+    return cluster
+
+
+@pytest.fixture
+def apart(cluster: Any) -> Any:
+    """The cluster, which this process has not joined: what is tested joins and leaves it."""
+    ray.shutdown()
+    return cluster
 
 
 def searched(
@@ -82,9 +98,9 @@ def url_in(folder: Path, name: str = "a") -> str:
     return f"sqlite:///{folder}/{name}.db"
 
 
-def test_three_cards_find_what_one_does_sooner(cluster: Any, tmp_path: Path) -> None:
-    together, notes, seconds = searched(cluster, url_in(tmp_path, "three"))
-    alone, _, seconds_alone = searched(cluster, url_in(tmp_path, "one"), 1)
+def test_three_cards_find_what_one_does_sooner(joined: Any, tmp_path: Path) -> None:
+    together, notes, seconds = searched(joined, url_in(tmp_path, "three"))
+    alone, _, seconds_alone = searched(joined, url_in(tmp_path, "one"), 1)
     assert together.best.config == alone.best.config
     assert seconds < 0.75 * seconds_alone
     assert notes[-1].startswith("3 cards on ")
@@ -92,7 +108,7 @@ def test_three_cards_find_what_one_does_sooner(cluster: Any, tmp_path: Path) -> 
 
 
 def test_dropped_probes_leave_their_cards_free(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch
+    joined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(stand_in_cards.SECONDS, "60")
     spec = next(iter(sweep.measured().values())).spec
@@ -103,7 +119,7 @@ def test_dropped_probes_leave_their_cards_free(
         )
         for each in list(sweep.measured())[:3]
     ]
-    with stand_in_cards.cards_of(cluster.address, 2) as cards:
+    with stand_in_cards.cards_of(joined.address, 2) as cards:
         for each in jobs:  # one more than there are cards
             cards.start(each)
         begun = time.monotonic()
@@ -114,14 +130,14 @@ def test_dropped_probes_leave_their_cards_free(
         assert cards.fingerprint("cpu") == stand_in_cards.HERE
 
 
-def test_a_machine_that_dies_loses_no_probe(cluster: Any, tmp_path: Path) -> None:
+def test_a_machine_that_dies_loses_no_probe(joined: Any, tmp_path: Path) -> None:
     def remove(_: Any) -> None:
-        cluster.remove_node(cluster.cards.pop(), allow_graceful=False)
+        joined.remove_node(joined.cards.pop(), allow_graceful=False)
 
     try:
-        found, notes, _ = searched(cluster, url_in(tmp_path), meanwhile=remove)
+        found, notes, _ = searched(joined, url_in(tmp_path), meanwhile=remove)
     finally:
-        cluster.cards.append(add_card(cluster))
+        joined.cards.append(add_card(joined))
     assert any("is lost" in note for note in notes)
     ended = states(url_in(tmp_path))
     assert (ended[TrialState.RUNNING], ended[TrialState.FAIL]) == (0, 0)
@@ -129,7 +145,7 @@ def test_a_machine_that_dies_loses_no_probe(cluster: Any, tmp_path: Path) -> Non
 
 
 def test_a_cluster_that_is_gone(
-    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apart: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray.cluster_utils import Cluster
 
@@ -149,12 +165,12 @@ def test_a_cluster_that_is_gone(
     assert not ray.is_initialized()
     measured = states(url_in(tmp_path))
     assert measured[TrialState.RUNNING] == 0
-    found, _, _ = searched(cluster, url_in(tmp_path))
+    found, _, _ = searched(apart, url_in(tmp_path))
     ended = states(url_in(tmp_path))
     assert ended[TrialState.COMPLETE] == measured[TrialState.COMPLETE] + found.num_run
 
 
-def test_an_error_of_ray_is_said_in_one_line(cluster: Any) -> None:
+def test_an_error_of_ray_is_said_in_one_line(joined: Any) -> None:
     def fill() -> None:
         from ray.exceptions import OutOfDiskError
 
@@ -162,18 +178,19 @@ def test_an_error_of_ray_is_said_in_one_line(cluster: Any) -> None:
 
     with (
         pytest.raises(WorkerError) as raised,
-        stand_in_cards.cards_of(cluster.address, 1) as cards,
+        stand_in_cards.cards_of(joined.address, 1) as cards,
     ):
         cards.ray.get(cards.ray.remote(num_cpus=0)(fill).remote())
     assert raised.value.why == "the store and the disk"
 
 
-def test_a_search_on_the_cluster_probes_for_real(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_a_search_on_the_cluster_probes_for_real(apart: Any, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "tiny-llama.json", tmp_path / "tiny.json")
     ended = here.command(
         *("find", "--model", "tiny.json", "--backend", "cpu", "--gpu-mem", "14MB"),
         *("--seq-len", "64", "--effective-batch", "8", "--method", "full", "--effort", "quick"),
-        *("--confirm-steps", "2", "--on", cluster.address, "--cards", "2"),
+        *("--confirm-steps", "2", "--on", apart.address, "--cards", "2"),
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr
@@ -183,31 +200,31 @@ def test_a_search_on_the_cluster_probes_for_real(cluster: Any, tmp_path: Path) -
     assert not ray.is_initialized()
 
 
-def test_more_cards_than_there_are(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_cards_than_there_are(joined: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ray, "SCALE_SECONDS", 8.0)
     notes: list[str] = []
     with (
         pytest.raises(HardwareError, match="gave 3 of 4 cards"),
-        on_ray.connected(cluster.address, backend="cpu", wanted=4, name=None, note=notes.append),
+        on_ray.connected(joined.address, backend="cpu", wanted=4, name=None, note=notes.append),
     ):
         pass
     assert notes == ["waiting for 4 cards of the cluster: 3 are free."]
 
 
-def test_a_cluster_without_gpus(cluster: Any) -> None:
+def test_a_cluster_without_gpus(joined: Any) -> None:
     with (
         pytest.raises(HardwareError, match="The Ray cluster has no GPUs"),
-        on_ray.connected(cluster.address, backend="cuda", wanted=None, name=None, note=print),
+        on_ray.connected(joined.address, backend="cuda", wanted=None, name=None, note=print),
     ):
         pass
 
 
 def test_only_cards_of_the_kind_that_was_asked_for(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch
+    joined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(wanted: int | None, name: str | None) -> None:
         with on_ray.connected(
-            cluster.address, backend="cuda", wanted=wanted, name=name, note=print
+            joined.address, backend="cuda", wanted=wanted, name=name, note=print
         ) as cards:
             assert cards.gpu is not None
             assert (len(cards.cards), cards.gpu.name) == (1, name)
@@ -221,7 +238,7 @@ def test_only_cards_of_the_kind_that_was_asked_for(
 
     def add_gpu(kind: str) -> Any:
         resources = {f"accelerator_type:{kind}": 1}
-        return cluster.add_node(num_cpus=1, num_gpus=1, resources=resources)
+        return joined.add_node(num_cpus=1, num_gpus=1, resources=resources)
 
     nodes = [add_gpu(kind) for kind in ("T4", "T4", "H100")]
     h100 = gpus.find_gpu("h100").name
@@ -234,10 +251,10 @@ def test_only_cards_of_the_kind_that_was_asked_for(
         taken(None, h100)
         # The one that takes a lost one's place is of its kind, too, whichever machine Ray tries first.
         with on_ray.connected(
-            cluster.address, backend="cuda", wanted=1, name=h100, note=print
+            joined.address, backend="cuda", wanted=1, name=h100, note=print
         ) as cards:
             (lost,) = cards.cards
-            cluster.remove_node(nodes.pop(), allow_graceful=False)
+            joined.remove_node(nodes.pop(), allow_graceful=False)
             nodes.append(add_gpu("H100"))
             assert cards.fingerprint("cuda") == stand_in_cards.HERE
             (found,) = cards.cards
@@ -246,7 +263,7 @@ def test_only_cards_of_the_kind_that_was_asked_for(
             assert cards.unlike == []
     finally:
         for node in nodes:
-            cluster.remove_node(node)
+            joined.remove_node(node)
 
 
 @pytest.mark.parametrize(
@@ -267,11 +284,11 @@ def test_types_of_cards_by_name(name: str, types: list[str], found: str) -> None
     assert on_ray._accelerator_type(Cluster(), gpus.find_gpu(name).name) == found
 
 
-def test_machines_of_another_version(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_of_another_version(apart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_join, "__version__", "9.9")
     with (
         pytest.raises(HardwareError, match=r"have autotune \S+, and this one 9\.9"),
-        on_ray.connected(cluster.address, backend="cpu", wanted=None, name=None, note=print),
+        on_ray.connected(apart.address, backend="cpu", wanted=None, name=None, note=print),
     ):
         pass
 
