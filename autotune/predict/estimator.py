@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from autotune.catalogue.gpus import Gpu
-from autotune.catalogue.installed import takes_lowest_address
-from autotune.memory.allocator import PAGE_BYTES, Replay
+from autotune.memory.allocator import Replay
 from autotune.memory.traces import Trace
 from autotune.predict.breakdown import Memory, memory_of
-from autotune.predict.expandable_segments import grown
+from autotune.predict.estimate_parts import per_gpu, time_shares
 from autotune.predict.floors import MicroStepBytes, micro_step_of
 from autotune.predict.kept_prices import TRAINABLE, KeptPrices
 from autotune.predict.kept_replays import KeptReplays
@@ -37,6 +35,7 @@ from autotune.predict.optimizer_update import (
     kernels_of,
     priced_update,
 )
+from autotune.predict.replays import Replayable, Replays, name_of
 from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.rank_trace import RankTrace
@@ -44,14 +43,7 @@ from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
 from autotune.records.charts import Timeline
-from autotune.records.estimate import (
-    Estimate,
-    PerGpu,
-    StateBytes,
-    TimeShare,
-    TraceSpec,
-    specs_for,
-)
+from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.lengths import Filling, vary
@@ -67,10 +59,6 @@ from autotune.store.trace_cache import PriceCache, ReplayCache
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
 _EMPTY_CACHE_SHARE = 0.10
-
-
-_MOST_BUDGETS = 8
-"""Most budgets under which growing segments are replayed to find one that they fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +91,9 @@ class Estimator:
         assert gpu.context_bytes is not None
         self.gpu = gpu
         self.memory_budget_bytes = memory_budget_bytes
-        self._headroom = headroom
+        self.headroom = headroom
         self._traces = traces
         self._filling = filling
-        self._kept = KeptReplays(replays)
         self._context_bytes = gpu.context_bytes
         factor = None if gpu.rates is None else gpu.rates.host_factor
         self._host = host or USUAL.times(factor or 1.0)
@@ -134,12 +121,7 @@ class Estimator:
         self._stages = functools.cache(self._find_stages)
         self._estimates: dict[tuple[TrainConfig, int], Estimate] = {}
         """Estimates by configuration and budget."""
-        self._replays: dict[tuple[TrainConfig, int | None], Replay] = {}
-        """Replays by configuration, and by budget where segments grow."""
-        self._misfits: set[tuple[TrainConfig, int, int]] = set()
-        """Configurations whose replay reserved more than some bytes, by the budget and those bytes."""
-        self._starts_of_misfits: dict[tuple[object, ...], bool] = {}
-        """Whether a start of steps that reserve more than some bytes does so by itself."""
+        self._replays = Replays(self._prices, KeptReplays(replays))
 
     def keep_prices(self) -> None:
         """Keep what has been priced, for another search."""
@@ -158,51 +140,17 @@ class Estimator:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
         is_shared = config.num_gpus > 1 and PARALLELISMS[config.parallelism].is_launched
         outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
-        return self._headroom.within(self.memory_budget_bytes, outside, config)
+        return self.headroom.within(self.memory_budget_bytes, outside, config)
 
     def fits(self, estimate: Estimate) -> bool:
         """Whether the predicted peak leaves the headroom."""
         return estimate.peak_device_bytes <= self.room_for(estimate.config)
 
-    def smallest(self, configs: Iterable[TrainConfig]) -> tuple[Estimate, int] | None:
-        """The estimate of what needs the least budget by a full replay, and that budget; None of none.
-
-        The budget leaves the headroom. Segments that grow are replayed under larger and larger budgets until
-        one is enough; a smaller one between the last two might be enough, too.
-        """
-        least: tuple[Estimate, int] | None = None
-        # Growing segments need hardly more than what is live: after them few others are left to replay.
-        for config in sorted(
-            configs, key=lambda c: (self._least_needed(c), not c.expandable_segments, repr(c))
-        ):
-            if least is not None and self._least_needed(config) >= least[1]:
-                break
-            found = self._as_it_fits(config)
-            if least is None or found[1] < least[1]:
-                least = found
-        return least
-
-    def _least_needed(self, config: TrainConfig) -> int:
+    def least_needed(self, config: TrainConfig) -> int:
         """A lower bound of the budget that the configuration fits into: no replay is made."""
         floor_bytes = self.floor_bytes(config)
         reserved_bytes = floor_bytes - self._outside_bytes(TraceSpec.of(config))
-        return floor_bytes + self._headroom.room_bytes(reserved_bytes, config)
-
-    def _as_it_fits(self, config: TrainConfig) -> tuple[Estimate, int]:
-        """The estimate under a budget that it fits, where what is reserved depends on it; and the budget."""
-        estimator = self
-        for tries in range(_MOST_BUDGETS):
-            found = estimator.estimate(config)
-            over_bytes = found.over_bytes(estimator.memory_budget_bytes, self._headroom)
-            if over_bytes <= 0 or not config.expandable_segments:
-                break
-            more_bytes = max(over_bytes, PAGE_BYTES << tries)
-            estimator = estimator.with_budget(estimator.memory_budget_bytes + more_bytes)
-        needed_bytes = found.over_bytes(0, self._headroom)
-        if estimator is not self:
-            # With less it would need more: pieces between blocks would not suffice.
-            needed_bytes = max(needed_bytes, estimator.memory_budget_bytes)
-        return found, needed_bytes
+        return floor_bytes + self.headroom.room_bytes(reserved_bytes, config)
 
     def may_fit(self, config: TrainConfig) -> bool:
         """Whether live tensors alone fit: no replay is made."""
@@ -448,46 +396,13 @@ class Estimator:
         if stages := self._stages_of(config):
             each = [stage.reserving(config, most_bytes) for stage in stages]
             return self.estimate(config) if all(each) else None
-        if (config, self.memory_budget_bytes) not in self._estimates:
-            misfit = config, self.memory_budget_bytes, most_bytes
-            if misfit in self._misfits or self._begins_like_a_misfit(config, most_bytes):
-                return None
-            if not self._is_replayed_within(config, most_bytes):
-                self._misfits.add(misfit)
-                return None
+        is_known = (config, self.memory_budget_bytes) in self._estimates
+        if not is_known and not self._replays.is_within(self._run(config), most_bytes):
+            return None
         estimate = self.estimate(config)
         return estimate if estimate.peak_reserved_bytes <= most_bytes else None
 
-    def _is_replayed_within(self, config: TrainConfig, most_bytes: int) -> bool:
-        """Replay the configuration as long as it reserves no more; note whether its start alone does."""
-        key = self._replay_key(config)
-        known = found = self._replays.get(key)
-        if found is None:
-            most = None if config.expandable_segments else most_bytes
-            found = self._replay(config, most_bytes=most)
-        fits = found.failed_event is None and found.peak_reserved_bytes <= most_bytes
-        if fits:
-            self._replays[key] = found
-        elif known is None and (start := self._start_of(config, most_bytes)) is not None:
-            num_before = self._prices.price(
-                int,
-                self._traces[TraceSpec.of(config)].identity,
-                f"before update {self._name_of(config)}",
-                lambda: len(self._steps(config).events_before_update()),
-            )
-            passes = found.failed_event is not None and found.failed_event < num_before
-            self._starts_of_misfits.setdefault(start, passes)
-        return fits
-
-    def _begins_like_a_misfit(self, config: TrainConfig, most_bytes: int) -> bool:
-        """Whether something was replayed that begins alike, and that start reserves more by itself.
-
-        Optimizers differ in the first update at the earliest: one start stands for many of them.
-        """
-        start = self._start_of(config, most_bytes)
-        return start is not None and self._starts_of_misfits.get(start, False)
-
-    def _start_of(self, config: TrainConfig, most_bytes: int) -> tuple[object, ...] | None:
+    def _start_of(self, config: TrainConfig) -> tuple[object, ...] | None:
         """Facts that the steps before the first update depend on; None where they are more than these."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         update = self._update(spec, rank, config.updater)
@@ -499,9 +414,6 @@ class Estimator:
             config.micro_batch_size,
             config.gradient_accumulation_steps,
             config.torch_empty_cache_steps,
-            config.expandable_segments,
-            self.memory_budget_bytes,
-            most_bytes,
         )
 
     def _stages_of(self, config: TrainConfig) -> tuple[Estimator, ...]:
@@ -522,7 +434,7 @@ class Estimator:
                 {spec: stage},
                 self.gpu,
                 memory_budget_bytes=self.memory_budget_bytes,
-                headroom=self._headroom,
+                headroom=self.headroom,
                 filling=self._filling,
                 host=self._host,
             )
@@ -549,7 +461,7 @@ class Estimator:
         memory = self._prices.price(
             Memory,
             trace.identity,
-            f"memory {result.peak_allocated_event} {self._name_of(config)}",
+            f"memory {result.peak_allocated_event} {name_of(config)}",
             lambda: self._find_memory(config, result),
         )
         outside = self._outside_bytes(spec)
@@ -582,10 +494,13 @@ class Estimator:
             ),
             bound=None if seconds is None else seconds.bound,
             step_spread=None if parts is None else step_spread_of(parts),
-            time_shares=() if parts is None else _time_shares(parts),
+            time_shares=() if parts is None else time_shares(parts),
             useful_share=self.useful_share(config),
-            per_gpu=self._per_gpu(
-                config, self._exchange(spec, config.micro_batch_size, rank), state, seconds
+            per_gpu=per_gpu(
+                config,
+                self._exchange(spec, config.micro_batch_size, rank),
+                state,
+                None if seconds is None else seconds.communication_seconds,
             ),
             is_bound=config.is_compiled and not self.is_compiled_step(config),
             compile_seconds=self._compile_seconds(config, spec, rank),
@@ -604,29 +519,6 @@ class Estimator:
             return None
         launches = self._traces[spec].launches(config.micro_batch_size, rank)
         return compiling.compile_seconds(sum(launch.count for launch in launches))
-
-    def _per_gpu(
-        self,
-        config: TrainConfig,
-        exchange: Exchange | None,
-        state: StateBytes,
-        seconds: StepSeconds | None,
-    ) -> PerGpu | None:
-        if exchange is None:
-            return None
-        return PerGpu(
-            num_gpus=config.num_gpus,
-            parallelism=config.parallelism,
-            parameters_bytes=state.parameters_bytes,
-            gradients_bytes=state.gradients_bytes,
-            optimizer_state_bytes=state.optimizer_state_bytes,
-            gathered_bytes=exchange.gathered_bytes,
-            buffers_bytes=exchange.buffers_bytes,
-            host_bytes=exchange.host_bytes,
-            sent_bytes_per_step=round(exchange.sent_bytes(config.gradient_accumulation_steps)),
-            layers=exchange.layers,
-            communication_seconds=None if seconds is None else seconds.communication_seconds,
-        )
 
     def _outside_bytes(self, spec: TraceSpec) -> int:
         """Device memory outside torch's allocator: the context, and NCCL's buffers."""
@@ -647,43 +539,18 @@ class Estimator:
         return self._steps(config), self._replayed(config)
 
     def _replayed(self, config: TrainConfig) -> Replay:
-        key = self._replay_key(config)
-        found = self._replays.get(key)
-        if found is None:
-            found = self._replays[key] = self._replay(config)
-        return found
+        return self._replays.whole(self._run(config))
 
-    def _replay_key(self, config: TrainConfig) -> tuple[TrainConfig, int | None]:
-        return config, self.memory_budget_bytes if config.expandable_segments else None
-
-    def _replay(self, config: TrainConfig, *, most_bytes: int | None = None) -> Replay:
+    def _run(self, config: TrainConfig) -> Replayable:
         spec = TraceSpec.of(config)
-        identity, name = self._traces[spec].identity, self._name_of(config)
-        if config.expandable_segments:
-            room_bytes = self.room_for(config) - self._outside_bytes(spec)
-
-            def growing() -> Replay:
-                steps = self._steps(config)
-                return self._kept.growing(steps, room_bytes, lambda: grown(steps, room_bytes))
-
-            return self._prices.price(Replay, identity, f"growing {room_bytes} {name}", growing)
-        whole, within = f"replay {name}", f"replay {most_bytes} {name}"
-        known = self._prices.known(Replay, identity, whole)
-        if known is not None and (most_bytes is None or known.peak_reserved_bytes <= most_bytes):
-            return known
-        known = self._prices.known(Replay, identity, within)
-        if known is None:
-            steps = self._steps(config)
-            known = self._kept.whole(steps, most_bytes, lambda: steps.replay(most_bytes))
-            is_whole = known.failed_event is None
-            self._prices.note(identity, whole if is_whole else within, known)
-        return known
-
-    @staticmethod
-    def _name_of(config: TrainConfig) -> str:
-        """Return a text that no other configuration has, nor libraries that replay it in another way."""
-        text = f"{config!r} {takes_lowest_address()}"
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+        room_bytes = self.room_for(config) - self._outside_bytes(spec)
+        return Replayable(
+            config=config,
+            identity=self._traces[spec].identity,
+            steps=functools.partial(self._steps, config),
+            room_bytes=room_bytes if config.expandable_segments else None,
+            start=self._start_of(config),
+        )
 
     def trace_of(self, config: TrainConfig) -> Trace | SharedTrace:
         """The trace that the configuration's memory is priced by: of the fullest GPU, where they differ."""
@@ -704,7 +571,7 @@ class Estimator:
         peak_event = self._replayed(config).peak_allocated_event
         return self._prices.price(
             Timeline,
-            f"{identity} {self._name_of(config)}" if identity else "",
+            f"{identity} {name_of(config)}" if identity else "",
             f"timeline {peak_event}",
             lambda: timeline_of(self._steps(config), peak_event),
         )
@@ -866,18 +733,6 @@ class Estimator:
         if PARALLELISMS[spec.parallelism].deals_layers:
             steps /= config.num_gpus  # Each GPU runs its layers: on average so many.
         return total * steps, model * steps
-
-
-def _time_shares(parts: Parts) -> tuple[TimeShare, ...]:
-    """Shares of a time by cause and evidence, largest first."""
-    total = sum(part.seconds for part in parts.values())
-    shares = (
-        TimeShare(cause=cause, rates_from=rates_from, share=seconds / total)
-        for cause, part in parts.items()
-        for rates_from, seconds in part.seconds_from.items()
-        if seconds
-    )
-    return tuple(sorted(shares, key=lambda each: -each.share))
 
 
 def _rate_dtype(dtype: str, *, tf32: bool) -> str:

@@ -17,6 +17,7 @@ from autotune.memory.allocator import replay
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
+from autotune.predict.least_budget import smallest
 from autotune.predict.optimizer_update import Update, priced_update
 from autotune.predict.steps import Steps, first_steps
 from autotune.records.estimate import TraceSpec
@@ -74,11 +75,11 @@ def test_what_needs_least_fits_the_budget_that_it_is_said_to_need(
     """Where segments grow, more may be reserved under a smaller budget, which is then not enough."""
     growing = dataclasses.replace(config, expandable_segments=True)
     estimator = roomy.with_budget(roomy.floor_bytes(growing) + spare_bytes)
-    found = estimator.smallest([growing])
+    found = smallest(estimator, [growing])
     assert found is not None
-    smallest, needed_bytes = found
+    least, needed_bytes = found
     again = roomy.with_budget(needed_bytes).estimate(growing)
-    assert again.peak_reserved_bytes == smallest.peak_reserved_bytes
+    assert again.peak_reserved_bytes == least.peak_reserved_bytes
     assert roomy.with_budget(needed_bytes).fits(again)
 
 

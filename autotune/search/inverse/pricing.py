@@ -19,6 +19,7 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
+from autotune.predict.least_budget import smallest
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
@@ -145,12 +146,12 @@ class Pricer:
         ladders = self._ladders(case, prune=False)
         # What weighs least often needs least: of the others only those are traced that could need less.
         estimator, configs = self._thriftiest(case, ladders[:1])
-        least = estimator.smallest(configs)
+        least = smallest(estimator, configs)
         if least is not None:
             needed = dataclasses.replace(case, budget_bytes=least[1])
             ladders = [each for each in ladders if not self._is_hopeless(needed, each[0][1][0])]
         estimator, configs = self._thriftiest(case, ladders)
-        least = estimator.smallest(configs)
+        least = smallest(estimator, configs)
         if least is None:
             raise self.refusal(case) or self._no_configuration(case)
         return least

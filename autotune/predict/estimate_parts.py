@@ -1,0 +1,44 @@
+"""Parts of an Estimate that follow from its others: each GPU's share, and what the time goes into."""
+
+from __future__ import annotations
+
+from autotune.predict.sharding.exchange import Exchange
+from autotune.records.estimate import PerGpu, StateBytes, TimeShare
+from autotune.space.config import TrainConfig
+from autotune.speed.sureness import Parts
+
+
+def per_gpu(
+    config: TrainConfig,
+    exchange: Exchange | None,
+    state: StateBytes,
+    communication_seconds: float | None,
+) -> PerGpu | None:
+    """Holdings and messages of each of several GPUs; None of one that runs alone."""
+    if exchange is None:
+        return None
+    return PerGpu(
+        num_gpus=config.num_gpus,
+        parallelism=config.parallelism,
+        parameters_bytes=state.parameters_bytes,
+        gradients_bytes=state.gradients_bytes,
+        optimizer_state_bytes=state.optimizer_state_bytes,
+        gathered_bytes=exchange.gathered_bytes,
+        buffers_bytes=exchange.buffers_bytes,
+        host_bytes=exchange.host_bytes,
+        sent_bytes_per_step=round(exchange.sent_bytes(config.gradient_accumulation_steps)),
+        layers=exchange.layers,
+        communication_seconds=communication_seconds,
+    )
+
+
+def time_shares(parts: Parts) -> tuple[TimeShare, ...]:
+    """Shares of a time by cause and evidence, largest first."""
+    total = sum(part.seconds for part in parts.values())
+    shares = (
+        TimeShare(cause=cause, rates_from=rates_from, share=seconds / total)
+        for cause, part in parts.items()
+        for rates_from, seconds in part.seconds_from.items()
+        if seconds
+    )
+    return tuple(sorted(shares, key=lambda each: -each.share))
