@@ -40,7 +40,7 @@ MICRO_BATCH, RANK = 4, 16
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     model: str
-    num_layers: int = 6
+    num_layers: int = 5
     """At least: layers_of."""
     task: str = "causal-lm"
     sequence_length: int = 1024
@@ -121,7 +121,7 @@ ADAPTER_SPECS = {
 
 
 def layers_of(architecture: Architecture, spec: TraceSpec) -> int:
-    """Three periods are traced: twice as many layers, or of an even period one more than four periods."""
+    """Three periods are traced: two layers more, or of an even period one more than four periods."""
     return max(architecture.num_layers, 9 if spec.activation_checkpointing == 2 else 0)
 
 
@@ -279,7 +279,7 @@ def test_a_plan_tells_of_no_other_numbers() -> None:
     assert not plain.lean_layers
     with pytest.raises(BrokenTrace):
         plain.with_lean_layers(3)
-    # Six layers are not enough for two stretches of three.
+    # Five layers are not enough for two stretches of three.
     with pytest.raises(models.UnsupportedModel, match="too few, or too unlike, for a plan"):
         traced(ARCHITECTURES["llama"], spec)
 

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autotune.space.config import METHODS
 from autotune.store import trace_cache
 from validation.timing.commands import environment
 
 if TYPE_CHECKING:
     from autotune.space.config import TrainConfig
+    from autotune.worker.client.forkserver import ForkServer
 
 MODEL = "meta-llama/Llama-3.1-8B"
 CARD = "rtx-4090"
@@ -120,8 +122,17 @@ class Pricing:
     """A full estimate."""
 
 
-def pricing(cache: trace_cache.TraceCache | None = None) -> Pricing:
-    """Trace what the default space needs, unless the cache has it; then price all of it."""
+def pricing(
+    cache: trace_cache.TraceCache | None = None,
+    *,
+    methods: tuple[str, ...] = METHODS,
+    server: ForkServer | None = None,
+    num_replays: int = 20,
+) -> Pricing:
+    """Trace what the default space needs, unless the cache has it; then price all of it.
+
+    `server`: whose forks trace.
+    """
     from autotune.catalogue.gpus import find_gpu
     from autotune.catalogue.models import resolve
     from autotune.predict.estimator import Estimator
@@ -134,7 +145,7 @@ def pricing(cache: trace_cache.TraceCache | None = None) -> Pricing:
     from autotune.space.enumeration import enumerate_configs
 
     model, gpu = resolve(MODEL), find_gpu(CARD)
-    workload = Workload(model=MODEL, memory_budget_bytes=gpu.capacity_bytes)
+    workload = Workload(model=MODEL, memory_budget_bytes=gpu.capacity_bytes, methods=methods)
     space = space_file.load("default")
 
     def configs() -> list[TrainConfig]:
@@ -144,7 +155,7 @@ def pricing(cache: trace_cache.TraceCache | None = None) -> Pricing:
 
     specs = {TraceSpec.of(config) for config in configs()}
     length = workload.sequence_length
-    traces = trace_all(model, workload.task, length, gpu, specs, cache=cache)
+    traces = trace_all(model, workload.task, length, gpu, specs, server=server, cache=cache)
     estimator = Estimator(traces, gpu, memory_budget_bytes=workload.memory_budget_bytes)
     started = time.process_time()
     points = configs()
@@ -153,14 +164,14 @@ def pricing(cache: trace_cache.TraceCache | None = None) -> Pricing:
     for config in points:
         candidates.class_of(config)
     config_seconds = (time.process_time() - started) / len(points)
-    some = points[:: len(points) // 20]
+    some = points[:: len(points) // num_replays] if num_replays else []
     started = time.process_time()
     for config in some:
         estimator.estimate(config)
     return Pricing(
         num_configs=len(points),
         config_seconds=config_seconds,
-        replay_seconds=(time.process_time() - started) / len(some),
+        replay_seconds=(time.process_time() - started) / max(len(some), 1),
     )
 
 
