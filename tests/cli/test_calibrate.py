@@ -14,6 +14,7 @@ from typing import Any
 import here
 import pytest
 import sqlalchemy
+from ends import ended
 from fake_nvml import fake_nvml
 
 from autotune.catalogue import card_file, gpus, nvml
@@ -37,17 +38,6 @@ ESTIMATE = (
 )
 
 Answers = list[dict[str, Any]]
-
-
-def end(answers: Answers, how: str = "ok", problem: str = "") -> WorkerEnd:
-    return WorkerEnd(
-        how=how,
-        exit_code=0 if how == "ok" else 1,
-        answers=tuple(answers),
-        num_partial_lines=0,
-        problem=problem,
-        stderr_tail="",
-    )
 
 
 def half_as_fast() -> Answers:
@@ -79,7 +69,7 @@ def answered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Answers:
         assert len(request["kernels"]) == len(usual_plan(CARD))
         for answer in answers:
             on_answer(answer)
-        return end(answers)
+        return ended(*answers)
 
     monkeypatch.setattr(probing.isolate, "run", run)
     return answers
@@ -306,7 +296,7 @@ def test_times_of_quite_another_card(answered: Answers, tmp_path: Path) -> None:
 def test_a_process_that_dies(
     answered: Answers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    died = end(answered[:9], how="crashed", problem="was ended by SIGKILL")
+    died = ended(*answered[:9], how="crashed", code=1, problem="was ended by SIGKILL")
     monkeypatch.setattr(probing.isolate, "run", lambda *_, **__: died)
     code, line = refused(tmp_path)
     assert code == 5

@@ -7,26 +7,21 @@ it offers itself.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
-import here
 import loaders
 import pytest
-import yaml
 
 from autotune.export import llama_factory
 from autotune.export.base.mapping_read import read
-from autotune.export.base.read import edited_base, read_base
+from autotune.export.base.read import read_base
 from autotune.export.mapping import same
-from autotune.space.config import TrainConfig, Workload
+from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
 
 pytestmark = [pytest.mark.slow, loaders.needs("llamafactory")]
 
-WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
-RESULT: dict[str, object] = {"evidence": "predicted"}
 
 LORA = TrainConfig(
     method="lora",
@@ -42,35 +37,15 @@ FULL = dataclasses.replace(
     LORA, method="full", lora_rank=None, lora_targets=None, precision="bf16-mixed"
 )
 CONFIGS = {
-    "lora": LORA,
-    "full": FULL,
+    **loaders.varied(LORA, FULL),
     **{
         f"full in {name}": dataclasses.replace(FULL, precision=name)
         for name in ("fp32", "bf16-true", "bf16-autocast")
     },
     "lora in bf16-true": dataclasses.replace(LORA, precision="bf16-true"),
-    "dora": dataclasses.replace(LORA, lora_variant="dora", lora_targets="q_proj,v_proj"),
-    "rslora": dataclasses.replace(LORA, lora_variant="rslora", lora_targets="attention"),
-    "dropout": dataclasses.replace(LORA, lora_dropout=0.1),
-    "alpha": dataclasses.replace(LORA, lora_alpha_ratio=0.75),
-    **{
-        name: dataclasses.replace(LORA, method="qlora", quantization=name)
-        for name in ("nf4", "nf4-double", "fp4", "fp4-double", "int8")
-    },
-    "checkpointing": dataclasses.replace(LORA, activation_checkpointing=1),
-    "offloading": dataclasses.replace(LORA, activation_checkpointing=1, activation_offloading=True),
     "eager": dataclasses.replace(LORA, attention="eager"),
     "flash": dataclasses.replace(LORA, attention="flash_attention_2"),
-    "liger": dataclasses.replace(LORA, liger=True),
-    "padded": dataclasses.replace(LORA, batching="padded"),
-    "grouped": dataclasses.replace(LORA, batching="grouped"),
     "compiled": dataclasses.replace(LORA, torch_compile="max-autotune"),
-    "compiled by another": dataclasses.replace(
-        LORA, torch_compile="default", torch_compile_backend="aot_eager"
-    ),
-    "noise": dataclasses.replace(LORA, neftune_noise_alpha=5.0, torch_empty_cache_steps=4),
-    "galore": dataclasses.replace(FULL, optimizer="galore_adamw"),
-    "schedule-free": dataclasses.replace(FULL, optimizer="schedule_free_adamw"),
 }
 
 LOADER = """
@@ -100,68 +75,24 @@ print(json.dumps(answer, default=str))
 
 
 BASE = read_base(Path(__file__).parents[1] / "data" / "bases" / "llama_factory.yaml")
-EDITED = {
-    "edited: the same": BASE.config,
-    "edited: full": dataclasses.replace(
-        BASE.config,
-        method="full",
-        quantization="none",
-        lora_rank=None,
-        lora_targets=None,
-        precision=FULL.precision,
-        attention="sdpa",
-    ),
-    "edited: everything else": dataclasses.replace(
-        BASE.config,
-        method="qlora",
-        quantization="fp4",
-        lora_rank=48,
-        lora_targets="attention",
-        lora_variant="dora",
-        lora_alpha_ratio=1.5,
-        micro_batch_size=16,
-        gradient_accumulation_steps=1,
-        optimizer="schedule_free_adamw",
-        activation_checkpointing=0,
-        attention="eager",
-        batching="grouped",
-        liger=True,
-        torch_empty_cache_steps=3,
-        neftune_noise_alpha=10.0,
-        torch_compile="reduce-overhead",
-    ),
-}
+EDITED = loaders.varied_base(BASE.config, FULL)
 CONFIGS |= EDITED
 
 
-def edited(config: TrainConfig) -> dict[str, Any]:
-    """The user's own file, with this answer in it."""
-    exporter = edited_base(BASE, BASE.config, BASE.parts[0], "mine.yaml")
-    text = exporter.write(workload=WORKLOAD, config=config, result=RESULT)
-    content: dict[str, Any] = yaml.safe_load(text)
-    return content
+def written(config: TrainConfig) -> dict[str, Any]:
+    return loaders.content_of(llama_factory.EXPORTER, config)
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    return {
-        name: (edited if name in EDITED else written)(config) for name, config in CONFIGS.items()
-    }
-
-
-def written(config: TrainConfig) -> dict[str, Any]:
-    text = llama_factory.EXPORTER.write(workload=WORKLOAD, config=config, result=RESULT)
-    content: dict[str, Any] = yaml.safe_load(text)
-    return content
+    files = {name: written(config) for name, config in CONFIGS.items() if name not in EDITED}
+    files |= {name: loaders.edited(BASE, config) for name, config in EDITED.items()}
+    return files
 
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What LLaMA-Factory makes of every file."""
-    folder: Path = tmp_path_factory.mktemp("llamafactory")
-    ran = here.workers.program(LOADER, json.dumps(contents()), cwd=folder)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    answer: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return answer
+    return loaders.asked(LOADER, contents(), tmp_path_factory.mktemp("llamafactory"))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

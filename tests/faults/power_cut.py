@@ -65,6 +65,7 @@ from tests.faults.kill_store import (
     take_in,
 )
 from tests.support.answers import estimate as made_up_estimate
+from tests.support.ends import ended
 from tests.support.next_revision import NEXT, next_revision
 
 NAME = "studies/autotune.db"
@@ -145,17 +146,6 @@ class Server:
         config = TrainConfig(**request["train_config"])
         self.probed.append(POOL.index(config))
         return ended({"measurement": seen(config).to_dict()})
-
-
-def ended(answer: dict[str, Any]) -> WorkerEnd:
-    return WorkerEnd(
-        how="ok",
-        exit_code=0,
-        answers=(answer,),
-        num_partial_lines=0,
-        problem="",
-        stderr_tail="",
-    )
 
 
 class SayingTable(ProbeTable):

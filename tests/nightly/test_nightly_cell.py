@@ -15,6 +15,7 @@ from typing import Any
 
 import answers
 import pytest
+from ends import ended
 from nights_of import HERE, NOW, cell, matrix, night
 
 from autotune.catalogue import nvml
@@ -72,12 +73,6 @@ class Machine:
                 **common,
             )
         return ended({"measurement": seen.to_dict()})
-
-
-def ended(answer: dict[str, Any]) -> WorkerEnd:
-    return WorkerEnd(
-        how="ok", exit_code=0, answers=(answer,), num_partial_lines=0, problem="", stderr_tail=""
-    )
 
 
 def answer_of(config: TrainConfig) -> Finding:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_model
+from ends import ended
 
 from autotune.catalogue import installed
 from autotune.catalogue.gpus import catalogue, find_gpu
@@ -18,7 +19,6 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.store import trace_cache
 from autotune.store.trace_cache import TraceCache
-from autotune.worker.client.isolate import WorkerEnd
 
 FULL = TrainConfig(
     method="full",
@@ -174,20 +174,15 @@ class Rounds:
         for job in jobs:
             answer = answers[job["spec"]["attention"]]
             if answer in ("dies", "is late"):
-                return (self._end("crashed" if answer == "dies" else "timeout"),)
+                return (
+                    ended(
+                        how="crashed" if answer == "dies" else "timeout",
+                        code=-9,
+                        problem="was killed",
+                    ),
+                )
             on_answer({"id": job["id"], **answer})
-        return (self._end("ok"),)
-
-    @staticmethod
-    def _end(how: str) -> WorkerEnd:
-        return WorkerEnd(
-            how=how,
-            exit_code=0 if how == "ok" else -9,
-            answers=(),
-            num_partial_lines=0,
-            problem="" if how == "ok" else "was killed",
-            stderr_tail="",
-        )
+        return (ended(),)
 
 
 EAGER, SDPA = (
@@ -405,9 +400,7 @@ def test_there_is_time_for_something_else_while_a_server_starts(tmp_path: Path) 
             happened.append(f"run {verb}")
             for job in request["traces"]:
                 on_answer({"id": job["id"], "trace": some_trace()})
-            return WorkerEnd(
-                how="ok", exit_code=0, answers=(), num_partial_lines=0, problem="", stderr_tail=""
-            )
+            return ended()
 
     server: Any = Server()
     for _ in range(2):

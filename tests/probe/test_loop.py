@@ -14,6 +14,7 @@ from typing import Any
 import answers
 import optuna
 import pytest
+from ends import ended
 from optuna.trial import TrialState
 from optuna_storage import unpooled
 
@@ -155,17 +156,6 @@ def timed(seen: Measurement, folder: Path, on_answer: OnAnswer) -> Measurement:
             return dataclasses.replace(seen, outcome="slow", message=message, num_steps=step)
     on_answer({"measurement": seen.to_dict()})
     return seen
-
-
-def ended(*answered: dict[str, Any], how: str = "ok", code: int = 0, said: str = "") -> WorkerEnd:
-    return WorkerEnd(
-        how=how,
-        exit_code=code,
-        answers=answered,
-        num_partial_lines=0,
-        problem="" if how == "ok" else f"ended as {how}",
-        stderr_tail=said,
-    )
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from typing import Any
 
 import answers
 import pytest
+from ends import ended
 
 from autotune.catalogue import nvml
 from autotune.catalogue.models import resolve
@@ -94,17 +95,6 @@ class Server:
             return end
         spec = ProbeSpec(**request["spec"])
         return ended({"measurement": dataclasses.replace(end, spec=spec).to_dict()})
-
-
-def ended(*answered: dict[str, Any], how: str = "ok", code: int = 0, said: str = "") -> WorkerEnd:
-    return WorkerEnd(
-        how=how,
-        exit_code=code,
-        answers=answered,
-        num_partial_lines=0,
-        problem="" if how == "ok" else f"ended as {how}",
-        stderr_tail=said,
-    )
 
 
 @pytest.fixture

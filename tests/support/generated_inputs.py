@@ -46,7 +46,7 @@ from autotune.worker import lengths
 from autotune.worker.client import isolate
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
-from tests.support import answers
+from tests.support import answers, ends
 
 ROOT = Path(__file__).parents[2]
 _DATABASE = "studies/autotune.db"
@@ -554,9 +554,7 @@ def _newest_tables() -> str:
 
 @contextlib.contextmanager
 def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
-    crashed = WorkerEnd(
-        how="crashed", exit_code=1, answers=(), num_partial_lines=0, problem="was not started", stderr_tail=""
-    )  # fmt: skip
+    crashed = ends.ended(how="crashed", code=1, problem="was not started")
 
     def counted(_verb: str, request: Mapping[str, Any], **_: Any) -> WorkerEnd:
         try:
@@ -564,9 +562,7 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
         except UnusableData as error:
             answer = {"problem": error.why, "remedy": error.remedy}
         answer = json.loads(json.dumps(answer))
-        return WorkerEnd(
-            how="ok", exit_code=0, answers=(answer,), num_partial_lines=0, problem="", stderr_tail=""
-        )  # fmt: skip
+        return ends.ended(answer)
 
     def ended(
         verb: str,

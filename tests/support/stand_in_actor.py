@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import sweep
+from ends import ended
 
 from autotune.catalogue import gpus
 from autotune.probe.fleet import card_thread
@@ -48,7 +49,7 @@ class StandInServer:
         on_poll: Callable[[], None] | None = None,
     ) -> WorkerEnd:
         if verb == "fingerprint":
-            return _ended({"fingerprint": dataclasses.asdict(HERE)})
+            return ended({"fingerprint": dataclasses.asdict(HERE)})
         config = TrainConfig(**request["train_config"])
         spec = ProbeSpec(**request["spec"])
         until = time.monotonic() + self.seconds
@@ -59,13 +60,7 @@ class StandInServer:
         seen = dataclasses.replace(
             sweep.measured()[config], spec=spec, fingerprint=fingerprint_for(config, HERE)
         )
-        return _ended({"measurement": seen.to_dict()})
-
-
-def _ended(answer: dict[str, Any]) -> WorkerEnd:
-    return WorkerEnd(
-        how="ok", exit_code=0, answers=(answer,), num_partial_lines=0, problem="", stderr_tail=""
-    )
+        return ended({"measurement": seen.to_dict()})
 
 
 class StandInActor(CardActor):

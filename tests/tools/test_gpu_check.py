@@ -13,6 +13,7 @@ from typing import Any
 
 import here
 import pytest
+from ends import ended
 from fake_nvml import fake_nvml
 
 from autotune.catalogue.gpus import cpu_stand_in, detect, find_gpu
@@ -194,10 +195,10 @@ def test_a_kernel_that_ends_the_process_is_left_out_from_then_on(
         asked.append(len(names))
         for index, name in enumerate(names):
             if name == guilty:
-                return end("crashed", ())
+                return ended(how="crashed")
             on_answer({"index": index, "seconds": 1e-3, "spread": 0.01, "num_weights": 1})
         on_answer({"host": {"forward": 1e-5, "backward": 1e-5}})
-        return end("ok", ())
+        return ended()
 
     monkeypatch.setattr(calibrate.isolate, "run", run)
     check = check_of(tmp_path, server=Hanging())
@@ -244,15 +245,9 @@ class Hanging:
         self.deadlines.append(deadline_seconds)
         if verb == "fingerprint":
             nothing = {"device": "", "driver": "", "cuda": "", "versions": [], "allocator": ""}
-            return end("ok", ({"fingerprint": nothing},))
+            return ended({"fingerprint": nothing})
         self.methods.append(request["train_config"]["method"])
-        return end("timeout", ())
-
-
-def end(how: str, answers: tuple[dict[str, Any], ...]) -> WorkerEnd:
-    return WorkerEnd(
-        how=how, answers=answers, exit_code=0, num_partial_lines=0, problem="", stderr_tail=""
-    )
+        return ended(how="timeout")
 
 
 PREDICTED = SimpleNamespace(peak_device_bytes=1, to_dict=lambda budget_bytes: {})

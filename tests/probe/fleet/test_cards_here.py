@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from ends import ended
 from fake_nvml import fake_nvml
 
 from autotune.errors import HardwareError, WorkerError
@@ -17,9 +18,7 @@ from autotune.probe.fleet.cards_here import CardsHere, environments_of
 from autotune.probe.fleet.fleet import Job
 from autotune.worker.client.isolate import WorkerEnd
 
-END = WorkerEnd(
-    how="ok", exit_code=0, answers=(), num_partial_lines=0, problem="", stderr_tail="done"
-)
+END = ended(said="done")
 
 
 class Server:
