@@ -45,7 +45,7 @@ MODEL: dict[str, Any] = {
     "vocab_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 3,
     "max_position_embeddings": 128,
 }
 LENGTH = 64

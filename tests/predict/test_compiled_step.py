@@ -30,6 +30,10 @@ LORA = dataclasses.replace(
     FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
 )
 EAGER = (FULL, CHECKPOINTED, LORA)
+MODEL = dataclasses.replace(
+    tiny_model.MODEL, config={**tiny_model.MODEL.config, "num_hidden_layers": 3}
+)
+"""Every layer of a compiled step is traced."""
 
 
 def compiled(config: TrainConfig) -> TrainConfig:
@@ -40,7 +44,7 @@ def compiled(config: TrainConfig) -> TrainConfig:
 def estimator() -> Estimator:
     specs = {TraceSpec.of(each) for config in EAGER for each in (config, compiled(config))}
     traces = trace_all(
-        tiny_model.MODEL,
+        MODEL,
         "causal-lm",
         tiny_model.SEQUENCE_LENGTH,
         tiny_model.gpu(),
