@@ -13,7 +13,6 @@ from test_probe import (
     FULL,
     MODEL,
     SEQUENCE_LENGTH,
-    _forget_8_bit_overrides,
     _quiet_and_steady,
     estimated,
     run,
@@ -21,7 +20,7 @@ from test_probe import (
 
 from autotune.space.optimizers import OPTIMIZERS, Optimizer
 
-__all__ = ["_forget_8_bit_overrides", "_quiet_and_steady"]
+__all__ = ["_quiet_and_steady"]
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """The packages have their own ways, and old ones."""
