@@ -75,7 +75,7 @@ class TracesInTurn:
         self._waiting -= {*others}
         specs = {*self._by_spec, *others} - self._waiting
         self._trace(specs)
-        return self._priced(specs)
+        return self._priced(specs | self._come_along())
 
     def rest(self, candidates: Candidates) -> Candidates:
         """Trace what may be faster than these candidates; return them with what has been traced."""
@@ -105,7 +105,21 @@ class TracesInTurn:
             self._trace(specs)
         except ConfigError:  # The model supports none of them.
             return candidates
-        return candidates.with_more(self._priced(specs))
+        return candidates.with_more(self._priced(specs | self._come_along()))
+
+    def _come_along(self) -> set[TraceSpec]:
+        """Take specs that were traced beside others from those that are not traced.
+
+        With a dataset, one sample at a time is traced with several.
+        """
+        traced = {
+            spec
+            for spec in self._waiting | self._passed_over
+            if self._estimator.supports(self._by_spec[spec][0])
+        }
+        self._waiting -= traced
+        self._passed_over -= traced
+        return traced
 
     def _priced(self, specs: set[TraceSpec]) -> list[TrainConfig]:
         return [

@@ -160,6 +160,27 @@ def test_the_answer_is_that_of_all_traces(
     assert counts.unsupported == 0
 
 
+@pytest.mark.parametrize("budget_bytes", [1500, 12_000])
+def test_traces_that_come_along_are_priced(
+    budget_bytes: int, traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dataset has them: one sample at a time is traced with several."""
+
+    def trace_all(*args: Any, found: dict[TraceSpec, Trace], **_: Any) -> None:
+        found |= {s: traces[s] for s in traces if s in args[4] or s.activation_offloading}
+
+    monkeypatch.setattr(predict_best, "trace_all", trace_all)
+    expected = searched(budget_bytes * MB, FULL, traces_all=True)
+    found = searched(budget_bytes * MB, FULL)
+    # What is tied is said of as much as was replayed.
+    assert told(found) | {"tied": None} == told(expected) | {"tied": None}
+    counts = found.answer.counts
+    assert counts.passed_over > 0
+    assert counts.unsupported == 0
+    dropped = counts.invalid + counts.passed_over + counts.predicted_oom
+    assert counts.enumerated == dropped + counts.feasible
+
+
 def test_a_model_with_room_to_spare_leaves_most_traces_out(asked: list[set[TraceSpec]]) -> None:
     searched(12_000 * MB, FULL)
     first, *others = asked
