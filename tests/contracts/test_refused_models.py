@@ -25,10 +25,22 @@ PLAIN = TrainConfig(
 @pytest.mark.parametrize(
     ("config", "task", "said"),
     [
-        ({"model_type": "vit"}, "causal-lm", "it is a model for images, and"),
-        ({"model_type": "whisper"}, "seq2seq-lm", "it is a model for speech, and"),
-        ({"model_type": "wav2vec2"}, "causal-lm", "it is a model for audio, and"),
-        ({"model_type": "llava"}, "causal-lm", "it is a model for images and text, and"),
+        ({"model_type": "vit"}, "causal-lm", "it is a model for images, which is not trained here"),
+        (
+            {"model_type": "whisper"},
+            "seq2seq-lm",
+            "it is a model for speech, which is not trained here",
+        ),
+        (
+            {"model_type": "wav2vec2"},
+            "causal-lm",
+            "it is a model for audio, which is not trained here",
+        ),
+        (
+            {"model_type": "llava"},
+            "causal-lm",
+            "it is a model for images and text: say which pictures",
+        ),
         ({"model_type": "t5"}, "causal-lm", r"another task may be its own \(--task\)"),
         ({"model_type": "not-out-yet"}, "causal-lm", "pip install --upgrade transformers"),
     ],

@@ -99,7 +99,9 @@ def _loss_of_held_outputs(step: MetaStep, inputs: dict[str, Any], *, accepts: bo
     return loss
 
 
-def _batch(_: str, __: TraceSpec, micro_batch: int, sequence_length: int) -> dict[str, Any]:
+def _batch(
+    _: str, __: TraceSpec, micro_batch: int, sequence_length: int, ___: None = None
+) -> dict[str, Any]:
     tokens = torch.empty((micro_batch, sequence_length), dtype=torch.int64, device="meta")
     return {"input_ids": tokens, "labels": tokens}
 
