@@ -83,6 +83,10 @@ POOL_SIZE = 80
 """Candidates for probes. [judgement] A prediction is seldom so wrong that the fastest is further down."""
 
 
+CROWDED_SHARE = 0.5
+"""Share of the memory from which weights and gradients leave little for activations. [judgement]"""
+
+
 class Prediction:
     """A predicted answer, and what a measurement of it is made from: candidates and the way to price them."""
 
@@ -286,10 +290,13 @@ def find(
     # Compiled, a step that saves memory may be faster than any that is not compiled.
     is_all = traces_all or any(ways_predicted.values())
     in_turn = TracesInTurn(possible, reference, estimator, trace, is_all=is_all)
-    server = trace_server(specs) if solving or parting else None
-    # More is traced once these are priced: what imports once, then, does for both.
+    # Where more is traced once the first are priced, what imports once does for all.
+    server = trace_server(specs) if solving or parting or in_turn.has_turns else None
     with server or contextlib.nullcontext():
-        supported = in_turn.first(*map(TraceSpec.of, baselines))
+        supported = in_turn.first(
+            *map(TraceSpec.of, baselines),
+            is_crowded=functools.partial(_is_crowded, model=model, workload=workload),
+        )
         baseline = _baseline(estimator, baselines)
         if baseline is not None:
             reference = baseline.config
@@ -465,6 +472,13 @@ def _is_possible(config: TrainConfig, model: ModelSource, workload: Workload) ->
     if workload.num_gpus > 1:
         return True
     return least_bytes(config, count) <= workload.memory_budget_bytes + MORE_MEMORY_BYTES
+
+
+def _is_crowded(config: TrainConfig, *, model: ModelSource, workload: Workload) -> bool:
+    """Whether weights and gradients alone take a large share of the memory, as far as is known."""
+    count = model.num_parameters_known
+    room_bytes = CROWDED_SHARE * workload.memory_budget_bytes
+    return count is not None and least_bytes(config, count) > room_bytes
 
 
 def _best_so_far(

@@ -66,13 +66,29 @@ class TracesInTurn:
         self._passed_over: set[TraceSpec] = set()
 
     @property
+    def has_turns(self) -> bool:
+        """Whether traces may be asked for more than once."""
+        return bool(self._waiting)
+
+    @property
     def num_passed_over(self) -> int:
         """How many configurations are not traced, since they are slower than others that fit."""
         return sum(len(self._by_spec[spec]) for spec in self._passed_over)
 
-    def first(self, *others: TraceSpec) -> list[TrainConfig]:
-        """Trace what nothing bounds, and others besides; return the configurations that can be priced."""
+    def first(
+        self, *others: TraceSpec, is_crowded: Callable[[TrainConfig], bool]
+    ) -> list[TrainConfig]:
+        """Trace what nothing bounds, and others besides; return the configurations that can be priced.
+
+        `is_crowded`: whether most of the memory is taken before a step begins, so that checkpointing will be
+        asked for: it is traced without waiting then.
+        """
         self._waiting -= {*others}
+        self._waiting -= {
+            spec
+            for spec in self._waiting
+            if self._waiting.isdisjoint(self._faster[spec]) and is_crowded(self._by_spec[spec][0])
+        }
         specs = {*self._by_spec, *others} - self._waiting
         self._trace(specs)
         return self._priced(specs | self._come_along())
