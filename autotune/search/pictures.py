@@ -67,10 +67,10 @@ def read_pictures(
     if end.how != "ok" or not end.answers:
         raise end.to_error("pictures")
     answer = end.answers[-1]
-    if "problem" in answer:
+    if reason := answer.get("problem"):
         raise ConfigError(
             f"{source.name} cannot be trained on pictures",
-            why=answer["problem"],
+            why=reason[0].upper() + reason[1:],
             remedy="Name another model, or train it on text alone: leave --images out",
         )
     fields = {"num_images": question.images, "width": width, "height": height, **answer}
