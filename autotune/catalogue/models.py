@@ -55,16 +55,43 @@ _ENCODERS = frozenset(
     {
         "albert",
         "bert",
+        "big_bird",
         "camembert",
+        "data2vec-text",
+        "deberta",
         "deberta-v2",
         "distilbert",
         "electra",
+        "ernie",
+        "megatron-bert",
         "modernbert",
+        "rembert",
         "roberta",
+        "roberta-prelayernorm",
+        "roc_bert",
+        "roformer",
         "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
     }
 )
-_ENCODER_DECODERS = frozenset({"bart", "mbart", "mt5", "pegasus", "t5", "umt5"})
+_ENCODER_DECODERS = frozenset(
+    {
+        "bart",
+        "bigbird_pegasus",
+        "blenderbot",
+        "blenderbot-small",
+        "marian",
+        "mbart",
+        "mt5",
+        "mvp",
+        "pegasus",
+        "plbart",
+        "prophetnet",
+        "t5",
+        "umt5",
+    }
+)
 
 # Whose checkpoints are float32 where the configuration does not say: it has the dtype since
 # huggingface/transformers PR 12316 (2021), and the models of these that lack it are older.
@@ -119,12 +146,23 @@ class ModelSource:
             architecture = str(architectures[0])
         if architecture.endswith("ForSequenceClassification"):
             return "sequence-classification"
-        model_type = self.config["model_type"]
-        if self.config.get("is_encoder_decoder") is True or model_type in _ENCODER_DECODERS:
+        if self.has_encoder_and_decoder:
             return "seq2seq-lm"
-        if architecture.endswith("ForMaskedLM") or model_type in _ENCODERS:
+        if architecture.endswith("ForMaskedLM") or self.reads_both_ways:
             return "masked-lm"
         return "causal-lm"
+
+    @property
+    def reads_both_ways(self) -> bool:
+        """Whether each place sees the words behind it, so that foretelling the next one teaches nothing."""
+        is_decoder = self.config.get("is_decoder") is True
+        return self.config["model_type"] in _ENCODERS and not is_decoder
+
+    @property
+    def has_encoder_and_decoder(self) -> bool:
+        """Whether a decoder writes about what an encoder has read."""
+        said = self.config.get("is_encoder_decoder")
+        return said if isinstance(said, bool) else self.config["model_type"] in _ENCODER_DECODERS
 
     @property
     def text_config(self) -> dict[str, Any]:

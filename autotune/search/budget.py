@@ -29,6 +29,7 @@ from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
+from autotune.space.trainers import model_task
 from autotune.space.yaml_schema import parse_yaml, why_not_yaml
 
 
@@ -226,6 +227,23 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
             remedy=f"Give --seq-len {limit} or less",
         )
     return limit
+
+
+def check_task(source: ModelSource, task: str) -> None:
+    """Raise ConfigError where the model learns nothing by foretelling words, or would lose a part."""
+    if model_task(task) != "causal-lm":
+        return
+    if source.reads_both_ways:
+        why = "It reads both ways: each place sees the next word, which it should foretell"
+    elif source.has_encoder_and_decoder:
+        why = "Its encoder would be left out, and its decoder alone trained"
+    else:
+        return
+    raise ConfigError(
+        f"{source.short_name} cannot be trained for the task {task}",
+        why=why,
+        remedy=f"Name a model that writes, or ask for --task {source.task}",
+    )
 
 
 def check_length(task: str, length: int) -> None:

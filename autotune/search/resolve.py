@@ -135,6 +135,7 @@ def resolve(
         )
     length = _possible_length(source, length, note)
     _note_untrained_positions(source, length, note)
+    budget.check_task(source, task)
     budget.check_length(task, length)
     pictures = read_pictures(question, source, task, length)
     data, lengths = None, None
@@ -217,6 +218,7 @@ def resolve_configuration(
     length = budget.possible_length(
         source, question.seq_len or SEQUENCE_LENGTH, is_given=question.seq_len is not None
     )
+    budget.check_task(source, task)
     budget.check_length(task, length)
     _note_untrained_positions(source, length, note)
     pictures = read_pictures(question, source, task, length)

@@ -135,6 +135,8 @@ def test_learned_positions_end_somewhere(config: dict[str, Any], limit: int | No
         ),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "seq2seq-lm"),
         ({"model_type": "marian", "is_encoder_decoder": True}, "seq2seq-lm"),
+        ({"model_type": "bert", "is_decoder": True}, "causal-lm"),
+        ({"model_type": "bart", "is_encoder_decoder": False}, "causal-lm"),
         (
             {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
             "causal-lm",
@@ -145,6 +147,22 @@ def test_learned_positions_end_somewhere(config: dict[str, Any], limit: int | No
 )
 def test_the_task_follows_from_the_architecture(config: dict[str, Any], task: str) -> None:
     assert source(**config).task == task
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "kto", "dpo"])
+def test_only_what_writes_is_trained_to_foretell_the_next_word(task: str) -> None:
+    for config in (
+        {"model_type": "llama"},
+        {"model_type": "bert", "is_decoder": True},
+        {"model_type": "bart", "is_encoder_decoder": False},
+    ):
+        budget.check_task(source(**config), task)
+    for model_type, reason in (("bert", "reads both ways"), ("bart", "decoder alone")):
+        model = source(model_type=model_type)
+        budget.check_task(model, model.task)
+        budget.check_task(model, "reward")
+        with pytest.raises(ConfigError, match=reason):
+            budget.check_task(model, task)
 
 
 def test_endless_layers_are_a_slip(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         length = budget.possible_length(source, length, is_given=question.seq_len is not None)
         budget.check_length(question.task or source.task, length)
     task = question.task or (None if source is None else source.task)
+    if source is not None and task is not None:
+        budget.check_task(source, task)
     space, _ = without_solve(space_file.load(question.space))
     # --chunked-loss and --update-in-backward ask for these here.
     space, _ = without_parts(space)
