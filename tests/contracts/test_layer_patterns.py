@@ -203,6 +203,15 @@ def test_a_step_that_looks_at_values_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert "it looks at values of weights" in answer["unsupported"]
 
 
+def test_what_counts_the_ends_of_its_texts_looks_at_values() -> None:
+    """T5 classifies by the last end of each text, wherever that is."""
+    config = models.load_config(
+        {"model_type": "t5", "num_layers": 1, "d_model": 64, "decoder_start_token_id": 0}
+    )
+    with pytest.raises(models.UnsupportedModel, match="it looks at values"):
+        trace_step(config, "sequence-classification", FULL, sequence_length=64, device=HOPPER)
+
+
 def test_a_model_that_changes_its_weights_cannot_have_them_in_four_bits() -> None:
     """Gemma 3n clamps two weights of each layer in every step; torch refuses that of bytes."""
     config = models.load_config({"model_type": "gemma3n_text"})

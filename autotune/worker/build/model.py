@@ -216,6 +216,7 @@ _ASKS_FOR_VALUES = (
     "Cannot copy out of meta tensor",
     "register_meta function for torch.nonzero()",
     "cannot be called on meta tensors",
+    "aten::unique_consecutive: attempted to run this operator with Meta tensors",
 )
 """Parts of torch 2.13's messages where a tensor on `meta` would have to know its values."""
 
