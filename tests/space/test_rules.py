@@ -106,6 +106,10 @@ BY_TOKENS = dataclasses.replace(FULL, batching="by-tokens")
 SEES = dataclasses.replace(FULL, trainer="trl-sft", batching="padded")
 OF_PICTURES = dataclasses.replace(ADA, task="image-text-to-text")
 BREAKERS = {
+    "bitsandbytes-rmsprop-needs-float32": (
+        dataclasses.replace(FULL, precision="bf16-true", optimizer="rmsprop_bnb_8bit"),
+        ADA,
+    ),
     "trainer-of-the-task": (FULL, dataclasses.replace(ADA, task="dpo")),
     "answers-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
     "compared-answers-need-others": (
@@ -413,6 +417,25 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
     config, context = BREAKERS[rule.name]
     assert [broken.name for broken in broken_rules(config, context)] == [rule.name]
     assert rule.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_broken"),
+    [
+        ({"method": "full"}, True),
+        ({"method": "full", "precision": "bf16-mixed"}, False),
+        ({"method": "full", "optimizer": "rmsprop"}, False),
+        ({"method": "full", "optimizer": "lion_32bit"}, False),
+        ({}, False),
+        ({"adapter_in_base_dtype": True}, True),
+        ({"adapter_in_base_dtype": True, "method": "qlora", "quantization": "nf4"}, False),
+    ],
+)
+def test_bitsandbytes_rmsprop_steps_on_float32(changes: dict[str, Any], is_broken: bool) -> None:
+    settings = {"precision": "bf16-true", "optimizer": "rmsprop_bnb", **changes}
+    config = dataclasses.replace(FULL if changes.get("method") == "full" else LORA, **settings)
+    names = [rule.name for rule in broken_rules(config, ADA)]
+    assert ("bitsandbytes-rmsprop-needs-float32" in names) == is_broken
 
 
 @pytest.mark.parametrize(

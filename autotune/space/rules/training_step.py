@@ -6,7 +6,7 @@ from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.precisions import PRECISIONS
+from autotune.space.precisions import PRECISIONS, dtype_beside
 from autotune.space.rules.rule import (
     ADA,
     AMPERE,
@@ -41,6 +41,14 @@ def _has_own_task(config: TrainConfig) -> bool:
     return bool(TRAINERS[config.trainer].task)
 
 
+def _has_bfloat16_gradients(config: TrainConfig) -> bool:
+    # LLaMA-Adapter's prompts are made in the base's dtype (peft 0.21); DeepSpeed steps on float32 copies.
+    is_in_base_dtype = config.method in ("full", "adaption_prompt") or config.adapter_in_base_dtype
+    dtype = dtype_beside(config.precision, config.quantization, config.quantization_storage)
+    is_zero = PARALLELISMS[config.parallelism].is_deepspeed
+    return is_in_base_dtype and dtype == "bfloat16" and not is_zero
+
+
 def _tokens(config: TrainConfig) -> int:
     """Tokens of a sample, as the layers see it, virtual ones among them.
 
@@ -66,6 +74,16 @@ RULES: tuple[Rule, ...] = (
         "modelled",
         breaks=lambda c, context: (
             context.weight_decay and c.optimizer in ("sgd", "adagrad", "rmsprop")
+        ),
+    ),
+    Rule(
+        # bitsandbytes 0.50 backends/cuda/ops.py, str2optimizer32bit; with 8 bits small tensors take it, too.
+        name="bitsandbytes-rmsprop-needs-float32",
+        reason="bitsandbytes' RMSprop has no kernel for gradients in bfloat16: take bf16-mixed, or rmsprop",
+        breaks=lambda c, _: (
+            OPTIMIZERS[c.optimizer].family == "rmsprop"
+            and OPTIMIZERS[c.optimizer].needs == "bitsandbytes"
+            and _has_bfloat16_gradients(c)
         ),
     ),
     Rule(
