@@ -68,10 +68,8 @@ def nothing_fits(
             key=lambda config: (estimator.floor_bytes(config), not config.update_in_backward),
         )
     )
-    why = (
-        f"The smallest, {describe(smallest.config)}, is predicted to need "
-        f"{format_bytes(smallest.peak_device_bytes)}"
-    )
+    room_bytes = estimator.headroom.room_bytes(smallest.peak_reserved_bytes, smallest.config)
+    why = f"The smallest, {describe(smallest.config)}, {needs(smallest, room_bytes)}"
     if best_by_class:
         remedy = _higher_class(best_by_class)
     elif smaller := _smaller_step(estimator, smallest.config):
@@ -84,6 +82,13 @@ def nothing_fits(
     else:
         remedy = _lower_most(smallest, workload)
     return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
+
+
+def needs(estimate: Estimate, room_bytes: int) -> str:
+    """Say what a configuration that does not fit needs, with the room that the question leaves."""
+    peak_bytes = estimate.peak_device_bytes
+    room = f" with {format_bytes(room_bytes)} of room (--odds, --headroom)" if room_bytes else ""
+    return f"is predicted to need {format_bytes(peak_bytes + room_bytes)}{room}"
 
 
 def _smaller_step(estimator: Estimator, config: TrainConfig) -> int | None:

@@ -916,6 +916,18 @@ def test_when_nothing_fits_the_message_has_the_smallest(
 
 
 @pytest.mark.usefixtures("traced")
+def test_what_fits_but_for_the_room_is_said_to_need_room(estimate_all: EstimateAll) -> None:
+    peak_bytes = min(estimate.peak_device_bytes for estimate in estimate_all(650 * MB))
+    workload = dataclasses.replace(
+        tiny_model.workload(peak_bytes + 10 * MB, tiny_model.METHODS),
+        headroom=Headroom(spare_bytes=40 * MB),
+    )
+    needed, room = format_bytes(peak_bytes + 40 * MB), format_bytes(40 * MB)
+    with pytest.raises(NothingFitsError, match=f"need {needed} with {room} of room"):
+        find(tiny_model.MODEL, workload, tiny_model.SPACE, tiny_model.gpu(), allow="recipe")
+
+
+@pytest.mark.usefixtures("traced")
 def test_weights_are_updated_in_the_backward_pass_where_nothing_else_fits(
     roomy: Estimator,
 ) -> None:

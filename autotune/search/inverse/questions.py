@@ -28,6 +28,7 @@ from autotune.errors import ConfigError, NothingFitsError
 from autotune.predict.tracing import of_card
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.search.inverse.pricing import Case, LimitProblem, Pricer
+from autotune.search.nothing_fits import needs
 from autotune.search.predict_best import Progress
 from autotune.space.config import Workload
 from autotune.space.headroom import Headroom
@@ -469,10 +470,10 @@ def last_below(
 
 def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
     """Say what needs least in the easiest case."""
-    smallest, _ = pricer.smallest(case)
+    smallest, needed_bytes = pricer.smallest(case)
+    room_bytes = needed_bytes - smallest.peak_device_bytes
     return NothingFitsError(
         f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {case.value}",
-        why=f"What needs least there, {describe(smallest.config)}, is predicted to need "
-        f"{format_bytes(smallest.peak_device_bytes)}",
+        why=f"What needs least there, {describe(smallest.config)}, {needs(smallest, room_bytes)}",
         remedy="Fix fewer settings, allow --method qlora, or take a smaller model",
     )
