@@ -49,6 +49,9 @@ _MOST_RIVALS = 100
 _LIKELY = 0.05
 """Odds from which a rival is named."""
 
+MOST_TIED = 10
+"""Most that are named as tied with a winner."""
+
 FALLBACKS = 3
 FALLBACK_SHARE = 0.1
 """Share of the peak that each fallback gives back at least. [judgement] Several times what predictions are
@@ -256,7 +259,7 @@ class Candidates:
             if fastest is not None:
                 least = speed_of(fastest) * (1 - NOISE)
                 winner = self._giving_up_least(ranked, wanted, least)
-                return winner, *self._tied(winner, least)
+                return winner, *self._tied(ranked, winner, least)
         return None
 
     def _giving_up_least(
@@ -331,18 +334,18 @@ class Candidates:
         """Tokens per second at most, by configuration."""
         return {config: speed for speed, config in self._ranked}
 
-    def _tied(self, winner: Estimate, threshold: float) -> list[Estimate]:
-        """Others known to fit at the winner's speed, fastest first."""
-        others = [
-            estimate
-            for estimate in self._estimates.values()
-            if estimate is not winner
-            and self.fits(estimate)
-            and speed_of(estimate) >= threshold
-            and self.class_of(estimate.config) == self.class_of(winner.config)
-            and form(estimate.config, self._base) == form(winner.config, self._base)
-        ]
-        return sorted(others, key=lambda e: (-speed_of(e), repr(e.config)))[:10]
+    def _tied(self, ranked: _Ranked, winner: Estimate, least: float) -> list[Estimate]:
+        """Others of the winner's class that fit and are as fast as `least`, fastest first: MOST_TIED at most."""
+        of_class = self.exactly(self.class_of(winner.config))
+        found: list[Estimate] = []
+        for speed, config in ranked:
+            if speed < least or len(found) == MOST_TIED:
+                break
+            if config != winner.config and of_class(config):
+                estimate = self._fitting(config)
+                if estimate is not None and speed_of(estimate) >= least:
+                    found.append(estimate)
+        return sorted(found, key=lambda e: (-speed_of(e), repr(e.config)))
 
     def pool(
         self, wanted: Callable[[TrainConfig], bool], limit: int, *, always: TrainConfig | None

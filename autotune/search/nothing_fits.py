@@ -57,6 +57,7 @@ def _higher_class(best_by_class: dict[str, Estimate]) -> str:
 def nothing_fits(
     estimator: Estimator,
     allowed: Sequence[TrainConfig],
+    model: ModelSource,
     workload: Workload,
     best_by_class: dict[str, Estimate],
 ) -> NothingFitsError:
@@ -77,7 +78,7 @@ def nothing_fits(
             f"--effective-batch {smaller} fits: what is updated in the backward pass takes all samples of a "
             "step at once"
         )
-    elif "qlora" not in workload.methods:
+    elif "qlora" not in workload.methods and model.checkpoint is None:
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
         remedy = _lower_most(smallest, workload)

@@ -359,7 +359,7 @@ def find(
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
             raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
-        raise nothing_fits(estimator, allowed, workload, best_by_class)
+        raise nothing_fits(estimator, allowed, model, workload, best_by_class)
     best, *tied = ranked
     is_in_form = candidates.in_form_of(best.config)
     context = _context(workload, gpu, model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("torch")
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.build.model import UnsupportedModel, build_base, load_config
+from autotune.worker.build.quantize import quantize
 
 PLAIN = TrainConfig(
     method="full",
@@ -48,3 +50,15 @@ PLAIN = TrainConfig(
 def test_it_says_what_the_model_is(config: dict[str, Any], task: str, said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         build_base(load_config(config), task, TraceSpec.of(PLAIN))
+
+
+def test_a_model_of_which_nothing_would_be_quantised_has_no_qlora() -> None:
+    """Falcon's layers are of a class of its own (FalconLinear), which Transformers leaves as it is."""
+    spec = TraceSpec.of(
+        dataclasses.replace(
+            PLAIN, method="qlora", lora_rank=8, lora_targets="all-linear", quantization="nf4"
+        )
+    )
+    config = load_config({"model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4})
+    with pytest.raises(UnsupportedModel, match="none of its layers would be quantised"):
+        quantize(build_base(config, "causal-lm", spec), "causal-lm", spec)

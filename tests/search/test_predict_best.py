@@ -916,6 +916,16 @@ def test_when_nothing_fits_the_message_has_the_smallest(
 
 
 @pytest.mark.usefixtures("traced")
+def test_what_cannot_be_quantised_again_is_not_advised_to_be() -> None:
+    config = {**tiny_model.MODEL.config, "quantization_config": {"quant_method": "mxfp4"}}
+    unpacked = dataclasses.replace(tiny_model.MODEL, config=config)
+    for model, is_advised in ((tiny_model.MODEL, True), (unpacked, False)):
+        with pytest.raises(NothingFitsError) as caught:
+            search(650 * MB, model=model, methods=("full", "lora"), allow="recipe")
+        assert ("--method qlora" in str(caught.value)) == is_advised
+
+
+@pytest.mark.usefixtures("traced")
 def test_what_fits_but_for_the_room_is_said_to_need_room(estimate_all: EstimateAll) -> None:
     peak_bytes = min(estimate.peak_device_bytes for estimate in estimate_all(650 * MB))
     workload = dataclasses.replace(

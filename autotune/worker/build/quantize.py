@@ -13,12 +13,16 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import CLASSIFIER_HEADS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.trainers import model_task
+from autotune.worker.build.model import UnsupportedModel
 
 LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
 def quantize(model: Any, task: str, spec: TraceSpec) -> None:
-    """Replace linear layers by bitsandbytes', their weights still to be made (`quantize_weight`)."""
+    """Replace linear layers by bitsandbytes', their weights still to be made (`quantize_weight`).
+
+    Raises UnsupportedModel where there is none.
+    """
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
@@ -47,6 +51,11 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
         ),
         quantization_config=BitsAndBytesConfig(**choices),
     )
+    if not any(map(is_quantized, model.modules())):
+        raise UnsupportedModel(
+            "none of its layers would be quantised: Transformers takes layers of the class Linear alone, and "
+            "this family has another"
+        )
     # PEFT asks.
     if row.codes:
         model.is_loaded_in_4bit = True
