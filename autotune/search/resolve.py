@@ -80,8 +80,11 @@ class Problem:
         """The name of the study of a prediction; that of a measurement says so, too."""
         # Only a planned card follows from the budget; another one needs a study of its own.
         is_planned = self.card.source is CardSource.PLANNED
+        # A checkpoint that is quantised already leaves fewer methods than were asked for.
+        asked = _methods(self.question) or METHODS
+        workload = dataclasses.replace(self.predicted().workload, methods=asked)
         name = study_names.default_study_name(
-            self.predicted().workload, gpu=None if is_planned else self.card.gpu.name
+            workload, gpu=None if is_planned else self.card.gpu.name
         )
         own_values = unlisted(self.space, self.workload.methods)
         if self.question.peft is not None:

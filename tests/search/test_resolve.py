@@ -71,3 +71,17 @@ def test_a_context_beyond_the_models_own_is_warned_of(length: int, is_told: bool
         notes: list[str] = []
         ask(asked, note=notes.append)
         assert any("32,768 positions" in note for note in notes) == is_told
+
+
+@pytest.mark.parametrize(
+    ("methods", "study"),
+    [((), "gpt-oss-20b-80gb"), (("lora",), "gpt-oss-20b-80gb-lora")],
+)
+def test_a_study_is_named_by_the_methods_that_were_asked_for(
+    methods: tuple[str, ...], study: str
+) -> None:
+    """Its checkpoint is quantised already: qlora is left out by itself."""
+    question = Question(model="openai/gpt-oss-20b", gpu_mem="80GB", methods=methods)
+    problem = resolve(question)
+    assert "qlora" not in problem.workload.methods
+    assert problem.study == study
