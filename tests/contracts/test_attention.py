@@ -14,7 +14,9 @@ from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
+from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.trace import attention as attention_module
 from autotune.worker.trace import kernel_costs, sdpa
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.sdpa import Call, attention_kernel
@@ -283,6 +285,23 @@ def test_samples_of_their_own_take_the_same_kernels_by_their_beginnings(
     assert more < 1.1 * copied + BATCH * LENGTH * 64 if batching == "padded" else more < 2**20
 
 
+@pytest.mark.parametrize("changes", [{}, {"liger": True}, {"trainer": "trl-sft"}])
+def test_whatever_makes_the_loss_the_longest_sample_of_a_padded_batch_is_known(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("liger_kernel.transformers")
+    longest = []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        longest.extend(args[5:7])
+        return varlen_attention(*args, **kwargs)
+
+    varlen_attention = attention_module.varlen_attention
+    monkeypatch.setattr(attention_module, "varlen_attention", noting)
+    trace("flash_attention_2", LLAMA, batching="padded", **changes)
+    assert {*longest} == {1000}
+
+
 def test_the_row_of_a_padding_free_batch_grows_with_its_samples() -> None:
     """A trace stands for every micro-batch: its sizes are those of a row traced at that length."""
     symbolic = trace("flash_attention_2", LLAMA, batching="padding-free")
@@ -297,6 +316,7 @@ def test_the_row_of_a_padding_free_batch_grows_with_its_samples() -> None:
 def test_the_names_are_transformers_own() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    expand_key_heads()  # It adds its own.
     assert set(ATTENTIONS) <= {"eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()}
 
 

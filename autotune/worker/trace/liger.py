@@ -79,10 +79,8 @@ def on_meta(tracker: Tracker, device: Device, chunks: Chunks) -> Iterator[None]:
         tracker.record_kernel(name, (args, tuple(kwargs.values())), passes=PASSES.get(name, 1))
 
     counting = _Counting()
-    tracker.decompositions |= {
-        aten.equal.default: _differ,
-        aten._local_scalar_dense.default: counting.answer,
-    }
+    tracker.decompositions[aten.equal.default] = _differ
+    tracker.answer_too(aten._local_scalar_dense.default, counting.answer)
     loss = functools.partial(counting.run, fused.fused_linear_cross_entropy_forward)
     attributes: list[tuple[Any, str, Any]] = [(fused, "fused_linear_cross_entropy_forward", loss)]
     if chunks.is_symbolic:

@@ -95,11 +95,12 @@ def on_meta(tracker: Tracker, chunks: Chunks) -> Iterator[None]:
         tracker.record_kernel(name, tuple(arguments), passes=PASSES.get(name, 1))
 
     masks = _Masks(tracker)
+    # The tracker answers what is true or not.
+    tracker.answer_too(
+        aten._local_scalar_dense.default,
+        lambda tensor: 1 if tensor.is_meta and tensor.dtype is not torch.bool else NotImplemented,
+    )
     tracker.decompositions |= {
-        # The tracker answers what is true or not.
-        aten._local_scalar_dense.default: lambda tensor: (
-            1 if tensor.is_meta and tensor.dtype is not torch.bool else NotImplemented
-        ),
         aten.index.Tensor: masks.index,
         aten._index_put_impl_.default: masks.index_put,
         aten.masked_scatter_backward.default: masks.masked_scatter_backward,
