@@ -89,13 +89,13 @@ def safer(
         smallest = min(filter(keeps_updates, supported), key=estimator.floor_bytes, default=None)
         if smallest is None:
             return None
-        best = (estimator.estimate(smallest),)
-    setting = "optimizer" if best[0].config.precision == config.precision else "precision"
+        best = estimator.estimate(smallest)
+    setting = "optimizer" if best.config.precision == config.precision else "precision"
     return Change(
         setting=setting,
-        value=getattr(best[0].config, setting),
-        estimate=best[0],
-        fits=estimator.fits(best[0]),
+        value=getattr(best.config, setting),
+        estimate=best,
+        fits=estimator.fits(best),
     )
 
 

@@ -243,8 +243,8 @@ class Candidates:
                 best = estimate
         return best
 
-    def best(self, wanted: Callable[[TrainConfig], bool]) -> tuple[Estimate, ...] | None:
-        """The winner, then what is tied with it; None when nothing fits.
+    def best(self, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
+        """The winner; None when nothing fits.
 
         The rule: docs/ARCHITECTURE.md, "What fastest means".
 
@@ -258,8 +258,7 @@ class Candidates:
             fastest = self._fastest(ranked, wanted)
             if fastest is not None:
                 least = speed_of(fastest) * (1 - NOISE)
-                winner = self._giving_up_least(ranked, wanted, least)
-                return winner, *self._tied(ranked, winner, least)
+                return self._giving_up_least(ranked, wanted, least)
         return None
 
     def _giving_up_least(
@@ -334,8 +333,11 @@ class Candidates:
         """Tokens per second at most, by configuration."""
         return {config: speed for speed, config in self._ranked}
 
-    def _tied(self, ranked: _Ranked, winner: Estimate, least: float) -> list[Estimate]:
-        """Others of the winner's class that fit and are as fast as `least`, fastest first: MOST_TIED at most."""
+    def tied(self, winner: Estimate, wanted: Callable[[TrainConfig], bool]) -> tuple[Estimate, ...]:
+        """Others of the winner's class and form that fit, as fast but for the noise: the first MOST_TIED."""
+        ranked = dict(self._by_form)[self.form_of(winner.config)]
+        fastest = self._fastest(ranked, wanted) or winner
+        least = speed_of(fastest) * (1 - NOISE)
         of_class = self.exactly(self.class_of(winner.config))
         found: list[Estimate] = []
         for speed, config in ranked:
@@ -345,7 +347,7 @@ class Candidates:
                 estimate = self._fitting(config)
                 if estimate is not None and speed_of(estimate) >= least:
                     found.append(estimate)
-        return sorted(found, key=lambda e: (-speed_of(e), repr(e.config)))
+        return tuple(sorted(found, key=lambda e: (-speed_of(e), repr(e.config))))
 
     def pool(
         self, wanted: Callable[[TrainConfig], bool], limit: int, *, always: TrainConfig | None

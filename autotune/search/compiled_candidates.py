@@ -108,7 +108,7 @@ def compiled_configs(
 
 def _specs(candidates: Candidates, ways: Ways, allow: str | None) -> Iterator[TraceSpec]:
     anchors = [
-        best[0]
+        best
         for name in TRADEOFF_CLASSES
         if allow is None or LEVEL[name] <= LEVEL[allow]
         if (best := candidates.best(candidates.exactly(name))) is not None

@@ -323,9 +323,9 @@ def find(
                 trace=trace,
             ),
         )
-        chosen, ranked = _chosen(candidates, allow)
-        if ranked is not None:
-            candidates = in_turn.where(candidates, goes_on_from(ranked[0].config))
+        chosen, best = _chosen(candidates, allow)
+        if best is not None:
+            candidates = in_turn.where(candidates, goes_on_from(best.config))
     server = None
     estimator.keep_prices()
     supported = [*filter(estimator.supports, possible), *added]
@@ -344,7 +344,7 @@ def find(
         supported += of_compiled
         num_added += len(of_compiled)
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
-        chosen, ranked = _chosen(candidates, allow)
+        chosen, best = _chosen(candidates, allow)
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))
 
@@ -352,15 +352,14 @@ def find(
     for name in TRADEOFF_CLASSES:
         of_class = candidates.best(candidates.exactly(name))
         if of_class is not None:
-            best_by_class[name] = of_class[0]
+            best_by_class[name] = of_class
     widened = allow is None and chosen == "recipe"
-    if ranked is None:
+    if best is None:
         allowed = list(filter(candidates.at_most(chosen), supported))
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
             raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
         raise nothing_fits(estimator, allowed, model, workload, best_by_class)
-    best, *tied = ranked
     is_in_form = candidates.in_form_of(best.config)
     context = _context(workload, gpu, model)
     progress("replayed", candidates.num_replayed, num_possible)
@@ -377,7 +376,7 @@ def find(
         baseline=baseline,
         best_by_class=best_by_class,
         further=candidates.further(lambda _: True, best, *best_by_class.values()),
-        tied=tuple(tied),
+        tied=candidates.tied(best, candidates.at_most(chosen)),
         changes=beside.changes(estimator, best, reference, context),
         safer=beside.safer(estimator, candidates, supported, best.config, backend=gpu.backend),
         more_memory=beside.more_memory(
@@ -429,14 +428,14 @@ def find(
     )
 
 
-def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, tuple[Estimate, ...] | None]:
-    """Return the class that the answer may be of; the answer with what is tied with it, if anything fits."""
+def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, Estimate | None]:
+    """Return the class that the answer may be of; the answer, if anything fits."""
     chosen = allow or "numerics"
-    ranked = candidates.best(candidates.at_most(chosen))
-    if ranked is None and allow is None:
+    best = candidates.best(candidates.at_most(chosen))
+    if best is None and allow is None:
         chosen = "recipe"
-        ranked = candidates.best(candidates.at_most(chosen))
-    return chosen, ranked
+        best = candidates.best(candidates.at_most(chosen))
+    return chosen, best
 
 
 def _context(workload: Workload, gpu: Gpu, model: ModelSource) -> Context:
@@ -498,7 +497,7 @@ def _best_so_far(
     for name in (allow,) if allow else ("numerics", "recipe"):
         best = candidates.best(candidates.at_most(name))
         if best is not None:
-            return best[0]
+            return best
     return None
 
 

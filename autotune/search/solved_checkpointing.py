@@ -244,10 +244,9 @@ def _families(
     candidates: Candidates, leans: Iterable[TrainConfig], estimator: Estimator, name: str
 ) -> Iterator[_Family]:
     """Yield the families of a class that may beat its best by more than the noise, the best promise first."""
-    ranked = candidates.best(candidates.exactly(name))
-    if ranked is None:
+    anchor = candidates.best(candidates.exactly(name))
+    if anchor is None:
         return
-    anchor = ranked[0]
     is_in_form = candidates.in_form_of(anchor.config)
     least = speed_of(anchor) * (1 + NOISE)
     found = [

@@ -102,18 +102,18 @@ def _parted(
     for name in TRADEOFF_CLASSES:
         if what.allow is not None and LEVEL[name] > LEVEL[what.allow]:
             continue
-        ranked = candidates.best(candidates.exactly(name))
+        best = candidates.best(candidates.exactly(name))
         common = _common
-        if ranked is None:
+        if best is None:
             of_class = [config for config in configs if candidates.class_of(config) == name]
             nearest = _nearest_to_fit(candidates, of_class, estimator)
             # What needs least is not the fastest of what fits then: others of its trace may be.
             common = _common_but_optimizer
         else:
-            nearest = [ranked[0].config]
+            nearest = [best.config]
         commons = {common(config) for config in nearest if config.method in what.parting}
         alike = [config for config in configs if common(config) in commons]
-        if ranked is not None and not _may_pay(ranked[0], alike, estimator):
+        if best is not None and not _may_pay(best, alike, estimator):
             continue
         for config in alike:
             parted = dataclasses.replace(config, chunked_loss=True)

@@ -367,7 +367,7 @@ def test_any_prices_give_what_brute_force_gives(
         ):
             expected = brute_force(everything, BASE, budget_bytes, matches)
             best = search.best(wanted)
-            found = None if best is None else giving_up(best[0], BASE, budget_bytes)
+            found = None if best is None else giving_up(best, BASE, budget_bytes)
             assert found == expected
 
 
@@ -407,7 +407,7 @@ def test_never_slower_than_a_base_that_fits_and_no_setting_differs_for_less_than
         assert best is None
         return
     assert best is not None
-    answer, least = best[0].config, 0.98 * max(fitting.values())
+    answer, least = best.config, 0.98 * max(fitting.values())
     assert fitting[answer] >= least
     assert fitting[answer] >= fitting.get(BASE, 0.0)
     for name in changed(answer, BASE):
@@ -449,7 +449,7 @@ def test_among_the_tied_the_least_is_given_up() -> None:
         search, _ = candidates(table, 100)
         best = search.best(search.at_most("recipe"))
         assert best is not None
-        return best[0].config
+        return best.config
 
     assert winner(exact=(981.0, 90), lora64=(1000.0, 50), lora8=(1000.0, 10)) == exact
     # No rank but the usual one before the mathematics of the base, however fast; of two the nearer one.
@@ -483,8 +483,8 @@ def test_a_further_trade_is_shown_and_taken_only_where_nothing_else_fits(
         search, _ = candidates(table, 100)
         best = search.best(search.at_most("recipe"))
         assert best is not None
-        shown = search.further(search.at_most("recipe"), best[0])
-        return best[0].config, None if shown is None else shown.config
+        shown = search.further(search.at_most("recipe"), best)
+        return best.config, None if shown is None else shown.config
 
     assert answers(LORA, QLORA, further) == (LORA, further)
     assert answers(LORA, QLORA, further, speed=1019.0) == (LORA, None)
@@ -495,7 +495,7 @@ def test_a_further_trade_is_shown_and_taken_only_where_nothing_else_fits(
     search, _ = candidates(table, 100)
     best = search.best(search.at_most("recipe"))
     assert best is not None
-    assert best[0].config == LORA
+    assert best.config == LORA
     assert [e.config for e in search.pool(search.in_form_of(LORA), 9, always=None)] == [LORA]
 
 
@@ -515,7 +515,7 @@ def test_memory_decides_where_it_is_scarce_and_the_order_of_the_space_never(
         search, _ = candidates(table, 100, base)
         best = search.best(search.at_most("exact"))
         assert best is not None
-        assert best[0].config == exact[expected]
+        assert best.config == exact[expected]
 
 
 @pytest.mark.parametrize(
@@ -550,7 +550,7 @@ def test_what_gains_nothing_is_as_in_the_base(
     search, _ = candidates(table, 100)
     best = search.best(search.at_most("exact"))
     assert best is not None
-    assert best[0].config == configs[expected]
+    assert best.config == configs[expected]
 
 
 def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
@@ -561,7 +561,8 @@ def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
         best = search.best(search.at_most("exact"))
         assert best is not None
         pool = search.pool(search.at_most("exact"), 2, always=None)
-        found.add((*(e.config for e in best), *(e.config for e in pool)))
+        tied = search.tied(best, search.at_most("exact"))
+        found.add(tuple(e.config for e in (best, *tied, *pool)))
     assert len(found) == 1
 
 
@@ -578,7 +579,7 @@ def test_what_takes_all_of_the_budget_fits() -> None:
     search, estimator = candidates(table, 100)
     best = search.best(search.at_most("exact"))
     assert best is not None
-    assert best[0].config == all_of_it
+    assert best.config == all_of_it
     # What is alive at least is known before anything is replayed; fastest first.
     assert search.priced() == [(950.0, 100), (900.0, 100), (890.0, 100)]
     assert estimator.replayed == [a_byte_more, all_of_it]
@@ -598,11 +599,10 @@ def test_what_is_tied_is_of_the_winners_class() -> None:
     numerics, recipe = variants()[3], variants()[8]
     table = dict.fromkeys((exact, other, numerics, recipe), (0, 10, 1000.0, 1000.0))
     search, _ = candidates(table, 100)
-    for config in table:
-        search.estimate(config)
     best = search.best(search.at_most("recipe"))
     assert best is not None
-    assert {e.config for e in best} == {exact, other}
+    tied = search.tied(best, search.at_most("recipe"))
+    assert {e.config for e in (best, *tied)} == {exact, other}
 
 
 def test_what_is_tied_fits_and_is_as_fast() -> None:
@@ -617,11 +617,10 @@ def test_what_is_tied_fits_and_is_as_fast() -> None:
         too_large: (0, 101, 1000.0, 1000.0),
     }
     search, _ = candidates(table, 100)
-    for config in table:
-        search.estimate(config)
     best = search.best(search.at_most("exact"))
     assert best is not None
-    assert [e.config for e in best] == [winner, tied]
+    assert best.config == winner
+    assert [e.config for e in search.tied(best, search.at_most("exact"))] == [tied]
 
 
 def more_memory(of_more: TrainConfig, speed_of_more: float, allow: str) -> Any:
@@ -631,12 +630,12 @@ def more_memory(of_more: TrainConfig, speed_of_more: float, allow: str) -> Any:
     search, estimator = candidates(table, 100)
     best = search.best(search.at_most(allow))
     assert best is not None
-    assert best[0].config == exact
+    assert best.config == exact
     return beside.more_memory(
         estimator,  # type: ignore[arg-type]
         list(table),
         BASE,
-        best[0],
+        best,
         search.at_most(allow),
     )
 
@@ -720,7 +719,7 @@ def test_segments_grow_where_that_gains_something(
         search, _ = candidates(table, 100, base)
         best = search.best(search.at_most("exact"))
         assert best is not None
-        found.append(best[0].config)
+        found.append(best.config)
     assert found == expected
 
 
@@ -753,7 +752,7 @@ def test_what_varied_lengths_leave_in_pieces_is_not_predicted() -> None:
     assert len(search.pool(search.at_most("exact"), 10, always=None)) == 2
     best = search.best(search.at_most("exact"))
     assert best is not None
-    assert best[0].config == padded[1]
+    assert best.config == padded[1]
 
 
 def test_what_was_considered_puts_what_fits_first() -> None:
