@@ -211,10 +211,11 @@ def find(
     changing.to(dataclasses.replace(space, methods=asked_for), "the methods that were asked for")
     if base is None and model.is_float32:
         # What the checkpoint is: no answer is slower than leaving it so.
-        changing.to(with_precision_of(reference, space), "the checkpoint is in float32")
+        changing.to(with_precision_of(reference, changing.space), "the checkpoint is in float32")
     changing.to(
         with_checkpoint(changing.space, model.checkpoint), "the checkpoint is quantised already"
     )
+    changing.to(with_batchings(changing.space, workload, base), "what batches the dataset allows")
     changing.to(
         with_attentions(changing.space, model.attentions, gpu.compute_capability),
         "what attention the model and the card have",
@@ -222,7 +223,6 @@ def find(
     eager_space = compiled_candidates.without_predicted(changing.space, ways_predicted)
     space, left_out = predictable(eager_space, workload.methods, has=has)
     changing.to(space, "what is installed and predicted")
-    changing.to(with_batchings(changing.space, workload, base), "what batches the dataset allows")
     changing.to(for_gpus(changing.space, workload.num_gpus), "the number of GPUs")
     for change in changing.changes:
         _log.info("space: %s", change)

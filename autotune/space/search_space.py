@@ -128,6 +128,8 @@ def with_attentions(
 
     Where both are offered, key heads are expanded if no fused kernel of the card takes them as they are, in
     any precision that is offered, and left as they are if not, or where there is no card: a CPU's takes them.
+    Beside the mask of a batch that is not packed sdpa expands them itself: how batches are filled has to be
+    known.
     """
     usual = ("sdpa",) if "sdpa" in attentions else attentions[:1]
 
@@ -142,7 +144,10 @@ def with_attentions(
         )
         # Unfused attention expands the heads as well, and keeps the scores.
         expands = compute_capability is not None and set(fuses) == {False}
-        worse = "sdpa" if expands else EXPANDED
+        batchings = section.domains.get("batching", ("packed",))
+        if expands and "packed" in batchings and len(batchings) > 1:
+            return {"attention": found}  # Each is for some of the batches.
+        worse = "sdpa" if expands and "packed" in batchings else EXPANDED
         return {"attention": tuple(name for name in found if name != worse) or found}
 
     return with_domains(space, left)

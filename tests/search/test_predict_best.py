@@ -13,6 +13,7 @@ import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
@@ -25,9 +26,11 @@ from autotune.search.candidates import Candidates
 from autotune.search.predict_best import find
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.defaults import default_base
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.search_space import with_domains
+from autotune.space.space_file import load
 from autotune.space.tradeoffs import tradeoff_class
 
 pytestmark = pytest.mark.slow
@@ -912,6 +915,24 @@ def test_when_nothing_fits_the_message_has_the_smallest(
     assert format_bytes(budget) in message
     assert format_bytes(smallest.peak_device_bytes) in message
     assert ("--method qlora" in message) == ("qlora" not in methods)
+
+
+@pytest.mark.parametrize(("task", "attention"), [("causal-lm", EXPANDED), ("dpo", "sdpa")])
+def test_a_card_without_fused_groups_has_an_attention_for_whatever_the_batches_are(
+    task: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs are padded: beside their mask key heads are expanded anyway."""
+    valid = []
+
+    def stop(*args: Any, **facts: Any) -> Any:
+        valid.extend(enumerate_configs(*args, **facts).configs)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(predict_best, "enumerate_configs", stop)
+    workload = dataclasses.replace(tiny_model.workload(8000 * MB, ("full",)), task=task)
+    with pytest.raises(ConfigError, match="seen"):
+        find(tiny_model.MODEL, workload, load("default"), find_gpu("t4"))
+    assert {config.attention for config in valid} == {attention}
 
 
 @pytest.mark.usefixtures("traced")

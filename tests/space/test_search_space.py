@@ -343,6 +343,24 @@ def test_key_heads_are_expanded_where_no_fused_kernel_takes_groups(
     assert of("sdpa") == ("sdpa",)
 
 
+@pytest.mark.parametrize(
+    ("batchings", "left"),
+    [
+        (("packed",), (EXPANDED,)),
+        (("padded",), ("sdpa",)),
+        (("padding-free", "by-tokens"), ("sdpa",)),
+        (("packed", "padded"), ("sdpa", EXPANDED)),
+    ],
+)
+def test_a_mask_has_key_heads_expanded_anyway(
+    batchings: tuple[str, ...], left: tuple[str, ...]
+) -> None:
+    domains = section(attention=("sdpa", EXPANDED), precision=("fp16-mixed",), batching=batchings)
+    offered = SearchSpace(name="s", description="", methods=(domains,))
+    found = with_attentions(offered, ("eager", "sdpa", EXPANDED), (7, 5))
+    assert found.methods[0].domains["attention"] == left
+
+
 def test_the_precision_of_the_base_is_searched_where_precision_is_varied() -> None:
     base = dataclasses.replace(answers.CONFIG, precision="fp32")
     assert base.method == "full"

@@ -288,11 +288,9 @@ class Pricer:
 
     def _find_points(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
         space = with_checkpoint(self._asked.space, case.source.checkpoint)
+        space = with_batchings(with_trainers(space, self.task(case)), self.workload(case))
         space = with_attentions(space, case.source.attentions, case.gpu.compute_capability)
-        space = narrowed(
-            with_batchings(with_trainers(space, self.task(case)), self.workload(case)),
-            {**self._asked.question.settings, **case.fixed},
-        )
+        space = narrowed(space, {**self._asked.question.settings, **case.fixed})
         configs: list[TrainConfig] = []
         invalid: dict[str, int] = {}
         for size in sorted(
