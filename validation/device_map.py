@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import json
 import runpy
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -29,6 +28,7 @@ from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.tracing import of_card, of_one_gpu
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig, Workload
+from validation.recorded_cases import recorded, run_script
 
 RECORD = Path(__file__).parents[1] / "studies" / "device-map" / "no_card.jsonl"
 NUM_STEPS = 3
@@ -235,16 +235,10 @@ def _trace(model: str, spec: TraceSpec) -> Trace:
     return Trace(json.loads(json.dumps(answer)))
 
 
-def recorded() -> dict[str, list[dict[str, int]]]:
-    """Return what each GPU's allocator held, by case."""
-    lines = RECORD.read_text().splitlines() if RECORD.exists() else []
-    return {row["case"]: row["gpus"] for row in map(json.loads, lines)}
-
-
 def compare() -> None:
     print("| case | layers | GPU | allocated, MiB | predicted | reserved, MiB | predicted |")
     print("|---|---|---|---|---|---|---|")
-    for name, gpus in recorded().items():
+    for name, gpus in recorded(RECORD).items():
         case = CASES[name]
         for number, (held, found) in enumerate(zip(gpus, predicted(case), strict=True)):
             cells = [name, " + ".join(map(str, case.layers))] if number == 0 else ["", ""]
@@ -256,28 +250,9 @@ def compare() -> None:
             print(f"| {' | '.join(cells)} |")
 
 
-def main() -> None:
-    if sys.argv[1:] == ["--compare"]:
-        compare()
-        return
-    if len(sys.argv) > 1:
-        (name,) = sys.argv[1:]
-        found = measure(CASES[name])
-        print(json.dumps({"case": name, "gpu": GPU, "gpus": found, "versions": versions()}))
-        return
-    RECORD.parent.mkdir(exist_ok=True)
-    known = recorded()
-    for name in [name for name in CASES if name not in known]:
-        command = [sys.executable, "-m", "validation.device_map", name]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            print(name, ended.stderr[-2000:], sep="\n", flush=True)
-            continue
-        line = ended.stdout.splitlines()[-1]
-        print(line, flush=True)
-        with RECORD.open("a") as file:
-            file.write(f"{line}\n")
+def _measured(name: str) -> dict[str, Any]:
+    return {"gpu": GPU, "gpus": measure(CASES[name]), "versions": versions()}
 
 
 if __name__ == "__main__":
-    main()
+    run_script("validation.device_map", RECORD, CASES, _measured, compare)

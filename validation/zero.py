@@ -18,8 +18,6 @@ import gc
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -37,6 +35,7 @@ from autotune.predict.tracing import of_one_gpu
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
+from validation.recorded_cases import line_of, recorded, run_script
 
 RECORD = Path(__file__).parents[1] / "studies" / "zero" / "cpu.jsonl"
 GPU = "rtx-4070"
@@ -247,23 +246,8 @@ def predicted_bytes(config: TrainConfig) -> dict[str, int]:
 
 def measure_in_child(name: str) -> list[dict[str, int]]:
     """Measure a case in a process of its own, which forks the others. Raises CalledProcessError."""
-    line = _line_of(name).stdout.splitlines()[-1]
-    gpus: list[dict[str, int]] = json.loads(line)["gpus"]
+    gpus: list[dict[str, int]] = json.loads(line_of("validation.zero", name))["gpus"]
     return gpus
-
-
-def _line_of(name: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "validation.zero", name]
-    root = Path(__file__).parents[1]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=300, cwd=root
-    )
-
-
-def recorded() -> dict[str, list[dict[str, int]]]:
-    """Return what each process held, by case."""
-    lines = RECORD.read_text(encoding="utf-8").splitlines() if RECORD.exists() else []
-    return {row["case"]: row["gpus"] for row in map(json.loads, lines)}
 
 
 def fullest(gpus: list[dict[str, int]]) -> dict[str, int]:
@@ -277,7 +261,7 @@ def compare() -> None:
     heads = [f"{name.replace('_', ' ')} | off" for name in names]
     print(f"| case | {' | '.join(heads)} |")
     print("|---" * (1 + 2 * len(names)) + "|")
-    for name, gpus in recorded().items():
+    for name, gpus in recorded(RECORD).items():
         expected = predicted_bytes(CASES[name])
         cells = [name]
         for what in names:
@@ -286,27 +270,10 @@ def compare() -> None:
         print(f"| {' | '.join(cells)} |")
 
 
-def main() -> None:
-    if sys.argv[1:] == ["--compare"]:
-        compare()
-        return
-    if len(sys.argv) > 1:
-        (name,) = sys.argv[1:]
-        libraries = [*versions(), ("deepspeed", version("deepspeed"))]
-        print(json.dumps({"case": name, "gpus": measure(CASES[name]), "versions": libraries}))
-        return
-    RECORD.parent.mkdir(exist_ok=True)
-    known = recorded()
-    for name in [name for name in CASES if name not in known]:
-        try:
-            line = _line_of(name).stdout.splitlines()[-1]
-        except subprocess.CalledProcessError as error:
-            print(name, error.stderr[-2000:], sep="\n", flush=True)
-            continue
-        print(line, flush=True)
-        with RECORD.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+def _measured(name: str) -> dict[str, Any]:
+    libraries = [*versions(), ("deepspeed", version("deepspeed"))]
+    return {"gpus": measure(CASES[name]), "versions": libraries}
 
 
 if __name__ == "__main__":
-    main()
+    run_script("validation.zero", RECORD, CASES, _measured, compare)

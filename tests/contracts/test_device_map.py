@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autotune.common.units import MIB
 from validation import device_map
-from validation.device_map import CASES, Case, predicted, recorded, write_program
+from validation.device_map import CASES, Case, predicted, write_program
+from validation.recorded_cases import recorded
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +31,7 @@ TOO_HIGH_BYTES = {"held out: Qwen 3, full, mixed": 168 * MIB}
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_gpu_holds_what_is_predicted(name: str) -> None:
-    for held, found in zip(recorded()[name], predicted(CASES[name]), strict=True):
+    for held, found in zip(recorded(device_map.RECORD)[name], predicted(CASES[name]), strict=True):
         allocated_bytes = held["allocated_bytes"]
         assert found.peak_allocated_bytes == pytest.approx(allocated_bytes, rel=UNSPLIT_SHARE)
         over_bytes = found.peak_reserved_bytes - held["reserved_bytes"]

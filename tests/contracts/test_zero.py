@@ -19,7 +19,8 @@ from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.worker.client import isolate
 from validation import zero
-from validation.zero import CASES, HELD, LENGTH, predicted_bytes, recorded
+from validation.recorded_cases import recorded
+from validation.zero import CASES, HELD, LENGTH, predicted_bytes
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,7 @@ RESERVED_BYTES = {"zero3: full, fp32": 3 * SEGMENT_BYTES}
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_process_held_what_is_predicted(name: str) -> None:
-    assert_as_predicted(name, recorded()[name])
+    assert_as_predicted(name, recorded(zero.RECORD)[name])
 
 
 @needs_deepspeed
@@ -99,7 +100,7 @@ def test_a_probe_needs_what_its_processes_held(stage: str) -> None:
     name = f"{stage}: full"
     found = probed(CASES[name])
     assert (found.outcome, found.message) == ("ok", "")
-    held_bytes = zero.fullest(recorded()[name])["allocated"]
+    held_bytes = zero.fullest(recorded(zero.RECORD)[name])["allocated"]
     # A worker's process has other small tensors before the probe: a block of 512 bytes each.
     assert found.peak_allocated_bytes == pytest.approx(held_bytes, abs=8 * 512)
     assert found.step_seconds is not None
