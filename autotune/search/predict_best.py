@@ -238,7 +238,9 @@ def find(
     if not points.configs:
         raise ConfigError(
             f"The space {space.name} has no valid configuration for this workload",
-            why=", ".join(f"{count} break {name}" for name, count in points.invalid.items())
+            why=f"None can work: {'; '.join(points.reasons)}"
+            if points.reasons
+            else ", ".join(f"{count} break {name}" for name, count in points.invalid.items())
             or f"it has no section for {' or '.join(workload.methods)}",
             remedy="Change the methods, the effective batch size or the space",
         )

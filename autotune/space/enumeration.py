@@ -40,6 +40,8 @@ class Enumeration:
     num_enumerated: int
     invalid: dict[str, int]
     """Number of points dropped, by the name of the first rule that they break."""
+    reasons: tuple[str, ...] = ()
+    """Reasons of the rules that every point breaks, where none is valid."""
 
 
 def enumerate_configs(
@@ -61,6 +63,7 @@ def enumerate_configs(
     configs: list[TrainConfig] = []
     invalid: Counter[str] = Counter()
     num_enumerated = 0
+    breaks_all: list[set[str]] = []
     for section in space.methods:
         if section.method not in workload.methods:
             continue
@@ -89,7 +92,17 @@ def enumerate_configs(
         for _, name, count in sorted(first_broken):  # in the order in which points break them
             invalid[name] += count
         configs += points.configs(valid)
-    return Enumeration(configs=configs, num_enumerated=num_enumerated, invalid=dict(invalid))
+        if not configs:
+            every = np.ones(points.shape, dtype=bool)
+            broken_by = {r.reason for r in RULES if _broken(r, context, points, every).all()}
+            breaks_all.append(broken_by)
+    in_all = set[str].intersection(*breaks_all) if breaks_all and not configs else set()
+    return Enumeration(
+        configs=configs,
+        num_enumerated=num_enumerated,
+        invalid=dict(invalid),
+        reasons=tuple(rule.reason for rule in RULES if rule.reason in in_all),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -14,7 +15,13 @@ from autotune.space.enumeration import enumerate_configs
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import shared_storage
 from autotune.space.rules import Context, broken_rules
-from autotune.space.search_space import UPDATE, SearchSpace, for_gpus, without_solve
+from autotune.space.search_space import (
+    UPDATE,
+    SearchSpace,
+    for_gpus,
+    with_trainers,
+    without_solve,
+)
 
 
 def one_by_one(
@@ -87,3 +94,14 @@ def test_points_are_those_that_break_no_rule(
     assert list(found.invalid.items()) == invalid
     assert found.num_enumerated == len(valid) + sum(found.invalid.values())
     assert len(found.invalid) > 1
+
+
+def test_where_nothing_is_valid_it_says_what_all_of_it_breaks() -> None:
+    space = with_trainers(for_gpus(space_file.load("lora"), 2), "dpo")
+    workload = Workload(model="m", task="dpo", num_gpus=2, memory_budget_bytes=1)
+    found = enumerate_configs(space, workload)
+    assert not found.configs
+    (reason,) = found.reasons
+    assert reason.endswith("is modelled neither compiled nor on several GPUs")
+    space = for_gpus(space_file.load("lora"), 2)
+    assert not enumerate_configs(space, dataclasses.replace(workload, task="causal-lm")).reasons
