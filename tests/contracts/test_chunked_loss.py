@@ -36,6 +36,7 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "gpt2": {},
     "gpt_neox": {},
+    "gemma3_text": {},  # it caps its logits only where its configuration says so
     "qwen3_moe": {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -87,6 +88,12 @@ def test_logits_that_are_changed_have_no_parts(kind: str) -> None:
     with pytest.raises(ValueError, match="does more with its logits"):
         chunk_loss(model)
     assert torch.equal(model(torch.tensor([[3, 4, 5]])).logits, before)
+
+
+def test_a_cap_of_the_configuration_has_no_parts() -> None:
+    config = CONFIG_MAPPING["gemma3_text"](**TINY, final_logit_softcapping=30.0)
+    with pytest.raises(ValueError, match="does more with its logits"):
+        chunk_loss(transformers.AutoModelForCausalLM.from_config(config))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -68,7 +68,8 @@ def check_head(causal_lm: Any, head: Any) -> None:
     """Raise ValueError where a head is more than a product, or the model changes its logits.
 
     By the syntax tree of its class: what caps or scales logits (Gemma 2, Cohere, Granite) would change
-    something else where the loss makes them.
+    something else where the loss makes them. A branch for a setting that the configuration leaves at None
+    (Gemma 3's cap) is never taken.
     """
     import ast
     import inspect
@@ -80,15 +81,29 @@ def check_head(causal_lm: Any, head: Any) -> None:
     names = [name for name, module in causal_lm.named_children() if module is head]
     if type(head) is not nn.Linear or not names:
         raise ValueError(f"The head of {name} is no plain product, so that its loss has no parts")
+
+    def is_taken(node: ast.AST) -> bool:
+        if not isinstance(node, ast.If) or node.orelse:
+            return True
+        asked = ast.unparse(node.test).removeprefix("self.config.").removesuffix(" is not None")
+        is_such = ast.unparse(node.test) == f"self.config.{asked} is not None"
+        return not is_such or getattr(causal_lm.config, asked, None) is not None
+
+    def walk(node: ast.AST) -> Any:
+        yield node
+        for child in filter(is_taken, ast.iter_child_nodes(node)):
+            yield from walk(child)
+
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(causal_lm).forward))))
+    nodes = list(walk(tree))
     changes = [
         node.value
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Assign | ast.AugAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name) and target.id == "logits"
     ]
     is_made_once = [ast.unparse(value.func) for value in changes if isinstance(value, ast.Call)]
-    asks = any(isinstance(n, ast.Attribute) and n.attr == "loss_function" for n in ast.walk(tree))
+    asks = any(isinstance(n, ast.Attribute) and n.attr == "loss_function" for n in nodes)
     if not asks or len(changes) != 1 or is_made_once != [f"self.{names[0]}"]:
         raise ValueError(f"{name} does more with its logits than take their loss: it has no parts")
