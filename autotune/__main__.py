@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from autotune.errors import EXIT_INTERRUPTED
 
-_OBJECTS_BEFORE_COLLECTING = 500_000
+_OBJECTS_BEFORE_COLLECTING = 1_000_000
 """New objects after which cycles are looked for. [judgement] With Python's own, some hundreds, it looks
 through the many lists of kept traces again and again; none is in a cycle."""
 
@@ -21,7 +21,10 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)
-    cli.main()
+    try:
+        cli.main()
+    finally:
+        gc.freeze()  # As it ends, Python would look through all of it for cycles: half a second.
 
 
 if __name__ == "__main__":
