@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import secrets
@@ -16,6 +17,7 @@ import here
 import pytest
 from hypothesis import settings
 
+from autotune.search import ahead
 from autotune.store import calibrations, trace_cache
 from autotune.worker.client import launching
 
@@ -150,6 +152,14 @@ def _workers_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv(trace_cache.VARIABLE, str(folder / "cache"))
         yield
     here.workers.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_ahead() -> Iterator[None]:
+    """Commands that run in the process of the tests start no server before they know what is asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "started_ahead", lambda _: contextlib.nullcontext())
+        yield
 
 
 @pytest.fixture

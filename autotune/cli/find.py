@@ -142,6 +142,35 @@ def find(
     **typed: Any,
 ) -> None:
     """Find the fastest configuration that fits, and write it as files that a trainer loads."""
+    from autotune.search import ahead
+
+    for name in _OF_A_BASE:
+        if not is_given(context, name):
+            typed[name] = None
+    question = Question(**typed)
+    with ahead.what_traces(question):
+        _find(
+            question,
+            storage=storage,
+            out=out,
+            command=command_line(context),
+            as_json=as_json,
+            waits=wait,
+            where={"cards": cards, "on": on},
+        )
+
+
+def _find(
+    question: Question,
+    *,
+    storage: str,
+    out: Path | None,
+    command: str,
+    as_json: bool,
+    waits: bool,
+    where: dict[str, str | None],
+) -> None:
+    """Find what was asked for, show it and write it."""
     from autotune.common.files import check_folder
     from autotune.report import terminal
     from autotune.report.deliver import deliver
@@ -149,10 +178,6 @@ def find(
     from autotune.search import find as finding
     from autotune.search.fleet import Where
 
-    for name in _OF_A_BASE:
-        if not is_given(context, name):
-            typed[name] = None
-    command = command_line(context)
     check_folder(
         out or STUDIES,
         what="The files",
@@ -160,12 +185,12 @@ def find(
     )
     try:
         found = finding.find(
-            Question(**typed),
+            question,
             storage=storage,
             command=command,
             listener=on_stderr(quiet=as_json),
-            waits=wait,
-            where=Where(cards=cards, on=on),
+            waits=waits,
+            where=Where(**where),
         )
     except finding.NotMeasuredError as error:
         # Files are left alone: those in the folder may be of an answer that was measured.
@@ -196,7 +221,7 @@ def find(
             place,
             sys.stdout,
             answer=found.answer,
-            dataset=str(typed["dataset"] or ""),
+            dataset=str(question.dataset or ""),
             report=report,
             command=delivered.command,
             unsaid=delivered.unsaid,

@@ -32,7 +32,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.pictures import Pictures
 from autotune.store.trace_cache import TraceCache
-from autotune.worker.client.forkserver import COMMAND, ForkServer
+from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd, describe_exit, run_many
 
 _log = log.logger(__name__)
@@ -161,17 +161,6 @@ def trace_all(
             remedy="Take another way to share: --parallelism fsdp2",
         )
     return found
-
-
-def trace_server(specs: Iterable[TraceSpec]) -> ForkServer:
-    """Return a server for traces alone, of these specs and others that ask for no other libraries."""
-    asked = [{name: getattr(spec, name) for name in _ASKS_FOR_LIBRARIES} for spec in specs]
-    distinct = sorted({json.dumps(each) for each in asked})
-    return ForkServer(command=[*COMMAND, f"[{','.join(distinct)}]"])
-
-
-_ASKS_FOR_LIBRARIES = ("precision", "liger", "trainer", "num_splits")
-"""Fields of a spec that decide which libraries are imported (autotune.worker.trace.imports)."""
 
 
 def shared_trace(

@@ -20,7 +20,8 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.shared_trace import SharedTrace
-from autotune.predict.tracing import trace_all, trace_server
+from autotune.predict.trace_servers import trace_server
+from autotune.predict.tracing import trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
     MORE_MEMORY_BYTES,
@@ -59,6 +60,7 @@ from autotune.space.search_space import (
 from autotune.space.space_changes import Changing, SpaceChange
 from autotune.space.trainers import TRAINERS, model_task
 from autotune.store.trace_cache import TraceCache
+from autotune.worker.client.forkserver import ForkServer
 
 _log = log.logger(__name__)
 
@@ -292,8 +294,8 @@ def find(
     # Compiled, a step that saves memory may be faster than any that is not compiled.
     is_all = traces_all or any(ways_predicted.values())
     in_turn = TracesInTurn(possible, reference, estimator, trace, is_all=is_all)
-    # Where more is traced once the first are priced, what imports once does for all.
-    server = trace_server(specs) if solving or parting or in_turn.has_turns else None
+    # More is traced once the first are priced: what imports once does for all.
+    server: ForkServer | None = trace_server(specs)
     with server or contextlib.nullcontext():
         supported = in_turn.first(
             *map(TraceSpec.of, baselines),

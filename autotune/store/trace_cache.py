@@ -36,6 +36,8 @@ MAX_REPLAYS_BYTES = 2 * 2**20
 """Most bytes of replays that are kept. [judgement] One takes 0.2 kB, a search makes some tens."""
 MAX_PRICES_BYTES = 16 * 2**20
 """Most bytes of prices that are kept. [judgement] Those of a trace on one card take some kB."""
+MAX_ASKED_BYTES = 10 * 2**10
+"""Most bytes of notes of what was asked. [judgement] One takes ten or so."""
 _BUSY_SECONDS = 5.0
 _DAY_SECONDS = 86_400
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -60,7 +62,7 @@ _CODE = (
     *("errors.py", "common", "memory", "catalogue", "space", "records"),
     *("speed/__init__.py", "speed/origin.py"),
     *("worker/__init__.py", "worker/uncompiled.py", "worker/build", "worker/trace"),
-    *("worker/client/__init__.py", "worker/client/orphans.py"),
+    *("worker/client/__init__.py", "worker/client/libraries.py", "worker/client/orphans.py"),
     *("predict/__init__.py", "predict/steps.py", "predict/expandable_segments.py"),
     *("predict/kept_replays.py",),
 )
@@ -222,6 +224,15 @@ class PriceCache(TraceCache):
 
     def _key_of(self, request: str) -> bytes:
         return _key(f"{_priced_by()} {request}")
+
+
+class Asked(TraceCache):
+    """Questions that were answered before: their traces are kept."""
+
+    _table = "asked"
+
+    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_ASKED_BYTES) -> None:
+        super().__init__(place, max_bytes=max_bytes)
 
 
 def _touch(connection: sqlite3.Connection, table: str, keys: Iterable[bytes]) -> None:

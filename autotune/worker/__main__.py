@@ -56,9 +56,11 @@ Verb = Callable[[dict[str, Any]], Answers]
 
 
 def _trace(request: dict[str, Any]) -> Answers:
+    from autotune.records.estimate import TraceSpec
+    from autotune.worker.client.libraries import asked_by
     from autotune.worker.trace.imports import import_libraries
 
-    import_libraries(each["spec"] for each in request["traces"])
+    import_libraries(asked_by(TraceSpec(**each["spec"]) for each in request["traces"]))
 
     from autotune.worker.trace.step import traces
 

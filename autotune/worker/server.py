@@ -1,8 +1,8 @@
 """A fork server: imports what a probe needs once, then forks one process per job.
 
-`python -P -m autotune.worker.server [SPECS]`, started by worker.client.forkserver. It runs no operation of
-torch and never touches CUDA, so that every job starts as a fresh process would, the imports aside. With
-SPECS, fields of TraceSpecs in JSON, it imports what tracing such takes and no more.
+`python -P -m autotune.worker.server [LIBRARIES]`, started by worker.client.forkserver. It runs no operation
+of torch and never touches CUDA, so that every job starts as a fresh process would, the imports aside. With
+LIBRARIES, a list in JSON, it imports what tracing takes, these included, and no more.
 
 Control messages are JSON objects, one per line: the parent's on stdin, the server's on stdout.
 Requests and answers of jobs never come this way: they go through the files of autotune.worker.client.isolate.
@@ -76,12 +76,19 @@ def main(
     os._exit(0)
 
 
-def import_for_traces(specs: list[dict[str, Any]]) -> None:
-    """Import what tracing these takes (autotune.worker.trace.imports), and nothing that only probes do."""
+def import_for_traces(libraries: list[str]) -> None:
+    """Import what tracing takes (autotune.worker.trace.imports), and nothing that only probes do."""
     from autotune.worker.trace import imports
 
-    imports.import_libraries(specs)
+    imports.import_libraries(libraries)
     import autotune.worker.trace.step  # noqa: F401
+
+    with contextlib.suppress(
+        ImportError
+    ):  # Of Transformers 5: each adapter that is made asks for it.
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")  # It compiles the patterns of all models, once.
 
 
 def import_libraries() -> None:

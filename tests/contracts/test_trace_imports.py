@@ -90,8 +90,10 @@ def imported(config: TrainConfig, *thens: str) -> list[set[str]]:
     fields = {name: getattr(spec, name) for name in TraceSpec.__slots__}
     program = f"""
 import json, os, sys
+from autotune.records.estimate import TraceSpec
+from autotune.worker.client.libraries import asked_by
 from autotune.worker.trace.imports import import_libraries
-import_libraries([json.loads({json.dumps(fields)!r})])
+import_libraries(asked_by([TraceSpec(**json.loads({json.dumps(fields)!r}))]))
 for then in {thens}:
     if not os.fork():
         exec(then, {{}})

@@ -13,7 +13,7 @@ from ends import ended
 from autotune.catalogue import installed
 from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.errors import ConfigError, HardwareError, WorkerError
-from autotune.predict import tracing
+from autotune.predict import trace_servers, tracing
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
@@ -56,7 +56,7 @@ def test_a_server_for_traces_traces_again_without_importing_again() -> None:
         TraceSpec.of(dataclasses.replace(FULL, activation_checkpointing=every)) for every in (0, 1)
     )
     found: dict[TraceSpec, Any] = {}
-    with tracing.trace_server([first, second]) as server:
+    with trace_servers.trace_server([first, second]) as server:
         pids = []
         for spec in (first, second):
             trace_all(

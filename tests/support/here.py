@@ -18,13 +18,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
 from autotune import cli
 from autotune.nightly import run as nightly
-from autotune.predict import tracing
+from autotune.predict import trace_servers, tracing
 from autotune.search import measure_best
 from autotune.search.inverse import limits
 from autotune.worker.client import forkserver, isolate
@@ -97,8 +97,8 @@ class Workers:
         with pytest.MonkeyPatch.context() as patch:
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            for module in (forkserver, measure_best, limits, nightly):
-                patch.setattr(module, "ForkServer", lambda: contextlib.nullcontext(self))
+            for module in (forkserver, measure_best, limits, nightly, trace_servers):
+                patch.setattr(module, "ForkServer", lambda **_: _Lent(self))
             yield
 
     def run(
@@ -161,6 +161,23 @@ class Workers:
         A trace needs other variables than the other verbs, for which one server would start anew.
         """
         return self._servers.setdefault(verb == "trace", ForkServer(command=SERVER))
+
+
+class _Lent:
+    """The workers, in the place of a server of one's own: they outlive it."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.run = workers.run
+        self.start = workers.start
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        pass
 
 
 @contextlib.contextmanager

@@ -16,49 +16,40 @@ import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
-from autotune.space.precisions import PRECISIONS
+from autotune.worker.client.libraries import LIBRARIES
 from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.uncompiled import uncompiled
 
-Spec = Mapping[str, Any]
-"""A TraceSpec as the request has it."""
-
 _COMPILER = "torch._dynamo"
+_DISTRIBUTED = "torch.distributed"
 _OF_SYMPY = "torch.utils._sympy.functions"
 
-_ASKED_BY: dict[str, Callable[[Spec], bool]] = {
-    "torchao": lambda spec: PRECISIONS[spec["precision"]].fp8,
-    "triton": lambda spec: spec["liger"] or spec["trainer"].startswith("trl"),
-}
-"""Libraries that Transformers imports where they are installed, and which specs need them."""
 
-
-def import_libraries(specs: Iterable[Spec]) -> None:
-    """Import what tracing these takes."""
+def import_libraries(libraries: Collection[str]) -> None:
+    """Import what tracing takes, these of `worker.client.libraries.LIBRARIES` included."""
     if "transformers" not in sys.modules:
-        _leave_out(list(specs))
+        _leave_out(LIBRARIES.difference(libraries))
     with uncompiled(), _no_collection():
         with replaced([(functools, "lru_cache", _cache_of_any_size)]):
             import transformers.models  # noqa: F401
         import peft  # noqa: F401
 
 
-def _leave_out(specs: Collection[Spec]) -> None:
-    for name, asks in _ASKED_BY.items():
-        if not any(map(asks, specs)):
-            sys.modules[name] = None  # type: ignore[assignment]  # Python's way to say: not there
+def _leave_out(libraries: Collection[str]) -> None:
+    for name in {*libraries} - {_DISTRIBUTED}:
+        sys.modules[name] = None  # type: ignore[assignment]  # Python's way to say: not there
 
     import torch
 
     from autotune.worker.trace import known_sizes
 
     # For good: what Transformers does not import now, it must not look for later.
-    if all(spec["num_splits"] == 1 for spec in specs):
+    if _DISTRIBUTED in libraries:
         torch.distributed.is_available = lambda: False
     sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
     if known_sizes.MODULE not in sys.modules and "sympy" not in sys.modules:

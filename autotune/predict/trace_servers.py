@@ -1,0 +1,54 @@
+"""Servers that only trace: what they import is paid once for all of a search's requests.
+
+A command that will most likely trace starts its server first and finds out what is asked afterwards
+(`started_ahead`): the server takes seconds to import, and the command half a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from autotune.records.estimate import TraceSpec
+from autotune.worker.client.forkserver import COMMAND, ForkServer
+from autotune.worker.client.libraries import asked_by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Ahead:
+    libraries: frozenset[str]
+    server: ForkServer
+
+
+_ahead: list[_Ahead] = []
+"""The server that was started ahead, until it is taken."""
+
+
+@contextlib.contextmanager
+def started_ahead(libraries: Collection[str]) -> Iterator[None]:
+    """Let a server import these libraries in the meantime; who asks for one within the block takes it."""
+    server = _server(libraries)
+    server.start("trace")
+    _ahead.append(_Ahead(libraries=frozenset(libraries), server=server))
+    try:
+        yield
+    finally:
+        while _ahead:
+            _ahead.pop().server.close()
+
+
+def trace_server(specs: Iterable[TraceSpec]) -> ForkServer:
+    """Return a server for traces alone, of these specs and others that ask for no other libraries."""
+    libraries = asked_by(specs)
+    while _ahead:
+        ahead = _ahead.pop()
+        if libraries <= ahead.libraries:
+            return ahead.server
+        ahead.server.close()
+    return _server(libraries)
+
+
+def _server(libraries: Collection[str]) -> ForkServer:
+    return ForkServer(command=[*COMMAND, json.dumps(sorted(libraries))])

@@ -1,0 +1,40 @@
+"""Starts what a search will most likely need, before it is known what is asked.
+
+A process that traces imports for two seconds, and the command itself for half of one: side by side they take
+no longer than the first. What was asked before is in the cache, and needs no such process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+
+from autotune.predict.trace_servers import started_ahead
+from autotune.records.question import Question
+from autotune.space.trainers import BY_TASK
+from autotune.store.trace_cache import Asked
+
+
+@contextlib.contextmanager
+def what_traces(question: Question) -> Iterator[None]:
+    """Start what traces within the block, unless the same was asked before; remember that it was."""
+    known = Asked()
+    name = repr(question)
+    if known.find_texts([name]):
+        yield
+        return
+    with started_ahead(_libraries(question)):
+        yield
+    known.add({name: {}})
+
+
+def _libraries(question: Question) -> set[str]:
+    """Return the libraries that are left out of tracing where nothing asks for them, and may be asked for."""
+    libraries = set()
+    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    if has_liger or question.dataset or question.task in BY_TASK:
+        libraries.add("triton")
+    if (question.num_gpus or 1) > 1:
+        libraries.add("torch.distributed")
+    return libraries
