@@ -37,6 +37,7 @@ from autotune.search import beside, compiled_candidates, tried_on_best, waterfal
 from autotune.search.candidates import Candidates, goes_on_from
 from autotune.search.first_answers import FirstAnswers
 from autotune.search.nothing_fits import none_of_class, nothing_fits
+from autotune.search.solved_checkpointing import families_of
 from autotune.search.tips import best_tip
 from autotune.search.traced_in_turn import TracesInTurn
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
@@ -142,8 +143,8 @@ class Prediction:
     def fallbacks(self, answer: Answer) -> tuple[Estimate, ...]:
         """Return the plan B of this answer, or of the measured one."""
         is_allowed = self._candidates.at_most(answer.allow)
-        if TRAINERS[answer.best.config.trainer].task or answer.workload.pictures is not None:
-            return ()  # Its program has no plan B.
+        if not _has_plan_b(answer.best.config, answer.workload):
+            return ()
         return self._candidates.fallbacks(answer.best, is_allowed)
 
     def put_back(self, answer: Answer) -> tuple[Change, ...]:
@@ -275,6 +276,9 @@ def find(
     def trace(specs: set[TraceSpec]) -> None:
         if varied:
             specs = specs.union(*map(and_several, specs))
+        specs -= traces.keys()
+        if not specs and traces:
+            return
         trace_all(
             model,
             workload.task,
@@ -313,7 +317,16 @@ def find(
             and _is_possible(reference, model, workload)
         )
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
-        candidates = in_turn.rest(candidates)
+
+        plan_b = functools.partial(_plan_b_of, workload=workload, allow=allow)
+
+        def likely_next(candidates: Candidates) -> set[TraceSpec]:
+            configs = filter(estimator.supports, possible)
+            families = families_of(candidates, configs, estimator, methods=solving, allow=allow)
+            plans = (each.specs() for each in families)
+            return in_turn.passed_over_of(plan_b(candidates)).union(*plans)
+
+        candidates = in_turn.rest(candidates, besides=likely_next)
         candidates, added = tried_on_best.tried(
             candidates,
             list(filter(estimator.supports, possible)),
@@ -328,8 +341,7 @@ def find(
             ),
         )
         chosen, best = _chosen(candidates, allow)
-        if best is not None:
-            candidates = in_turn.where(candidates, goes_on_from(best.config))
+        candidates = in_turn.where(candidates, plan_b(candidates))
     server = None
     estimator.keep_prices()
     supported = [*filter(estimator.supports, possible), *added]
@@ -503,6 +515,21 @@ def _best_so_far(
         if best is not None:
             return best
     return None
+
+
+def _plan_b_of(
+    candidates: Candidates, *, workload: Workload, allow: str | None
+) -> Callable[[TrainConfig], bool]:
+    """Whether a configuration may stand in the plan B of the best of these."""
+    _, best = _chosen(candidates, allow)
+    if best is None or not _has_plan_b(best.config, workload):
+        return lambda _: False
+    return goes_on_from(best.config)
+
+
+def _has_plan_b(config: TrainConfig, workload: Workload) -> bool:
+    """Whether the program that trains a configuration goes on with another where memory runs out."""
+    return not TRAINERS[config.trainer].task and workload.pictures is None
 
 
 def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate | None:

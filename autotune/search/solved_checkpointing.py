@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -69,7 +70,7 @@ class _Promise:
     counts: range
     """Numbers of lean layers that the plan may have."""
     number: int
-    """Place in `counts` below which the live tensors alone are too many, about."""
+    """Place in `counts` of the first that fits, about; it may be beyond the last."""
     layer_bytes: float
     """Bytes that a lean layer keeps less than another, about."""
     tokens_per_second: float
@@ -81,6 +82,12 @@ class PlanSolver:
     def __init__(self, estimator: Estimator, traces: Traces) -> None:
         self._estimator = estimator
         self._traces = traces
+        self._beyond_floor_bytes = 0
+
+    def learn(self, estimate: Estimate) -> None:
+        """Take from a replay how much more a step needs than its live tensors: where to look first."""
+        floor_bytes = self._estimator.floor_bytes(estimate.config)
+        self._beyond_floor_bytes = max(estimate.peak_device_bytes - floor_bytes, 0)
 
     def least_checkpointed(self, lean: TrainConfig) -> TrainConfig:
         """Return the configuration without checkpointing, else the fastest plan that fits, else with all."""
@@ -120,11 +127,13 @@ class PlanSolver:
             share = 0.0
             if most_bytes > room_bytes:
                 share = (most_bytes - room_bytes) / (most_bytes - least_bytes)
+            layer_bytes = max(most_bytes - least_bytes, 1) / max(len(counts) - 1, 1)
+            excess_bytes = most_bytes + self._beyond_floor_bytes - room_bytes
             yield _Promise(
                 plan=plan,
                 counts=counts,
-                number=int(share * (len(counts) - 1)),
-                layer_bytes=max(most_bytes - least_bytes, 1) / max(len(counts) - 1, 1),
+                number=max(math.ceil(excess_bytes / layer_bytes), 0),
+                layer_bytes=layer_bytes,
                 tokens_per_second=1 / ((1 - share) / fast + share / slow),
             )
 
@@ -146,6 +155,7 @@ class PlanSolver:
                 below, guess, stride = guess, guess + stride, 2 * stride
             else:
                 above, found = guess, estimate
+                self.learn(estimate)
                 spare_bytes = room_bytes - estimate.peak_device_bytes
                 guess -= max(1, int(spare_bytes / promise.layer_bytes))
         return found
@@ -181,20 +191,32 @@ class _Family:
     most_tokens_per_second: float
 
 
-def solved_configs(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Families:
+    """The families of a class that may beat its best, the best promise first."""
+
+    best: Estimate
+    """The best of the class without them."""
+    leans: tuple[TrainConfig, ...]
+    """Each family's configuration with all layers checkpointed."""
+
+    def specs(self, most: int | None = None) -> set[TraceSpec]:
+        """Return the specs of the traces that price the plans of all of them, or of the first ones."""
+        return {spec for lean in self.leans[:most] for spec in plan_specs(lean)}
+
+
+def families_of(
     candidates: Candidates,
     configs: Iterable[TrainConfig],
-    solver: PlanSolver,
     estimator: Estimator,
     *,
     methods: frozenset[str],
     allow: str | None,
-    trace: Callable[[set[TraceSpec]], None],
-) -> list[TrainConfig]:
-    """Solve the families that may beat what `candidates` has found; return the plans that fit.
+) -> list[Families]:
+    """Return the families of each class whose plans may beat what `candidates` has found.
 
     `configs`: those of the search. `methods`: those whose checkpointing is to be solved. `allow`: the highest
-    class that may be the answer, None for any. `trace` makes the traces of specs.
+    class that may be the answer, None for any.
     """
     leans = [
         config
@@ -204,24 +226,39 @@ def solved_configs(
         and config.parallelism == "none"
         and not (config.activation_offloading or config.is_compiled or config.has_plan)
     ]
-    if not leans:
-        return []
-    by_class = [
-        list(itertools.islice(_families(candidates, leans, estimator, name), MOST_FAMILIES))
-        for name in TRADEOFF_CLASSES
-        if allow is None or LEVEL[name] <= LEVEL[allow]
-    ]
-    specs = {spec for families in by_class for each in families for spec in plan_specs(each.lean)}
-    if not specs:
+    found = []
+    for name in TRADEOFF_CLASSES if leans else ():
+        if allow is not None and LEVEL[name] > LEVEL[allow]:
+            continue
+        best = candidates.best(candidates.exactly(name))
+        if best is not None:
+            families = itertools.islice(
+                _families(candidates, leans, estimator, name, best), MOST_FAMILIES
+            )
+            if of_class := tuple(each.lean for each in families):
+                found.append(Families(best=best, leans=of_class))
+    return found
+
+
+def solved_configs(
+    candidates: Candidates,
+    by_class: Iterable[Families],
+    solver: PlanSolver,
+    trace: Callable[[set[TraceSpec]], None],
+) -> list[TrainConfig]:
+    """Solve the families of each class; return the plans that fit. `trace` makes the traces of specs."""
+    by_class = list(by_class)
+    if not by_class:
         return []
     try:
-        trace(specs)
+        trace(set().union(*(families.specs() for families in by_class)))
     except AutotuneError as error:
         _log.info("no plan of checkpointing can be traced: %s", error)
         return []
     found = []
     for families in by_class:
-        open_ones = {each.lean: solver.promise(each.lean) for each in families}
+        solver.learn(families.best)
+        open_ones = {lean: solver.promise(lean) for lean in families.leans}
         best = 0.0
         for _ in range(MOST_SOLVED):
             open_ones = {k: v for k, v in open_ones.items() if v > best * (1 + NOISE)}
@@ -241,12 +278,13 @@ def solved_configs(
 
 
 def _families(
-    candidates: Candidates, leans: Iterable[TrainConfig], estimator: Estimator, name: str
+    candidates: Candidates,
+    leans: Iterable[TrainConfig],
+    estimator: Estimator,
+    name: str,
+    anchor: Estimate,
 ) -> Iterator[_Family]:
     """Yield the families of a class that may beat its best by more than the noise, the best promise first."""
-    anchor = candidates.best(candidates.exactly(name))
-    if anchor is None:
-        return
     is_in_form = candidates.in_form_of(anchor.config)
     least = speed_of(anchor) * (1 + NOISE)
     found = [

@@ -66,11 +66,6 @@ class TracesInTurn:
         self._passed_over: set[TraceSpec] = set()
 
     @property
-    def has_turns(self) -> bool:
-        """Whether traces may be asked for more than once."""
-        return bool(self._waiting)
-
-    @property
     def num_passed_over(self) -> int:
         """How many configurations are not traced, since they are slower than others that fit."""
         return sum(len(self._by_spec[spec]) for spec in self._passed_over)
@@ -93,8 +88,14 @@ class TracesInTurn:
         self._trace(specs)
         return self._priced(specs | self._come_along())
 
-    def rest(self, candidates: Candidates) -> Candidates:
-        """Trace what may be faster than these candidates; return them with what has been traced."""
+    def rest(
+        self, candidates: Candidates, besides: Callable[[Candidates], set[TraceSpec]]
+    ) -> Candidates:
+        """Trace what may be faster than these candidates; return them with what has been traced.
+
+        `besides` says what is likely to be asked for next, given the candidates of a turn: it is traced with
+        the turn, since a request costs time by itself.
+        """
         bounds = _Bounds(self._estimator, self._by_spec, self._faster)
         while self._waiting:
             turn = {spec for spec in self._waiting if self._waiting.isdisjoint(self._faster[spec])}
@@ -105,14 +106,19 @@ class TracesInTurn:
                 for spec in turn
                 if not any(itertools.starmap(bests.may_be_beaten, bounds.of(spec)))
             }
-            candidates = self._with(candidates, turn - self._passed_over)
+            if specs := turn - self._passed_over:
+                candidates = self._with(candidates, specs | besides(candidates))
         return candidates
 
     def where(self, candidates: Candidates, wanted: Callable[[TrainConfig], bool]) -> Candidates:
         """Trace what was passed over of the configurations that are wanted."""
-        specs = {spec for spec in self._passed_over if any(map(wanted, self._by_spec[spec]))}
+        specs = self.passed_over_of(wanted)
         self._passed_over -= specs
         return self._with(candidates, specs)
+
+    def passed_over_of(self, wanted: Callable[[TrainConfig], bool]) -> set[TraceSpec]:
+        """Return the specs so far passed over of the configurations that are wanted."""
+        return {spec for spec in self._passed_over if any(map(wanted, self._by_spec[spec]))}
 
     def _with(self, candidates: Candidates, specs: set[TraceSpec]) -> Candidates:
         if not specs:

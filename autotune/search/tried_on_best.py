@@ -17,7 +17,13 @@ from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.search.candidates import Candidates, speed_of
-from autotune.search.solved_checkpointing import PlanSolver, Traces, plan_specs, solved_configs
+from autotune.search.solved_checkpointing import (
+    PlanSolver,
+    Traces,
+    families_of,
+    plan_specs,
+    solved_configs,
+)
 from autotune.search.tips import LARGE_SHARE
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.rules import Context, broken_rules
@@ -73,18 +79,11 @@ def tried(
 
     `configs`: those of the search. `traces`: the estimator's, which what is tried joins.
     """
+    solver = PlanSolver(estimator, traces)
 
     def solved(candidates: Candidates, among: Iterable[TrainConfig]) -> list[TrainConfig]:
-        solver = PlanSolver(estimator, traces)
-        return solved_configs(
-            candidates,
-            among,
-            solver,
-            estimator,
-            methods=what.solving,
-            allow=what.allow,
-            trace=what.trace,
-        )
+        families = families_of(candidates, among, estimator, methods=what.solving, allow=what.allow)
+        return solved_configs(candidates, families, solver, what.trace)
 
     plans = solved(candidates, configs)
     candidates = candidates.with_more(plans)
