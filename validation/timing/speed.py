@@ -2,9 +2,9 @@
 
 Run on an idle machine: python -m validation.timing.speed [--repeats 3]
 
-No command finds traces that another kept. A command's seconds are the best of the repeats: wall, and the
-CPU time (user and system) of all its processes, which another load disturbs less. Memory is the largest
-single process's peak. Results of one machine are in studies/speed/.
+A command finds no traces but those of the command that it follows. Its seconds are the best of the repeats:
+wall, and the CPU time (user and system) of all its processes, which another load disturbs less. Memory is the
+largest single process's peak. Results of one machine are in studies/speed/.
 """
 
 from __future__ import annotations
@@ -42,18 +42,29 @@ class Command:
 
     arguments: tuple[str, ...]
     target_seconds: float
+    after: str = ""
+    """Name of the command that it follows, whose traces it finds; empty: it finds none."""
 
+
+_ESTIMATE = ("estimate", "--model", MODEL, "--gpu", CARD, "--method", "qlora")
+_FIND = ("find", "--model", MODEL)
+_OF_T5 = ("--model", "google-t5/t5-base", "--gpu", "rtx-3060-12gb", "--effective-batch", "64")
 
 COMMANDS = {
     "help": Command(arguments=("--help",), target_seconds=0.25),
-    "estimate": Command(
-        arguments=("estimate", "--model", MODEL, "--gpu", CARD, "--method", "qlora"),
-        target_seconds=10.0,
+    "estimate": Command(arguments=_ESTIMATE, target_seconds=4.0),
+    "estimate again": Command(arguments=_ESTIMATE, target_seconds=0.8, after="estimate"),
+    "find": Command(arguments=(*_FIND, "--gpu", CARD), target_seconds=8.0),
+    "again": Command(arguments=(*_FIND, "--gpu", CARD), target_seconds=1.5, after="find"),
+    "other budget": Command(
+        arguments=(*_FIND, "--gpu-mem", "20GB"), target_seconds=1.5, after="find"
     ),
-    "find": Command(arguments=("find", "--model", MODEL, "--gpu", CARD), target_seconds=15.0),
     "everything": Command(
-        arguments=("find", "--model", MODEL, "--gpu", CARD, "--space", "everything"),
-        target_seconds=60.0,
+        arguments=(*_FIND, "--gpu", CARD, "--space", "everything"), target_seconds=20.0
+    ),
+    "t5": Command(arguments=("find", *_OF_T5), target_seconds=15.0),
+    "dpo": Command(
+        arguments=(*_FIND, "--gpu", CARD, "--task", "dpo", "--method", "lora"), target_seconds=15.0
     ),
 }
 TARGET_CONFIG_SECONDS = 1e-3
@@ -101,14 +112,22 @@ def _child_cost(arguments: Sequence[str], traces: Path | None) -> Cost:
     )
 
 
-def best_of(arguments: Sequence[str], repeats: int) -> Cost:
+def best_of(command: Command, repeats: int) -> Cost:
     """Best times and largest memory of some runs."""
-    costs = [cost_of(arguments) for _ in range(repeats)]
+    costs = [_cost_after(command) for _ in range(repeats)]
     return Cost(
         wall_seconds=min(cost.wall_seconds for cost in costs),
         cpu_seconds=min(cost.cpu_seconds for cost in costs),
         peak_bytes=max(cost.peak_bytes for cost in costs),
     )
+
+
+def _cost_after(command: Command) -> Cost:
+    """Run a command once, behind the one that it follows."""
+    with tempfile.TemporaryDirectory() as folder:
+        if command.after:
+            cost_of(COMMANDS[command.after].arguments, traces=Path(folder))
+        return cost_of(command.arguments, traces=Path(folder))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,9 +201,10 @@ def main() -> None:
     print(f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}\n")
     print("| command | target | wall | CPU | largest process |\n|---|---:|---:|---:|---:|")
     for command in COMMANDS.values():
-        cost = best_of(command.arguments, repeats)
+        cost = best_of(command, repeats)
+        after = f", after `{command.after}`" * bool(command.after)
         print(
-            f"| `autotune {' '.join(command.arguments)}` | {command.target_seconds:g} s "
+            f"| `autotune {' '.join(command.arguments)}`{after} | {command.target_seconds:g} s "
             f"| {cost.wall_seconds:.2f} s | {cost.cpu_seconds:.2f} s "
             f"| {cost.peak_bytes / 2**20:.0f} MiB |"
         )
