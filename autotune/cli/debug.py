@@ -12,6 +12,7 @@ import click
 from autotune.cli.configuration import configuration_options, question_of
 from autotune.cli.options import json_option
 from autotune.cli.output import note, print_json
+from autotune.common.user_text import printable
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 
@@ -107,4 +108,4 @@ def snapshot(
 def _print(lines: Iterable[str]) -> None:
     """Names of a file's own may hold what a terminal would obey."""
     for line in lines:
-        click.echo("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+        click.echo(printable(line))

@@ -12,6 +12,7 @@ import click
 from autotune.cli import completion
 from autotune.cli.options import storage_option
 from autotune.cli.output import say
+from autotune.common.user_text import printable
 from autotune.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def export(
         _refuse_to_replace(files, force=force)
         write_texts(files)
         for path in files:
-            print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(path)))
+            print(printable(str(path)))
     for line in (*(target.note for target in named if target.note), *lines):
         say(f"note: {line}")
 

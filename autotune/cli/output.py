@@ -13,6 +13,7 @@ import click
 
 from autotune.common import log
 from autotune.common.secrets import redacted
+from autotune.common.user_text import printable
 from autotune.errors import AutotuneError, ConfigError
 from autotune.store import database
 
@@ -30,7 +31,7 @@ def say(text: str, *, level: int = logging.INFO, cause: BaseException | None = N
     line = redacted(" ".join(text.split()))
     _log.log(level, "%s", line, exc_info=cause, extra=log.SAID)
     with contextlib.suppress(OSError):
-        print("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line), file=sys.stderr)
+        print(printable(line), file=sys.stderr)
 
 
 def note(text: str) -> None:

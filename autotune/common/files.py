@@ -157,3 +157,12 @@ def sync_names(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def user_folder(variable: str, usual: str) -> Path:
+    """Return autotune's folder in the one that the variable names, else in that one of the user's.
+
+    A name that is not absolute is to be ignored, says the XDG Base Directory Specification.
+    """
+    named = os.environ.get(variable, "")
+    return Path(named if os.path.isabs(named) else os.path.expanduser(f"~/{usual}")) / "autotune"

@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from autotune.common.files import user_folder
 from autotune.common.secrets import redacted
+from autotune.common.user_text import printable
 
 NAME = "autotune"
 VARIABLE = "AUTOTUNE_LOG"
@@ -45,14 +47,9 @@ def logger(name: str) -> logging.Logger:
 
 
 def path() -> Path:
-    """Return where the log goes, unless a command names another file (XDG Base Directory Specification)."""
+    """Return where the log goes, unless a command names another file ."""
     given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
-    state = os.environ.get("XDG_STATE_HOME", "")
-    # One that is not absolute is to be ignored, says the specification.
-    base = Path(state) if os.path.isabs(state) else Path(os.path.expanduser("~/.local/state"))
-    return base / NAME / f"{NAME}.log"
+    return Path(given) if given else user_folder("XDG_STATE_HOME", ".local/state") / f"{NAME}.log"
 
 
 def set_up(file: Path | None, *, verbosity: int, warn: Callable[[str], None]) -> None:
@@ -116,8 +113,7 @@ class _Formatter(logging.Formatter):
     """One line per message, whatever a model is called; a traceback below it; no secrets."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        message = record.message
-        record.message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+        record.message = printable(record.message)
         return super().formatMessage(record)
 
     def format(self, record: logging.LogRecord) -> str:

@@ -1,4 +1,4 @@
-"""YAML and JSON that a user wrote: what they say, or one kind of error that says what is wrong.
+"""Text of users: YAML and JSON, or one kind of error that says what is wrong; and what a terminal shows.
 
 A whole number that no float can hold is refused in both: nothing that is set has such a value, and half of
 what computes with numbers would stumble over it.
@@ -49,6 +49,11 @@ def yaml_loader() -> type[Any]:
             return value
 
     return Loader
+
+
+def printable(text: str) -> str:
+    """Others' text on one line: control characters, line breaks and the like escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _whole(digits: str) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from autotune.common.units import format_seconds
+from autotune.common.user_text import printable
 from autotune.doctor import CHECKS, CheckResult
 from autotune.doctor.verdict import Status
 from autotune.report import terminal
-from autotune.report.words import printable
 
 _STYLES = {Status.OK: "green", Status.WARN: "bold yellow", Status.FAIL: "bold red"}
 _STATUS_WIDTH = 6

@@ -7,7 +7,6 @@ Keys below others are written with dots: `bnb_config_kwargs.bnb_4bit_quant_type`
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -190,12 +189,9 @@ def of_key(name: str, key: str | None = None, *, off: Any = None, **more: Any) -
 def said_only(*names: str) -> tuple[Row, ...]:
     """Return rows of settings that are said by the same name where chosen, and else left to the user."""
     return tuple(
-        Row(ours=(name,), keys=(name,), say=functools.partial(_by_its_name, name)) for name in names
+        Row(ours=(name,), keys=(name,), say=lambda value, name=name: {name: value})
+        for name in names
     )
-
-
-def _by_its_name(name: str, value: Any) -> dict[str, Any]:
-    return {name: value}
 
 
 def of_values(name: str, key: str, values: Mapping[Any, Any], **more: Any) -> Row:

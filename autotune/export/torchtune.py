@@ -110,7 +110,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     found = _find(workload)
     assert found is not None  # lacks() says so beforehand
     content = _content(*found, config, workload)
-    recipe = f"{'full' if config.method == 'full' else 'lora'}_finetune_{_where(config)}"
+    where = "single_device" if config.num_gpus == 1 else "distributed"
+    recipe = f"{'full' if config.method == 'full' else 'lora'}_finetune_{where}"
     launch = "" if config.num_gpus == 1 else f"--nproc_per_node {config.num_gpus} "
     what = f"tune run {launch}{recipe} --config"
     lost = (*cannot_express(config), *has_no_words_for(workload))
@@ -264,10 +265,6 @@ def _has_intervals(config: TrainConfig) -> bool:
     """Return whether ac_mode is read: only full_finetune_distributed.py reads it, in place of its switch."""
     is_full = config.num_gpus > 1 and config.method == "full"
     return is_full and config.activation_checkpointing > 1 and not config.activation_offloading
-
-
-def _where(config: TrainConfig) -> str:
-    return "single_device" if config.num_gpus == 1 else "distributed"
 
 
 def _find(workload: Workload) -> tuple[_Family, str] | None:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from autotune.common.units import format_bytes, format_seconds
+from autotune.common.user_text import printable
 from autotune.nightly import drift, relatives
 from autotune.nightly.digest import ClusterDigest, Digest, Done, interval, ordered, percent
 from autotune.nightly.history import Night
 from autotune.nightly.plan import Planned, Prepared
 from autotune.report.html import environment as templates
 from autotune.report.markdown import plain, table
-from autotune.report.words import printable
 from autotune.space.knobs import describe
 
 _FILES = resources.files("autotune.nightly")
@@ -135,7 +135,7 @@ def markdown(digest: Digest) -> str:
                         each.planned.cell.name,
                         describe(each.night.config) + (" (new)" if each.night.is_replaced else ""),
                         str(len(each.night.tokens_per_second)),
-                        _trend_words(each.nights),
+                        " ".join(f"{night.speed:,.0f}" for night in each.nights[-8:]),
                     )
                     for each in digest.done
                     if each.night is not None
@@ -241,10 +241,6 @@ def _relative_row(done: Done) -> tuple[str, ...]:
         f"{done.night.speed / done.relative.speed:.2f} x",
         "" if bandwidth is None else f"{bandwidth:.2f} x",
     )
-
-
-def _trend_words(nights: Sequence[Night], last: int = 8) -> str:
-    return " ".join(f"{night.speed:,.0f}" for night in nights[-last:])
 
 
 def _speed(night: Night) -> str:

@@ -143,23 +143,16 @@ def plan(
     night's answer would have now; `begun` are cells that an earlier run left half done, and how often it
     died over them.
     """
-    found = [
-        _planned(
-            cell,
-            tuple(histories.get(cell.name, ())),
-            matrix,
-            fingerprint_of=fingerprint_of,
-            now=now,
-            deaths=begun.get(cell.name),
-            capacity_bytes=capacity_bytes,
-        )
-        for cell in matrix.cells
-    ]
     known = [night for nights in histories.values() for night in nights]
-    found = [
-        dataclasses.replace(each, expected_seconds=expected_seconds(each, known, matrix, backend))
-        for each in found
-    ]
+    found = []
+    for cell in matrix.cells:
+        nights = tuple(histories.get(cell.name, ()))
+        state, reason = _obstacle(cell, begun.get(cell.name), capacity_bytes) or _staleness(
+            nights, fingerprint_of, now, matrix.retune_after_seconds
+        )
+        planned = _planned(cell, state, reason, nights, now, matrix.measure_again_after_seconds)
+        seconds = expected_seconds(planned, known, matrix, backend)
+        found.append(dataclasses.replace(planned, expected_seconds=seconds))
     return _chosen(sorted(found, key=_order), budget_seconds)
 
 
@@ -184,19 +177,16 @@ def _parts(fingerprint: Fingerprint) -> dict[str, str]:
 
 def _planned(
     cell: Cell,
+    state: str,
+    reason: str,
     nights: tuple[Night, ...],
-    matrix: Matrix,
-    *,
-    fingerprint_of: Callable[[Night], Fingerprint],
     now: datetime.datetime,
-    deaths: int | None,
-    capacity_bytes: int | None,
+    again_after_seconds: float,
 ) -> Planned:
-    state, reason = _state(cell, nights, matrix, fingerprint_of, now, deaths, capacity_bytes)
     searches = state in _SEARCHES
     old_seconds = _age_seconds(nights[-1], now) if nights else 0.0
     measures = bool(nights) and state != IMPOSSIBLE
-    if old_seconds < matrix.measure_again_after_seconds and not searches:
+    if old_seconds < again_after_seconds and not searches:
         measures = False
         if nights and state == FRESH:
             reason = f"measured {_age(old_seconds)} ago"
@@ -212,16 +202,8 @@ def _planned(
     )
 
 
-def _state(
-    cell: Cell,
-    nights: Sequence[Night],
-    matrix: Matrix,
-    fingerprint_of: Callable[[Night], Fingerprint],
-    now: datetime.datetime,
-    deaths: int | None,
-    capacity_bytes: int | None,
-) -> tuple[str, str]:
-    """Return (state, reason)."""
+def _obstacle(cell: Cell, deaths: int | None, capacity_bytes: int | None) -> tuple[str, str] | None:
+    """Return (state, reason) of a cell that cannot be done, or that an earlier night did not end."""
     size = cell.options.gpu_mem
     if capacity_bytes is not None and size is not None and parse_bytes(size) > capacity_bytes:
         return IMPOSSIBLE, f"the card has {format_bytes(capacity_bytes)}, the cell asks for {size}"
@@ -229,6 +211,16 @@ def _state(
         return FATAL, f"{deaths} nights crashed during it"
     if deaths is not None:
         return INTERRUPTED, "an earlier night began it and did not end"
+    return None
+
+
+def _staleness(
+    nights: Sequence[Night],
+    fingerprint_of: Callable[[Night], Fingerprint],
+    now: datetime.datetime,
+    retune_after_seconds: float,
+) -> tuple[str, str]:
+    """Return (state, reason) by what a cell's nights were, and when."""
     searched = [night for night in nights if night.has_searched]
     if not searched:
         return NEW, "never tuned on this machine"
@@ -236,7 +228,7 @@ def _state(
     if changed := changes(last.fingerprint, fingerprint_of(last)):
         return STALE, ", ".join(changed)
     old_seconds = _age_seconds(last, now)
-    if old_seconds >= matrix.retune_after_seconds:
+    if old_seconds >= retune_after_seconds:
         return DUE, FUTURE if old_seconds == math.inf else f"tuned {_age(old_seconds)} ago"
     if nights[-1].kind == drift.SUSPECT:
         return FRESH, "last night's speed was suspect"

@@ -7,9 +7,9 @@ from typing import TextIO
 
 from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import counted
+from autotune.common.user_text import printable
 from autotune.records.calibration import Calibration
 from autotune.report import terminal
-from autotune.report.words import printable
 from autotune.speed.calibration import TimedKernel
 from autotune.speed.calibration_plan import PAGEABLE
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.common import json_records
 from autotune.common.units import format_bytes
+from autotune.common.user_text import printable
 from autotune.records.measurement import measurement_from_dict
-from autotune.report.words import printable
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common.units import figure_and_unit, format_bytes, format_seconds
+from autotune.common.user_text import printable
 from autotune.records.answer import Answer
 from autotune.records.charts import Step
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.report import measured_words, tips, words
 from autotune.report.data import ReportData
-from autotune.report.words import printable
 from autotune.space.checkpoint_plans import INTERVAL, plan_words
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import (

@@ -17,7 +17,8 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from autotune.common.units import format_bytes
-from autotune.report import facts, figures, words
+from autotune.common.user_text import printable
+from autotune.report import facts, figures
 from autotune.report.data import ReportData
 from autotune.space.config import TRADEOFF_CLASSES
 
@@ -34,7 +35,7 @@ def draw(data: ReportData) -> str:
     scripts = [own("page.js"), _plotly()]
     budget_bytes = data.stored.answer.workload.memory_budget_bytes
     drawn = figures.all_figures(data)
-    return template("page.html.j2", words.printable, autoescape=True).render(
+    return template("page.html.j2", printable, autoescape=True).render(
         facts.of_page(data),
         policy=_policy(scripts),
         css=own("page.css"),

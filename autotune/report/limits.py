@@ -7,6 +7,7 @@ from typing import TextIO
 
 from autotune.catalogue import gpus
 from autotune.common.units import format_bytes, format_seconds
+from autotune.common.user_text import printable
 from autotune.report import terminal, words
 from autotune.search.inverse.questions import Limit
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM
@@ -29,7 +30,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
     """
     best, budget_bytes = answer.best, answer.memory_budget_bytes
     rows: list[terminal.Row] = [
-        ("card", f"{words.printable(best.gpu)}, {answer.gpu_reason}"),
+        ("card", f"{printable(best.gpu)}, {answer.gpu_reason}"),
         (
             "budget",
             f"{words.exact_size(budget_bytes)}; the answer {words.room(best, budget_bytes)}",
@@ -41,7 +42,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
         *terminal.rates_row(best),
         ("memory", words.memory(best, budget_bytes)),
         ("next", _next(answer)),
-        *(("left out", words.printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
+        *(("left out", printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),
         *([] if answer.workload is None else [("data", words.data(answer.workload))]),
     ]
@@ -53,7 +54,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
             f"{answer.space}, free where nothing was given; {answer.num_traces} training steps "
             f"traced in {format_seconds(answer.elapsed_seconds)}",
         ),
-        ("check", words.printable(check).replace(" ", words.GLUE)),
+        ("check", printable(check).replace(" ", words.GLUE)),
         ("limits", f"not modelled: {words.limits(answer.best.config)}", "dim"),
     ]
     terminal.draw_header(answer.model, best, file)

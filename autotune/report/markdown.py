@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from autotune.report import facts, figures, html, words
+from autotune.common.user_text import printable
+from autotune.report import facts, figures, html
 from autotune.report.data import ReportData, TrialRow
 
 MAX_TRIALS = 20
@@ -45,5 +46,5 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def plain(text: str) -> str:
     """Escape text so that Markdown, and the HTML in it, leave it alone; our own ** stays."""
-    line = " ".join(words.printable(text).split()).replace("&", "&amp;").replace("<", "&lt;")
+    line = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;")
     return re.sub(r"([\\`|_\[\]~$#]|(?<!\*)\*(?!\*))", r"\\\1", line)

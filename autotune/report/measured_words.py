@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from autotune.common.units import counted, format_bytes, format_seconds
+from autotune.common.user_text import printable
 from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import Measurement
-from autotune.report.words import printable, samples
+from autotune.report.words import samples
 from autotune.space.knobs import KNOBS, describe
 
 

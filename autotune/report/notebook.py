@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from html import escape
 
 from autotune.common.units import format_bytes
+from autotune.common.user_text import printable
 from autotune.records.answer import Answer
 from autotune.report import html as pages
 from autotune.report import measured_words, words
@@ -27,7 +28,7 @@ def html(answer: Answer, notes: Iterable[str] = ()) -> str:
     best, found = answer.best, answer.measured
     rows = [
         ("model", words.model_name(answer.workload.model)),
-        ("card", f"{words.printable(answer.gpu)}, {answer.gpu_reason}"),
+        ("card", f"{printable(answer.gpu)}, {answer.gpu_reason}"),
         ("answer", describe(best.config)),
     ]
     if found is not None:
@@ -62,4 +63,4 @@ def html(answer: Answer, notes: Iterable[str] = ()) -> str:
 
 
 def _escaped(text: str) -> str:
-    return escape(words.printable(text.replace(words.GLUE, " ")))
+    return escape(printable(text.replace(words.GLUE, " ")))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from autotune.common import log
 from autotune.common.units import format_bytes
+from autotune.common.user_text import printable
 from autotune.records.estimate import Estimate
 from autotune.report import words
 from autotune.report.measuring import measuring_on_stderr
@@ -69,12 +70,12 @@ def _so_far(best: Estimate) -> None:
     """Say the best so far: on a terminal above the bar, which stays below what is printed."""
     memory = format_bytes(best.peak_device_bytes)
     text = f"best so far: {describe(best.config)}: {words.speed(best)}, {memory} (predicted)"
-    print(words.printable(text), file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _note(text: str) -> None:
     _log.warning("note: %s", text, extra=log.SAID)
-    print(words.printable(f"note: {' '.join(text.split())}"), file=sys.stderr, flush=True)
+    print(printable(f"note: {' '.join(text.split())}"), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
 
+from autotune.common.user_text import printable
 from autotune.report import comparison, terminal, words
-from autotune.report.words import printable
 from autotune.store.stored_answers import ListedStudy, StoredAnswer
 
 _ENDINGS = {"complete": "fit", "pruned": "do not fit"}

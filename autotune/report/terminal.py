@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, TextIO
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.units import GIB, format_bytes, format_seconds, unit_for
+from autotune.common.user_text import printable
 from autotune.export.references import model_reference
 from autotune.records.answer import Answer, Measured
 from autotune.records.estimate import Estimate
 from autotune.report import measured_words, tips, words
 from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
-from autotune.report.words import printable
 from autotune.space import requirements
 from autotune.space.knobs import describe
 from autotune.space.pictures import Pictures

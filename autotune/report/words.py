@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
+from autotune.common.user_text import printable
 from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change
 from autotune.records.estimate import Estimate, Timed, samples_per_second_of
 from autotune.records.measurement import NOISE
@@ -34,11 +35,6 @@ the finer ones."""
 MAX_NAME_CHARS = 120
 GLUE = "\N{NO-BREAK SPACE}"
 """The space where a line of ours must not break; printed as a plain one."""
-
-
-def printable(text: str) -> str:
-    """Others' text on one line: control characters, line breaks and the like escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def model_name(name: str) -> str:

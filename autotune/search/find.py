@@ -6,6 +6,7 @@ hears how far the work is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -14,7 +15,6 @@ from typing import Any
 
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
-from autotune.probe.fleet.fleet import Fleet
 from autotune.records.answer import Answer
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate
@@ -78,26 +78,54 @@ def find(
     study and it does not wait, NotMeasuredError where the database fails what is to be measured.
     """
     check_place(parse_url(storage))  # what cannot be used is said before a search, not after it
-    asked = functools.partial(
-        _find, storage=storage, command=command, listener=listener, server=server, waits=waits
-    )
-    if where.on is None or cards is not None:
-        return asked(question, where=where, cards=cards)
-    with fleet_on_ray(where, question, listener.note) as (question, cards):
-        return asked(question, where=where, cards=cards)
+    with contextlib.ExitStack() as taken:
+        if where.on is not None and cards is None:
+            question, cards = taken.enter_context(fleet_on_ray(where, question, listener.note))
+        problem = _resolved(question, cards, listener)
+        prediction = predict(problem, listener=listener)
+        predicted = functools.partial(_finding, problem, prediction)
+        if problem.backend is None:
+            _note_unused(question, where, listener)
+            return predicted(prediction.answer)
+        # Optuna's samplers come with it, which a prediction does without.
+        from autotune.search import measure_best
+
+        study = optuna_study.open_study(
+            storage,
+            problem.question.study or measured_name(problem),
+            workload=prediction.answer.workload,
+            gpu=prediction.answer.gpu,
+            command=command,
+            versions=stored_answers.library_versions(),
+            searches=True,
+            waits=waits,
+            note=listener.note,
+        )
+        try:
+            answer = measure_best.measured(
+                prediction,
+                problem,
+                backend=problem.backend,
+                study=study,
+                storage=storage,
+                listener=listener,
+                server=server,
+                where=where,
+                fleet=None if cards is None else cards.fleet,
+            )
+        except StudyBusyError:
+            raise
+        except StorageError as error:
+            raise NotMeasuredError(error, predicted(prediction.answer)) from error
+        except (HardwareError, WorkerError) as error:
+            if question.backend != "auto":
+                raise
+            listener.note(f"nothing could be measured, so the answer is predicted. {error}")
+            return _predicted(problem, listener)
+        return predicted(answer)
 
 
-def _find(
-    question: Question,
-    *,
-    storage: str,
-    command: str,
-    listener: Listener,
-    server: ForkServer | None,
-    waits: bool,
-    where: Where,
-    cards: Cards | None,
-) -> Finding:
+def _resolved(question: Question, cards: Cards | None, listener: Listener) -> Problem:
     card = None if cards is None else cards.chosen(question.gpu, question.gpu_mem)
     problem = resolve(question, card=card, note=listener.note)
     num_gpus = problem.workload.num_gpus
@@ -107,35 +135,12 @@ def _find(
             remedy=f"Give --num-gpus {num_gpus}",
         )
     if problem.backend is not None:
-        _note_unmeasured(question, listener)
-    prediction = predict(problem, listener=listener)
-    if problem.backend is None:
-        _note_unused(question, where, listener)
-        return _finding(problem, prediction, prediction.answer)
-    try:
-        answer = measure(
-            prediction,
-            problem,
-            backend=problem.backend,
-            storage=storage,
-            command=command,
-            listener=listener,
-            server=server,
-            waits=waits,
-            where=where,
-            fleet=None if cards is None else cards.fleet,
-        )
-    except StudyBusyError:
-        raise
-    except StorageError as error:
-        predicted = _finding(problem, prediction, prediction.answer)
-        raise NotMeasuredError(error, predicted) from error
-    except (HardwareError, WorkerError) as error:
-        if question.backend != "auto":
-            raise
-        listener.note(f"nothing could be measured, so the answer is predicted. {error}")
-        return _predicted(problem, listener)
-    return _finding(problem, prediction, answer)
+        for option, value in (("--odds", question.odds), ("--headroom", question.headroom)):
+            if value is not None:
+                listener.note(
+                    f"{option} is of predictions: what is measured may take all of the budget."
+                )
+    return problem
 
 
 def _predicted(problem: Problem, listener: Listener) -> Finding:
@@ -167,51 +172,6 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
         )
 
 
-def measure(
-    prediction: Prediction,
-    problem: Problem,
-    *,
-    backend: str,
-    storage: str,
-    command: str,
-    listener: Listener,
-    server: ForkServer | None,
-    waits: bool = False,
-    where: Where = HERE,
-    fleet: Fleet | None = None,
-) -> Answer:
-    """Measure a prediction's candidates: the answer that probes give. `fleet` None: of the cards here.
-
-    Raises StorageError, HardwareError and WorkerError.
-    """
-    # Optuna's samplers come with it, which a prediction does without.
-    from autotune.search import measure_best
-
-    workload, gpu = prediction.answer.workload, prediction.answer.gpu
-    study = optuna_study.open_study(
-        storage,
-        problem.question.study or measured_name(problem),
-        workload=workload,
-        gpu=gpu,
-        command=command,
-        versions=stored_answers.library_versions(),
-        searches=True,
-        waits=waits,
-        note=listener.note,
-    )
-    return measure_best.measured(
-        prediction,
-        problem,
-        backend=backend,
-        study=study,
-        storage=storage,
-        listener=listener,
-        server=server,
-        where=where,
-        fleet=fleet,
-    )
-
-
 def measured_name(problem: Problem) -> str:
     """The name of the study of what was measured."""
     return f"{problem.study}-measured"
@@ -230,14 +190,6 @@ def _finding(problem: Problem, prediction: Prediction, answer: Answer) -> Findin
         run=problem.run,
         question=question_of(problem.question),
     )
-
-
-def _note_unmeasured(question: Question, listener: Listener) -> None:
-    for option, value in (("--odds", question.odds), ("--headroom", question.headroom)):
-        if value is not None:
-            listener.note(
-                f"{option} is of predictions: what is measured may take all of the budget."
-            )
 
 
 def _note_unused(question: Question, where: Where, listener: Listener) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 from autotune.catalogue.nvml import CardIdentity
+from autotune.common import files
 from autotune.records.calibration import Calibration, calibration_from_dict
 from autotune.store import database
 from autotune.store.upgrade import open_engine
@@ -22,13 +22,8 @@ VARIABLE = "AUTOTUNE_CALIBRATIONS"
 
 def address() -> str:
     """Return the address of the database."""
-    given = os.environ.get(VARIABLE)
-    if given:
-        return given
-    base = os.environ.get("XDG_DATA_HOME", "")
-    # One that is not absolute is to be ignored, says the XDG Base Directory Specification.
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"
-    return f"sqlite:///{folder / 'autotune' / 'autotune.db'}"
+    folder = files.user_folder("XDG_DATA_HOME", ".local/share")
+    return os.environ.get(VARIABLE) or f"sqlite:///{folder / 'autotune.db'}"
 
 
 def add(calibration: Calibration, url: str | None = None) -> None:

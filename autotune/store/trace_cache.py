@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.catalogue import installed
-from autotune.common import json_lines, log
+from autotune.common import files, json_lines, log
 from autotune.space.knobs import KNOBS
 from autotune.store.database import pages
 
@@ -74,11 +74,7 @@ _CODE_OF_PRICES = ("speed", "predict")
 def folder() -> Path:
     """Return the user's cache folder: AUTOTUNE_CACHE, else autotune in XDG_CACHE_HOME."""
     given = os.environ.get(VARIABLE)
-    if given:
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # One that is not absolute is to be ignored, says the XDG Base Directory Specification.
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "autotune"
+    return Path(given) if given else files.user_folder("XDG_CACHE_HOME", ".cache")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +90,13 @@ class TraceCache:
     """A file of workers' answers to requests for traces, in a folder."""
 
     _table = "traces"
+    _most_bytes = MAX_BYTES
 
-    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, place: Path | None = None, *, max_bytes: int | None = None) -> None:
         """Remember the folder, by default the user's; nothing is made before there is something to keep."""
         # The number is that of the table's form: autotunes with another one do not meet here.
         self.file = (folder() if place is None else place) / "traces-2.db"
-        self._max_bytes = max_bytes
+        self._max_bytes = self._most_bytes if max_bytes is None else max_bytes
 
     def replays(self) -> ReplayCache:
         """Return the replays in the same folder."""
@@ -209,18 +206,14 @@ class ReplayCache(TraceCache):
     """Replays, beside the traces in the same file."""
 
     _table = "replays"
-
-    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_REPLAYS_BYTES) -> None:
-        super().__init__(place, max_bytes=max_bytes)
+    _most_bytes = MAX_REPLAYS_BYTES
 
 
 class PriceCache(TraceCache):
     """Prices that were worked out of traces (autotune.predict.kept_prices), beside them in the same file."""
 
     _table = "prices"
-
-    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_PRICES_BYTES) -> None:
-        super().__init__(place, max_bytes=max_bytes)
+    _most_bytes = MAX_PRICES_BYTES
 
     def _key_of(self, request: str) -> bytes:
         return _key(f"{_priced_by()} {request}")

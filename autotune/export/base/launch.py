@@ -229,11 +229,9 @@ def _said(rows: tuple[Row, ...], content: Mapping[str, Any]) -> tuple[Row, ...]:
     def is_open(row: Row) -> bool:
         if row.ours == ("parallelism",):
             return False
-        said = {value_at(content, key) if _is_plain(content, key) else "" for key in row.keys}
+        values = [value_at(content, key) for key in row.keys]
+        plain = (bool, int, float, str, type(None))
+        said = {value if isinstance(value, plain) else "" for value in values}
         return "auto" in said or said <= {None}
 
     return tuple(row for row in rows if not is_open(row))
-
-
-def _is_plain(content: Mapping[str, Any], key: str) -> bool:
-    return isinstance(value_at(content, key), (bool, int, float, str, type(None)))

@@ -89,7 +89,8 @@ def _read_row(target: TrainerFile, row: Row, content: Mapping[str, Any]) -> tupl
         (name,) = row.ours
         in_file = (key for key in row.keys if value_at(content, key) is not None)
         key = next(in_file, row.keys[0])
-        if all(value is None for value in said.values()) and not _may_be_off(name):
+        may_be_off = name in KNOBS and KNOBS[name].default in (0, 0.0)
+        if all(value is None for value in said.values()) and not may_be_off:
             raise ValueError(f"{in_words(key)} is missing")
         knob = KNOBS.get(name)
         check = positive if knob is None else knob.read
@@ -131,10 +132,6 @@ def in_words(key: str) -> str:
     """The key for people: that of a section behind the section's name."""
     section, colon, own = key.partition(":")
     return f"{section} {own}" if colon else key
-
-
-def _may_be_off(name: str) -> bool:
-    return name in KNOBS and KNOBS[name].default in (0, 0.0)
 
 
 def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ What a file leaves out takes the trainer's own default; what it has beyond our s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,6 +120,7 @@ def read_base(
     config = TrainConfig(
         **{"sequence_length": sequence_length, **_settings_of(method), **taken, **values}
     )
+    left = uncarried(target, content, config, arguments)
     return BaseRun(
         path=path,
         config=config,
@@ -129,7 +130,7 @@ def read_base(
             *opened.notes,
             *chosen,
             *notes(target, content),
-            *_left_notes(uncarried(target, content, config, arguments)),
+            *([f"only its edited copy keeps {', '.join(left)}"] if left else []),
             *caveats_of(target, config),
         ),
         target=target,
@@ -138,10 +139,6 @@ def read_base(
         taken=tuple(taken),
         parts=opened.parts,
     )
-
-
-def _left_notes(keys: Sequence[str]) -> tuple[str, ...]:
-    return (f"only its edited copy keeps {', '.join(keys)}",) if keys else ()
 
 
 def _as_ours(
@@ -192,13 +189,9 @@ def _model_of(target: TrainerFile, content: Mapping[str, Any]) -> str | None:
     return model if isinstance(model, str) and model else None
 
 
-def _fields() -> Mapping[str, str]:
-    return installed_fields() or {}
-
-
 def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return TrainingArguments in the file that no setting decides."""
-    fields = _fields()
+    fields = installed_fields() or {}
     found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
     if not target.has_own_names:
         found |= {key: value for key, value in content.items() if key in fields}

@@ -40,26 +40,9 @@ def evaluate(term: Sequence[int], micro_batch: _Number, rank: int) -> _Number:
     return value
 
 
-def _embedding_partials(numbers: Sequence[int]) -> int:
-    """Partial sums of an embedding's backward: (indices, rows, bytes per row).
-
-    EmbeddingBackwardKernel.cu: `numel / 10 + min(numel, num_weights)` rows; none up to 3,072
-    indices (Embedding.cu).
-    """
-    indices, rows, row_bytes = numbers
-    return 0 if indices <= 3072 else row_bytes * (indices // 10 + min(indices, rows))
-
-
-def _embedding_rows(numbers: Sequence[int]) -> int:
-    """Bytes of a number for each row that got a gradient: (indices, rows), none up to 3,072 indices."""
-    indices, rows = numbers
-    return 0 if indices <= 3072 else 8 * min(indices, rows)
-
-
-def _embedding_sort(numbers: Sequence[int]) -> int:
-    """Bytes that sorting an embedding's indices takes: (indices, bytes), none up to 3,072 indices."""
-    indices, size_bytes = numbers
-    return 0 if indices <= 3072 else size_bytes
+def _of_embedding(size_bytes: Callable[..., int]) -> Callable[[Sequence[int]], int]:
+    """Return the rule of an embedding's backward, which takes nothing up to 3,072 indices (Embedding.cu)."""
+    return lambda numbers: 0 if numbers[0] <= 3072 else size_bytes(*numbers)
 
 
 def _near(numbers: Sequence[int]) -> int:
@@ -100,9 +83,11 @@ def flash_splits(numbers: Sequence[int]) -> int:
 
 
 RULES = {
-    "embedding": _embedding_partials,
-    "embedding rows": _embedding_rows,
-    "embedding sort": _embedding_sort,
+    # Partial sums, EmbeddingBackwardKernel.cu: `numel / 10 + min(numel, num_weights)` rows.
+    "embedding": _of_embedding(lambda count, rows, each: each * (count // 10 + min(count, rows))),
+    # A number for each row that got a gradient.
+    "embedding rows": _of_embedding(lambda count, rows: 8 * min(count, rows)),
+    "embedding sort": _of_embedding(lambda _, size_bytes: size_bytes),
     "flash splits": flash_splits,
     "near": _near,
     "reduction": _reduction,

@@ -43,7 +43,33 @@ def at_logits_gradient(events: list[int], logits: Collection[int]) -> tuple[list
     return events[:begins], events[begins:]
 
 
-class MicroStep:
+def unit_in(shares: Shares, phase: Phase, place: Place) -> Unit:
+    """Return the unit whose weights a block uses."""
+    if place[1] >= 0:
+        return "layer", place
+    return EMBED if phase in EMBED_PHASES and not shares.tail_stays else TAIL
+
+
+class Writer:
+    """Writes events with tensors beside the trace's."""
+
+    def __init__(self, extra: AddedTensors, shares: Shares) -> None:
+        self.events: list[int] = []
+        self.gradients: list[int] = []
+        """Numbers of the gradients that the GPU keeps, which outlive the micro-step."""
+        self._extra = extra
+        self._shares = shares
+
+    def _new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
+        number = self._extra.new(category, size, is_gathered=is_gathered)
+        self.events.append(number)
+        return number
+
+    def _free(self, *numbers: int | None) -> None:
+        self.events += [~number for number in numbers if number is not None]
+
+
+class MicroStep(Writer):
     """Writes a micro-step's forward and backward as FSDP2 runs them.
 
     `adds`: gradients exist already, and what is reduced is added to them.
@@ -59,14 +85,10 @@ class MicroStep:
         adds: bool,
     ) -> None:
         """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of."""
-        self.gradients: list[int] = []
-        """Numbers of the gradients of the GPU's parts, which outlive the micro-step."""
-        self._extra = extra
-        self._shares = shares
+        super().__init__(extra, shares)
         self._whole = set(whole)
         self._logits = logits
         self._keeps = not adds and not shares.row.offload
-        self._events: list[int] = []
         self._order: list[Unit] = []
         """Units in the order in which the forward pass uses them."""
         self._gathered: dict[Unit, list[int]] = {}
@@ -80,38 +102,26 @@ class MicroStep:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         for index, (phase, place, events) in enumerate(blocks):
             is_backward = index > last_forward
-            unit = self._unit_in(phase, place)
+            unit = unit_in(self._shares, phase, place)
             if index == last_forward + 1:
-                self._begin_backward()
+                # The last unit's buffer (_fsdp_state.py _post_forward).
+                self._free(self._arrived)
+                self._arrived = None
                 of_loss, events = at_logits_gradient(events, self._logits)
-                self._events += of_loss
+                self.events += of_loss
             is_used = phase != Phase.END
             if is_used and unit in self._shares.members:
                 self._use(unit, is_backward=is_backward)
-            self._events += events
+            self.events += events
             self._made.setdefault(unit, []).extend(e for e in events if e in self._whole)
             stays = unit == TAIL and (not is_backward or self._shares.tail_stays)
             if is_used and not stays:
                 self._finish(unit, is_backward=is_backward)
         for unit in list(self._made):
             self._reduce(unit)
-        for number in (*itertools.chain(*self._gathered.values()), *self._arriving.values()):
-            self._free(number)
-        self._free(self._reducing)
-        for number in self._held:
-            self._free(number)
-        return self._events
-
-    def _unit_in(self, phase: Phase, place: Place) -> Unit:
-        if place[1] >= 0:
-            return "layer", place
-        is_embedding = phase in EMBED_PHASES and not self._shares.tail_stays
-        return EMBED if is_embedding else TAIL
-
-    def _begin_backward(self) -> None:
-        """Free the last unit's buffer (_fsdp_state.py _post_forward)."""
-        self._free(self._arrived)
-        self._arrived = None
+        self._free(*itertools.chain(*self._gathered.values()), *self._arriving.values())
+        self._free(self._reducing, *self._held)
+        return self.events
 
     def _use(self, unit: Unit, *, is_backward: bool) -> None:
         """Gather a unit; in the backward pass, have the one before it on the way."""
@@ -152,8 +162,7 @@ class MicroStep:
 
     def _finish(self, unit: Unit, *, is_backward: bool) -> None:
         """Drop what was gathered; reduce the gradients."""
-        for number in self._gathered.pop(unit, ()):
-            self._free(number)
+        self._free(*self._gathered.pop(unit, ()))
         if is_backward:
             self._reduce(unit)
 
@@ -168,8 +177,7 @@ class MicroStep:
         self._free(self._reducing)
         reduced = functools.partial(self._shares.reduced_bytes, unit=unit)
         self._reducing = self._new("temporary", reduced)
-        for number in made:
-            self._free(number)
+        self._free(*made)
         if self._shares.row.num_replicas > 1:
             self._hold_all_reduced(unit)
         part = self._new("gradient", functools.partial(self._part_bytes, unit=unit))
@@ -196,12 +204,3 @@ class MicroStep:
         if is_held and not self._shares.is_cast(rank, unit):
             return 0
         return self._shares.gradient_shard_bytes(rank, unit)
-
-    def _new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
-        number = self._extra.new(category, size, is_gathered=is_gathered)
-        self._events.append(number)
-        return number
-
-    def _free(self, number: int | None) -> None:
-        if number is not None:
-            self._events.append(~number)

@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from autotune.predict.sharding.library_rules import Weight, zero3_partition_elements
+from autotune.predict.sharding.library_rules import zero3_partition_elements
 from autotune.predict.sharding.shards import Shares
 
 _NORM_BYTES = 8
@@ -42,7 +42,7 @@ class ZeroParts:
         """Bytes of the largest copy that is made for the norm of the gradients."""
         if self._shares.row.stage == 3:
             largest = max(
-                (self._part_elements(w.num_elements) for w in self._trained(rank)), default=0
+                (self._part_elements(w.num_elements) for w in self._shares.trained(rank)), default=0
             )
         else:
             slices = itertools.chain.from_iterable(each.values() for each in self._by_gpu(rank))
@@ -74,9 +74,6 @@ class ZeroParts:
 
     def _owners(self, rank: int, position: int) -> list[int]:
         return [gpu for gpu, held in enumerate(self._by_gpu(rank)) if position in held]
-
-    def _trained(self, rank: int) -> list[Weight]:
-        return self._shares.trained(rank)
 
     def _part_elements(self, num_elements: int) -> int:
         return zero3_partition_elements(num_elements, self._shares.num_gpus)

@@ -28,24 +28,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
+from autotune.memory.traces import FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.layer_counts import USUAL_RANK
-from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
-from autotune.predict.sharding.step import AddedTensors, Size, at_logits_gradient
+from autotune.predict.sharding.shards import Shares, Unit
+from autotune.predict.sharding.step import AddedTensors, Size, Writer, at_logits_gradient, unit_in
 from autotune.predict.sharding.zero_parts import ZeroParts
 
 Blocks = Sequence[tuple[Phase, Place, list[int]]]
 
 
-class _Writer:
-    """Writes events with tensors beside the trace's."""
+class _ZeroWriter(Writer):
+    """Writes what goes through ZeRO's bucket."""
 
     def __init__(self, extra: AddedTensors, shares: Shares, parts: ZeroParts) -> None:
-        self.events: list[int] = []
-        self.gradients: list[int] = []
-        """Numbers of the gradients that the GPU keeps."""
-        self._extra = extra
-        self._shares = shares
+        super().__init__(extra, shares)
         self._parts = parts
         # The one that makes gradients of its own first: ZeRO 1 goes through the weights in their order.
         self._gpu = 0 if shares.row.stage == 1 else shares.num_gpus - 1
@@ -57,18 +53,9 @@ class _Writer:
         self._late: list[int] = []
         """Such gradients of which the GPU keeps nothing, and which ZeRO 1 frees last."""
 
-    def _new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
-        number = self._extra.new(category, size, is_gathered=is_gathered)
-        self.events.append(number)
-        return number
-
     def _pass(self, size: Size) -> None:
         """Make and free a tensor."""
         self._free(self._new("temporary", size))
-
-    def _free(self, number: int | None) -> None:
-        if number is not None:
-            self.events.append(~number)
 
     def _put(self, gradient: int, position: int) -> None:
         """Copy a gradient into the bucket, which is reduced before where it has no room."""
@@ -85,7 +72,7 @@ class _Writer:
     def _reduce(self) -> None:
         if not self._bucket:
             return
-        self._pass(functools.partial(_at, self._parts.reduced_bytes, tuple(self._bucket)))
+        self._pass(functools.partial(self._parts.reduced_bytes, positions=tuple(self._bucket)))
         self._keep(self._bucket)
         if (
             self._large is not None
@@ -105,6 +92,10 @@ class _Writer:
             held = functools.partial(self._parts.held_bytes, gpu=self._gpu)
             self.gradients = [self._new("gradient", held)]
 
+    def _free_gradients(self) -> None:
+        self._free(*self.gradients)
+        self.gradients = []
+
     def _holds(self, positions: Iterable[int]) -> bool:
         return any(self._parts.is_held(USUAL_RANK, self._gpu, each) for each in positions)
 
@@ -115,11 +106,7 @@ class _Writer:
             self.gradients.append(self._new("gradient", more))
 
 
-def _at(size: Callable[[int, tuple[int, ...]], int], positions: tuple[int, ...], rank: int) -> int:
-    return size(rank, positions)
-
-
-class ZeroMicroStep(_Writer):
+class ZeroMicroStep(_ZeroWriter):
     """Writes a micro-step's forward and backward as ZeRO 2 and 3 run them.
 
     `adds`: gradients exist already, and what is reduced is added to them.
@@ -167,9 +154,7 @@ class ZeroMicroStep(_Writer):
         self._keep_more()
         self._free(self.bucket)
         if self._adds:
-            for number in self.gradients:
-                self._free(number)
-            self.gradients = []
+            self._free_gradients()
         return self.events
 
     def _gather(self, unit: Unit, *, is_backward: bool) -> int | None:
@@ -191,7 +176,7 @@ class ZeroMicroStep(_Writer):
         self._put(gradient, self._position_of[gradient])
 
 
-class ZeroUpdate(_Writer):
+class ZeroUpdate(_ZeroWriter):
     """Writes what stands before and after the update of the GPU's parts."""
 
     step_gradients: Sequence[int] = ()
@@ -213,8 +198,7 @@ class ZeroUpdate(_Writer):
                 self._put(gradient, whole[gradient])
             self._reduce()
             self._keep_more()
-            for number in (*self._late, bucket):
-                self._free(number)
+            self._free(*self._late, bucket)
         if not row.offload:
             self._pass(self._parts.norm_bytes)
             flat = self._new("temporary", self._parts.flat_bytes)
@@ -230,18 +214,6 @@ class ZeroUpdate(_Writer):
             self._free(self.step_gradients[0])
             self._free_gradients()
         return self.events
-
-    def _free_gradients(self) -> None:
-        for number in self.gradients:
-            self._free(number)
-        self.gradients = []
-
-
-def unit_in(shares: Shares, phase: Phase, place: Place) -> Unit:
-    """The unit whose weights a block uses."""
-    if place[1] >= 0:
-        return "layer", place
-    return EMBED if phase in EMBED_PHASES and not shares.tail_stays else TAIL
 
 
 def positions_of(

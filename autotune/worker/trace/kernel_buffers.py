@@ -23,6 +23,12 @@ from autotune.worker.trace.kernels import Buffer
 
 aten = torch.ops.aten
 
+Multiprocessors = tuple[int, int]
+"""The card's multiprocessors: (how many, threads of each)."""
+
+Found = tuple[Buffer, ...]
+Args = tuple[Any, ...]
+
 
 def _ceil_to(value: int, step: int) -> int:
     return -(-value // step) * step
@@ -33,68 +39,61 @@ def _flash_head(size: int) -> int:
     return _ceil_to(size, 32 if size <= 128 else 64)
 
 
-def _flash_forward_buffers(
-    num_sms: int, q: torch.Tensor, k: torch.Tensor, dropout_p: float
-) -> tuple[Buffer, ...]:
+def _of_flash_forward(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
     """Logarithms and sums of the parts where flash attention splits the keys; never with dropout."""
-    if dropout_p:
+    if len(args) > 3 and args[3]:
         return ()
-    batch, heads, length, size = q.shape
-    numbers = batch, heads, length, k.shape[2], size, num_sms
+    batch, heads, length, size = args[0].shape
+    numbers = batch, heads, length, args[1].shape[2], size, multiprocessors[0]
     rules = [("flash splits", *numbers, num_floats) for num_floats in (1, _flash_head(size))]
     return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
 
 
-def _flash_backward_copies(gradient: torch.Tensor, out: torch.Tensor) -> tuple[Buffer, ...]:
-    """Copies of what does not lie token by token: the result does not where queries are partly rotated (Phi).
+def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Buffers of flash attention's backward.
 
-    pytorch v2.13 aten/src/ATen/native/transformers/cuda/attention_backward.cu, _flash_attention_backward.
+    First copies of what does not lie token by token: the result does not where queries are partly rotated
+    (Phi; pytorch v2.13 aten/src/ATen/native/transformers/cuda/attention_backward.cu,
+    _flash_attention_backward). Then dq_accum and softmax_d in fp32; dK and dV for every query head when
+    heads are grouped.
     """
-    lying = (t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous())
-    return tuple(Buffer(t.nbytes, comes_first=True) for t in lying)
-
-
-def _flash_backward_buffers(q: torch.Tensor, k: torch.Tensor) -> tuple[int, ...]:
-    """Sizes of flash attention's backward buffers.
-
-    They are dq_accum and softmax_d in fp32; dK and dV for every query head when heads are grouped.
-    """
+    q, k = args[1], args[2]
+    lying = (t for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous())
     batch, heads, length, size = q.shape
     rounded_length = _ceil_to(length, 128)
-    buffers = [
+    sizes = [
         batch * heads * rounded_length * 4,
         batch * heads * rounded_length * _flash_head(size) * 4,
     ]
     if k.shape[1] != heads:
-        buffers += 2 * [batch * k.shape[2] * heads * size * q.element_size()]
-    return tuple(buffers)
+        sizes += 2 * [batch * k.shape[2] * heads * size * q.element_size()]
+    return (*(Buffer(t.nbytes, comes_first=True) for t in lying), *map(Buffer, sizes))
 
 
-def _efficient_backward_buffers(q: torch.Tensor) -> tuple[int, ...]:
-    """Size of the fp32 accumulator of dQ in global memory (memory-efficient attention)."""
-    batch, heads, length, size = q.shape
-    return (batch * heads * _ceil_to(length * size, 4) * 4,)
+def _of_efficient_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """The fp32 accumulator of dQ in global memory (memory-efficient attention)."""
+    batch, heads, length, size = args[1].shape
+    return (Buffer(batch * heads * _ceil_to(length * size, 4) * 4),)
 
 
-def _cudnn_backward_bytes(q: torch.Tensor) -> int:
-    """Size of softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
-    batch, heads, length, size = q.shape
-    return 4 * batch * heads * length * (size + 1)
+def _of_cudnn_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """softmax_sum and dQ_accum in fp32, in one workspace (get_fe_workspace_size_node)."""
+    batch, heads, length, size = args[1].shape
+    return (Buffer(4 * batch * heads * length * (size + 1)),)
 
 
 EMBEDDING_SORT_THRESHOLD = 3072
 """Most indices with which the backward of an embedding needs no buffer (Embedding.cu)."""
 
 
-def _embedding_backward_buffers(
-    gradient: torch.Tensor, indices: torch.Tensor, rows: int
-) -> tuple[Buffer, ...]:
+def _of_embedding_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
     """Buffers alive together when an embedding's partial sums are made (EmbeddingBackwardKernel.cu).
 
     Per index: the sorted ones, where they stood, where segments start. Per segment, of which there
     are at most `rows`: its number of partial sums and their offset. Two counters. Per partial sum:
     where it starts, and the sum.
     """
+    gradient, indices, rows, *_padding = args
     tokens = indices.numel()
     if tokens <= EMBEDDING_SORT_THRESHOLD:
         return ()
@@ -117,13 +116,9 @@ def _embedding_backward_buffers(
     )
 
 
-Multiprocessors = tuple[int, int]
-"""The card's multiprocessors: (how many, threads of each)."""
-
-
 def _reduction_buffers(
     multiprocessors: Multiprocessors, tensor: torch.Tensor, out: torch.Tensor, dims: set[int]
-) -> tuple[Buffer, ...]:
+) -> Found:
     """Buffers of a reduction: partial results, and a semaphore for each block that shares an output."""
     kept = [d for d in range(tensor.ndim) if d not in dims and tensor.shape[d] > 1]
     reduced = [d for d in dims if tensor.shape[d] > 1]
@@ -156,10 +151,6 @@ def _row_of(tensor: torch.Tensor, dims: Sequence[int]) -> int:
     return items
 
 
-Found = tuple[Buffer, ...]
-Args = tuple[Any, ...]
-
-
 def _sums(multiprocessors: Multiprocessors, tensor: torch.Tensor, dims: Any, out: Any) -> Found:
     reduced = {dim % tensor.ndim for dim in dims or range(tensor.ndim)}
     return _cast(tensor, out) + _reduction_buffers(multiprocessors, tensor, out, reduced)
@@ -177,28 +168,6 @@ def _of_sum(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
 
 def _of_norm(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
     return _sums(multiprocessors, args[0], args[2] if len(args) > 2 else None, out)
-
-
-def _of_flash_forward(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
-    dropout_p = args[3] if len(args) > 3 else 0.0
-    return _flash_forward_buffers(multiprocessors[0], args[0], args[1], dropout_p)
-
-
-def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    copies = _flash_backward_copies(args[0], args[4])
-    return (*copies, *map(Buffer, _flash_backward_buffers(args[1], args[2])))
-
-
-def _of_cudnn_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    return (Buffer(_cudnn_backward_bytes(args[1])),)
-
-
-def _of_efficient_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    return tuple(Buffer(size) for size in _efficient_backward_buffers(args[1]))
-
-
-def _of_embedding_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    return _embedding_backward_buffers(args[0], args[1], args[2])
 
 
 def _of_index_put(_: Multiprocessors, args: Args, out: Any) -> Found:
@@ -231,14 +200,6 @@ def _of_masked_scatter(_: Multiprocessors, args: Args, out: Any) -> Found:
     return (counts,) if args[1].numel() == out.numel() else (counts, Buffer(out.numel()))
 
 
-def _of_convolution(_: Multiprocessors, args: Args, out: Any) -> Found:
-    return _copies(args[:1])
-
-
-def _of_convolution_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    return _copies(args[:2])
-
-
 def _copies(tensors: Iterable[torch.Tensor]) -> Found:
     """Copies in order of the operands of a convolution in one dimension, which is taken for two.
 
@@ -267,8 +228,8 @@ _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten.cumsum.default: _of_cumsum,
     aten.masked_scatter.default: _of_masked_scatter,
     aten.masked_scatter_.default: _of_masked_scatter,
-    aten.convolution.default: _of_convolution,
-    aten.convolution_backward.default: _of_convolution_backward,
+    aten.convolution.default: lambda _, args, out: _copies(args[:1]),
+    aten.convolution_backward.default: lambda _, args, out: _copies(args[:2]),
 }
 
 

@@ -66,15 +66,6 @@ class KernelCost:
         return found
 
 
-def _mask_first(_: tuple[Any, ...], out: Any) -> Any:
-    return out[::-1]
-
-
-def _seed_first(_: tuple[Any, ...], out: Any) -> Any:
-    """Put seed and offset first."""
-    return (*out[6:8], *out[:6], *out[8:])
-
-
 def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
     """Order a convolution's gradients: the weight's first where each channel is convolved by itself.
 
@@ -87,8 +78,13 @@ def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
 
 
 ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
-    aten.native_dropout.default: _mask_first,
-    aten._scaled_dot_product_cudnn_attention.default: _seed_first,
+    aten.native_dropout.default: lambda _, out: out[::-1],
+    # Seed and offset first.
+    aten._scaled_dot_product_cudnn_attention.default: lambda _, out: (
+        *out[6:8],
+        *out[:6],
+        *out[8:],
+    ),
     aten.convolution_backward.default: _weight_first_by_depth,
 }
 """Operations that allocate their results in another order than they return them: torch 2.13
