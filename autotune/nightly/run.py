@@ -26,7 +26,6 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe.fingerprint import fingerprint_here
-from autotune.records.fingerprint import Fingerprint
 from autotune.report.files import write
 from autotune.worker.client.forkserver import ForkServer
 
@@ -54,33 +53,20 @@ def backend_here(asked: str) -> str:
 
 def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
     """Return what a night would do, and why; measures and writes nothing."""
-    now = datetime.datetime.now(datetime.UTC)
     with ForkServer() as server:
+        now = datetime.datetime.now(datetime.UTC)
         # Where that is known without torch it takes a second.
         known = fingerprints.assumed_fingerprint(place.backend)
-        return looked_up(
-            _prepared_here(matrix, place, server, known, budget_seconds=budget_seconds, now=now)
-        )
-
-
-def _prepared_here(
-    matrix: Matrix,
-    place: Place,
-    server: ForkServer,
-    known: Fingerprint | None = None,
-    *,
-    budget_seconds: float,
-    now: datetime.datetime,
-) -> Prepared:
-    here = gpus.detect() if place.backend == "cuda" else []
-    return prepared(
+        fingerprint = known or fingerprint_here(server, place.backend)
+    plan = prepared(
         matrix,
         place,
-        known or fingerprint_here(server, place.backend),
+        fingerprint,
         budget_seconds=budget_seconds,
         now=now,
-        capacity_bytes=here[0].capacity_bytes if here else None,
+        capacity_bytes=_capacity_bytes(place.backend),
     )
+    return looked_up(plan)
 
 
 def looked_up(plan: Prepared) -> Prepared:
@@ -119,21 +105,10 @@ def night(
 
     Raises StorageError where another one runs here, HardwareError where nothing can be measured.
     """
-    now, began = datetime.datetime.now(datetime.UTC), time.monotonic()
     with locked(place.storage, place.out):
-        with ForkServer() as server:
-            server.start("probe")
-            plan = _prepared_here(matrix, place, server, budget_seconds=budget_seconds, now=now)
-            on_plan(plan)
-            night = MachineNight(
-                plan, matrix, place, now=now, began=began, budget_seconds=budget_seconds
-            )
-            is_interrupted = False
-            try:
-                night.work(on_done, server=server)
-            except KeyboardInterrupt:
-                is_interrupted = True
-        digest = night.digest(is_interrupted=is_interrupted)
+        digest = _run(
+            matrix, place, budget_seconds=budget_seconds, on_plan=on_plan, on_done=on_done
+        )
         digest, files = written(place.out / digest.machine, digest)
         return NightReport(digest=digest, files=files)
 
@@ -151,3 +126,40 @@ def written(folder: Path, digest: Digest) -> tuple[Digest, list[Path]]:
         notes = dict.fromkeys((*digest.notes, str(error)))
         return dataclasses.replace(digest, notes=tuple(notes), is_unwritten=True), []
     return digest, [folder / name for name in texts]
+
+
+def _capacity_bytes(backend: str) -> int | None:
+    here = gpus.detect() if backend == "cuda" else []
+    return here[0].capacity_bytes if here else None
+
+
+def _run(
+    matrix: Matrix,
+    place: Place,
+    *,
+    budget_seconds: float,
+    on_plan: Callable[[Prepared], None],
+    on_done: Callable[[Done], None],
+) -> Digest:
+    now = datetime.datetime.now(datetime.UTC)
+    began = time.monotonic()
+    is_interrupted = False
+    with ForkServer() as server:
+        server.start("probe")
+        plan = prepared(
+            matrix,
+            place,
+            fingerprint_here(server, place.backend),
+            budget_seconds=budget_seconds,
+            now=now,
+            capacity_bytes=_capacity_bytes(place.backend),
+        )
+        on_plan(plan)
+        night = MachineNight(
+            plan, matrix, place, now=now, began=began, budget_seconds=budget_seconds
+        )
+        try:
+            night.work(on_done, server=server)
+        except KeyboardInterrupt:
+            is_interrupted = True
+    return night.digest(is_interrupted=is_interrupted)
