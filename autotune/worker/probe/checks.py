@@ -17,7 +17,6 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autotune.space import requirements
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
@@ -44,11 +43,6 @@ def require(complaints: Sequence[str]) -> None:
     """Raise Invalid when there are any complaints."""
     if complaints:
         raise Invalid("; ".join(complaints))
-
-
-def check_backend(config: TrainConfig, backend: str) -> list[str]:
-    """Complain of settings that cannot run there, rather than leave them out."""
-    return list(requirements.of_probe(config, backend))
 
 
 def check_model(model: Any, config: TrainConfig) -> list[str]:
@@ -308,17 +302,17 @@ def check_optimizer(optimizer: Any, config: TrainConfig) -> list[str]:
         ("library", library, library if library in libraries else " or ".join(libraries)),
         ("bits", bits, 8 if row.state_format == "8bit" else 32),
         ("paging", bool(getattr(optimizer, "is_paged", False)), row.paged),
-        ("fusion", _is_fused(optimizer), row.name.endswith("_fused")),
+        (
+            "fusion",
+            all(bool(group.get("fused")) for group in optimizer.param_groups),
+            row.name.endswith("_fused"),
+        ),
     )
     return [
         f"the optimizer's {what} is {found}, not {wanted}"
         for what, found, wanted in facts
         if found != wanted
     ]
-
-
-def _is_fused(optimizer: Any) -> bool:
-    return all(bool(group.get("fused")) for group in optimizer.param_groups)
 
 
 def check_precision(accelerator: Any, config: TrainConfig, backend: str) -> list[str]:

@@ -29,6 +29,7 @@ from autotune.memory import alloc_conf
 from autotune.memory.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
 from autotune.records.fingerprint import fingerprint_for
 from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import TRAINERS
@@ -137,7 +138,7 @@ def _run(
 ) -> dict[str, Any]:
     """Run to the end; return fields of the Measurement."""
     config, spec, memory = callback.config, callback.spec, callback.memory
-    checks.require(checks.check_backend(config, spec.backend))
+    checks.require(requirements.of_probe(config, spec.backend))
     torch.manual_seed(0)
     hf_config = models.load_config(model_config)
     on_host = torch.device("cpu")

@@ -29,6 +29,7 @@ from autotune.worker.trace.joint_graph import (
 from autotune.worker.trace.kernel_costs import count_flops, dtype_of, shape_of
 from autotune.worker.trace.lowering import base_of, bytes_of, outputs_of, value_of
 from autotune.worker.trace.meta_step import MetaStep, num_items
+from autotune.worker.trace.meta_values import tensors_in
 from autotune.worker.trace.tracker import (
     Buffer,
     HiddenBuffers,
@@ -275,7 +276,7 @@ class _Emitter:
         for result in made:
             self._number[result] = self._allocate(value_of(result))
         self._tracker.record_buffers(tuple(b for b in buffers if not b.comes_first))
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_in((args, kwargs)))
         name = str(func._overloadpacket).partition(".")[2]  # type: ignore[union-attr]
         moved = (*kernel.reads.values(), *(bytes_of(result) for result in made))
         self._recording.kernels.append(
@@ -359,13 +360,3 @@ def _values(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _values(item) for name, item in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,3 +111,14 @@ def scalar_of(tensor: torch.Tensor, *, has_padding: bool) -> bool:
             "the model reads a number from a tensor, which a trace does not have"
         )
     return not (hasattr(tensor, "is_of_faults") or (has_padding and hasattr(tensor, "is_of_mask")))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))

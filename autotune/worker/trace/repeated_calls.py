@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from autotune.worker.trace.kernel_costs import is_alias
+from autotune.worker.trace.meta_values import tensors_in
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -96,7 +97,7 @@ def _layouts(out: Any, args: list[Any]) -> Any:
     outs = out if isinstance(out, tuple) else (out,)
     if not all(type(each) is torch.Tensor and each.is_meta for each in outs):
         return None
-    storages = [each.untyped_storage() for each in (*_tensors(args), *outs)]
+    storages = [each.untyped_storage() for each in (*tensors_in(args), *outs)]
     addresses = [storage._cdata for storage in storages]
     if not set(addresses[-len(outs) :]).isdisjoint(addresses[: -len(outs)]):
         return None
@@ -118,11 +119,3 @@ def _made(layouts: tuple[_Layout, ...] | list[_Layout]) -> Any:
 def _empty(layout: _Layout) -> torch.Tensor:
     shape, stride, dtype = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, (list, tuple)):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []

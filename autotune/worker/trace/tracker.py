@@ -42,6 +42,7 @@ from autotune.worker.trace.meta_values import (
     note_question,
     result_instead,
     scalar_of,
+    tensors_in,
 )
 from autotune.worker.trace.repeated_calls import RepeatedCall, call_of, result_of
 
@@ -321,7 +322,9 @@ class Tracker(TorchDispatchMode):
             cost = call.costs[self._settings]
         else:
             cost = self._cost(func, args, kwargs, out, outputs)
-            if call is not None and not any(map(overlaps, _tensors((args, *kwargs.values(), out)))):
+            if call is not None and not any(
+                map(overlaps, tensors_in((args, *kwargs.values(), out)))
+            ):
                 call.costs[self._settings] = cost
         inside = self._allocated(cost.first) if cost is not None else []
         for tensor in outputs:
@@ -416,7 +419,7 @@ class Tracker(TorchDispatchMode):
     def _tensors_here(self, value: Any) -> list[torch.Tensor]:
         if isinstance(value, torch.Tensor):
             return [value] if value.device.type == self._device_type else []
-        return [t for t in _tensors(value) if t.device.type == self._device_type]
+        return [t for t in tensors_in(value) if t.device.type == self._device_type]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -475,11 +478,3 @@ def in_backward() -> bool:
 def _in_recomputation() -> bool:
     """Whether a forward pass runs within the backward pass."""
     return torch.is_grad_enabled() and in_backward()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
