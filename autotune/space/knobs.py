@@ -110,6 +110,12 @@ _QUANTIZABLE = tuple(name for name, row in ADAPTERS.items() if row.quantization 
 _CAST = tuple(name for name, row in ADAPTERS.items() if row.is_float32 and row.takes_targets)
 _LORA = tuple(name for name, row in ADAPTERS.items() if row.peft_type == "LORA")
 
+
+def _switch(**fields: Any) -> Knob:
+    """Return the row of what is on or off, and by default off."""
+    return Knob(read=values.flag, default=False, choices=(False, True), **fields)
+
+
 KNOBS: dict[str, Knob] = {
     knob.name: knob
     for knob in (
@@ -147,14 +153,11 @@ KNOBS: dict[str, Knob] = {
             metavar="NAME",
             summary="An `optim` value of TrainingArguments [default: adamw_torch_fused].",
         ),
-        Knob(
+        _switch(
             # The norm of all gradients is known when all are there: as LOMO and Transformers' layer-wise
             # optimizers do, it goes without clipping.
             name="update_in_backward",
             tradeoff="recipe",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             methods=("full",),
             words=lambda on: (
                 "unclipped update in the backward pass" if on else "update after the backward pass"
@@ -199,12 +202,9 @@ KNOBS: dict[str, Knob] = {
             metavar="N",
             summary="Layers that are the first ones of --checkpoint-plan.",
         ),
-        Knob(
+        _switch(
             name="activation_offloading",
             tradeoff="exact",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             words=lambda on: "offloading" if on else "no offloading",
             flag="--offload",
             summary="Checkpointed activations wait in host memory; torch may reserve more all the same.",
@@ -325,24 +325,18 @@ KNOBS: dict[str, Knob] = {
             flag="--quant-storage",
             summary="dtype that holds the packed 4-bit weights [default: uint8].",
         ),
-        Knob(
+        _switch(
             # Norms, embeddings, head and what is computed between quantised layers round otherwise.
             name="kbit_preparation",
             tradeoff="numerics",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             methods=_QUANTIZABLE,
             words=lambda on: "prepared for k-bit training" if on else "no k-bit preparation",
             flag="--kbit-preparation",
             summary="PEFT's prepare_model_for_kbit_training: norms, embeddings and head in float32.",
         ),
-        Knob(
+        _switch(
             name="adapter_in_base_dtype",
             tradeoff="numerics",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             methods=_CAST,
             words=lambda on: "adapter in the base's dtype" if on else "adapter in float32",
             flag="--adapter-in-base-dtype",
@@ -383,27 +377,21 @@ KNOBS: dict[str, Knob] = {
             metavar="FILE",
             summary="Fields of any PeftConfig as YAML or JSON, peft_type among them: method peft.",
         ),
-        Knob(
+        _switch(
             # Its loss sums the head's gradient over chunks in the dtype of the weight, and its norms
             # and gated MLPs round at other places (liger-kernel 0.8.5 ops/).
             name="liger",
             tradeoff="numerics",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             words=lambda on: "Liger kernels" if on else "no Liger kernels",
             arguments=lambda on: {"use_liger_kernel": True} if on else {},
             needs={True: "liger-kernel"},
             flag="--liger",
             summary="Liger's Triton kernels and its loss without logits.",
         ),
-        Knob(
+        _switch(
             # The head's gradient is summed over the parts in the weights' own dtype.
             name="chunked_loss",
             tradeoff="numerics",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             words=lambda on: "loss in parts" if on else "loss at once",
             flag="--chunked-loss",
             summary="Logits and loss in eight parts of each sample: never all logits at once.",
@@ -421,13 +409,10 @@ KNOBS: dict[str, Knob] = {
             summary="Transformers' Trainer, or one of TRL's "
             f"[default: transformers; for the tasks {', '.join(BY_TASK)} TRL's own].",
         ),
-        Knob(
+        _switch(
             # The scores come of other batches: their rounding is another.
             name="precompute_ref_log_probs",
             tradeoff="numerics",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             words=lambda on: "reference scored before" if on else "reference scored in each step",
             flag="--precompute-ref-log-probs",
             summary="The reference of DPO and KTO scores all samples before training: no copy of it in "
@@ -448,13 +433,10 @@ KNOBS: dict[str, Knob] = {
             metavar="N",
             summary="Empty the allocator's cache in every N-th step [default: never].",
         ),
-        Knob(
+        _switch(
             # A variable of the environment: no trainer has a field for it.
             name="expandable_segments",
             tradeoff="exact",
-            read=values.flag,
-            default=False,
-            choices=(False, True),
             words=lambda on: "expandable segments" if on else "segments of fixed size",
             flag="--expandable-segments",
             summary="torch's allocator grows its segments instead of adding others (PYTORCH_ALLOC_CONF): "

@@ -12,14 +12,14 @@ class Parallelism:
     name: str
     library: str
     """Library whose rules decide what a GPU holds: torch or deepspeed. Empty: there is one GPU."""
-    stage: int
+    stage: int = 0
     """Stage of ZeRO: 0 every GPU holds all of it; 1 a part of the optimizer's state; 2 of the gradients too;
     3 of the weights too, which are gathered layer by layer. FSDP2 is a stage 3."""
-    offload: bool
+    offload: bool = False
     """Whether what is shared out waits in host memory, where the optimizer runs."""
-    traced_as: tuple[tuple[str, str], ...]
+    traced_as: tuple[tuple[str, str], ...] = ()
     """Pairs (precision, the one whose kernels run): the library casts the weights, not autocast."""
-    optimizers: tuple[str, ...]
+    optimizers: tuple[str, ...] = ()
     """Values of `optim` that it works with; empty: all."""
     summary: str
     num_replicas: int = 1
@@ -109,19 +109,11 @@ PARALLELISMS: dict[str, Parallelism] = {
         Parallelism(
             name="none",
             library="",
-            stage=0,
-            offload=False,
-            traced_as=(),
-            optimizers=(),
             summary="one GPU",
         ),
         Parallelism(
             name="ddp",
             library="torch",
-            stage=0,
-            offload=False,
-            traced_as=(),
-            optimizers=(),
             summary="everything on every GPU, gradients averaged",
         ),
         _fsdp2(False, "weights, gradients and optimizer shared out, a layer gathered at a time"),
@@ -130,7 +122,6 @@ PARALLELISMS: dict[str, Parallelism] = {
             name="hsdp",
             library="torch",
             stage=3,
-            offload=False,
             traced_as=_FSDP2_TRACED_AS,
             optimizers=_FSDP2_OPTIMIZERS,
             num_replicas=2,
@@ -139,9 +130,6 @@ PARALLELISMS: dict[str, Parallelism] = {
         Parallelism(
             name="tp",
             library="torch",
-            stage=0,
-            offload=False,
-            traced_as=(),
             optimizers=_TP_OPTIMIZERS,
             splits=True,
             summary="each layer's products split, the same samples on every GPU",
@@ -149,9 +137,6 @@ PARALLELISMS: dict[str, Parallelism] = {
         Parallelism(
             name="device-map",
             library="torch",
-            stage=0,
-            offload=False,
-            traced_as=(),
             optimizers=_DEALT_OPTIMIZERS,
             deals_layers=True,
             summary="whole layers dealt out; the GPUs work in turn, one at a time",
