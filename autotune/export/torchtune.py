@@ -127,10 +127,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
 
 
 def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
-    lost, carried = (
-        [Unsaid("trainer", "torchtune's own loop and loss, not Trainer's")],
-        {*_CARRIED, "trainer"},
-    )
+    lost = [Unsaid("trainer", "torchtune's own loop and loss, not Trainer's")]
+    carried = {*_CARRIED, "trainer"}
     simple = {
         "optimizer": config.optimizer in OPTIMIZERS,
         "precision": PRECISIONS[config.precision] == PRECISIONS[_nearest_precision(config)],

@@ -47,8 +47,6 @@ _OFF: dict[str, object] = {
 }
 """Arguments that `training_arguments` leaves out where a configuration does without."""
 
-_GROUPING: dict[str, object] = {"train_sampling_strategy": "group_by_length"}
-_OLD_GROUPING: dict[str, object] = {"group_by_length": True}
 _CHECKPOINTING = ("activation_checkpointing", "activation_checkpointing_kwargs")
 _OLD_CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
 _CHECKPOINTING_OPTIONS = ("every_n_layers", "offload")
@@ -200,10 +198,9 @@ def training_arguments(
     if precision.compute_dtype == "float32":
         arguments["tf32"] = precision.tf32
     if config.batching == "grouped":
-        strategy = (
-            _GROUPING if fields is None or "train_sampling_strategy" in fields else _OLD_GROUPING
-        )
-        arguments |= strategy
+        is_new = fields is None or "train_sampling_strategy" in fields
+        newest = {"train_sampling_strategy": "group_by_length"}
+        arguments |= newest if is_new else {"group_by_length": True}
     arguments |= checkpointing_arguments(
         config.activation_checkpointing, fields, offloading=config.activation_offloading
     )

@@ -85,22 +85,17 @@ def write(
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
     precision = PRECISIONS[config.precision]
     of_4_bits = QUANTIZATIONS[config.quantization].codes
-    other_products: tuple[Unsaid, ...] = ()
+    lost = []
     if of_4_bits and precision.compute_dtype != precision.parameter_dtype:
-        other_products = (
-            Unsaid(
-                "precision",
-                f"products of the 4-bit weights in {precision.compute_dtype} "
-                f"(trl takes {precision.parameter_dtype}, the dtype of the others)",
-                in_part=True,
-            ),
+        words = (
+            f"products of the 4-bit weights in {precision.compute_dtype} "
+            f"(trl takes {precision.parameter_dtype}, the dtype of the others)"
         )
-    other_attention: tuple[Unsaid, ...] = ()
+        lost.append(Unsaid("precision", words, in_part=True))
     if config.attention == EXPANDED:
-        other_attention = (Unsaid("attention", f"{EXPANDED} (trl takes sdpa)"),)
+        lost.append(Unsaid("attention", f"{EXPANDED} (trl takes sdpa)"))
     return (
-        *other_products,
-        *other_attention,
+        *lost,
         *unsaid_by_trl(row, config),
         *installed.unknown(model_fields(config, row), _named_model_fields(), "trl"),
     )
@@ -122,16 +117,12 @@ def unsaid_by_trl(
     said = {*CARRIED, *(OF_REFERENCE if row.has_reference else ()), "trainer"}
     if config.batching == BY_TOKENS:
         said.remove("batching")
-    other_trainer: tuple[Unsaid, ...] = ()
+    lost = []
     if config.trainer != row.name:
-        other_trainer = (
-            Unsaid(
-                "trainer",
-                f"Trainer ({row.class_name} makes its loss without logits, which takes less memory)",
-            ),
-        )
+        why = f"{row.class_name} makes its loss without logits, which takes less memory"
+        lost.append(Unsaid("trainer", f"Trainer ({why})"))
     return (
-        *other_trainer,
+        *lost,
         *unsaid(config, {*said, *carried}),
         *installed.unknown(trl_arguments(config, None, row), trl_fields(row), "trl"),
         *unknown_values(trl_arguments(config, None, row)),
