@@ -138,20 +138,8 @@ def _every(period: int) -> Callable[[Config, int], bool]:
     return lambda config, layer: (layer + 1) % (config.get("sliding_window_pattern") or period) != 0
 
 
-def _all(_config: Config, _layer: int) -> bool:
-    return True
-
-
-def _none(_config: Config, _layer: int) -> bool:
-    return False
-
-
-def _if_used(config: Config, _layer: int) -> bool:
-    return bool(config.get("use_sliding_window"))
-
-
 def _family(
-    windowed: Callable[[Config, int], bool] = _all,
+    windowed: Callable[[Config, int], bool] = lambda *_: True,
     elements: Callable[[Config], tuple[int, str]] = _grouped,
     **defaults: Any,
 ) -> Family:
@@ -200,8 +188,12 @@ CACHES: dict[str, Family] = {
         sliding_window=4096,
         max_window_layers=28,
     ),
-    "qwen3_moe": _family(_if_used, num_key_value_heads=4, sliding_window=4096),
-    "smollm3": _family(_none, num_key_value_heads=4),
+    "qwen3_moe": _family(
+        lambda config, _: bool(config.get("use_sliding_window")),
+        num_key_value_heads=4,
+        sliding_window=4096,
+    ),
+    "smollm3": _family(lambda *_: False, num_key_value_heads=4),
     "stablelm": _family(num_key_value_heads=32),
     "starcoder2": _family(num_key_value_heads=2),
 }

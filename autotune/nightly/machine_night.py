@@ -114,7 +114,9 @@ class MachineNight:
                 continue
             except StudyBusyError:
                 # Another card's thread has it: two cells may have one study, and so have two kinds of CPU.
-                self._put_off(planned)
+                with self._lock:
+                    self._waiting.append(planned)
+                time.sleep(BUSY_SECONDS)
                 continue
             except Exception:
                 # CardsLostError, and whatever Ray raises once its cluster is gone.
@@ -161,11 +163,6 @@ class MachineNight:
                     self._has_begun = True
                     return planned
         return None
-
-    def _put_off(self, planned: Planned) -> None:
-        with self._lock:
-            self._waiting.append(planned)
-        time.sleep(BUSY_SECONDS)
 
     def _give_back(self, planned: Planned) -> None:
         """Let another card go on with the cell, before those that were not begun."""

@@ -46,27 +46,11 @@ MAX_CELLS = 10_000
 """Most cells of one matrix: more is a slip, and no night would do."""
 
 AXES = ("model", "budget", "length", "methods")
-OPTIONS = (
-    "odds",
-    "headroom",
-    "effective_batch",
-    "effort",
-    "space",
-    "allow",
-    "task",
-    "images",
-    "image_size",
-    "base",
-    "dataset",
-    "format",
-    "text_field",
-    "answer_field",
-    "loss_on",
-    "tokenizer",
-    "confirm_steps",
-    "compile_mode",
-    "train_steps",
-)
+_NOT_OPTIONS = {
+    *("model", "gpu", "gpu_mem", "num_gpus", "seq_len", "methods", "backend", "peft", "study"),
+    *("accumulation", "settings"),
+}
+OPTIONS = tuple(each.name for each in dataclasses.fields(Question) if each.name not in _NOT_OPTIONS)
 """Fields of Question that a matrix sets for all cells, or for some."""
 
 _PATHS = ("base",)

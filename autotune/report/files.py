@@ -12,10 +12,6 @@ from autotune.report import html, markdown, terminal
 from autotune.report.data import ReportData
 
 
-def _json(data: ReportData) -> str:
-    return json.dumps(data.to_dict(), indent=2, allow_nan=False) + "\n"
-
-
 def _terminal(data: ReportData) -> str:
     file = io.StringIO()
     terminal.draw_answer(data.stored.answer, file)
@@ -25,7 +21,7 @@ def _terminal(data: ReportData) -> str:
 TEXTS: dict[str, Callable[[ReportData], str]] = {
     "html": html.draw,
     "markdown": markdown.draw,
-    "json": _json,
+    "json": lambda data: json.dumps(data.to_dict(), indent=2, allow_nan=False) + "\n",
     "terminal": _terminal,
 }
 """The formats of `autotune report --format`, and for each a function that makes the whole text."""

@@ -70,7 +70,9 @@ class Shares:
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
         self._rebuilds = spec.method == "full" and spec.activation_checkpointing > 0
         self._weights = functools.cache(self._evaluated)
-        self._ddp_buckets = functools.cache(self._filled_buckets)
+        self._ddp_buckets = functools.cache(
+            lambda rank: ddp_buckets(self._weights(rank), rebuilt=self._rebuilds)
+        )
         self._ddp_broadcasts = functools.cache(lambda rank: ddp_broadcasts(self._weights(rank)))
         self.tail_stays = is_one_unit or is_tied(parameters)
         """Whether the tail is gathered from beginning to end, as where the embedding is the head too."""
@@ -257,9 +259,6 @@ class Shares:
             )
             for parameter in self.parameters
         ]
-
-    def _filled_buckets(self, rank: int) -> list[int]:
-        return ddp_buckets(self._weights(rank), rebuilt=self._rebuilds)
 
     def _unit_of(self, parameter: TracedParameter) -> Unit:
         if parameter.place[1] >= 0:

@@ -239,23 +239,13 @@ def _highest_rank(asked: LimitProblem, pricer: Pricer) -> Reached:
 
 
 def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
-    assert asked.card is not None
     cases = []
     for entry in sorted(models.catalogue(), key=lambda e: (-e.num_parameters, e.hub_id)):
         source = models.resolve(entry.hub_id)
         if source.task == model_task(asked.question.task or "causal-lm"):
             longest = source.max_sequence_length
             if longest is None or asked.sequence_length <= longest:
-                cases.append(
-                    Case(
-                        value=entry.hub_id,
-                        source=source,
-                        gpu=asked.card.gpu,
-                        budget_bytes=asked.card.budget_bytes,
-                        sequence_length=asked.sequence_length,
-                        fixed={},
-                    )
-                )
+                cases.append(_case(asked, entry.hub_id, source))
     if not cases:
         raise ConfigError(
             f"No model of the catalogue takes {asked.sequence_length:,} tokens for this task",
@@ -265,19 +255,8 @@ def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
 
 
 def _smallest_card(asked: LimitProblem, pricer: Pricer) -> Reached:
-    assert asked.source is not None
-    cases = [
-        Case(
-            value=card.slug,
-            source=asked.source,
-            gpu=card,
-            budget_bytes=card.capacity_bytes,
-            sequence_length=asked.sequence_length,
-            fixed={},
-        )
-        for card in unlike_cards()
-    ]
-    cases = list(filter(pricer.is_possible, cases))
+    every = (_case(asked, card.slug, card=card) for card in unlike_cards())
+    cases = list(filter(pricer.is_possible, every))
     number = first_card(cases, pricer)
     if number is None:
         raise _nothing_fits(cases[-1], pricer)
@@ -354,14 +333,23 @@ def positions(source: ModelSource) -> tuple[int, str]:
     return MAX_SEQUENCE_LENGTH, "no longer sequence is looked for"
 
 
-def _case(asked: LimitProblem) -> Case:
-    assert asked.source is not None
-    assert asked.card is not None
+def _case(
+    asked: LimitProblem,
+    value: int | str = 0,
+    source: ModelSource | None = None,
+    card: Gpu | None = None,
+) -> Case:
+    """Return a case of the model and card that were asked about, or of these."""
+    source, budget_bytes = source or asked.source, 0 if card is None else card.capacity_bytes
+    if card is None:
+        assert asked.card is not None
+        card, budget_bytes = asked.card.gpu, asked.card.budget_bytes
+    assert source is not None
     return Case(
-        value=0,
-        source=asked.source,
-        gpu=asked.card.gpu,
-        budget_bytes=asked.card.budget_bytes,
+        value=value,
+        source=source,
+        gpu=card,
+        budget_bytes=budget_bytes,
         sequence_length=asked.sequence_length,
         fixed={},
     )
