@@ -1,0 +1,322 @@
+"""Prices the time of configurations' steps: kernels by the roofline, the host's work, links.
+
+The kernels of a micro-step and of an optimizer step are priced apart, so that any accumulation is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autotune.catalogue.gpus import Gpu
+from autotune.memory.traces import Trace
+from autotune.predict.kept_prices import KeptPrices
+from autotune.predict.optimizer_update import Trainable, kernels_of
+from autotune.predict.priced_updates import PricedUpdates
+from autotune.predict.sharding.exchange import Exchange
+from autotune.predict.sharding.shared_trace import SharedTrace
+from autotune.records.estimate import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.space.optimizers import UPDATERS
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
+from autotune.speed import links, roofline, step_parts
+from autotune.speed.host import Host, Stretches
+from autotune.speed.origin import RatesFrom
+from autotune.speed.sureness import Part, Parts, added
+
+# "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
+# what giving segments back and asking for them again adds to a step that does it.
+_EMPTY_CACHE_SHARE = 0.10
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSeconds:
+    """Predicted times of one configuration's optimizer step."""
+
+    micro_step_seconds: float
+    optimizer_step_seconds: float
+    total_seconds: float
+    bound: str
+    communication_seconds: float = 0.0
+    """Part of the total that goes into communication with the other GPUs."""
+
+
+class StepTimes:
+    """Prices the time of steps on one card; None where its rates are unknown."""
+
+    def __init__(
+        self,
+        traces: Mapping[TraceSpec, Trace | SharedTrace],
+        gpu: Gpu,
+        host: Host,
+        prices: KeptPrices,
+        updates: PricedUpdates,
+    ) -> None:
+        self._traces = traces
+        self._gpu = gpu
+        self._host = host
+        is_timed = gpu.rates is not None and gpu.rates.host_factor is not None
+        self._machine = replace(
+            roofline.ceilings(gpu),
+            launch_seconds=host.launch_seconds,
+            host_from=RatesFrom.THIS_CARD if is_timed else RatesFrom.CARDS_LIKE_IT,
+        )
+        self._prices = prices
+        self._updates = updates
+        self._link = links.link_of(gpu)
+        self._stretches = functools.cache(self._find_stretches)
+        self._between_micro_steps = functools.cache(self._find_between_micro_steps)
+        self._update = functools.cache(self._price_update)
+        self._forward_backward = functools.cache(self._price_forward_backward)
+        self._accumulation = functools.cache(self._price_accumulation)
+        self._micro_parts = functools.cache(self._price_micro_parts)
+        self.exchange = functools.cache(self._find_exchange)
+
+    def seconds(
+        self,
+        config: TrainConfig,
+        paged_out_bytes: int,
+        accumulation: float,
+        full_share: float = 1.0,
+    ) -> StepSeconds | None:
+        """The time of a step of so many micro-batches, each with a share of a full one's tokens."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        micro = self._forward_backward(
+            spec, config.micro_batch_size, rank, config.precision, full_share
+        )
+        added = self._accumulation(self._updates.trainable(spec, rank))
+        optimizer = self._updates.of(spec, rank, config.updater)
+        update = self._update(spec, rank, config.updater, paged_out_bytes)
+        if micro is None or added is None or update is None:
+            return None
+        steps = accumulation * (micro.total_seconds + self._between_micro_steps(spec, rank))
+        steps += (accumulation - 1) * added.total_seconds
+        if config.torch_empty_cache_steps:
+            steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
+        update_seconds = update.total_seconds
+        if UPDATERS[config.updater].updates and not optimizer.cost.num_synchronizations:
+            # The host launches updates while the GPU is at work on the backward pass.
+            spare_seconds = max(micro.total_seconds - micro.launch_seconds, 0.0)
+            update_seconds = max(update.gpu_seconds, update_seconds - spare_seconds)
+        alone = StepSeconds(
+            micro_step_seconds=steps / accumulation,
+            optimizer_step_seconds=update_seconds,
+            total_seconds=steps + update_seconds,
+            bound=micro.bound if steps > update_seconds else update.bound,
+        )
+        exchange = self.exchange(spec, config.micro_batch_size, rank)
+        return alone if exchange is None else self._shared(alone, exchange, accumulation)
+
+    def _shared(
+        self, alone: StepSeconds, exchange: Exchange, accumulation: float
+    ) -> StepSeconds | None:
+        """The step's times with what several GPUs add to them, one after the other."""
+        host_link = self._machine.moving.bytes_per_second.get("copy_host")
+        if self._link is None or host_link is None:
+            return None
+        num_gpus = exchange.num_gpus
+        sent_each = links.seconds(exchange.messages_per_micro_step, self._link, num_gpus)
+        sent_once = links.seconds(exchange.messages_per_step, self._link, num_gpus)
+        micro = sent_each + exchange.host_copy_bytes_per_micro_step / host_link
+        once = (
+            sent_once
+            + exchange.host_copy_bytes_per_step / host_link
+            + exchange.host_update_elements * roofline.HOST_UPDATE_SECONDS_PER_ELEMENT
+        )
+        sent = accumulation * sent_each + sent_once
+        others = accumulation * micro + once - sent
+        bound = max(
+            (sent, "communication"), (others, "transfer"), (alone.total_seconds, alone.bound)
+        )[1]
+        return StepSeconds(
+            micro_step_seconds=alone.micro_step_seconds + micro,
+            optimizer_step_seconds=alone.optimizer_step_seconds + once,
+            total_seconds=alone.total_seconds + accumulation * micro + once,
+            bound=bound,
+            communication_seconds=sent,
+        )
+
+    def parts(
+        self, config: TrainConfig, paged_out_bytes: int, whole: StepSeconds | None
+    ) -> Parts | None:
+        """The causes of a step's whole time, and how sure each is; None as of `seconds`."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        micro = self._micro_parts(spec, config.micro_batch_size, rank, config.precision)
+        optimizer = self._updates.of(spec, rank, config.updater)
+        update = step_parts.parts(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
+        if whole is None or micro is None or update is None:
+            return None
+        accumulation = config.gradient_accumulation_steps
+        found = added({cause: part.times(accumulation) for cause, part in micro.items()}, update)
+        # What the host does between micro-steps, adding gradients, and emptying the cache.
+        rest_seconds = whole.total_seconds - whole.communication_seconds
+        rest_seconds -= sum(part.seconds for part in found.values())
+        rest = step_parts.of_host(max(rest_seconds, 0.0), self._machine)
+        sent = step_parts.of_links(whole.communication_seconds)
+        return added(found, {"host": rest, "links": sent})
+
+    def kernels(self, config: TrainConfig) -> list[roofline.Kernel]:
+        """The kernels of a micro-step, then those of an optimizer step in which nothing is paged."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        micro = self._kernels_of(spec, config.micro_batch_size, rank, config.precision)
+        return [*micro, *kernels_of(self._updates.of(spec, rank, config.updater).cost, 0)]
+
+    def mfu(self, config: TrainConfig, model_flops: float, step_seconds: float) -> float | None:
+        """The share of the card's rate of matrix products that the model's work is."""
+        precision = PRECISIONS[config.precision]
+        return roofline.mfu(
+            model_flops=model_flops,
+            step_seconds=step_seconds,
+            gpu=self._gpu,
+            dtype=_rate_dtype(precision.compute_dtype, tf32=precision.tf32),
+        )
+
+    def flops(self, config: TrainConfig) -> tuple[float, float]:
+        """Floating-point operations of one optimizer step on each GPU: (all, without recomputation)."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        total = model = 0.0
+        for launch in self._traces[spec].launches(config.micro_batch_size, rank):
+            flops = launch.count * launch.flops
+            total += flops
+            model += 0 if launch.kernel.phase == "recompute" else flops
+        steps: float = config.gradient_accumulation_steps
+        if PARALLELISMS[spec.parallelism].deals_layers:
+            steps /= config.num_gpus  # Each GPU runs its layers: on average so many.
+        return total * steps, model * steps
+
+    def _find_exchange(self, spec: TraceSpec, micro_batch: int, rank: int) -> Exchange | None:
+        trace = self._traces[spec]
+        return trace.exchange(micro_batch, rank) if isinstance(trace, SharedTrace) else None
+
+    def _price_update(
+        self, spec: TraceSpec, rank: int, name: str, paged_out_bytes: int
+    ) -> roofline.StepTime | None:
+        """Price the update, with what the host does beside its launches.
+
+        Where the host waits for the GPU after every tensor (bitsandbytes), neither runs ahead of the other.
+        """
+        optimizer = self._updates.of(spec, rank, name)
+        found = roofline.seconds(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
+        if found is None:
+            return None
+        num_tensors = self._updates.trainable(spec, rank).num
+        each_seconds = self._host.tensor_seconds
+        if UPDATERS[name].updates:
+            each_seconds += self._host.call_seconds
+        host_seconds = found.launch_seconds + self._host.step_seconds + num_tensors * each_seconds
+        waited = min(optimizer.cost.num_synchronizations / max(num_tensors, 1), 1.0)
+        in_turn_seconds = waited * min(found.gpu_seconds, host_seconds)
+        return replace(
+            found,
+            launch_seconds=host_seconds,
+            total_seconds=max(found.total_seconds, host_seconds) + in_turn_seconds,
+            bound="launch" if host_seconds >= found.total_seconds else found.bound,
+        )
+
+    def _price_forward_backward(
+        self,
+        spec: TraceSpec,
+        micro_batch: float,
+        rank: int,
+        precision: str,
+        full_share: float = 1.0,
+    ) -> roofline.StepTime | None:
+        if full_share < 1:
+            # A single sample's is traced at one size alone.
+            several = replace(spec, single=False)
+            if several not in self._traces:
+                whole = self._forward_backward(spec, micro_batch, rank, precision)
+                if whole is None:
+                    return None
+                seconds = max(full_share * whole.total_seconds, whole.launch_seconds)
+                return replace(whole, total_seconds=seconds)
+            spec, micro_batch = several, full_share * micro_batch
+
+        def step_time() -> roofline.StepTime | None:
+            kernels = self._kernels_of(spec, micro_batch, rank, precision)
+            return roofline.seconds(kernels, self._machine, self._stretches(spec))
+
+        return self._prices.time(
+            roofline.StepTime | None,
+            self._traces[spec].identity,
+            f"step {micro_batch} {rank} {precision}",
+            step_time,
+        )
+
+    def _price_accumulation(self, trainable: Trainable) -> roofline.StepTime | None:
+        """Price adding each gradient to the one that is there: two reads and a write."""
+
+        def added() -> roofline.StepTime | None:
+            kernels = (
+                roofline.Kernel(
+                    name="add_",
+                    kind="elementwise",
+                    dtype=s.dtype,
+                    flops=0,
+                    bytes_moved=3 * s.size_bytes,
+                )
+                for s in trainable.read()
+            )
+            return roofline.seconds(kernels, self._machine)
+
+        return self._prices.time(
+            roofline.StepTime | None, trainable.identity, "adding gradients", added
+        )
+
+    def _price_micro_parts(
+        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
+    ) -> Parts | None:
+        def parts() -> dict[str, Part] | None:
+            kernels = self._kernels_of(spec, micro_batch, rank, precision)
+            found = step_parts.parts(kernels, self._machine, self._stretches(spec))
+            return None if found is None else dict(found)
+
+        return self._prices.time(
+            dict[str, Part] | None,
+            self._traces[spec].identity,
+            f"parts {micro_batch} {rank} {precision}",
+            parts,
+        )
+
+    def _find_between_micro_steps(self, spec: TraceSpec, rank: int) -> float:
+        num_adapter_weights = 0
+        if spec.method != "full":
+            num_adapter_weights = self._updates.trainable(spec, rank).num
+        trace = self._traces[spec]
+        num_weights = self._prices.price(int, trace.identity, "weights", lambda: trace.num_weights)
+        return self._host.between_micro_steps_seconds(num_weights, num_adapter_weights)
+
+    def _find_stretches(self, spec: TraceSpec) -> Stretches:
+        shares, order = self._traces[spec].stretches
+        return Stretches(shares=shares, order=order)
+
+    def _kernels_of(
+        self, spec: TraceSpec, micro_batch: float, rank: int, precision: str
+    ) -> list[roofline.Kernel]:
+        tf32 = PRECISIONS[precision].tf32
+        kernels = []
+        for launch in self._traces[spec].launches(micro_batch, rank):
+            k = launch.kernel
+            kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
+            kernels.append(
+                roofline.Kernel(
+                    name=k.name,
+                    kind=kind,
+                    dtype=_rate_dtype(k.dtype, tf32=tf32) if kind == "matmul" else k.dtype,
+                    flops=launch.flops,
+                    bytes_moved=launch.bytes_moved,
+                    shape=launch.shape,
+                    count=launch.count,
+                    phase=k.phase,
+                )
+            )
+        return kernels
+
+
+def _rate_dtype(dtype: str, *, tf32: bool) -> str:
+    """The dtype whose rate a matrix product runs at."""
+    if dtype.startswith("float8"):  # e4m3 by e4m3 or by e5m2, at one rate
+        return "float8"
+    return "tf32" if tf32 and dtype == "float32" else dtype
