@@ -41,7 +41,7 @@ def trace(context: click.Context, /, *, as_json: bool, out: Path | None, **setti
     from autotune.report.progress import progress_on_stderr
     from autotune.search.estimate import priced
     from autotune.search.resolve import resolve_configuration
-    from autotune.space.knobs import describe
+    from autotune.space.words import describe
 
     asked = resolve_configuration(question_of(context, **settings), note=note)
     with progress_on_stderr(quiet=as_json) as progress:

@@ -35,8 +35,8 @@ from autotune.export.carried import Unsaid
 from autotune.export.exporter import Exporter
 from autotune.export.own_modules import with_own_modules
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.knobs import describe
 from autotune.space.trainers import BY_TASK
+from autotune.space.words import describe
 
 EXPORTERS = (
     train_py.EXPORTER, training_args.EXPORTERS[0], train_config.EXPORTER, result_json.EXPORTER

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import CHECKPOINTING, KNOBS, METHOD_WORDS, describe, words_of_plan
+from autotune.space.knobs import CHECKPOINTING, KNOBS, METHOD_WORDS
+from autotune.space.words import describe, words_of_plan
 
 QUANTIZED = ("quantization", "quantization_storage")
 OF_LORA = ("lora_rank", "lora_targets", "lora_variant", "lora_alpha_ratio", "lora_dropout")

@@ -10,8 +10,8 @@ from autotune.common.units import format_bytes
 from autotune.export.carried import one_line, settings
 from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.knobs import describe
 from autotune.space.learning_rates import learning_rate
+from autotune.space.words import describe
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:

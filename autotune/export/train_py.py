@@ -24,12 +24,12 @@ from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
-from autotune.space.knobs import difference
 from autotune.space.lengths import BY_TOKENS, vary
 from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS
+from autotune.space.words import difference
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"

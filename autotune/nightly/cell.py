@@ -39,7 +39,7 @@ from autotune.search.find import Finding, find
 from autotune.search.fleet import Cards
 from autotune.search.listener import SILENT, Listener, Measuring
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 from autotune.store.locks import StudyBusyError
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer

@@ -13,7 +13,7 @@ from autotune.nightly import drift
 from autotune.nightly.history import NEW, Night
 from autotune.nightly.plan import Planned
 from autotune.records.fingerprint import Fingerprint
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 
 EVENTS = ("regression", "improved", "failure")
 """Events that a night may have, of which `failure` is a cell without an answer."""

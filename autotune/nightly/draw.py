@@ -18,7 +18,7 @@ from autotune.nightly.history import Night
 from autotune.nightly.plan import Planned, Prepared
 from autotune.report.html import environment as templates
 from autotune.report.markdown import plain, table
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 
 _FILES = resources.files("autotune.nightly")
 _STYLES = resources.files("autotune.report")

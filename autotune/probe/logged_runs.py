@@ -7,7 +7,7 @@ import logging
 from autotune.common import log
 from autotune.common.units import format_bytes
 from autotune.records.measurement import Measurement
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 
 _log = log.logger(__name__)
 

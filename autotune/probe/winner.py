@@ -11,8 +11,8 @@ from autotune.common.units import counted, format_bytes
 from autotune.errors import NothingFitsError, WorkerError
 from autotune.records.measurement import NOISE, Measurement
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe
 from autotune.space.tradeoffs import gives_up
+from autotune.space.words import describe
 
 MAX_CONFIRMATIONS = 3
 """How many winners are confirmed at most. [judgement] Three that fail have a cause in common, which a fourth

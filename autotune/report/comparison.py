@@ -14,7 +14,8 @@ from autotune.common import json_records
 from autotune.common.units import format_bytes
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
-from autotune.space.knobs import KNOBS, describe
+from autotune.space.knobs import KNOBS
+from autotune.space.words import describe
 from autotune.store.stored_answers import StoredAnswer
 
 _MISSING = "-"

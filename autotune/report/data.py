@@ -15,8 +15,8 @@ from autotune.common.units import format_bytes
 from autotune.common.user_text import printable
 from autotune.records.measurement import measurement_from_dict
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
+from autotune.space.words import describe
 from autotune.store.predicted_trials import OVER_BUDGET, SPACE
 from autotune.store.stored_answers import StoredAnswer, load_with_trials
 

@@ -17,14 +17,8 @@ from autotune.report import measured_words, tips, words
 from autotune.report.data import ReportData
 from autotune.space.checkpoint_plans import INTERVAL, plan_words
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import (
-    CHECKPOINTING,
-    KNOBS,
-    METHOD_WORDS,
-    describe,
-    description,
-    words_of_plan,
-)
+from autotune.space.knobs import CHECKPOINTING, KNOBS, METHOD_WORDS
+from autotune.space.words import describe, description, words_of_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

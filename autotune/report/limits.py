@@ -11,7 +11,7 @@ from autotune.common.user_text import printable
 from autotune.report import terminal, words
 from autotune.search.inverse.questions import Limit
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM
-from autotune.space.knobs import as_options, describe
+from autotune.space.words import as_options, describe
 
 _QUESTIONS = {
     "sequence-length": ("{:,} tokens", "the longest sequence"),

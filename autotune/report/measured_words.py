@@ -8,7 +8,8 @@ from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import Measurement
 from autotune.report.words import samples
-from autotune.space.knobs import KNOBS, describe
+from autotune.space.knobs import KNOBS
+from autotune.space.words import describe
 
 
 def measured_speed(measurement: Measurement) -> str:

@@ -28,7 +28,7 @@ from autotune.report import measured_words
 from autotune.report.stderr import Output, output
 from autotune.search.listener import Measuring
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,7 +13,7 @@ from autotune.common.user_text import printable
 from autotune.records.answer import Answer
 from autotune.report import html as pages
 from autotune.report import measured_words, words
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 
 _COLOURS = (
     "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999999", "#777777",

@@ -17,7 +17,7 @@ from autotune.report.measuring import measuring_on_stderr
 from autotune.report.stderr import Output, output
 from autotune.search.listener import Listener
 from autotune.search.predict_best import Progress
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 
 _log = log.logger(__name__)
 

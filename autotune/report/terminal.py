@@ -25,9 +25,9 @@ from autotune.report import measured_words, tips, words
 from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.space import requirements
-from autotune.space.knobs import describe
 from autotune.space.pictures import Pictures
 from autotune.space.trainers import BY_TASK
+from autotune.space.words import describe
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,12 +12,13 @@ from autotune.records.measurement import NOISE
 from autotune.space import learning_rates, requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import DEFAULT_ODDS
-from autotune.space.knobs import KNOBS, METHOD_WORDS, describe, difference
+from autotune.space.knobs import KNOBS, METHOD_WORDS
 from autotune.space.lengths import Lengths
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
 from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.space.words import describe, difference
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
 

@@ -12,7 +12,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.records.estimate import Estimate
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 
 
 def none_of_class(

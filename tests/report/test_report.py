@@ -28,8 +28,8 @@ from autotune.report import data, facts, files, markdown, words
 from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe, words_of_plan
 from autotune.space.requirements import LeftOut, Reason
+from autotune.space.words import describe, words_of_plan
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
 HOSTILE = (

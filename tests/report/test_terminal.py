@@ -20,8 +20,8 @@ from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
 from autotune.report import progress, terminal, words
 from autotune.report.explain import explain
-from autotune.space.knobs import describe
 from autotune.space.lengths import Lengths
+from autotune.space.words import describe
 from autotune.speed.origin import RatesFrom
 
 

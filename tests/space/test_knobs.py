@@ -9,7 +9,8 @@ import pytest
 
 from autotune.export.training_args import installed_fields
 from autotune.space.config import METHODS, TrainConfig
-from autotune.space.knobs import KNOBS, REQUIRED, Knob, as_options, describe, difference
+from autotune.space.knobs import KNOBS, REQUIRED, Knob
+from autotune.space.words import as_options, describe, difference
 
 CONFIG = TrainConfig(
     method="full",

@@ -11,7 +11,7 @@ from autotune.catalogue.gpus import Gpu, cpu_stand_in, detect, find_gpu
 from autotune.errors import HardwareError
 from autotune.search import budget
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe
+from autotune.space.words import describe
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.deadline import Deadline
 from tools.gpu_check.records import Records

@@ -32,9 +32,9 @@ from autotune.search.nothing_fits import needs
 from autotune.search.predict_best import Progress
 from autotune.space.config import Workload
 from autotune.space.headroom import Headroom
-from autotune.space.knobs import describe
 from autotune.space.search_space import may_pack
 from autotune.space.trainers import TRAINERS, model_task, trainers_of
+from autotune.space.words import describe
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_MICRO_BATCH = 65_536

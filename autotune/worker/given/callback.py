@@ -41,8 +41,8 @@ from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
-from autotune.space.knobs import describe, difference
 from autotune.space.lengths import vary
+from autotune.space.words import describe, difference
 from autotune.worker.build.backward_update import update_in_backward
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
