@@ -100,3 +100,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _cut(name: str) -> str:
     return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 1]}…"
+
+
+def first_line(error: BaseException, most: int = 300) -> str:
+    """Return the start of what another library's error says; its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]

@@ -22,7 +22,7 @@ from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS,
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
-from autotune.errors import ConfigError, nearest
+from autotune.errors import ConfigError, first_line, nearest
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = MIB
@@ -504,7 +504,7 @@ def _download(hub_id: str) -> Path:
             return Path(cached)
         raise ConfigError(
             f"The configuration of {hub_id} could not be fetched",
-            why=f"It is not in the catalogue, and the Hub did not answer ({_reason(error)})",
+            why=f"It is not in the catalogue, and the Hub did not answer ({first_line(error, 160)})",
             remedy=f"Connect, or give a folder or file that has its {CONFIG_NAME}. "
             f"{_known(hub_id)}",
         ) from error
@@ -521,11 +521,6 @@ def _cached(hub_id: str) -> Path:
         why="It is neither in the catalogue nor in the Hub's cache, and the Hub was not asked",
         remedy="A search asks the Hub for it",
     )
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:160] if lines else type(error).__name__
 
 
 def _known(model: str) -> str:

@@ -117,6 +117,11 @@ def _keep(path: Path, name: Path) -> None:
         shutil.copy2(path, name, follow_symlinks=False)
 
 
+def existing(path: Path) -> Path:
+    """Return the path, or of the folders above it the first that is there."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
 def check_folder(folder: Path, *, what: str, remedy: str) -> None:
     """Check that files can be written into the folder, which need not be there yet; nothing is made.
 
@@ -124,7 +129,7 @@ def check_folder(folder: Path, *, what: str, remedy: str) -> None:
     """
     why = ""
     try:
-        place = next(path for path in (folder, *folder.parents) if path.exists())
+        place = existing(folder)
         if not place.is_dir():
             why = f"{place} is a file"
         elif not os.access(place, os.W_OK | os.X_OK):

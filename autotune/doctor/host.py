@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from autotune.common.files import existing
 from autotune.common.units import GIB, format_bytes
 from autotune.doctor.machine import CheckedMachine
 from autotune.doctor.verdict import Diagnosis, fail, ok, warn
@@ -39,7 +40,7 @@ def disk(machine: CheckedMachine) -> Diagnosis:
     if vital := [name for name in refused if name != _HUBS_CACHE]:
         return fail(f"cannot be written: {unwritten}", _REMEDIES[vital[0]])
     free = {
-        f"{name} ({path})": shutil.disk_usage(_existing(path)).free for name, path in places.items()
+        f"{name} ({path})": shutil.disk_usage(existing(path)).free for name, path in places.items()
     }
     name, least_bytes = min(free.items(), key=lambda item: item[1])
     said = f"{format_bytes(least_bytes)} are free for {name}"
@@ -80,17 +81,9 @@ def _studies_folder(storage: str) -> Path:
     return Path("studies") if file is None else file.parent
 
 
-def _existing(path: Path) -> Path:
-    """Return the folder, or the one that it would be made in."""
-    for each in (path, *path.parents):
-        if each.exists():
-            return each
-    return Path("/")
-
-
 def _why_not_written(path: Path) -> str:
     try:
-        with tempfile.TemporaryFile(dir=_existing(path)) as file:
+        with tempfile.TemporaryFile(dir=existing(path)) as file:
             file.write(b"autotune")
     except OSError as error:
         return error.strerror or str(error)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autotune.doctor.machine import CheckedMachine
 from autotune.doctor.verdict import Diagnosis, fail, ok, warn
-from autotune.errors import StorageError
+from autotune.errors import StorageError, first_line
 from autotune.store import optuna_study, upgrade
 from autotune.store.database import engine_options, explained, file_of, parse_url
 
@@ -93,7 +93,6 @@ def hub(_machine: CheckedMachine) -> Diagnosis:
         if status >= 500:
             return warn(f"{endpoint} answers with an error ({status})", _WITHOUT_HUB)
     except Exception as error:  # its HTTP library raises what it likes
-        lines = str(error).splitlines() or [type(error).__name__]
-        return warn(f"{endpoint} cannot be reached: {lines[0][:160]}", _WITHOUT_HUB)
+        return warn(f"{endpoint} cannot be reached: {first_line(error, 160)}", _WITHOUT_HUB)
     milliseconds = 1000 * (time.monotonic() - started)
     return ok(f"{endpoint} answers in {milliseconds:.0f} ms")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autotune.catalogue.installed import version
 from autotune.worker.uncompiled import uncompiled
 
 Part = dict[str, Any]
@@ -55,7 +55,7 @@ def _card() -> Part:
 
 
 def _bitsandbytes() -> Part:
-    if not _version("bitsandbytes"):
+    if not (found := version("bitsandbytes")):
         return {"version": ""}
     with uncompiled():
         from bitsandbytes import cextension
@@ -63,7 +63,7 @@ def _bitsandbytes() -> Part:
     # 0.50 cextension.py: what stands in for a library that did not load keeps the loader's words.
     library = cextension.lib
     return {
-        "version": _version("bitsandbytes"),
+        "version": found,
         "library": Path(str(getattr(library._lib, "_name", ""))).name
         if "_lib" in vars(library)
         else "",
@@ -75,22 +75,15 @@ def _bitsandbytes() -> Part:
 def _flash_attention() -> Part:
     found = {}
     for package, module in FLASH_ATTENTION.items():
-        if not (version := _version(package)):
+        if not (found_version := version(package)):
             continue
         problem = ""
         try:
             importlib.import_module(module)
         except Exception as error:  # an undefined symbol, where it was built for another torch
             problem = _in_a_line(error)
-        found[package] = {"version": version, "problem": problem}
+        found[package] = {"version": found_version, "problem": problem}
     return {"found": found}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _in_a_line(error: Exception) -> str:

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from typing import Any
 
+from autotune.errors import first_line
 from autotune.export.encode import encode
 from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
 from autotune.space.trainers import BY_TASK
@@ -94,8 +95,7 @@ def load_tokenizer(tokenizer: str) -> Any:
             tokenizer, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise UnusableData(
-            f"there is no tokenizer in local files for {tokenizer}: {why}",
+            f"there is no tokenizer in local files for {tokenizer}: {first_line(error, 200)}",
             "--tokenizer names a folder that has it",
         ) from error

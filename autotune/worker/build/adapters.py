@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.fx.experimental import _config as fx_config
 
-from autotune.errors import nearest
+from autotune.errors import first_line, nearest
 from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, AdapterSettings, peft_fields
 from autotune.space.config import PEFT_TASK_TYPES
 from autotune.space.trainers import model_task
 from autotune.worker.build.layers import num_layers
-from autotune.worker.build.model import UnsupportedModel, first_line, reason_of
+from autotune.worker.build.model import UnsupportedModel, reason_of
 from autotune.worker.trace.stand_ins import replaced
 
 RANK = 10_007

@@ -60,6 +60,11 @@ def with_layers(config: PretrainedConfig, num: int) -> PretrainedConfig:
     return small
 
 
+def inner_of(model: Any) -> Any:
+    """Return the model itself, without PEFT's around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
     """The lists of repeated layers: one, or an encoder's and a decoder's; empty where it is unclear.
 
@@ -67,7 +72,7 @@ def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
     layers that see images.
     """
     root: Any = model
-    inner: Any = root.get_base_model() if hasattr(root, "get_base_model") else root
+    inner = inner_of(model)
     num = num_layers(inner.config)
     if text_part(inner.config) is not inner.config:
         root = inner.get_decoder()

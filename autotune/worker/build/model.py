@@ -21,6 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.catalogue.attention import EXPANDED
+from autotune.errors import first_line as first_line
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS
@@ -28,6 +29,7 @@ from autotune.space.trainers import BY_TASK, PICTURES, model_task
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
+from autotune.worker.build.layers import inner_of
 
 _AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",
@@ -152,7 +154,7 @@ def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
     if (
         enable is not None
         and "every_n_layers"
-        in inspect.signature(_inner(model).activation_checkpointing_enable).parameters
+        in inspect.signature(inner_of(model).activation_checkpointing_enable).parameters
     ):
         enable(
             activation_checkpointing_kwargs=kwargs,
@@ -165,10 +167,6 @@ def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
             f"transformers {transformers.__version__} checkpoints every layer or none, without offloading"
         )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-
-
-def _inner(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def decayed_parameters(model: nn.Module) -> set[int]:
@@ -197,7 +195,7 @@ def linear_weights(model: nn.Module) -> set[int]:
 
 def accepts_loss_kwargs(model: Any) -> bool:
     """Whether the forward pass takes `num_items_in_batch`, as Trainer asks it."""
-    inner = _inner(model)
+    inner = inner_of(model)
     declared = getattr(inner, "accepts_loss_kwargs", None)
     if declared is not None:
         return bool(declared)
@@ -207,7 +205,7 @@ def accepts_loss_kwargs(model: Any) -> bool:
 
 def shifts_labels(model: Any) -> bool:
     """Whether each place foretells the next one's label, as Trainer asks it."""
-    inner = _inner(model)
+    inner = inner_of(model)
     loss = LOSS_MAPPING.get(getattr(inner, "loss_type", ""))
     return loss is ForCausalLMLoss and not inner.config.is_encoder_decoder
 
@@ -245,8 +243,3 @@ def reason_of(error: Exception) -> str:
             "it looks at values of weights or of what they make, and a prediction has shapes alone"
         )
     return f"{type(error).__name__}: {first_line(error)}"
-
-
-def first_line(error: Exception) -> str:
-    """The first line of a library's exception, short enough for a message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

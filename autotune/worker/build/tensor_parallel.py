@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autotune.worker.build.model import UnsupportedModel, first_line
+from autotune.errors import first_line
+from autotune.worker.build.model import UnsupportedModel
 
 _collectives = torch.ops._c10d_functional
 KERNEL_NAMES: dict[Any, str] = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autotune.common import json_records
+from autotune.errors import first_line
 from autotune.speed.calibration_plan import product
 from autotune.speed.roofline import Kernel
 from autotune.worker.calibrate.host import host_seconds
@@ -40,7 +41,7 @@ def time_kernels(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             _warm_up(kernels, device, request["warm_up_seconds"])
         except (AssertionError, RuntimeError) as error:
             # No CUDA in this build; no driver, one too old, no memory left for a context.
-            yield {"unusable": _first_line(error)}
+            yield {"unusable": first_line(error, 200)}
             return
     else:
         torch.set_num_threads(1)
@@ -51,16 +52,12 @@ def time_kernels(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         except torch.OutOfMemoryError:
             yield {"index": number, "skipped": "out of memory"}
         except (ImportError, NotImplementedError, RuntimeError) as error:
-            yield {"index": number, "skipped": _first_line(error)}
+            yield {"index": number, "skipped": first_line(error, 200)}
         # What it held is gone by now, and is not to be what the next one lacks.
         gc.collect()
         if is_cuda:
             torch.cuda.empty_cache()
     yield {"host": host_seconds(device)}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def _warm_up(kernels: Sequence[Kernel], device: torch.device, seconds: float) -> None:

@@ -25,6 +25,7 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build.checkpoint_plan import keep_products
 from autotune.worker.build.chunked_loss import chunk_loss
+from autotune.worker.build.layers import inner_of
 from autotune.worker.build.quantize import is_quantized
 from autotune.worker.build.tensor_parallel import local
 from autotune.worker.probe.shared import is_deepspeed, is_made_on_host
@@ -69,8 +70,7 @@ def check_model(model: Any, config: TrainConfig) -> list[str]:
     if found_attentions != {config.attention}:
         found = ", ".join(sorted(found_attentions)) or "none"
         complaints.append(f"attention is {found}, not {config.attention}")
-    causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
-    of_loss = getattr(getattr(causal_lm, "loss_function", None), "__qualname__", "")
+    of_loss = getattr(getattr(inner_of(model), "loss_function", None), "__qualname__", "")
     if of_loss.startswith(chunk_loss.__name__) != config.chunked_loss:
         complaints.append(f"the loss is {of_loss or 'none of its own'}")
     return complaints

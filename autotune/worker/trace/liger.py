@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autotune.space.trainers import TRAINERS, model_task
+from autotune.worker.build.layers import inner_of
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Device
@@ -47,7 +48,7 @@ def apply(model: Any, task: str, trainer: str) -> None:
     """
     if model_task(task) != "causal-lm":
         raise UnsupportedModel("Liger replaces the forward pass of causal language models only")
-    kind = _base(model).config.model_type
+    kind = inner_of(model).config.model_type
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
         from transformers.integrations.liger import apply_liger_kernel
@@ -59,10 +60,6 @@ def apply(model: Any, task: str, trainer: str) -> None:
         raise UnsupportedModel(f"Liger has no kernels for model type {kind}")
     own_loss = {"fused_linear_cross_entropy": False} if TRAINERS[trainer].is_trl else None
     apply_liger_kernel(model, own_loss)
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextlib.contextmanager

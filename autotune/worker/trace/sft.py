@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autotune.space.trainers import PICTURES
+from autotune.worker.build.layers import inner_of
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.kernels import Buffer
@@ -49,8 +50,7 @@ def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
         ) from error
     if is_quantized:
         cast_adapter(model)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    add_fused_lm_head(base, outputs=("log_probs", "entropy", "is_top1"))
+    add_fused_lm_head(inner_of(model), outputs=("log_probs", "entropy", "is_top1"))
 
 
 def cast_adapter(model: nn.Module) -> None:
