@@ -61,7 +61,7 @@ def launch_environment(config: TrainConfig) -> dict[str, str]:
                 variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(settings)
             names = _NAMES.get(section, {})
             variables |= {
-                names.get(key, key.upper()): _as_variable(value) for key, value in settings.items()
+                names.get(key, key.upper()): as_variable(value) for key, value in settings.items()
             }
     return variables
 
@@ -82,7 +82,8 @@ _NAMES = {
 """Names of variables that are not those of the keys, by section."""
 
 
-def _as_variable(value: object) -> str:
+def as_variable(value: object) -> str:
+    """Return the value as the environment and the command line have it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

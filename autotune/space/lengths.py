@@ -23,7 +23,6 @@ padded micro-batches of about as many tokens each, at most those of `micro_batch
 length."""
 SAME_STEPS = ("padded", BY_TOKENS)
 """Ways that train on the same samples in each step, their losses divided by the same number of tokens."""
-UNPADDED = ("packed", "padding-free")
 
 SHORT_SHARE = 16
 """Divisor for the shortest sample: where no lengths are known, it is taken to be this part of the longest.

@@ -142,12 +142,6 @@ def require_method(space: SearchSpace, methods: Sequence[str]) -> None:
     )
 
 
-def text_of(name_or_path: str) -> str | None:
-    """Return the file's text, for another machine; None for a shipped space, which is there as well."""
-    shipped = _shipped()
-    return None if name_or_path in shipped else _read(Path(name_or_path), name_or_path, shipped)
-
-
 def _shipped() -> dict[str, Path]:
     """Shipped files by name: inside the package of a wheel, beside it in a checkout."""
     package = Path(__file__).parents[1]

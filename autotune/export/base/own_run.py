@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from autotune.export import export_paths, mapping_write
+from autotune.export.accelerate_config import as_variable
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_words
 from autotune.export.base.parts import RunFile
@@ -155,10 +156,6 @@ def _listed(changes: Iterable[KeyEdit]) -> str:
     return ", ".join(
         f"{in_words(change.key)} gone"
         if change.value is None
-        else f"{in_words(change.key)}: {_shown(change.value)}"
+        else f"{in_words(change.key)}: {as_variable(change.value)}"
         for change in changes
     )
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

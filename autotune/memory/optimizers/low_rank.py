@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.allocator import Tape
@@ -191,6 +191,9 @@ class GaLoreAdamW(Algorithm):
 
     projection: Projection
 
+    _NAMES: ClassVar[tuple[str, ...]] = ("product", "scaled")
+    """Variables of `_write_update`."""
+
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
         if not spec.linear:
             return (StateTensor(size_bytes=spec.size_bytes),) * 2
@@ -200,20 +203,20 @@ class GaLoreAdamW(Algorithm):
 
     def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
         kept = empty_states(specs) if states is None else [list(state) for state in states]
-        scope = Scope(tape, "grad", "denom", "norm_grad", "product", "scaled")
+        scope = Scope(tape, "grad", "denom", "norm_grad", *self._NAMES)
         for i in others_first(specs):
             spec = specs[i]
-            moment_bytes = self.state(spec)[-1].size_bytes
+            moment_bytes = self.state(spec)[1].size_bytes
             scope.drop("grad")
             if spec.linear:
                 write_new_matrix(tape, self.projection, spec, spec.dtype, kept[i])
                 scope.new("grad", moment_bytes)
             if states is None:
-                kept[i] += alloc_state(tape, self.state(spec)[-2:])
+                kept[i] += alloc_state(tape, [StateTensor(size_bytes=moment_bytes)] * 2)
             scope.new("denom", moment_bytes)
             scope.new("norm_grad", moment_bytes)
             if spec.linear:
-                write_product(scope, "norm_grad", spec.size_bytes)
+                self._write_update(scope, spec, kept[i], is_first=states is None)
         scope.close()
         return kept
 
@@ -222,12 +225,26 @@ class GaLoreAdamW(Algorithm):
         # parameter's add_ 3, and before it a projected one's mul 2.
         total = NO_COST
         for spec in specs:
-            moved = 17 * self.state(spec)[-1].size_bytes + 3 * spec.size_bytes
-            total += StepCost(bytes_moved=moved, num_kernels=8)
+            moment_bytes = self.state(spec)[1].size_bytes
+            total += StepCost(bytes_moved=17 * moment_bytes + 3 * spec.size_bytes, num_kernels=8)
             if spec.linear:
-                total += StepCost(bytes_moved=2 * spec.size_bytes, num_kernels=1)
-                total += projection_cost(spec, self.projection, dtype=spec.dtype, num_products=2)
+                total += self._cost_of_update(spec, moment_bytes)
         return total
+
+    def _write_update(
+        self,
+        scope: Scope,
+        spec: TensorSpec,
+        state: list[int],  # noqa: ARG002
+        *,
+        is_first: bool,  # noqa: ARG002
+    ) -> None:
+        """Write how the weight's update comes of the projected moments."""
+        write_product(scope, "norm_grad", spec.size_bytes)
+
+    def _cost_of_update(self, spec: TensorSpec, moment_bytes: int) -> StepCost:  # noqa: ARG002
+        back = StepCost(bytes_moved=2 * spec.size_bytes, num_kernels=1)
+        return back + projection_cost(spec, self.projection, dtype=spec.dtype, num_products=2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,44 +305,19 @@ class GaLoreAdamW8bit(Algorithm):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Apollo(Algorithm):
+class Apollo(GaLoreAdamW):
     """apollo-torch 1.0 apollo.py: the projected moments only scale the gradient's channels."""
 
-    projection: Projection
+    _NAMES: ClassVar[tuple[str, ...]] = ("quotient", "factor", "scaled_grad", "norm", "limiter")
 
     def state(self, spec: TensorSpec) -> tuple[StateTensor, ...]:
-        if not spec.linear:
-            return (StateTensor(size_bytes=spec.size_bytes),) * 2
-        matrix_bytes = self.projection.matrix_bytes(spec, spec.dtype)
-        moment_bytes = projected(spec, self.projection).size_bytes
-        # The last is the norm of the last update, which every step replaces.
-        sizes = (matrix_bytes, moment_bytes, moment_bytes, DTYPE_BYTES[spec.dtype])
-        return tuple(StateTensor(size_bytes=size) for size in sizes)
+        # The norm of the last update, which every step replaces.
+        norm = (StateTensor(size_bytes=DTYPE_BYTES[spec.dtype]),) * spec.linear
+        return (*GaLoreAdamW.state(self, spec), *norm)
 
-    def write_step(self, tape: Tape, specs: Sequence[TensorSpec], states: States | None) -> States:
-        kept = empty_states(specs) if states is None else [list(state) for state in states]
-        scope = Scope(
-            tape,
-            *("grad", "denom", "norm_grad", "quotient", "factor", "scaled_grad", "norm", "limiter"),
-        )
-        for i in others_first(specs):
-            spec = specs[i]
-            moment_bytes = self.state(spec)[1].size_bytes
-            scope.drop("grad")
-            if spec.linear:
-                write_new_matrix(tape, self.projection, spec, spec.dtype, kept[i])
-                scope.new("grad", moment_bytes)
-            if states is None:
-                kept[i] += alloc_state(tape, [StateTensor(size_bytes=moment_bytes)] * 2)
-            scope.new("denom", moment_bytes)
-            scope.new("norm_grad", moment_bytes)
-            if spec.linear:
-                self._write_scaled(scope, spec, kept[i], is_first=states is None)
-        scope.close()
-        return kept
-
-    @staticmethod
-    def _write_scaled(scope: Scope, spec: TensorSpec, state: list[int], *, is_first: bool) -> None:
+    def _write_update(
+        self, scope: Scope, spec: TensorSpec, state: list[int], *, is_first: bool
+    ) -> None:
         tape, scalar_bytes = scope.tape, DTYPE_BYTES[spec.dtype]
         channel_bytes = scalar_bytes * max(spec.shape)
         norm_of_update, norm_of_gradient = (tape.alloc(channel_bytes, "temporary") for _ in "ab")
@@ -348,15 +340,9 @@ class Apollo(Algorithm):
             state.append(norm)
         scope.drop("norm_grad")  # from now on it is scaled_grad
 
-    def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
-        # As GaLore's; a projected one's two norms 1 each, and of the gradient mul 2, norm 1, div 2,
-        # mul_ 2. The limiter's comparison waits for the GPU.
-        total = NO_COST
-        for spec in specs:
-            moment_bytes = self.state(spec)[1].size_bytes
-            total += StepCost(bytes_moved=17 * moment_bytes + 3 * spec.size_bytes, num_kernels=8)
-            if spec.linear:
-                moved = 2 * moment_bytes + 7 * spec.size_bytes
-                total += StepCost(bytes_moved=moved, num_kernels=14, num_synchronizations=1)
-                total += projection_cost(spec, self.projection, dtype=spec.dtype, num_products=1)
-        return total
+    def _cost_of_update(self, spec: TensorSpec, moment_bytes: int) -> StepCost:
+        # Two norms 1 each, and of the gradient mul 2, norm 1, div 2, mul_ 2. The limiter's comparison
+        # waits for the GPU.
+        moved = 2 * moment_bytes + 7 * spec.size_bytes
+        scaled = StepCost(bytes_moved=moved, num_kernels=14, num_synchronizations=1)
+        return scaled + projection_cost(spec, self.projection, dtype=spec.dtype, num_products=1)
