@@ -34,8 +34,8 @@ from autotune.search import predict_best
 from autotune.search.candidates import put_back, speed_of
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import resolve
-from autotune.space.knobs import describe
 from autotune.space.tradeoffs import LEVEL, form, tradeoff_class
+from autotune.space.words import describe
 from autotune.store.trace_cache import TraceCache
 
 FOLDER = Path(__file__).parents[1] / "studies" / "answers"

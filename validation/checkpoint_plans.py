@@ -23,9 +23,9 @@ from autotune.records.answer import Answer
 from autotune.search import predict_best
 from autotune.space import space_file
 from autotune.space.config import TRADEOFF_CLASSES, Workload
-from autotune.space.knobs import describe
 from autotune.space.search_space import without_parts, without_solve
 from autotune.space.tradeoffs import LEVEL
+from autotune.space.words import describe
 
 FOLDER = Path(__file__).parents[1] / "studies" / "checkpoint-plans"
 MARK = "<!-- table -->"

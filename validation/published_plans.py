@@ -24,8 +24,8 @@ from autotune.errors import NothingFitsError
 from autotune.search import predict_best
 from autotune.space import space_file
 from autotune.space.config import Workload
-from autotune.space.knobs import describe
 from autotune.space.search_space import MethodSpace, SearchSpace, with_domains
+from autotune.space.words import describe
 
 FOLDER = Path(__file__).parents[1] / "studies" / "published-plans"
 MARK = "<!-- table -->"

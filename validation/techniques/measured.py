@@ -28,8 +28,8 @@ from autotune.records.question import BACKENDS
 from autotune.search import budget
 from autotune.space import requirements
 from autotune.space.config import METHODS, TrainConfig
-from autotune.space.knobs import describe
 from autotune.space.tradeoffs import tradeoff_class
+from autotune.space.words import describe
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
 from validation.techniques.predicted import EFFECTIVE_BATCH, base_of, changes_of

@@ -22,10 +22,11 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.question import SEQUENCE_LENGTH
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import default_base
-from autotune.space.knobs import KNOBS, METHOD_WORDS, Knob, describe
+from autotune.space.knobs import KNOBS, METHOD_WORDS, Knob
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import tradeoff_class
+from autotune.space.words import describe
 
 MICRO_BATCH = 4
 EFFECTIVE_BATCH = 16
