@@ -444,6 +444,8 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
          "optimizer_in_bwd"),
         ("t.yaml", "model: {_component_: torchtune.x.lora_y, lora_attn_modules: [wte]}\n",
          "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
+        ("l.yaml", "model_name_or_path: a/b\nfinetuning_type: full\nstage: sft\ntemplate: x\nbf16: 'true'\n",
+         "bf16: 'true' is not predicted together; bf16: true"),
     ],
 )  # fmt: skip
 def test_every_refusal_says_why(tmp_path: Path, name: str, text: str, words: str) -> None:

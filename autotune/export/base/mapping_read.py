@@ -164,6 +164,8 @@ def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
 
 def _shown(value: object) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str) and text.lower() in ("true", "false", "none"):
+        text = repr(value)  # a text that looks like another value
     # On one line, and nothing that a terminal cannot be sent: JSON may have half of a surrogate pair.
     text = " ".join(text.split()).encode("utf-8", "replace").decode()
     return text if len(text) <= 60 else f"{text[:57]}..."
