@@ -147,6 +147,9 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     remedy = "--text-field and --answer-field name other fields, --format what they are"
     if is_of_trl:
         remedy = "Rename its fields: TRL reads no other names"
+    elif {"chosen", "rejected"} <= row.keys():
+        of_pairs = [name for name, of_task in FORMATS_OF_TASKS.items() if "preferences" in of_task]
+        remedy = f"Pairs of answers are for the tasks {', '.join(of_pairs)}"
     raise UnusableData(
         f"sample 1 has the fields {shown(', '.join(map(str, row)))}, and {task} takes {wanted}",
         remedy,

@@ -161,6 +161,10 @@ def test_other_fields_and_another_format_are_named(tmp_path: Path) -> None:
         ([], "It is empty"),
         ([[1]], "Sample 1 is no object with fields"),
         ([{"body": "x"}], "Sample 1 has the fields body, and causal-lm takes messages/conversations;"),
+        (
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+            "Pairs of answers are for the tasks dpo, reward, kto",
+        ),
         ([{"body": "x"}], "--text-field and --answer-field name other fields"),
         ([{"text": "x"}, {"body": "x"}], "Sample 2 has no text, which the first has; it has body"),
         ([{"text": "x"}, {"text": None}], "Sample 2 has no text, which the first has; it has nothing"),
