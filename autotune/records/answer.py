@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.common import json_records
 from autotune.records.compilation import Compilation
-from autotune.records.estimate import SCHEMA_VERSION, Estimate, samples_per_second_of
+from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import Measurement
 from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
@@ -163,7 +163,7 @@ def _with_sums(measurement: Measurement) -> dict[str, object]:
         "peak_device_bytes": measurement.peak_device_bytes,
         "step_seconds": measurement.step_seconds,
         "tokens_per_second": measurement.tokens_per_second,
-        "samples_per_second": samples_per_second_of(measurement),
+        "samples_per_second": measurement.samples_per_second,
         "fits": measurement.fits,
         "problem": measurement.problem,
     }

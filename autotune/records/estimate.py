@@ -245,8 +245,45 @@ class TimeShare:
     share: float
 
 
+class Timed(Protocol):
+    """A record with the times of a step, predicted or measured."""
+
+    __slots__ = ()
+
+    @property
+    def config(self) -> TrainConfig: ...
+    @property
+    def micro_step_seconds(self) -> float | None: ...
+    @property
+    def optimizer_step_seconds(self) -> float | None: ...
+    @property
+    def useful_share(self) -> float: ...
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Seconds of one optimizer step at the configuration's accumulation."""
+        if self.micro_step_seconds is None or self.optimizer_step_seconds is None:
+            return None
+        accumulation = self.config.gradient_accumulation_steps
+        return accumulation * self.micro_step_seconds + self.optimizer_step_seconds
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Samples per second, each of full length; where answers are compared, a sample is a pair."""
+        seconds = self.step_seconds
+        return None if seconds is None else self.config.effective_batch_size / seconds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second that are no padding; a batch of shorter samples is taken to be as much faster."""
+        seconds = self.step_seconds
+        if seconds is None:
+            return None
+        return self.useful_share * self.config.tokens_per_step / seconds
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class Estimate(Timed):
     """Predicted memory and time of one TrainConfig on one Gpu. Never measured."""
 
     config: TrainConfig
@@ -327,15 +364,6 @@ class Estimate:
         return self.resident_bytes + room_bytes - budget_bytes
 
     @property
-    def step_seconds(self) -> float | None:
-        """Seconds of one optimizer step at the configuration's accumulation."""
-        return step_seconds_of(self)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return tokens_per_second_of(self)
-
-    @property
     def unquantized_note(self) -> str:
         """Reason why a quantised base is not much smaller; empty where it is, or nothing was asked for."""
         count, config = self.parameters, self.config
@@ -376,7 +404,7 @@ class Estimate:
             "micro_step_seconds": self.micro_step_seconds,
             "optimizer_step_seconds": self.optimizer_step_seconds,
             "tokens_per_second": self.tokens_per_second,
-            "samples_per_second": samples_per_second_of(self),
+            "samples_per_second": self.samples_per_second,
             "useful_share": self.useful_share,
             "flops_per_step": self.flops_per_step,
             "model_flops_per_step": self.model_flops_per_step,
@@ -391,37 +419,3 @@ class Estimate:
                 "overlapped_step_seconds": self.overlapped_step_seconds,
             },
         }
-
-
-class Timed(Protocol):
-    """A record with the times of a step, predicted or measured."""
-
-    @property
-    def config(self) -> TrainConfig: ...
-    @property
-    def micro_step_seconds(self) -> float | None: ...
-    @property
-    def optimizer_step_seconds(self) -> float | None: ...
-    @property
-    def useful_share(self) -> float: ...
-
-
-def step_seconds_of(timed: Timed) -> float | None:
-    if timed.micro_step_seconds is None or timed.optimizer_step_seconds is None:
-        return None
-    accumulation = timed.config.gradient_accumulation_steps
-    return accumulation * timed.micro_step_seconds + timed.optimizer_step_seconds
-
-
-def samples_per_second_of(timed: Timed) -> float | None:
-    """Samples per second, each as long as the sequence; where answers are compared, a sample is a pair."""
-    seconds = step_seconds_of(timed)
-    return None if seconds is None else timed.config.effective_batch_size / seconds
-
-
-def tokens_per_second_of(timed: Timed) -> float | None:
-    """Tokens per second that are no padding; a batch of shorter samples is taken to be as much faster."""
-    seconds = step_seconds_of(timed)
-    if seconds is None:
-        return None
-    return timed.useful_share * timed.config.tokens_per_step / seconds

@@ -9,7 +9,7 @@ from typing import Any
 
 from autotune.common import json_records
 from autotune.common.units import counted, format_bytes
-from autotune.records.estimate import SCHEMA_VERSION, step_seconds_of, tokens_per_second_of
+from autotune.records.estimate import SCHEMA_VERSION, Timed
 from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
@@ -78,7 +78,7 @@ class ProbeSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measurement:
+class Measurement(Timed):
     """Figures that a probe saw. Never predicted. They are None where the outcome left none."""
 
     config: TrainConfig
@@ -210,16 +210,6 @@ class Measurement:
         if peak is None:
             return "its memory is not known"
         return f"{format_bytes(peak - self.spec.memory_budget_bytes)} over the budget"
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds of one optimizer step at the configuration's accumulation."""
-        return step_seconds_of(self)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens per second of steady steps."""
-        return tokens_per_second_of(self)
 
     def tokens_per_second_over(self, num_steps: int | None) -> float | None:
         """Tokens per second of a run of so many optimizer steps, its cold start included.

@@ -7,7 +7,7 @@ import math
 from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.common.user_text import printable
 from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change
-from autotune.records.estimate import Estimate, Timed, samples_per_second_of
+from autotune.records.estimate import Estimate, Timed
 from autotune.records.measurement import NOISE
 from autotune.space import learning_rates, requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
@@ -83,7 +83,7 @@ def speed(estimate: Estimate) -> str:
 
 def samples(timed: Timed) -> str:
     """The speed in samples of full length, to stand behind that in tokens; empty for Trainer's tasks."""
-    count, row = samples_per_second_of(timed), TRAINERS[timed.config.trainer]
+    count, row = timed.samples_per_second, TRAINERS[timed.config.trainer]
     return f", {count:,.3g} {row.sample}s/s" if row.task and count is not None else ""
 
 
