@@ -21,6 +21,8 @@ class StepPhase(StrEnum):
     """A part of the first optimizer steps, as charts and files call it."""
 
     SETUP = "set-up"
+    GENERATION = "generation"
+    """Completions are written, where a trainer does that itself."""
     FORWARD = "forward"
     BACKWARD = "backward"
     FORWARD_AND_BACKWARD = "forward and backward"

@@ -69,6 +69,11 @@ class TraceSpec(HashedOnce):
     chunked_loss: bool = False
     trainer: str = "transformers"
     precompute_ref_log_probs: bool = False
+    max_completion_length: int | None = None
+    kl_beta: float | None = None
+    """Weight of the divergence from a reference, 1 for any but 0."""
+    scores_policy: bool = False
+    """Whether the policy's log-probabilities of completions are worked out before they are trained on."""
     neftune_noise_alpha: float = 0.0
     """Noise of NEFTune, 1 for any strength."""
     batching: str = "packed"
@@ -147,11 +152,14 @@ def _spec_of(
     if shared["lora_variant"] == "rslora":
         shared["lora_variant"] = "plain"
     shared["lora_dropout"] = 0.5 if shared["lora_dropout"] else 0.0
+    if shared["kl_beta"]:
+        shared["kl_beta"] = 1.0
     shared["neftune_noise_alpha"] = float(shared["neftune_noise_alpha"] > 0)
     if shared["batching"] == "grouped":
         shared["batching"] = "padded"
-    # A sample alone is padded to its own length.
-    is_alone = single and TRAINERS[shared["trainer"]].rows_per_sample == 1
+    # A sample alone is padded to its own length, but not one that was generated beside others.
+    trainer = TRAINERS[shared["trainer"]]
+    is_alone = single and trainer.rows_per_sample == 1 and trainer.generates is None
     if is_alone and shared["batching"] == "padded":
         shared["batching"] = "packed"
     # Its largest micro-batch is that of as many samples of full length; others have more, shorter samples.

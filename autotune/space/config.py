@@ -37,6 +37,14 @@ COMPILE_BACKENDS = ("inductor", "cudagraphs", "aot_eager")
 """Values of torch.compile's `backend`. aot_eager runs the captured graphs with eager's kernels: no C++
 compiler is needed (torch 2.13 torch/_dynamo/backends/)."""
 
+OF_COMPLETIONS = (
+    "num_generations",
+    "max_completion_length",
+    "kl_beta",
+    "num_iterations",
+    "steps_per_generation",
+)
+"""Fields of TrainConfig that only trainers which write completions themselves have."""
 LOADER_SETTINGS = (
     "dataloader_num_workers",
     "dataloader_prefetch_factor",
@@ -207,6 +215,17 @@ class TrainConfig(HashedOnce):
     """A key of TRAINERS."""
     precompute_ref_log_probs: bool = False
     """Whether the reference scores all samples before training, and is not there in it."""
+    num_generations: int | None = None
+    """Completions of each prompt, a group; None for trainers that generate nothing."""
+    max_completion_length: int | None = None
+    """Most tokens of a completion, part of sequence_length; None for trainers that generate nothing."""
+    kl_beta: float | None = None
+    """Weight of the divergence from a frozen reference, 0: there is none; None for trainers that generate
+    nothing."""
+    num_iterations: int = 1
+    """Number of times that completions are trained on."""
+    steps_per_generation: int | None = None
+    """Micro-batches that are generated at a time, of which a step's is a multiple; None: all of a step."""
     torch_empty_cache_steps: int = 0
     """Interval of the steps that empty the allocator's cache before the backward pass. 0: none; n: every
     n-th."""
@@ -266,6 +285,28 @@ class TrainConfig(HashedOnce):
     def compared_samples(self) -> int:
         """Number of samples whose losses depend on each other; 0 where each stands alone."""
         return self.micro_batch_size if TRAINERS[self.trainer].compares_samples else 0
+
+    @property
+    def micro_batches_per_generation(self) -> int:
+        """Number of micro-batches whose completions are generated at a time."""
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def generation_batch_size(self) -> int:
+        """Completions that are generated at a time on one device."""
+        return self.micro_batch_size * self.micro_batches_per_generation
+
+    @property
+    def scores_policy(self) -> bool:
+        """Whether the policy's log-probabilities of completions are worked out before they are trained on.
+
+        Source: trl 1.16 GRPOTrainer._generate_and_score_completions.
+        """
+        generates = TRAINERS[self.trainer].generates
+        if generates is None:
+            return False
+        every = self.micro_batches_per_generation * self.num_iterations
+        return generates.scores_always or self.gradient_accumulation_steps % every != 0
 
     @property
     def tokens_per_step(self) -> int:

@@ -9,6 +9,20 @@ PICTURES = "image-text-to-text"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Generates:
+    """Defaults of a trainer that trains on completions which the model writes in the same process."""
+
+    num_generations: int
+    """Completions of each prompt, whose rewards are compared: a group."""
+    kl_beta: float
+    """Weight of the divergence from a frozen reference; 0: there is none."""
+    max_completion_length: int = 512
+    """Most tokens of a completion."""
+    scores_always: bool = False
+    """Whether the policy's own log-probabilities are worked out anew before the update in any case."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
     """A class that trains, and what is said of it."""
 
@@ -34,11 +48,18 @@ class Trainer:
     """Rows of a batch for each sample: a pair has two."""
     has_reference: bool = False
     """Whether a frozen model besides scores each sample."""
+    generates: Generates | None = None
+    """Its completions, where the model writes them; its samples are these."""
     least_micro_batch: int = 1
     """Fewest samples of a micro-batch: more than one where its loss compares them with each other."""
 
     loss_type: str | tuple[str, ...] | None = None
     """Value of its arguments' `loss_type` that is predicted; None: it has no such choice."""
+
+    @property
+    def passes_without_gradients(self) -> bool:
+        """Whether it switches checkpointing off for passes of its own, and then on for every layer."""
+        return self.has_reference or self.generates is not None
 
     @property
     def compares_samples(self) -> bool:
@@ -94,6 +115,31 @@ TRAINERS: dict[str, Trainer] = {
             has_reference=True,
             least_micro_batch=2,
             loss_type="kto",
+        ),
+        # Defaults: trl 1.16 grpo_config.py and rloo_config.py. Advantages are of a group, whatever the
+        # micro-batch.
+        Trainer(
+            name="trl-grpo",
+            class_name="GRPOTrainer",
+            arguments_class="GRPOConfig",
+            command="grpo",
+            task="grpo",
+            trains_on="completions of prompts, which it rewards",
+            fields="prompt",
+            sample="completion",
+            generates=Generates(num_generations=8, kl_beta=0.0),
+            loss_type="dapo",
+        ),
+        Trainer(
+            name="trl-rloo",
+            class_name="RLOOTrainer",
+            arguments_class="RLOOConfig",
+            command="rloo",
+            task="rloo",
+            trains_on="completions of prompts, which it rewards",
+            fields="prompt",
+            sample="completion",
+            generates=Generates(num_generations=2, kl_beta=0.05, scores_always=True),
         ),
     )
 }

@@ -3,6 +3,9 @@
 As in test_sft_trainer.py, allocations and frees must agree one by one but for its differences. A prompt is
 one token, so that all others count; a rejected answer is shorter, and what the real run has of the tokens
 that count is scaled up to all.
+
+Completions are generated, rewarded, dealt out and scored in another order than in the trace, where each
+micro-batch is scored by itself: what scores them and what trains on them are compared one after the other.
 """
 
 from __future__ import annotations
@@ -10,16 +13,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import test_probe
+import torch
 from test_sft_trainer import _no_hidden_buffers, way_of_cuda  # noqa: F401
 from test_trace_is_the_trainer import (
     AMPERE,
     FIELDS,
     FLASH_2,
+    RANK,
     Case,
     _differences,  # noqa: F401
     canonical,
@@ -27,11 +35,12 @@ from test_trace_is_the_trainer import (
     real_model,
     traced,
 )
-from trainer_step import NUM_PADDED, NUM_STEPS, Run, run_trainer
+from trainer_step import NUM_PADDED, NUM_STEPS, Events, Run, run_trainer
 
 from autotune.export.samples import FORMATS_OF_TASKS
 from autotune.export.training_args import checkpointing_arguments
-from autotune.space.config import PEFT_TASK_TYPES
+from autotune.predict.generation import generation_of
+from autotune.space.config import PEFT_TASK_TYPES, TrainConfig
 from autotune.space.learning_rates import OF_TASKS
 from autotune.space.trainers import BY_TASK, TRAINERS
 from autotune.worker.probe import trl_trainers
@@ -63,6 +72,16 @@ reward = functools.partial(of, "trl-reward")
 # Four good answers and a bad one.
 kto = functools.partial(of, "trl-kto", micro_batch=5)
 BEFORE = {"precompute_ref_log_probs": True}
+PROMPT, COMPLETION = 26, 6
+
+
+def written(*, beta: float = 0.0, scored: bool = False) -> dict[str, Any]:
+    return {"max_completion_length": COMPLETION, "kl_beta": beta, "scores_policy": scored}
+
+
+grpo = functools.partial(of, "trl-grpo", settings=written(), accumulation=1)
+rloo = functools.partial(of, "trl-rloo", settings=written(scored=True), accumulation=1)
+WITH_REFERENCE = written(beta=1.0)
 CASES = {
     "dpo full": dpo(),
     "dpo full micro-batch 1": dpo(micro_batch=1, accumulation=1),
@@ -88,13 +107,40 @@ CASES = {
     "kto lora checkpointed": kto(method="lora", num_layers=7, checkpointing=1, accumulation=1),
     "kto lora liger": kto(method="lora", liger=True, accumulation=1),
     "kto lora, scored before": kto(method="lora", settings=BEFORE),
+    "grpo full": grpo(accumulation=2),
+    "grpo full micro-batch 1": grpo(micro_batch=1, accumulation=2),
+    "grpo tied head, with reference": grpo("qwen2", settings=WITH_REFERENCE, accumulation=2),
+    "grpo full checkpointed, scored": grpo(checkpointing=1, settings=written(scored=True)),
+    "grpo lora": grpo(method="lora", micro_batch=4),
+    "grpo lora checkpointed, with reference": grpo(
+        method="lora", num_layers=7, checkpointing=1, settings=WITH_REFERENCE
+    ),
+    "rloo full checkpointed, with reference": rloo(
+        checkpointing=1, settings=written(beta=1.0, scored=True)
+    ),
+    "rloo lora": rloo(method="lora", accumulation=2),
+    "rloo lora checkpointed, with reference": rloo(
+        "qwen2", method="lora", checkpointing=1, settings=written(beta=1.0, scored=True)
+    ),
 }
 
 
 def test_every_trainer_with_a_task_of_its_own_has_its_parts() -> None:
     names = {row.name for row in BY_TASK.values()}
     assert {case.trainer for case in CASES.values()} == names
-    assert trl_steps.STEPS.keys() == trl_trainers._SAMPLES.keys() == names
+    writing = {row.name: row.generates for row in BY_TASK.values() if row.generates is not None}
+    assert trl_steps.STEPS.keys() == trl_trainers._SAMPLES.keys() | writing.keys() == names
+    for name, generates in writing.items():
+        kind = getattr(trl, TRAINERS[name].arguments_class)
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+        assert (
+            defaults["num_generations"],
+            defaults["max_completion_length"],
+            defaults["beta"],
+        ) == (generates.num_generations, generates.max_completion_length, generates.kl_beta)
+        assert defaults.get("loss_type") == TRAINERS[name].loss_type
+        assert (defaults["num_iterations"], defaults["steps_per_generation"]) == (1, None)
+        assert not defaults["disable_dropout"]
     assert OF_TASKS.keys() == BY_TASK.keys() <= FORMATS_OF_TASKS.keys()
 
 
@@ -116,6 +162,8 @@ def samples(case: Case) -> list[dict[str, Any]]:
     good, bad = words(LENGTH - 2), words(LENGTH - 2 - NUM_PADDED)
     pair = {"prompt": "w3 ", "chosen": good, "rejected": bad}
     micro_batch: list[dict[str, Any]] = [pair] * case.micro_batch
+    if TRAINERS[case.trainer].generates is not None:
+        micro_batch = [{"prompt": words(PROMPT)}] * case.micro_batch
     if case.task == "kto":
         labels = [number > 0 for number in range(case.micro_batch)]
         micro_batch = [
@@ -148,11 +196,43 @@ def sizes_of_all(run: Run, case: Case) -> list[int]:
     ]
 
 
-def run_real(case: Case, folder: Path) -> Run:
+def lengths(prompts: Any, completions: Any, **_: Any) -> list[float]:
+    return [float(len(completion)) for completion in completions]
+
+
+def writing(case: Case) -> dict[str, Any]:
+    """Return arguments with which groups of two are generated, and no completion ends early."""
+    is_scored = case.trainer == "trl-grpo" and case.spec.scores_policy
+    return {
+        "num_generations": 2,
+        "max_completion_length": COMPLETION,
+        "generation_kwargs": {"min_new_tokens": COMPLETION},
+        "beta": 0.04 * bool(case.spec.kl_beta),
+        "num_iterations": 1 + is_scored,
+        "steps_per_generation": 2 if case.micro_batch == 1 else 1,
+    }
+
+
+def watched(case: Case, passes: list[tuple[int, int]]) -> Any:
+    """Return the trainer's class, which notes where it scores completions."""
+
+    class Scoring(getattr(trl, TRAINERS[case.trainer].class_name)):  # type: ignore[misc]
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            begun = self.num_events()
+            scores = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            if not torch.is_grad_enabled():
+                passes.append((begun, self.num_events()))
+            return scores
+
+    return Scoring
+
+
+def run_real(case: Case, folder: Path, passes: list[tuple[int, int]]) -> Run:
     row = TRAINERS[case.trainer]
     arguments: dict[str, Any] = {"bf16": False, "activation_checkpointing": False}
     if case.checkpointing:
         arguments |= checkpointing_arguments(case.checkpointing, FIELDS)
+    trainer_class = getattr(trl, row.class_name)
     if row.has_reference:
         arguments["precompute_ref_log_probs"] = case.spec.precompute_ref_log_probs
     more: dict[str, Any] = {"processing_class": tokenizer()}
@@ -166,6 +246,15 @@ def run_real(case: Case, folder: Path) -> Run:
     elif row.has_reference and not case.spec.precompute_ref_log_probs:
         more["ref_model"] = real_model(case).eval()
     with way_of_cuda(), contextlib.ExitStack() as stack:
+        if row.generates is not None:
+            arguments |= writing(case)
+            model.generation_config.use_cache = True  # as of a model that is loaded
+            more["reward_funcs"] = lengths
+            trainer_class = watched(case, passes)
+            module = importlib.import_module(f"trl.trainer.{row.command}_trainer")
+            reference = real_model(case).eval()
+            load = mock.patch.object(module, "create_model_from_path", return_value=reference)
+            stack.enter_context(load)
         if case.liger:
             pytest.importorskip("liger_kernel.transformers")
             stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
@@ -177,7 +266,7 @@ def run_real(case: Case, folder: Path) -> Run:
             sequence_length=LENGTH,
             micro_batch_size=case.micro_batch,
             accumulation=case.accumulation,
-            trainer_class=getattr(trl, row.class_name),
+            trainer_class=trainer_class,
             arguments_class=getattr(trl, row.arguments_class),
             make_dataset=dataset,
             rows=samples(case),
@@ -189,15 +278,92 @@ def run_real(case: Case, folder: Path) -> Run:
 @pytest.mark.parametrize("name", CASES)
 def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    run, trace = run_real(case, tmp_path), traced(case)
+    passes: list[tuple[int, int]] = []
+    run, trace = run_real(case, tmp_path, passes), traced(case)
     sizes = sizes_of_all(run, case)
     literals = {n for n, operation in run.made_by.items() if operation == "aten::lift_fresh"}
-    for number, window in enumerate(run.micro_steps):
+
+    def real(window: tuple[int, int]) -> Events:
         events = [event for event in run.window(window) if max(event, ~event) not in literals]
-        real = canonical(events, sizes)
+        return canonical(events, sizes)
+
+    for number, window in enumerate(run.micro_steps):
         expected = predicted(case, trace, is_first=number % case.accumulation == 0)
-        assert real == expected, f"micro-step {number}"
+        if case.spec.max_completion_length is not None:
+            update = real((run.prepared[number], window[1]))
+            expected = without_literals(expected)
+            scoring = len(expected) - len(update)
+            assert renumbered(expected[scoring:]) == update, f"micro-step {number}"
+            if passes and case.micro_batch > 1:  # Scores of one alone are joined with others.
+                alone = scored_alone(case, [real(each) for each in passes])
+                assert expected[:scoring] == alone
+            assert bool(scoring) == bool(passes)
+        else:
+            assert real(window) == expected, f"micro-step {number}"
     assert len(run.micro_steps) == 2 * case.accumulation
+    if case.spec.max_completion_length is not None:
+        until = min([run.prepared[0], *(first for first, _ in passes)])
+        real_bytes = peak_bytes(run.window((run.micro_steps[0][0], until)), sizes)
+        tape = generation_of(trace, generating(case)).tape
+        assert 1 <= peak_bytes(tape.events, tape.sizes) / real_bytes < 1.05
+
+
+def generating(case: Case) -> TrainConfig:
+    num_together = 2 if case.micro_batch == 1 else 1
+    return dataclasses.replace(
+        test_probe.FULL,
+        trainer=case.trainer,
+        micro_batch_size=case.micro_batch,
+        gradient_accumulation_steps=num_together,
+        sequence_length=LENGTH,
+        max_completion_length=COMPLETION,
+        lora_rank=RANK,
+    )
+
+
+def peak_bytes(events: Iterable[int], sizes: Sequence[int]) -> int:
+    """Return the most bytes of tensors that these events make."""
+    alive: dict[int, int] = {}
+    most = 0
+    for event in events:
+        if event >= 0:
+            alive[event] = sizes[event]
+            most = max(most, sum(alive.values()))
+        else:
+            alive.pop(~event, None)
+    return most
+
+
+def renumbered(events: Events, first: int = 0) -> Events:
+    numbers: dict[int, int] = {}
+    return [
+        (kind, numbers.setdefault(number, first + len(numbers)), size)
+        for kind, number, size in events
+    ]
+
+
+def without_literals(events: Events) -> Events:
+    """Leave out the number that is assigned to labels of prompts, on the device if that is a card."""
+    pairs = zip(events, [*events[1:], None], strict=True)
+    numbers = {first[1] for first, then in pairs if first[2] == 8 and then == ("free", *first[1:])}
+    return renumbered([event for event in events if event[1] not in numbers])
+
+
+def scored_alone(case: Case, passes: list[Events]) -> Events:
+    """Passes of a micro-batch, each with ids and a mask of its own, and of whose scores nothing is left."""
+    events: Events = []
+    row_bytes = 8 * LENGTH * case.micro_batch
+    for each in passes[: case.spec.scores_policy + bool(case.spec.kl_beta)]:
+        first = 1 + max((number for _, number, _ in events), default=-1)
+        given = [("alloc", first, row_bytes), ("alloc", first + 1, row_bytes)]
+        scored = renumbered(each, first + 2)
+        left = {number: size for kind, number, size in scored if kind == "alloc"}
+        for kind, number, _ in scored:
+            if kind == "free":
+                del left[number]
+        gone = [*left.items(), *((number, size) for _, number, size in given)]
+        events += [*given, *scored, *(("free", number, size) for number, size in gone)]
+    return events
 
 
 @pytest.mark.parametrize("make", [dpo, reward, kto], ids=lambda make: make.args[0])

@@ -66,6 +66,8 @@ class Run:
     events: list[int]
     made_by: dict[int, str]
     micro_steps: list[tuple[int, int]] = field(default_factory=list)
+    prepared: list[int] = field(default_factory=list)
+    """Per micro-step the event with which its inputs are ready."""
     optimizer_steps: list[tuple[int, int]] = field(default_factory=list)
     gradients: list[list[int]] = field(default_factory=list)
     """Storages of the gradients in the model's order, per optimizer step."""
@@ -143,6 +145,14 @@ def run_trainer(
     clipping_began = 0
 
     class Watched(trainer_class):  # type: ignore[misc]
+        def num_events(self) -> int:
+            return len(recording.events)
+
+        def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+            inputs = super()._prepare_inputs(*args, **kwargs)
+            run.prepared.append(len(recording.events))
+            return inputs
+
         def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
             first = len(recording.events)
             loss = super().training_step(*args, **kwargs)

@@ -23,12 +23,24 @@ class Phase(StrEnum):
     """Copying to float32 whatever is not quantised."""
     SETTLED = "settled"
     """Changes that the first step makes for good."""
+    PREFILL = "prefill"
+    """The model reads prompts, and writes the first token of each completion."""
+    DECODE = "decode"
+    """It writes the second."""
+    GROWN = "grown"
+    """The key-value cache grows to its length before the last token, at once."""
+    LAST = "last"
+    """The model writes the last token."""
     BATCH = "batch"
     """A micro-batch reaches the device."""
     COUNT = "count"
     """Its labels are counted."""
     MISMATCHED = "mismatched"
     """The model's pass over answers to other prompts, which keeps nothing for a backward one."""
+    POLICY = "policy"
+    """The model's pass over what it has generated, which keeps nothing for a backward one."""
+    GENERATED_REFERENCE = "generated_reference"
+    """The reference's pass over what the model has generated."""
     EMBED = "embed"
     FORWARD = "forward"
     HEAD = "head"
@@ -46,8 +58,11 @@ class Phase(StrEnum):
 SETUP_PHASES = (
     Phase.WEIGHTS, Phase.BUFFERS, Phase.PREPARED, Phase.ADAPTER, Phase.REFERENCE_WEIGHTS, Phase.SETTLED,
 )  # fmt: skip
+GENERATION_PHASES = (Phase.PREFILL, Phase.DECODE, Phase.GROWN, Phase.LAST)
+"""Phases of which a trace's sizes are of all completions that are generated at a time."""
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
 FORWARD_PHASES = (
-    Phase.MISMATCHED, Phase.EMBED, Phase.FORWARD, Phase.HEAD, Phase.REFERENCE_MISMATCHED, Phase.REFERENCE,
+    Phase.MISMATCHED, Phase.POLICY, Phase.GENERATED_REFERENCE, Phase.EMBED, Phase.FORWARD, Phase.HEAD,
+    Phase.REFERENCE_MISMATCHED, Phase.REFERENCE,
 )  # fmt: skip
 EMBED_PHASES = (Phase.EMBED, Phase.EMBED_BACKWARD)

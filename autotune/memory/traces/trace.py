@@ -25,6 +25,7 @@ from autotune.memory.traces.copies import BrokenTrace, Copies, Events, Layers, n
 from autotune.memory.traces.phases import (
     FETCH_PHASES,
     FORWARD_PHASES,
+    GENERATION_PHASES,
     SETUP_PHASES,
     Phase,
     Place,
@@ -104,7 +105,8 @@ class Trace:
         self._changes = functools.cache(self._find_changes)
         self._left = functools.cache(self._find_left)
 
-        step = [phase for phase in Phase if phase not in (*SETUP_PHASES, *FETCH_PHASES)]
+        others = (*SETUP_PHASES, *FETCH_PHASES, *GENERATION_PHASES)
+        step = [phase for phase in Phase if phase not in others]
         backward_phases = [phase for phase in step if phase not in FORWARD_PHASES]
 
         def whole(
@@ -143,8 +145,16 @@ class Trace:
         made = self._first[self._first >= 0]
         self.gradients: list[int] = made[self._categories[made] == "gradient"].tolist()
         self.workspaces: list[int] = made[self._categories[made] == "workspace"].tolist()
-        self.kernels = count_kernels(blocks, layers)
-        self._make_stretches = functools.partial(stretches, blocks, layers, self.kernels)
+        of_step = [block for block in blocks if block["phase"] not in GENERATION_PHASES]
+        self.kernels = count_kernels(of_step, layers)
+        self._make_stretches = functools.partial(stretches, of_step, layers, self.kernels)
+
+        def generates(phase: Phase) -> tuple[list[int], list[TracedKernel]]:
+            events, _ = whole([phase], traced)
+            of_phase = [block for block in blocks if block["phase"] is phase]
+            return listed(events), count_kernels(of_phase, layers)
+
+        self._generates = functools.cache(generates)
         self.flops = Terms([kernel.flops for kernel in self.kernels])
         self.moved = Sums([kernel.moved for kernel in self.kernels])
         self._shapes = Terms([size[:3] for kernel in self.kernels for size in kernel.shape])
@@ -202,6 +212,23 @@ class Trace:
             for number in events
             if number >= 0 <= layer
         }
+
+    def generation(self, phase: Phase) -> list[int]:
+        """Return events of a phase of generation; their sizes are of all completions that are generated."""
+        return self._generates(phase)[0]
+
+    def generation_launches(self, phase: Phase, num_completions: int, rank: int) -> list[Launch]:
+        """The kernels of a phase of generation."""
+        return [
+            Launch(
+                kernel,
+                evaluate(kernel.flops, num_completions, rank),
+                sum(evaluate(term, num_completions, rank) for term in kernel.moved),
+                kernel.count,
+                tuple(evaluate(size[:3], num_completions, rank) for size in kernel.shape),
+            )
+            for kernel in self._generates(phase)[1]
+        ]
 
     @functools.cached_property
     def setup(self) -> list[int]:

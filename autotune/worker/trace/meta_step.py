@@ -6,7 +6,7 @@ accelerate 1.15 Accelerator.prepare_model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -211,9 +211,7 @@ class MetaStep:
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
             inputs = self.batch(micro_batch, sequence_length)
-            self.model(
-                **{k: v for k, v in inputs.items() if self._trl is None or k in trl_steps.OF_MODEL}
-            )
+            self.model(**(inputs if self._trl is None else trl_steps.inputs_of(inputs)))
         self._own_new(Phase.SETTLED, place_finder(self.model))
 
     def _own_new(
@@ -235,21 +233,19 @@ class MetaStep:
         """Run Trainer.training_step: loss under autocast, scaled, backward."""
         precision = PRECISIONS[self.spec.precision]
         handles = self._hook_gradients()
-        self.mark(Phase.BATCH)
         model: Any = self.model
+        self.mark(Phase.BATCH)
         inputs = self.batch(micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model) and "labels" in inputs
         if accepts:
             self.mark(Phase.COUNT)
             inputs["num_items_in_batch"] = num_items(model, inputs["labels"])
         self.keep(*inputs.values())
-        self._passes = iter(() if self._trl is None else self._trl.passes)
+        self.expect(() if self._trl is None else trl_steps.passes_of(self.spec))
         if self.sees is not None:
             handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
-            handles.append(each.register_forward_pre_hook(self._begin))
-            for number, stack in enumerate(layer_stacks(each)):
-                handles += self._hook_layers(number, stack)
+            handles += self.hook_passes(each)
         self.mark(Phase.EMBED)
         loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
@@ -282,8 +278,9 @@ class MetaStep:
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
             return sft_loss
         if self._trl is not None:
-            own_loss: torch.Tensor = self._trl.loss_of(model, self.reference, inputs)
-            return own_loss / 1  # the number of micro-batches
+            own_loss: torch.Tensor = self._trl.loss_of(model, self.reference, inputs, self.spec)
+            is_scaled = self.spec.trainer == "trl-grpo"  # its class says so: loss_is_scaled_for_ga
+            return own_loss if is_scaled else own_loss / 1  # the number of micro-batches
         outputs = model(**inputs)
         loss: torch.Tensor = outputs["loss"]
         del outputs
@@ -309,6 +306,17 @@ class MetaStep:
             self.handed_over.setdefault(position, []).append(gradient)
 
         return accumulated
+
+    def hook_passes(self, model: nn.Module) -> list[Any]:
+        """Mark where passes of a model and its layers begin and end; return the hooks."""
+        handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
+        for number, stack in enumerate(layer_stacks(model)):
+            handles += self._hook_layers(number, stack)
+        return handles
+
+    def expect(self, passes: Iterable[Phase]) -> None:
+        """Say which phases the passes without gradients that come next are."""
+        self._passes = iter(passes)
 
     def _hook_layers(self, stack: int, layers: nn.ModuleList) -> list[Any]:
         """Mark where layers begin and end; older versions recompute a layer with its hooks."""

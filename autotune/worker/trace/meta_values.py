@@ -82,7 +82,8 @@ def labelled_rows(mask: torch.Tensor) -> Any:
 
 
 QUESTIONS = {aten.all.default, aten.sum.default, aten.eq.Scalar}
-FAULTS = {aten.isinf.default, aten.isnan.default, aten.any.default}
+_OF_FAULTS = {aten.any.default, aten.all.default}
+FAULTS = {aten.isinf.default, aten.isnan.default, *_OF_FAULTS}
 
 
 def note_question(tensor: torch.Tensor, out: Any) -> None:
@@ -95,8 +96,11 @@ def note_question(tensor: torch.Tensor, out: Any) -> None:
 
 
 def note_fault(func: Any, tensor: torch.Tensor, out: Any) -> None:
-    """Remember that infinities or NaNs are looked for (peft 0.21 tuners/vblora/layer.py)."""
-    if func is not aten.any.default or hasattr(tensor, "is_of_faults"):
+    """Remember that infinities or NaNs are looked for.
+
+    So do peft 0.21 tuners/vblora/layer.py and trl 1.16 trainer/utils.py, nanmin.
+    """
+    if func not in _OF_FAULTS or hasattr(tensor, "is_of_faults"):
         out.is_of_faults = True
 
 

@@ -82,8 +82,8 @@ def loss_of(model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.
 
 
 @contextlib.contextmanager
-def on_meta(tracker: Tracker, chunks: Chunks) -> Iterator[None]:
-    """Let TRL's loss be traced: every token counts."""
+def on_meta(tracker: Tracker, chunks: Chunks, counted: tuple[int, int]) -> Iterator[None]:
+    """Let TRL's loss be traced: of a row of so many tokens so many count, all of them or a completion's."""
     try:
         from trl.kernels import chunked_logprob
         from trl.trainer import utils
@@ -94,7 +94,7 @@ def on_meta(tracker: Tracker, chunks: Chunks) -> Iterator[None]:
     def launch(name: str, arguments: Iterable[Any]) -> None:
         tracker.record_kernel(name, tuple(arguments), passes=PASSES.get(name, 1))
 
-    masks = _Masks(tracker)
+    masks = _Masks(tracker, counted)
     # The tracker answers what is true or not.
     tracker.answer_too(
         aten._local_scalar_dense.default,
@@ -169,11 +169,13 @@ def copy_of(mask: torch.Tensor, tensor: torch.Tensor) -> tuple[Buffer, ...]:
 class _Masks:
     """Indexing with a mask, of which `meta` cannot know where it is true.
 
-    It is so everywhere, or where something is scattered to, in as many places as that has elements.
+    It is so everywhere, or where something is scattered to, in as many places as that has elements; in a mask
+    of rows of so many tokens, in so many of each.
     """
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, counted: tuple[int, int]) -> None:
         self._tracker = tracker
+        self._row, self._counted = counted
 
     def index(self, tensor: torch.Tensor, indices: Any) -> Any:
         if not _is_mask(indices):
@@ -193,7 +195,10 @@ class _Masks:
         return self._index(aten.index.Tensor, shape, gradient).view(sizes)
 
     def _run(self, operation: Any, mask: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
-        return self._index(operation, (mask.numel(), mask.dim()), tensor, *rest)
+        number = mask.numel()
+        if mask.dim() == 2 and mask.shape[1] == self._row:
+            number = mask.shape[0] * self._counted
+        return self._index(operation, (number, mask.dim()), tensor, *rest)
 
     def _index(
         self, operation: Any, shape: tuple[int, int], tensor: torch.Tensor, *rest: Any

@@ -41,6 +41,7 @@ from autotune.worker.trace import (
     attention,
     flex,
     forks,
+    generation,
     liger,
     pictures,
     sft,
@@ -253,7 +254,8 @@ def trace_step(
     copies = Layers(**base.layers).copies if takes_block else None
     step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees)
     of_pictures = contextlib.nullcontext() if sees is None else pictures.on_meta(micro_batch)
-    with _trace_settings(tracker), _techniques(spec, tracker, device, chunks), of_pictures:
+    techniques = _techniques(spec, tracker, device, chunks, sequence_length)
+    with _trace_settings(tracker), techniques, of_pictures:
         try:
             if base.ready is None:
                 with without_values():
@@ -292,6 +294,8 @@ def trace_step(
                         parameter.grad = None
                 with device_choices(device), tracker:
                     step.forward_backward(micro_batch, sequence_length)
+                    if spec.max_completion_length is not None:
+                        generation.generate(step, MICRO_BATCH, sequence_length)
         except (
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
@@ -301,7 +305,9 @@ def trace_step(
             ) from error
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
-    symbols = Symbols(spec, micro_batch=micro_batch, rank=RANK, sequence_length=sequence_length)
+    # What is generated at a time is of many rows, even where it is trained on one by one.
+    rows = micro_batch if spec.max_completion_length is None else MICRO_BATCH
+    symbols = Symbols(spec, micro_batch=rows, rank=RANK, sequence_length=sequence_length)
     made_by = {}
     if isinstance(tracker, NamingTracker):
         made_by = with_weights(tracker.operations, step.model, step.parameters)
@@ -400,7 +406,7 @@ def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
 
 @contextlib.contextmanager
 def _techniques(
-    spec: TraceSpec, tracker: Tracker, device: Device, chunks: Chunks
+    spec: TraceSpec, tracker: Tracker, device: Device, chunks: Chunks, sequence_length: int
 ) -> Iterator[None]:
     """Install what libraries beside Transformers need in order to be traced."""
     with contextlib.ExitStack() as stack:
@@ -411,7 +417,8 @@ def _techniques(
         if spec.liger:
             stack.enter_context(liger.on_meta(tracker, device, chunks))
         if TRAINERS[spec.trainer].is_trl:
-            stack.enter_context(sft.on_meta(tracker, chunks))
+            counted = sequence_length - 1, trl_steps.num_scored(spec, sequence_length)
+            stack.enter_context(sft.on_meta(tracker, chunks, counted))
         if spec.has_plan:
             keep = checkpoint_plan.keep_products
             here = [(checkpoint_plan, "keep_products", functools.partial(_keep_of_any_rank, keep))]

@@ -1,15 +1,21 @@
-"""Steps of TRL's trainers of preferences and rewards in a trace: their own losses run, and what they log.
+"""Steps of TRL's trainers with tasks of their own in a trace: their own losses run, and what they log.
 
 A pair is two rows of a batch, all chosen answers before all rejected ones. The reference is a frozen copy of
 the model, or the model with its adapter switched off; where its scores were worked out before training they
 come with the batch. Labels are not known on `meta`: of KTO's, one of each micro-batch is taken to be bad.
 
-Source: trl 1.16 trainer/dpo_trainer.py, reward_trainer.py, kto_trainer.py (__init__ and the loss of each).
+Completions are scored by the policy and the reference when they have been generated, a micro-batch at a time;
+here each micro-batch before it is trained on, which makes the same passes.
+
+Source: trl 1.16 trainer/dpo_trainer.py, reward_trainer.py, kto_trainer.py, grpo_trainer.py, rloo_trainer.py
+(__init__ and the loss of each).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -34,7 +40,7 @@ OF_MODEL = ("input_ids", "attention_mask")
 class OwnStep:
     """The parts of a training step that one of TRL's trainers alone has."""
 
-    loss_of: Callable[[Any, nn.Module | None, dict[str, Any]], Any]
+    loss_of: Callable[[Any, nn.Module | None, dict[str, Any], TraceSpec], Any]
     """Computes the loss of a model, its reference and a batch, with the trainer's own code."""
     outputs: tuple[str, ...] = ()
     """Fields of each token that the model's head works out in chunks; none where it makes its logits."""
@@ -67,10 +73,12 @@ def prepare(model: Any, task: str, spec: TraceSpec) -> nn.Module | None:
     has_adapter = hasattr(model, "get_base_model")
     if spec.quantization != "none":
         cast_adapter(model)
-    is_copy = row.has_reference and not has_adapter and not spec.precompute_ref_log_probs
+    is_scored = row.has_reference and not spec.precompute_ref_log_probs
+    is_copy = (is_scored or bool(spec.kl_beta)) and not has_adapter
     reference = copy.deepcopy(model).eval() if is_copy else None
-    for each in filter(None, (model, reference)):
-        disable_dropout_in_model(each)
+    if row.generates is None:  # trl 1.16 GRPOConfig and RLOOConfig, disable_dropout
+        for each in filter(None, (model, reference)):
+            disable_dropout_in_model(each)
     if step.outputs:
         add_fused_lm_head(model.get_base_model() if has_adapter else model, outputs=step.outputs)
     if reference is not None:
@@ -84,10 +92,69 @@ def batch_of(
     """The batch of the trainer's collator, of samples at full length."""
     step = STEPS[spec.trainer]
     rows = TRAINERS[spec.trainer].rows_per_sample * micro_batch
+    if spec.max_completion_length is not None:
+        return _generated(spec, micro_batch, sequence_length, empty)
     scores = [(name, torch.float32) for name in step.scores if spec.precompute_ref_log_probs]
     return {name: empty(rows, sequence_length) for name in step.of_tokens} | {
         name: empty(micro_batch, dtype=dtype) for name, dtype in (*scores, *step.of_samples)
     }
+
+
+def _generated(
+    spec: TraceSpec, micro_batch: int, sequence_length: int, empty: Callable[..., torch.Tensor]
+) -> dict[str, Any]:
+    """A micro-batch of completions with their prompts, advantages and scores."""
+    length = num_completion_tokens(spec, sequence_length)
+    batch = {
+        f"{part}_{name}": empty(micro_batch, tokens)
+        for part, tokens in (("prompt", sequence_length - length), ("completion", length))
+        for name in ("ids", "mask")
+    }
+    of_each = (micro_batch,) if spec.trainer == "trl-rloo" else (micro_batch, length)
+    scores = {
+        "trl-rloo": ["old_logps"],
+        "trl-grpo": [
+            *(["old_per_token_logps"] if spec.scores_policy else []),
+            *(["ref_per_token_logps"] if spec.kl_beta else []),
+        ],
+    }
+    batch |= {name: empty(*of_each, dtype=torch.float32) for name in scores[spec.trainer]}
+    batch["advantages"] = empty(micro_batch, dtype=torch.float32)
+    if spec.trainer == "trl-grpo":
+        batch["num_items_in_batch"] = empty()
+    return batch
+
+
+def num_completion_tokens(spec: TraceSpec, sequence_length: int) -> int:
+    """Tokens of a row that are a completion's, of which one at least is the prompt's."""
+    assert spec.max_completion_length is not None
+    return min(spec.max_completion_length, sequence_length - 1)
+
+
+def num_scored(spec: TraceSpec, sequence_length: int) -> int:
+    """Tokens of a row that the head scores, where a mask says which."""
+    if spec.max_completion_length is None:
+        return sequence_length - 1
+    return num_completion_tokens(spec, sequence_length)
+
+
+def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a batch that a model is given."""
+    if "prompt_ids" not in batch:
+        return {name: batch[name] for name in OF_MODEL}
+    parts = ("ids", "mask")
+    joined = [torch.cat([batch[f"prompt_{p}"], batch[f"completion_{p}"]], dim=1) for p in parts]
+    return dict(zip(OF_MODEL, joined, strict=True))
+
+
+def passes_of(spec: TraceSpec) -> tuple[Phase, ...]:
+    """Phases of the forward passes that keep nothing, in order."""
+    if TRAINERS[spec.trainer].generates is None:
+        return STEPS[spec.trainer].passes
+    return (
+        *([Phase.POLICY] if spec.scores_policy else []),
+        *([Phase.GENERATED_REFERENCE] if spec.kl_beta else []),
+    )
 
 
 def decompositions(
@@ -134,7 +201,7 @@ def _trainer(model: Any, reference: nn.Module | None, **own: Any) -> Any:
     )
 
 
-def _dpo_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -> Any:
+def _dpo_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any], _: TraceSpec) -> Any:
     from trl.trainer.dpo_trainer import DPOTrainer
 
     trainer = _trainer(
@@ -150,13 +217,15 @@ def _dpo_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -
     return DPOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
 
 
-def _reward_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -> Any:
+def _reward_loss(
+    model: Any, reference: nn.Module | None, inputs: dict[str, Any], _: TraceSpec
+) -> Any:
     from trl.trainer.reward_trainer import RewardTrainer
 
     return RewardTrainer.compute_loss(_trainer(model, reference), model, inputs)
 
 
-def _kto_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -> Any:
+def _kto_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any], _: TraceSpec) -> Any:
     from trl.trainer.kto_trainer import KTOTrainer
 
     trainer = _trainer(
@@ -172,6 +241,54 @@ def _kto_loss(model: Any, reference: nn.Module | None, inputs: dict[str, Any]) -
     return KTOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
 
 
+def _generated_loss(
+    model: Any, reference: nn.Module | None, inputs: dict[str, Any], spec: TraceSpec
+) -> Any:
+    """The loss of a micro-batch, after the passes that score it: for it alone, once it was generated."""
+    import trl
+    from trl.models.utils import disable_gradient_checkpointing
+    from trl.trainer.utils import use_adapter
+
+    kind = getattr(trl, TRAINERS[spec.trainer].class_name)
+    trainer = _trainer(
+        model,
+        reference,
+        use_vllm=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level="token",
+        loss_type="dapo",
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+    )
+    trainer.beta = spec.kl_beta or 0.0
+    trainer.args.delta = None
+    trainer.args.use_bias_correction_kl = True
+    trainer.args.steps_per_generation = 1
+    trainer.accelerator.autocast = contextlib.nullcontext
+    trainer.accelerator.reduce = lambda tensor, reduction: tensor.clone()
+    trainer.accelerator.num_processes = 1
+    score = kind._get_per_token_logps_and_entropies.__wrapped__
+    trainer._get_per_token_logps_and_entropies = functools.partial(score, trainer)
+
+    def scored(by: nn.Module) -> None:
+        ids, mask = inputs_of(inputs).values()
+        score(trainer, by, ids, mask, inputs["completion_ids"].size(1), batch_size=len(ids))
+
+    with torch.no_grad(), disable_gradient_checkpointing(model):
+        if spec.scores_policy:
+            scored(model)
+        if reference is not None:
+            scored(reference)
+        elif spec.kl_beta:
+            with use_adapter(model, adapter_name=None):
+                scored(model)
+    return kind._compute_loss(trainer, model, inputs)
+
+
+_OF_COMPLETIONS = OwnStep(loss_of=_generated_loss, outputs=("log_probs", "entropy"))
 STEPS = {
     "trl-dpo": OwnStep(
         loss_of=_dpo_loss,
@@ -191,5 +308,7 @@ STEPS = {
         scores=("ref_logps", "ref_KL_logps"),
         passes=(Phase.MISMATCHED, Phase.REFERENCE_MISMATCHED, Phase.REFERENCE),
     ),
+    "trl-grpo": _OF_COMPLETIONS,
+    "trl-rloo": _OF_COMPLETIONS,
 }
 """Trainers that have a task of their own, by their names in TRAINERS."""

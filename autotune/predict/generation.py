@@ -1,0 +1,91 @@
+"""Memory and kernels of writing completions in the process that trains: prompts read, tokens one by one.
+
+The passes that read prompts and write the second and the last token are traced
+(autotune.worker.trace.generation); all tokens between take as long as these two on average, and their caches
+grow evenly. Each new token makes each layer's keys and values anew before the old ones go, which leaves gaps:
+so is it replayed, but not token by token.
+
+Completions are taken to be as long as they may be, and all prompts as long as they may be beside: the most
+that memory and time can be. Not modelled: rewards, the text of completions, what a run does on the host
+besides. Where completions are trained on several times, the passes that score them are counted each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotune.memory.allocator import Tape
+from autotune.memory.traces import Launch, Phase, Trace
+from autotune.space.config import TrainConfig
+
+_IDS_BYTES = 6 * 8
+"""Bytes per token of what `generate` keeps in int64: ids, masks, positions, copies of them. [judgement]"""
+_NUM_GROWN = 32
+"""Most times that a cache is replayed growing. [judgement] Blocks of a cache as large as a card's memory grow
+by a segment's 2 MiB more often, and then leave more."""
+SPREAD = 0.4
+"""Spread of the time that generation takes. [judgement] No published run was compared: a host that prepares
+each token, completions that end early and several prompts' unequal lengths change it by half."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """Writing of the completions that are generated at a time."""
+
+    tape: Tape
+    """Its allocations; nothing is left behind."""
+    cache_bytes: int
+    """Bytes of the key-value cache with the last token."""
+
+
+def generation_of(trace: Trace, config: TrainConfig) -> Generation:
+    """Return what is allocated for generation."""
+    rank = config.lora_rank or 0
+    sizes = trace.sizes(config.generation_batch_size, rank)
+    tape = Tape()
+    numbers: dict[int, int] = {}
+    num_tokens = config.generation_batch_size * config.sequence_length
+    ids = tape.alloc(_IDS_BYTES * num_tokens, "activation")
+
+    def replay(events: list[int]) -> None:
+        for event in events:
+            if event >= 0:
+                numbers[event] = tape.alloc(sizes[event], "temporary")
+            else:
+                tape.free(numbers.pop(~event))
+
+    replay(trace.generation(Phase.PREFILL))
+    replay(trace.generation(Phase.DECODE))
+    grown = trace.generation(Phase.GROWN)
+    made = {event for event in grown if event >= 0}
+    freed = {~event for event in grown if event < 0}
+    old = [~event for event in grown if event < 0 and ~event not in made]
+    new = [event for event in grown if event >= 0 and event not in freed]
+    num_grown = min(_NUM_GROWN, (config.max_completion_length or 0) - 2)
+    for number in range(1, num_grown + 1):
+        for before, after in zip(old, new, strict=True):
+            more = (sizes[after] - sizes[before]) * number // num_grown
+            block = tape.alloc(sizes[before] + more, "activation")
+            tape.free(numbers[before])
+            numbers[before] = block
+    for before, after in zip(old, new, strict=True):
+        numbers[after] = numbers.pop(before)
+    replay(trace.generation(Phase.LAST))
+    cache_bytes = sum(tape.sizes[number] for number in numbers.values())
+    for number in (*numbers.values(), ids):
+        tape.free(number)
+    return Generation(tape=tape, cache_bytes=cache_bytes)
+
+
+def generations_per_step(config: TrainConfig) -> float:
+    """How many times completions are generated for an optimizer step, on average."""
+    num_trained = config.micro_batches_per_generation * config.num_iterations
+    return config.gradient_accumulation_steps / num_trained
+
+
+def passes(trace: Trace, config: TrainConfig) -> list[tuple[list[Launch], float]]:
+    """Return the kernels of each kind of pass with the number of passes of one generation."""
+    rank, num = config.lora_rank or 0, config.generation_batch_size
+    num_more = ((config.max_completion_length or 0) - 1) / 2
+    counts = {Phase.PREFILL: 1.0, Phase.DECODE: num_more, Phase.LAST: num_more}
+    return [(trace.generation_launches(phase, num, rank), count) for phase, count in counts.items()]
