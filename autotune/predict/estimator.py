@@ -249,6 +249,7 @@ class Estimator:
             config.micro_batch_size,
             config.gradient_accumulation_steps,
             config.torch_empty_cache_steps,
+            config.max_completion_length and config.micro_batches_per_generation,
         )
 
     def _stages_of(self, config: TrainConfig) -> tuple[Estimator, ...]:

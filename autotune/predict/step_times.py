@@ -6,11 +6,12 @@ The kernels of a micro-step and of an optimizer step are priced apart, so that a
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from autotune.catalogue.gpus import Gpu
-from autotune.memory.traces import Trace
+from autotune.memory.traces import Launch, Trace
+from autotune.predict import generation
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.optimizer_update import Trainable, kernels_of
 from autotune.predict.priced_updates import PricedUpdates
@@ -24,7 +25,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.speed import links, roofline, step_parts
 from autotune.speed.host import Host, Stretches
 from autotune.speed.origin import RatesFrom
-from autotune.speed.sureness import Part, Parts, added
+from autotune.speed.sureness import Part, Parts, added, part
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -95,6 +96,13 @@ class StepTimes:
         steps += (accumulation - 1) * added.total_seconds
         if config.torch_empty_cache_steps:
             steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
+        bound = micro.bound
+        if config.max_completion_length is not None:
+            written = self._written(config)
+            if written is None:
+                return None
+            bound = "generation" if written.seconds > steps else bound
+            steps += written.seconds
         update_seconds = update.total_seconds
         if UPDATERS[config.updater].updates and not optimizer.cost.num_synchronizations:
             # The host launches updates while the GPU is at work on the backward pass.
@@ -104,7 +112,7 @@ class StepTimes:
             micro_step_seconds=steps / accumulation,
             optimizer_step_seconds=update_seconds,
             total_seconds=steps + update_seconds,
-            bound=micro.bound if steps > update_seconds else update.bound,
+            bound=bound if steps > update_seconds else update.bound,
         )
         exchange = self.exchange(spec, config.micro_batch_size, rank)
         return alone if exchange is None else self._shared(alone, exchange, accumulation)
@@ -150,6 +158,9 @@ class StepTimes:
             return None
         accumulation = config.gradient_accumulation_steps
         found = added({cause: part.times(accumulation) for cause, part in micro.items()}, update)
+        written = None if config.max_completion_length is None else self._written(config)
+        if written is not None:
+            found = added(found, {"generation": written})
         # What the host does between micro-steps, adding gradients, and emptying the cache.
         rest_seconds = whole.total_seconds - whole.communication_seconds
         rest_seconds -= sum(part.seconds for part in found.values())
@@ -280,6 +291,31 @@ class StepTimes:
             parts,
         )
 
+    def _written(self, config: TrainConfig) -> Part | None:
+        """The time of an optimizer step in which completions are written; None where rates are unknown."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        sizes = (config.generation_batch_size, config.max_completion_length)
+        trace = self._traces[spec]
+        assert isinstance(trace, Trace)
+
+        def seconds() -> float | None:
+            total = 0.0
+            for launches, count in generation.passes(trace, config):
+                kernels = _as_kernels(launches, config.precision)
+                found = roofline.seconds(kernels, self._machine)
+                if found is None:
+                    return None
+                total += count * found.total_seconds
+            return total
+
+        once = self._prices.time(
+            float | None, trace.identity, f"generation {sizes} {rank} {config.precision}", seconds
+        )
+        if once is None:
+            return None
+        per_step = once * generation.generations_per_step(config)
+        return part(per_step, generation.SPREAD, RatesFrom.CARDS_LIKE_IT)
+
     def _find_between_micro_steps(self, spec: TraceSpec, rank: int) -> float:
         num_adapter_weights = 0
         if spec.method != "full":
@@ -295,24 +331,28 @@ class StepTimes:
     def _kernels_of(
         self, spec: TraceSpec, micro_batch: float, rank: int, precision: str
     ) -> list[roofline.Kernel]:
-        tf32 = PRECISIONS[precision].tf32
-        kernels = []
-        for launch in self._traces[spec].launches(micro_batch, rank):
-            k = launch.kernel
-            kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
-            kernels.append(
-                roofline.Kernel(
-                    name=k.name,
-                    kind=kind,
-                    dtype=_rate_dtype(k.dtype, tf32=tf32) if kind == "matmul" else k.dtype,
-                    flops=launch.flops,
-                    bytes_moved=launch.bytes_moved,
-                    shape=launch.shape,
-                    count=launch.count,
-                    phase=k.phase,
-                )
+        return _as_kernels(self._traces[spec].launches(micro_batch, rank), precision)
+
+
+def _as_kernels(launches: Iterable[Launch], precision: str) -> list[roofline.Kernel]:
+    tf32 = PRECISIONS[precision].tf32
+    kernels = []
+    for launch in launches:
+        k = launch.kernel
+        kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
+        kernels.append(
+            roofline.Kernel(
+                name=k.name,
+                kind=kind,
+                dtype=_rate_dtype(k.dtype, tf32=tf32) if kind == "matmul" else k.dtype,
+                flops=launch.flops,
+                bytes_moved=launch.bytes_moved,
+                shape=launch.shape,
+                count=launch.count,
+                phase=k.phase,
             )
-        return kernels
+        )
+    return kernels
 
 
 def _rate_dtype(dtype: str, *, tf32: bool) -> str:

@@ -14,6 +14,7 @@ from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, together
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
+from autotune.predict.generation import generation_of
 from autotune.predict.optimizer_update import MOST_STEPS, Update
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.charts import StepPhase
@@ -29,12 +30,18 @@ _AGAIN = (
 )
 """The same of further micro-batches."""
 _WITHOUT_FORWARD = (
+    StepPhase.GENERATION,
     StepPhase.BACKWARD,
     StepPhase.BACKWARD_AGAIN,
     StepPhase.BACKWARD_AND_OPTIMIZER,
     StepPhase.OPTIMIZER,
 )
-_WITHOUT_BACKWARD = (StepPhase.FORWARD, StepPhase.FORWARD_AGAIN, StepPhase.OPTIMIZER)
+_WITHOUT_BACKWARD = (
+    StepPhase.GENERATION,
+    StepPhase.FORWARD,
+    StepPhase.FORWARD_AGAIN,
+    StepPhase.OPTIMIZER,
+)
 
 _NUM_SCALARS, _NUM_SCALARS_OF_SCALER, _SCALAR_BYTES = 1, 2, 4
 """Number and size of the scalars that are kept for good: the sum of losses (Trainer._run_epoch); a scaler's
@@ -114,6 +121,11 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     else:
         tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
     behind = len(sizes) + len(tape.sizes)
+    written = Tape()
+    if config.max_completion_length is not None and isinstance(trace, Trace):
+        written = generation_of(trace, config).tape
+        parts = _generating(parts, _shifted(written.events, behind), config)
+    behind += len(written.sizes)
     kept = _KeptByTrainer(trace, sizes, config, num_before=behind)
     prepared, own = trace.num_prepared_events, trace.num_own_events
     setup = [
@@ -130,12 +142,36 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     ]
     parts = [StepPart(-1, StepPhase.SETUP, setup), *map(kept.added_to, parts)]
     return Steps(
-        sizes=[*sizes, *tape.sizes, *kept.tape.sizes],
-        categories=[*trace.categories, *tape.categories, *kept.tape.categories],
-        of_update=range(len(sizes), behind),
+        sizes=[*sizes, *tape.sizes, *written.sizes, *kept.tape.sizes],
+        categories=[
+            *trace.categories,
+            *tape.categories,
+            *written.categories,
+            *kept.tape.categories,
+        ],
+        of_update=range(len(sizes), len(sizes) + len(tape.sizes)),
         parts=parts,
         sure_step=_sure_step(config),
     )
+
+
+def _generating(
+    parts: Sequence[StepPart], events: list[int], config: TrainConfig
+) -> list[StepPart]:
+    """Let completions be written before each step; where several times in one, beside gradients too.
+
+    Also before each of several steps that train on the same ones.
+    """
+    found: list[StepPart] = []
+    step = -1
+    again = config.micro_batches_per_generation < config.gradient_accumulation_steps
+    for part in parts:
+        is_again = again and part.phase is StepPhase.FORWARD_AGAIN
+        if part.step != step or is_again:
+            step = part.step
+            found.append(StepPart(step, StepPhase.GENERATION, events))
+        found.append(part)
+    return found
 
 
 class _KeptByTrainer:

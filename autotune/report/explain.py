@@ -132,7 +132,8 @@ def _why_weights(estimate: Estimate, textbook_bytes: int) -> str:
     if estimate.config.method != "full":
         return "adapters are in float32"
     row = TRAINERS[estimate.config.trainer]
-    if row.has_reference and not estimate.config.precompute_ref_log_probs:
+    is_scored = row.has_reference and not estimate.config.precompute_ref_log_probs
+    if is_scored or estimate.config.kl_beta:
         return "of the model, and of its reference"
     return "buffers, or weights that are shared"
 

@@ -70,6 +70,8 @@ def typed_size(size_bytes: int) -> str:
 
 def limits(config: TrainConfig | None) -> str:
     """Return what a prediction leaves out; of a configuration, where there is one."""
+    if config is not None and config.max_completion_length is not None:
+        return f"{_LIMITS}, rewards, completions that end early"
     if config is None or not config.precompute_ref_log_probs:
         return _LIMITS
     return f"{_LIMITS}, the reference's pass over all samples before training"
@@ -168,6 +170,8 @@ def data(workload: Workload) -> str:
     if (row := BY_TASK.get(workload.task)) is not None:
         number = lengths.num_samples // row.rows_per_sample
         counted_ = f"{number:,} {row.sample}s, each answer with its prompt"
+        if row.generates is not None:
+            counted_ = f"{number:,} prompts, each with a completion as long as may be"
     return (
         f"{f'{dataset.format}, ' if dataset else ''}{counted_}"
         f"{', of which the answers are learnt' if is_partial else ''}; "

@@ -47,7 +47,7 @@ unpacked, which instructions bound; `copy_host`: over PCIe."""
 PHASES = ("forward", "backward", "recompute", "update")
 """Phases of a step. `recompute`: activation checkpointing's second forward pass, within the backward pass."""
 
-BOUNDS = ("compute", "memory bandwidth", "transfer", "launch", "communication")
+BOUNDS = ("compute", "memory bandwidth", "transfer", "launch", "communication", "generation")
 """Causes that may take most of a step's time. `transfer`: copies to and from host memory; `communication`:
 with the other GPUs (autotune.predict.sharding.rank_trace)."""
 
