@@ -25,10 +25,16 @@ DEADLINE_SECONDS = 900.0
 
 
 def read_dataset(
-    question: Question, source: ModelSource, task: str, sequence_length: int
+    question: Question,
+    source: ModelSource,
+    task: str,
+    sequence_length: int,
+    *,
+    beside: int = 0,
 ) -> tuple[Dataset, Lengths]:
     """Recognise the dataset of a question, and count tokens per sample, cut off at `sequence_length`.
 
+    `beside`: tokens of a completion, which come behind each sample where these are prompts.
     The tokenizer is a folder, or an id whose files are in the Hub's cache: none is downloaded, and nothing
     of it or of the dataset is run. Raises ConfigError, WorkerError.
     """
@@ -50,10 +56,10 @@ def read_dataset(
             remedy=answer["remedy"],
         )
     lengths = Lengths.of(
-        dict(answer["counts"]),
+        {length + beside: count for length, count in answer["counts"]},
         sequence_length,
         num_samples=answer["num_samples"],
-        longest=answer["longest"],
+        longest=answer["longest"] + beside,
     )
     recognised = {name: answer[name] for name in (*_READ_AS, "is_sharegpt")}
     return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths

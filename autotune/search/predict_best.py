@@ -206,7 +206,7 @@ def find(
     ways_predicted = compiled_candidates.predicted_ways(ways_to_compile, gpu.backend)
     reference = base or default_base(workload, gpu, model)
     changing = Changing(space, tuple(changes))
-    changing.to(with_trainers(space, workload.task), "what trains the task")
+    changing.to(with_trainers(space, workload.task, reference), "what trains the task")
     space, solving = without_solve(changing.space)
     space, parting = without_parts(space)
     changing.space = space

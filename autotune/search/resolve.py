@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from autotune.catalogue import nvml
 from autotune.catalogue.gpus import Gpu
@@ -27,7 +29,7 @@ from autotune.search.pictures import read_pictures, task_of
 from autotune.space import space_file
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
-from autotune.space.defaults import default_base
+from autotune.space.defaults import completions_of, default_base
 from autotune.space.headroom import NO_HEADROOM
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import (
@@ -143,8 +145,11 @@ def resolve(
     pictures = read_pictures(question, source, task, length)
     data, lengths = None, None
     if question.dataset is not None:
-        data, lengths = read_dataset(question, source, task, length)
+        data, lengths = read_dataset(
+            question, source, task, length, beside=_completion(task, length, base)
+        )
         packs = may_pack(changing.space, task)
+        packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
         if base is not None:
             base = dataclasses.replace(base, sequence_length=length)
@@ -204,6 +209,27 @@ class Configuration:
     config: TrainConfig
 
 
+def _completion(
+    task: str,
+    length: int,
+    base: TrainConfig | None,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> int:
+    """Tokens of a completion behind each prompt; 0 where samples are no prompts."""
+    usual = completions_of(TRAINERS[trainers_of(task)[0]], length)
+    of_base = None if base is None else base.max_completion_length
+    found: int = (
+        given.get("max_completion_length") or of_base or usual.get("max_completion_length", 0)
+    )
+    return found
+
+
+def _is_short(task: str, length: int) -> bool:
+    """Whether completions take half of a sequence, so that they would be shorter in a shorter one."""
+    generates = TRAINERS[trainers_of(task)[0]].generates
+    return generates is not None and generates.max_completion_length >= length
+
+
 def resolve_configuration(
     question: Question, *, note: Callable[[str], None] = lambda _: None
 ) -> Configuration:
@@ -227,8 +253,11 @@ def resolve_configuration(
     pictures = read_pictures(question, source, task, length)
     data, lengths = None, None
     if question.dataset is not None:
-        data, lengths = read_dataset(question, source, task, length)
+        data, lengths = read_dataset(
+            question, source, task, length, beside=_completion(task, length, None, given)
+        )
         packs = given.get("batching", usual_batching(task)) == "packed"
+        packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
     parallelism = PARALLELISMS[given.get("parallelism", "none" if num_gpus == 1 else "ddp")]
     least = TRAINERS[trainers_of(task)[0]].least_micro_batch

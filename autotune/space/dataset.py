@@ -13,6 +13,7 @@ FORMATS = (
     "text",
     "preferences",
     "unpaired",
+    "prompts",
 )
 """Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
 LOSS_ON = ("answers", "all")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
@@ -71,6 +72,7 @@ def default_base(
         trainer=trainer,
         parallelism=parallelism,
         num_gpus=workload.num_gpus,
+        **completions_of(TRAINERS[trainer], workload.sequence_length),
         **{
             knob.name: default
             for knob in KNOBS.values()
@@ -89,6 +91,19 @@ def default_base(
         storage = shared_storage(config.precision, config.quantization)
         config = dataclasses.replace(config, quantization_storage=storage)
     return config
+
+
+def completions_of(trainer: Trainer, sequence_length: int) -> dict[str, Any]:
+    """Return the settings of completions that the trainer's own arguments have; none where it writes none."""
+    generates = trainer.generates
+    if generates is None:
+        return {}
+    length = generates.max_completion_length
+    return {
+        "num_generations": generates.num_generations,
+        "max_completion_length": length if length < sequence_length else sequence_length // 2,
+        "kl_beta": generates.kl_beta,
+    }
 
 
 def _least_micro_batch(samples: int, trainer: Trainer) -> int:

@@ -69,6 +69,16 @@ OF_TASKS: dict[str, dict[str, LearningRate]] = {
         LearningRate(value=1e-5, source=f"{_OF_REWARDS}, its example of full training"),
         LearningRate(value=1e-4, source=f"{_OF_REWARDS}, its example of LoRA"),
     ),
+    **dict.fromkeys(
+        ("grpo", "rloo"),
+        _of_both(
+            LearningRate(value=1e-6, source="trl 1.16 GRPOConfig and RLOOConfig"),
+            LearningRate(
+                value=1e-5,
+                source="ten times the full rate: Thinking Machines 2025, LoRA Without Regret",
+            ),
+        ),
+    ),
     "kto": _of_both(
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its first example"),
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its example of QLoRA"),

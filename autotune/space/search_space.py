@@ -16,7 +16,7 @@ from typing import Any
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
 from autotune.space.checkpoint_plans import SOLVE
-from autotune.space.config import PACKABLE_TASKS, TrainConfig, Workload
+from autotune.space.config import OF_COMPLETIONS, PACKABLE_TASKS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.trainers import BY_TASK, PICTURES, trainers_of
@@ -191,11 +191,11 @@ def with_batchings(
     return with_domains(space, left)
 
 
-def with_trainers(space: SearchSpace, task: str) -> SearchSpace:
+def with_trainers(space: SearchSpace, task: str, like: TrainConfig | None = None) -> SearchSpace:
     """The space with what trains pictures, or a task that has a trainer of its own, as it is for another.
 
     Samples are padded, no logits are made, and a plan of checkpointing would not outlast a reference's pass,
-    or was not tried with what sees.
+    or was not tried with what sees. What a space leaves open of completions is as in `like`.
     """
     if task not in (*BY_TASK, PICTURES):
         return space
@@ -204,18 +204,35 @@ def with_trainers(space: SearchSpace, task: str) -> SearchSpace:
         of_task: dict[str, tuple[Any, ...]] = {
             "trainer": trainers_of(task), "batching": ("padded",), "chunked_loss": (False,)
         }  # fmt: skip
+        if task in BY_TASK and BY_TASK[task].generates is not None:
+            of_task |= _of_completions(section, like)
         is_scored_before = section.domains.get("precompute_ref_log_probs") == (True,)
         if task == PICTURES:
-            kept = [a for a in section.domains.get("attention", ()) if a in ("sdpa", "eager")]
-            of_task["attention"] = tuple(kept or ["sdpa"])
-            of_task |= {"liger": (False,), "activation_offloading": (False,)}
-        elif is_scored_before or not BY_TASK[task].has_reference:
+            of_task |= {
+                "attention": _unfused(section), "liger": (False,), "activation_offloading": (False,)
+            }  # fmt: skip
+        elif is_scored_before or not BY_TASK[task].passes_without_gradients:
             return of_task
         name = "activation_checkpointing"
         offered = [1 if value == SOLVE else value for value in section.domains.get(name, (0,))]
         return {**of_task, name: tuple(dict.fromkeys(min(value, 1) for value in offered))}
 
     return with_domains(space, padded)
+
+
+def _unfused(section: MethodSpace) -> tuple[str, ...]:
+    """The attentions of a section that every mask can be given to."""
+    kept = [a for a in section.domains.get("attention", ()) if a in ("sdpa", "eager")]
+    return tuple(kept or ["sdpa"])
+
+
+def _of_completions(section: MethodSpace, like: TrainConfig | None) -> dict[str, tuple[Any, ...]]:
+    found: dict[str, tuple[Any, ...]] = {
+        name: tuple(value for value in section.domains.get(name, ()) if value is not None)
+        or (None if like is None else getattr(like, name),)
+        for name in OF_COMPLETIONS
+    }
+    return {**found, "attention": _unfused(section), "liger": (False,)}
 
 
 def may_pack(space: SearchSpace, task: str) -> bool:

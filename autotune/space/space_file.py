@@ -31,6 +31,9 @@ and what the method's row of adapters.ADAPTERS has:
         kbit_preparation: [false, true]                 PEFT's, of a quantised base; default [false]
         chunked_loss: [false, true]                     logits in eight parts; default [false]
         precompute_ref_log_probs: [true]                with --task dpo or kto; default [false]
+        num_generations: [4, 8]                         with --task grpo or rloo; default the trainer's
+        max_completion_length: [256]                    the same; so kl_beta, num_iterations and
+                                                        steps_per_generation
         adapter_in_base_dtype: [false, true]            beside a base in 16 bits; default [false]
         peft: [{peft_type: LOHA, r: 8}]                 peft, required; fields of a PeftConfig
 """

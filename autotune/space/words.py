@@ -75,7 +75,7 @@ def difference(config: TrainConfig, other: TrainConfig) -> str:
         if any(getattr(config, name) != getattr(other, name) for name in CHECKPOINTING):
             words.append(words_of_plan(config))
     words += [
-        knob.words(getattr(config, name))
+        f"no {knob.flag}" if (value := getattr(config, name)) is None else knob.words(value)
         for name, knob in KNOBS.items()
         if name not in said and getattr(config, name) != getattr(other, name)
     ]

@@ -539,6 +539,18 @@ def test_micro_batches_begin_at_the_least_that_the_trainer_takes(server: here.Wo
     assert found.best.config.trainer == "trl-kto"
 
 
+def test_micro_batches_of_completions_are_whole_groups(server: here.Workers) -> None:
+    pytest.importorskip("trl")
+    fixed = {"activation_checkpointing": 0, "num_generations": 3, "max_completion_length": 16}
+    ask = asked(methods=("lora",), fixed=fixed, budget_bytes=4 * GB)
+    ask = dataclasses.replace(ask, question=dataclasses.replace(ask.question, task="grpo"))
+    found = questions.answer("micro-batch", ask, server)
+    assert isinstance(found.value, int)
+    assert found.value >= 3
+    assert found.value % 3 == 0
+    assert found.best.config.max_completion_length == 16
+
+
 def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
     server: here.Workers,
 ) -> None:

@@ -105,11 +105,51 @@ def test_a_reference_that_scores_before_training_leaves_checkpointing_alone() ->
 BY_TOKENS = dataclasses.replace(FULL, batching="by-tokens")
 SEES = dataclasses.replace(FULL, trainer="trl-sft", batching="padded")
 OF_PICTURES = dataclasses.replace(ADA, task="image-text-to-text")
+GRPO = dataclasses.replace(
+    FULL,
+    trainer="trl-grpo",
+    batching="padded",
+    num_generations=8,
+    max_completion_length=64,
+    kl_beta=0.0,
+)
+
+
+def test_completions_are_of_a_trainer_that_writes_them() -> None:
+    assert broken_rules(GRPO, dataclasses.replace(ADA, task="grpo")) == []
+    parted = dataclasses.replace(
+        GRPO, micro_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=2
+    )
+    assert broken_rules(parted, ADA) == []
+    for changes in ({"kl_beta": None}, {"trainer": "trl-kto"}):
+        names = [rule.name for rule in broken_rules(dataclasses.replace(GRPO, **changes), ADA)]
+        assert "completions-are-of-their-trainers" in names
+    for changes in ({"activation_checkpointing": 2}, {"num_generations": 1}):
+        (broken,) = broken_rules(dataclasses.replace(GRPO, **changes), ADA)
+        assert broken.name in ("reference-restores-all-checkpointing", "groups-are-whole")
+
+
 BREAKERS = {
     "bitsandbytes-rmsprop-needs-float32": (
         dataclasses.replace(FULL, precision="bf16-true", optimizer="rmsprop_bnb_8bit"),
         ADA,
     ),
+    "completions-are-of-their-trainers": (
+        dataclasses.replace(FULL, num_generations=8),
+        ADA,
+    ),
+    "groups-are-whole": (dataclasses.replace(GRPO, num_generations=5), ADA),
+    "completions-are-of-the-step": (
+        dataclasses.replace(
+            GRPO, micro_batch_size=4, gradient_accumulation_steps=8, steps_per_generation=16
+        ),
+        ADA,
+    ),
+    "prompts-have-room": (
+        dataclasses.replace(GRPO, max_completion_length=GRPO.sequence_length),
+        ADA,
+    ),
+    "completions-need-tried-settings": (dataclasses.replace(GRPO, liger=True), ADA),
     "trainer-of-the-task": (FULL, dataclasses.replace(ADA, task="dpo")),
     "answers-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
     "compared-answers-need-others": (

@@ -130,6 +130,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "chunked_loss": False,
         "trainer": "transformers",
         "precompute_ref_log_probs": False,
+        "num_iterations": 1,
         "torch_empty_cache_steps": 0,
         "expandable_segments": False,
         "neftune_noise_alpha": 0.0,

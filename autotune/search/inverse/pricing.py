@@ -288,7 +288,9 @@ class Pricer:
 
     def _find_points(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
         space = with_checkpoint(self._asked.space, case.source.checkpoint)
-        space = with_batchings(with_trainers(space, self.task(case)), self.workload(case))
+        usual = default_base(self.workload(case), case.gpu, case.source)
+        space = with_trainers(space, self.task(case), usual)
+        space = with_batchings(space, self.workload(case))
         space = with_attentions(space, case.source.attentions, case.gpu.compute_capability)
         space = narrowed(space, {**self._asked.question.settings, **case.fixed})
         configs: list[TrainConfig] = []

@@ -212,12 +212,19 @@ def _longest(asked: LimitProblem, pricer: Pricer) -> Reached:
 def _largest_micro_batch(asked: LimitProblem, pricer: Pricer) -> Reached:
     case = _case(asked)
 
-    def at(size: int) -> Case:
+    trainer = TRAINERS[trainers_of(pricer.task(case))[0]]
+    # One micro-batch is all that is written at a time: whole groups of completions.
+    group = 1
+    if trainer.generates is not None:
+        given = asked.question.settings.get("num_generations")
+        group = given or trainer.generates.num_generations
+
+    def at(number: int) -> Case:
+        size = number * group
         return dataclasses.replace(case, value=size, fixed={"micro_batch_size": size})
 
-    least = TRAINERS[trainers_of(pricer.task(case))[0]].least_micro_batch
     why = "no larger micro-batch is looked for"
-    return _largest(at, MAX_MICRO_BATCH, why, pricer, low=least)
+    return _largest(at, MAX_MICRO_BATCH // group, why, pricer, low=trainer.least_micro_batch)
 
 
 def _highest_rank(asked: LimitProblem, pricer: Pricer) -> Reached:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autotune.space.adapters import peft_fields
-from autotune.space.config import TrainConfig
+from autotune.space.config import OF_COMPLETIONS, TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, dtype_beside
@@ -209,13 +209,58 @@ RULES: tuple[Rule, ...] = (
     Rule(
         # trl 1.16 models/utils.py, disable_gradient_checkpointing.
         name="reference-restores-all-checkpointing",
-        reason="TRL switches checkpointing off for each pass of a reference, and then on again for "
-        "every layer, without offloading: intervals, plans and offloading last for one pass unless the "
-        "reference scores before training (--precompute-ref-log-probs)",
+        reason="TRL switches checkpointing off while completions are written and for each pass of a "
+        "reference, and then on again for every layer, without offloading: intervals, plans and offloading "
+        "last for one pass unless the reference scores before training (--precompute-ref-log-probs)",
         breaks=lambda c, _: (
-            has_reference(c)
+            TRAINERS[c.trainer].passes_without_gradients
             and not c.precompute_ref_log_probs
             and (c.activation_checkpointing > 1 or c.activation_offloading or c.has_plan)
+        ),
+    ),
+    Rule(
+        name="completions-are-of-their-trainers",
+        reason="GRPOTrainer and RLOOTrainer write completions, of which they must know how many, how long, "
+        "and how they may differ from a reference's; other trainers write none",
+        breaks=lambda c, _: (
+            any(getattr(c, name) is None for name in OF_COMPLETIONS[:3])
+            if TRAINERS[c.trainer].generates is not None
+            else any(getattr(c, name) not in (None, 1) for name in OF_COMPLETIONS)
+        ),
+    ),
+    Rule(
+        # trl 1.16 GRPOConfig.__post_init__
+        name="groups-are-whole",
+        reason="completions are rewarded against the others of their prompt: it has two at least, and all "
+        "are written at a time (micro-batch x accumulation is a multiple of --num-generations)",
+        breaks=lambda c, _: (
+            c.num_generations is not None
+            and (c.num_generations < 2 or c.generation_batch_size % c.num_generations != 0)
+        ),
+    ),
+    Rule(
+        name="completions-are-of-the-step",
+        reason="more completions written at a time than a step trains on, or a part of them, are trained on "
+        "when the weights have changed: another training run, which is not modelled",
+        breaks=lambda c, _: (
+            c.steps_per_generation is not None
+            and c.gradient_accumulation_steps % c.steps_per_generation != 0
+        ),
+    ),
+    Rule(
+        name="prompts-have-room",
+        reason="completions (--max-completion) are a part of the sequence (--seq-len), and so is a prompt",
+        breaks=lambda c, _: (
+            c.max_completion_length is not None and c.max_completion_length >= c.sequence_length
+        ),
+    ),
+    Rule(
+        name="completions-need-tried-settings",
+        reason="writing completions was tried with sdpa and eager attention, without Liger's kernels, and "
+        "without dropout of an adapter, which GRPOTrainer and RLOOTrainer would leave on (lora_dropout 0)",
+        breaks=lambda c, _: (
+            TRAINERS[c.trainer].generates is not None
+            and (c.liger or bool(c.lora_dropout) or c.attention not in ("sdpa", "eager"))
         ),
     ),
     Rule(
