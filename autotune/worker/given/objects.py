@@ -73,6 +73,11 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
         theirs = theirs if isinstance(theirs, dict) else theirs.to_dict()
         decided["accelerator_config"] = {**theirs, **decided["accelerator_config"]}
     os.environ.update(environment(config))
+    if hasattr(arguments, "generation_batch_size"):
+        # One follows from the other, and only one may be given.
+        decided |= {
+            "generation_batch_size": None, "steps_per_generation": config.steps_per_generation
+        }  # fmt: skip
     return dataclasses.replace(arguments, **_for_this_machine(decided, {}))
 
 

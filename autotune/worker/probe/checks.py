@@ -175,6 +175,8 @@ class FirstStep:
         return seen
 
     def _embedded(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # What writes completions with an adapter goes past the autocast of what trains it.
         is_on = torch.is_autocast_enabled(self._device_type)
         self._autocast.append(torch.get_autocast_dtype(self._device_type) if is_on else None)
 

@@ -31,11 +31,12 @@ from autotune.worker.probe.steps import (
     CudaClock,
     Marks,
     TimedStep,
+    mean_step,
     spread,
     step_seconds,
     whole_step_seconds,
 )
-from autotune.worker.probe.training import MAX_WARM_UP_STEPS, train
+from autotune.worker.probe.training import MAX_WARM_UP_STEPS, train, writes_completions
 
 MIN_COMPILED_WARM_UP_STEPS = 3
 """Fewest warm-up steps of a compiled model: CUDA graphs run once, are recorded the second time and replayed
@@ -85,6 +86,8 @@ class ProbeCallback(TrainerCallback):
         """Seconds of each warm-up step, as it ran."""
         self._run_seconds: list[float] = []
         """Seconds of each timed step as it ran, without the micro-steps that were left out."""
+        self._alike: list[TimedStep] = []
+        """Steps that train on the same completions, of which there are more to come."""
         self._is_timing = False
         self._timing_began = 0.0
         self._step_began = 0.0
@@ -205,14 +208,23 @@ class ProbeCallback(TrainerCallback):
         for marks in list(ready):
             self._pending.remove(marks)
             self._run_seconds.append(self._clock.seconds(marks.began, marks.ended))
-            if self.spec.confirm_steps:
-                self.steps.append(whole_step_seconds(self._clock, marks))
+            if self.spec.confirm_steps or writes_completions(self.config):
+                self._take_whole(whole_step_seconds(self._clock, marks))
             else:
                 accumulation = self.config.gradient_accumulation_steps
                 self.steps.append(step_seconds(self._clock, marks, accumulation))
         return bool(ready)
 
+    def _take_whole(self, step: TimedStep) -> None:
+        """Note a step; where several train on the same completions, all of these as one of average length."""
+        self._alike.append(step)
+        if len(self._alike) == self.config.num_iterations:
+            self.steps.append(mean_step(self._alike))
+            self._alike = []
+
     def _is_enough(self) -> bool:
+        if not self.steps:
+            return False
         fastest = min(step.total_seconds for step in self.steps)
         at_most = self.config.tokens_per_step / fastest
         num_timed = len(self.steps)

@@ -119,6 +119,14 @@ def whole_step_seconds(clock: Clock, marks: Marks) -> TimedStep:
     )
 
 
+def mean_step(steps: Sequence[TimedStep]) -> TimedStep:
+    """Return a step as long as these are on average."""
+    names = ("micro_step_seconds", "optimizer_step_seconds", "total_seconds")
+    return TimedStep(
+        **{name: statistics.fmean(getattr(step, name) for step in steps) for name in names}
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
     """Measurement's fields about the times of several steps."""

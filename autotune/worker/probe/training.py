@@ -68,7 +68,8 @@ def build_trainer(
         more["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
     made_with = rows
-    if TRAINERS[config.trainer].task:
+    reference = trl_trainers.reference_of(model, config)
+    if TRAINERS[config.trainer].task and not writes_completions(config):
         made_with = trl_trainers.samples_of_words(config, 1, 1)
     elif spec.pictures is not None:
         made_with = trl_trainers.words(1)
@@ -77,15 +78,22 @@ def build_trainer(
         trainer_class = by_tokens(trainer_class, config.sequence_length)
     trainer = trainer_class(model=model, args=arguments, train_dataset=made_with, **more)
     trainer.train_dataset = rows
+    if reference is not None:
+        trl_trainers.give_reference(trainer, reference, config)
     trainer.remove_callback(PrinterCallback)
     if config.update_in_backward:
         trainer.add_callback(UpdateInBackward())
     return trainer
 
 
+def writes_completions(config: TrainConfig) -> bool:
+    """Whether the trainer writes what it trains on."""
+    return TRAINERS[config.trainer].generates is not None
+
+
 def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: ProbeSpec) -> Any:
     """The rows that a confirmation evaluates; None for another probe."""
-    if not spec.confirm_steps:
+    if not spec.confirm_steps or writes_completions(config):
         return None
     num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size * config.data_parallel_size
     if TRAINERS[config.trainer].task:
@@ -148,7 +156,7 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
     if config.has_plan:
         values = without_checkpointing(values)
     accumulation = config.gradient_accumulation_steps
-    if not spec.confirm_steps:
+    if not spec.confirm_steps and not writes_completions(config):
         is_shared = config.num_gpus > 1
         accumulation = min(accumulation, MAX_SHARED_ACCUMULATION if is_shared else MAX_ACCUMULATION)
     values |= {
@@ -188,6 +196,8 @@ def _rows(
     lengths: Sequence[int] = (),
 ) -> Any:
     per_sample = config.rows_per_sample
+    if writes_completions(config):
+        return trl_trainers.prompts(config, num_rows, lengths)
     rows = _Rows(hf_config, spec.task, config, per_sample * num_rows, per_sample * kept, lengths)
     if spec.pictures is not None:
         return SeenRows(rows, hf_config, spec.pictures)

@@ -8,12 +8,13 @@ their rows afterwards.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments
 
+from autotune.export.training_args import completion_arguments
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig
 from autotune.space.trainers import PICTURES, TRAINERS
@@ -51,6 +52,14 @@ def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
     of_rows: dict[str, Any] = {}
     if row.has_reference:
         of_rows = {"precompute_ref_log_probs": config.precompute_ref_log_probs}
+    elif row.generates is not None:
+        of_rows = completion_arguments(config)
+        if _has_copy(config):
+            of_rows["beta"] = 0.0  # It would load the reference from where the model is from.
+        # No completion ends early, so that each step is the longest that may be.
+        of_rows["generation_kwargs"] = {"min_new_tokens": config.max_completion_length}
+        made_of: TrainingArguments = getattr(trl, row.arguments_class)(**of_rows, **values)
+        return made_of
     elif not row.task:
         of_rows = {
             "dataset_kwargs": {"skip_prepare_dataset": True},
@@ -72,12 +81,50 @@ def beside(model: Any, task: str, config: TrainConfig) -> dict[str, Any]:
     row = TRAINERS[config.trainer]
     if not row.task:
         return given
+    if row.generates is not None:
+        given["reward_funcs"] = _reward
+        model.generation_config.use_cache = True  # as of a model that is loaded
     if config.method != "full":
         fields = peft_fields(config)
         return {**given, "peft_config": adapters.peft_config(model, task, fields, config.method)}
     if row.has_reference and not config.precompute_ref_log_probs:
         given["ref_model"] = copy.deepcopy(model).eval()
     return given
+
+
+def _reward(prompts: Any, **_: Any) -> list[float]:
+    """A stand-in for a reward: completions are worth more and less in turn."""
+    return [float(number % 2) for number, _ in enumerate(prompts)]
+
+
+def _has_copy(config: TrainConfig) -> bool:
+    """Whether a trainer that writes completions has a copy of the model as its reference."""
+    return bool(config.kl_beta) and config.method == "full"
+
+
+def reference_of(model: Any, config: TrainConfig) -> Any:
+    """A frozen copy of a model for `give_reference`; None where the trainer needs none."""
+    return copy.deepcopy(model).eval() if _has_copy(config) else None
+
+
+def give_reference(trainer: Any, reference: Any, config: TrainConfig) -> None:
+    """Give a trainer of completions its reference, as it would have loaded it (trl 1.16, its __init__)."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(reference, temperature=trainer.temperature)
+    trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+    trainer.beta = trainer.args.beta = config.kl_beta
+
+
+def prompts(config: TrainConfig, count: int, lengths: Sequence[int] = ()) -> Any:
+    """So many prompts, which leave completions their room, or as long as in samples of these lengths."""
+    from datasets import Dataset
+
+    assert config.max_completion_length is not None
+    most = config.sequence_length - config.max_completion_length
+    shorter = [max(length - config.max_completion_length, 1) for length in lengths] or [most]
+    texts = ["word " * min(shorter[n % len(shorter)], most) for n in range(count)]
+    return Dataset.from_list([{"prompt": text} for text in texts])
 
 
 def dataset(rows: Any, config: TrainConfig) -> Any:
