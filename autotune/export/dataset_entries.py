@@ -50,7 +50,7 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
         return ()
     usual = {
         "chat": ("messages", "conversations"), "prompt-completion": ("prompt",),
-        "text": None, "preferences": None, "unpaired": None,
+        "text": None, "preferences": None, "unpaired": None, "prompts": None,
     }  # fmt: skip
     fields = usual.get(dataset.format, ())
     if fields is None or (

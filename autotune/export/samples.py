@@ -25,6 +25,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ()),
     "preferences": (("chosen",), ("rejected",)),
     "unpaired": (("prompt",), ("completion",)),
+    "prompts": (("prompt",), ()),
 }
 # In the order in which they are looked for.
 FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
@@ -35,6 +36,8 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "dpo": ("preferences",),
     "reward": ("preferences",),
     "kto": ("unpaired", "preferences"),
+    "grpo": ("prompts",),
+    "rloo": ("prompts",),
 }
 LOSS_ON = ("answers", "all")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
@@ -109,6 +112,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             read += read_pair(row, place)
         elif recognised[0] == "unpaired":
             read.append(read_labelled(row, place))
+        elif recognised[0] == "prompts":
+            read.append(read_prompt(row, place))
         else:
             read.append(read_sample(row, *recognised, place))
     if recognised is None:
@@ -124,10 +129,11 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
         raise UnusableData(
             f"the format {columns.format} is not for {task}", f"It takes {', '.join(possible)}"
         )
-    is_of_trl = "preferences" in possible
+    is_of_trl = "preferences" in possible or "prompts" in possible
     if is_of_trl and (columns.text_field or columns.answer_field):
         raise UnusableData(
-            "TRL reads prompt, chosen and rejected, or prompt, completion and label, and no other fields",
+            "TRL reads prompt, or prompt, chosen and rejected, or prompt, completion and label, and no other "
+            "fields",
             "Leave --text-field and --answer-field out, and rename the dataset's",
         )
     for name in possible if columns.format is None else (columns.format,):
@@ -139,6 +145,7 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
         text = next((each for each in texts if row.get(each) is not None), None)
         answer = next((each for each in answers if row.get(each) is not None), None)
         is_chat = text is not None and isinstance(row[text], list) and not answers
+        is_chat = is_chat and name != "prompts"
         if text and (answer or not answers) and is_chat == (name == "chat"):
             return name, text, answer
     wanted = "; ".join(" and ".join(map("/".join, filter(None, FORMATS[n]))) for n in possible)
@@ -211,6 +218,20 @@ def read_labelled(row: Mapping[str, Any], place: str) -> Sample:
             "A label is true where the completion is good, false where it is bad",
         )
     return read_answer(row, prompt, answer, place)
+
+
+def read_prompt(row: Mapping[str, Any], place: str) -> Sample:
+    """A prompt without an answer: a text, or messages."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, str):
+        return Sample(text=prompt)
+    if not isinstance(prompt, list):
+        raise UnusableData(
+            f"{place} has no text and no messages in prompt: {shown(prompt)}",
+            "Prompts are texts, or lists of messages",
+        )
+    messages = read_messages(prompt, place)
+    return Sample(messages=messages, num_given=len(messages), tools=read_json(row.get("tools")))
 
 
 def are_alike(parts: list[Any]) -> bool:

@@ -50,6 +50,55 @@ _PICTURES = """\
         if column in rows.column_names:  # paths of files, where they are no pictures yet
             rows = rows.cast_column(column, kind)
 """
+_OF_REWARDS = """\
+def function_of(name: str) -> Any:
+    \"""The function that MODULE:FUNCTION or FILE.py:FUNCTION names.\"""
+    place, _, function = name.rpartition(":")
+    try:
+        if place.endswith(".py"):
+            return runpy.run_path(place)[function]
+        return getattr(importlib.import_module(place), function)
+    except (AttributeError, ImportError, KeyError, OSError, ValueError) as error:
+        sys.exit(f"--reward {name} names no function: {type(error).__name__} {error}.")
+
+
+def num_tokens(tokenizer: Any, prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    made = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    return len(made["input_ids"])
+
+
+"""
+_REWARD_OPTION = """\
+    parser.add_argument(
+        "--reward",
+        action="append",
+        default=[],
+        metavar="MODULE:FUNCTION",
+        help="what rewards completions, or FILE.py:FUNCTION; several are added up",
+    )
+"""
+_REWARDS = """\
+    if not options.reward:
+        sys.exit(
+            "Nothing says what completions are worth: --reward FILE.py:FUNCTION, or one of TRL's, such as "
+            "--reward trl.rewards:think_format_reward."
+        )
+    rewards = [function_of(name) for name in options.reward]
+"""
+_PROMPTS = """\
+    if "prompt" not in rows.column_names:
+        sys.exit(f"{{options.dataset}} has no column prompt: it has {{', '.join(rows.column_names)}}.")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    # The trainer cuts no prompt off: longer ones need more memory than was planned.
+    short = rows.filter(lambda row: num_tokens(tokenizer, row["prompt"]) <= {most})
+    if len(short) < len(rows):
+        print(f"Left out: {{len(rows) - len(short)}} prompts of more than {most} tokens.", file=sys.stderr)
+    rows, needed = short, arguments.generation_batch_size // arguments.num_generations
+    if len(rows) < needed:
+        sys.exit(f"{{len(rows)}} prompts are too few: completions of {{needed}} are written at a time.")
+"""
 _COLUMNS_BESIDE_PICTURES = "images (paths of their files), and messages, or prompt and completion"
 
 
@@ -101,13 +150,21 @@ def write(
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         columns=_COLUMNS_BESIDE_PICTURES if sees else row.fields,
-        pictures=_PICTURES if sees else "",
+        rows_code=_rows_code(row, config, sees=sees),
+        functions="" if row.generates is None else _OF_REWARDS,
+        options="" if row.generates is None else _REWARD_OPTION,
+        rewards="" if row.generates is None else _REWARDS,
+        further="" if row.generates is None else "        reward_funcs=rewards,\n",
+        rewarded="" if row.generates is None else " --reward FILE.py:FUNCTION",
+        tokenizer="" if row.generates is None else ", AutoTokenizer",
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
         trainer=kind,
-        libraries="import copy\nimport functools\nimport itertools\n" if cuts else "",
+        libraries=_libraries(row, cuts=cuts),
         abstract="from collections.abc import Sequence\n" if cuts else "",
-        typing="from typing import Any\n" if config.attention == EXPANDED or plan or cuts else "",
+        typing="from typing import Any\n"
+        if config.attention == EXPANDED or plan or cuts or row.generates is not None
+        else "",
         plan=plan,
         imports="".join(imports),
         environment=set_environment(config),
@@ -117,6 +174,20 @@ def write(
         quantization=quantization,
         unpacked_by=UNPACKED_BY,
     )
+
+
+def _libraries(row: Trainer, *, cuts: bool) -> str:
+    """Return imports between argparse and sys."""
+    if cuts:
+        return "import copy\nimport functools\nimport itertools\n"
+    return "" if row.generates is None else "import importlib\nimport runpy\n"
+
+
+def _rows_code(row: Trainer, config: TrainConfig, *, sees: bool) -> str:
+    """Return what is done to the rows that were read."""
+    if row.generates is not None and config.max_completion_length is not None:
+        return _PROMPTS.format(most=config.sequence_length - config.max_completion_length)
+    return _PICTURES if sees else ""
 
 
 def _lacks(row: Trainer, workload: Workload) -> str:
@@ -129,7 +200,9 @@ def _sees(row: Trainer, workload: Workload) -> bool:
 
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
     return unsaid_by_trl(
-        row, config, (*CHECKPOINTING, *IN_ENVIRONMENT, "update_in_backward", "batching")
+        row,
+        config,
+        (*CHECKPOINTING, *IN_ENVIRONMENT, "update_in_backward", "batching", "sequence_length"),
     )
 
 

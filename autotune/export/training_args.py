@@ -17,7 +17,7 @@ from autotune.export import installed, targets
 from autotune.export.carried import Unsaid, heading, keywords, unsaid
 from autotune.export.exporter import Exporter
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
-from autotune.space.config import LOADER_SETTINGS, TrainConfig, Workload
+from autotune.space.config import LOADER_SETTINGS, OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.learning_rates import default_rate
 from autotune.space.optimizers import OPTIMIZERS
@@ -279,6 +279,19 @@ def set_environment(config: TrainConfig) -> str:
     return f"import os\n\n# Before what follows is imported.\nos.environ |= {{\n{entries}}}\n\n"
 
 
+_OF_COMPLETIONS = {name: name for name in OF_COMPLETIONS} | {"kl_beta": "beta"}
+"""TRL's names of settings that a trainer which writes completions has besides."""
+
+
+def completion_arguments(config: TrainConfig) -> dict[str, object]:
+    """Return arguments of a trainer that writes completions, those left out that follow from others."""
+    return {
+        theirs: value
+        for ours, theirs in _OF_COMPLETIONS.items()
+        if (value := getattr(config, ours)) is not None
+    }
+
+
 def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str, Any]:
     """Return what arguments that somebody has must say to be this configuration: off included, no more.
 
@@ -302,6 +315,8 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
             decided["packing_strategy"] = "wrapped"
     elif "max_length" in fields:
         decided["max_length"] = config.sequence_length
+    if config.max_completion_length is not None and "max_completion_length" in fields:
+        decided |= completion_arguments(config)
     if "precompute_ref_log_probs" in fields:
         decided["precompute_ref_log_probs"] = config.precompute_ref_log_probs
     if TRAINERS[config.trainer].compares_samples:

@@ -18,6 +18,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.references import model_reference
 from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
 from autotune.export.training_args import (
+    completion_arguments,
     environment,
     installed_fields,
     known_values,
@@ -25,7 +26,7 @@ from autotune.export.training_args import (
     unknown_values,
 )
 from autotune.space.adapters import peft_fields, whole_alpha
-from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
+from autotune.space.config import OF_COMPLETIONS, PEFT_TASK_TYPES, TrainConfig, Workload
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.trainers import PICTURES, TRAINERS, Trainer
@@ -78,7 +79,8 @@ def write(
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(what, config, result["evidence"], lost)
     data = "" if workload.dataset else "dataset_name, "
-    yours = comments([f"Yours to add: {data}num_train_epochs."])
+    rewards = "" if row.generates is None else "reward_funcs, "
+    yours = comments([f"Yours to add: {data}{rewards}num_train_epochs."])
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
 
@@ -115,6 +117,13 @@ def unsaid_by_trl(
     `carried`: what a program says beside its arguments.
     """
     said = {*CARRIED, *(OF_REFERENCE if row.has_reference else ()), "trainer"}
+    uncut: tuple[Unsaid, ...] = ()
+    if row.generates is not None:
+        said.update(OF_COMPLETIONS)
+        if "sequence_length" not in carried:
+            tokens = config.sequence_length - (config.max_completion_length or 0)
+            words = f"prompts of {tokens} tokens at most ({row.class_name} cuts none off)"
+            uncut = (Unsaid("sequence_length", words),)
     if config.batching == BY_TOKENS:
         said.remove("batching")
     lost = []
@@ -123,6 +132,7 @@ def unsaid_by_trl(
         lost.append(Unsaid("trainer", f"Trainer ({why})"))
     return (
         *lost,
+        *uncut,
         *unsaid(config, {*said, *carried}),
         *installed.unknown(trl_arguments(config, None, row), trl_fields(row), "trl"),
         *unknown_values(trl_arguments(config, None, row)),
@@ -141,7 +151,10 @@ def trl_arguments(
     if row.task:
         scored = {name: getattr(config, name) for name in OF_REFERENCE if row.has_reference}
         loss = [*row.loss_type] if isinstance(row.loss_type, tuple) else row.loss_type
-        losses = {} if loss is None else {"loss_type": loss}
+        # What the user has set is the user's.
+        losses = {} if loss is None or "loss_type" in plain else {"loss_type": loss}
+        if row.generates is not None:
+            return {**plain, **completion_arguments(config), **losses}
         return {**plain, "max_length": config.sequence_length, **scored, **losses}
     return {
         **plain,

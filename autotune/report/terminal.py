@@ -189,6 +189,9 @@ def draw_outcome(
     _print_rows(console, rows)
 
 
+_REWARDED = {f"train_{row.command}.py" for row in BY_TASK.values() if row.generates is not None}
+
+
 def _of_program(path: Path, files: Sequence[Path], options: str) -> str:
     """The command that trains with our own script."""
     if any(other.name == "accelerate_config.yaml" for other in files):
@@ -198,6 +201,8 @@ def _of_program(path: Path, files: Sequence[Path], options: str) -> str:
         )
     if path.name != "train.py":
         options = options.removeprefix("--dataset ").removesuffix(" --model FOLDER")
+    if path.name in _REWARDED:
+        options += " --reward FILE.py:FUNCTION"
     return f"python {shlex.quote(str(path))} {options}"
 
 

@@ -38,8 +38,8 @@ def on_the_cpu(self):
     self.use_cpu = True
     real_check(self)
 TrainingArguments.__post_init__ = on_the_cpu
-program, dataset = sys.argv[1:]
-sys.argv = [program, dataset]
+program, dataset, *more = sys.argv[1:]
+sys.argv = [program, dataset, *more]
 runpy.run_path(program, run_name="__main__")
 """
 
@@ -57,6 +57,23 @@ def labelled(draw: random.Random) -> dict[str, Any]:
     return {"prompt": words(draw, 6) + " ", "completion": words(draw, 30), "label": label}
 
 
+def prompt(draw: random.Random) -> dict[str, Any]:
+    return {"prompt": words(draw, 6)}
+
+
+OF_COMPLETIONS = (
+    SPACE
+    + """
+    num_generations: [2]
+    max_completion_length: [16]
+"""
+)
+REWARD = """
+def longest(completions, **_):
+    return [float(len(completion)) for completion in completions]
+"""
+
+
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("task", BY_TASK)
 def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
@@ -65,6 +82,9 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     draw = random.Random(0)
     make = labelled if row.rows_per_sample == 1 else pair
+    if row.generates is not None:
+        make = prompt
+        (tmp_path / "space.yaml").write_text(OF_COMPLETIONS, encoding="utf-8")
     dataset = tmp_path / "rows.jsonl"
     lines = (json.dumps(make(draw)) + "\n" for _ in range(NUM_SAMPLES))
     dataset.write_text("".join(lines), encoding="utf-8")
@@ -77,7 +97,9 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr
-    assert f", {NUM_SAMPLES} {row.sample}s, each answer with its prompt" in found.stdout
+    is_written = row.generates is not None
+    said = "prompts, each with" if is_written else f"{row.sample}s, each answer with its prompt"
+    assert f", {NUM_SAMPLES} {said}" in found.stdout
     assert f" {row.sample}s/s" in found.stdout
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     best = result["measured"]["best"]
@@ -90,7 +112,12 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     assert best["tokens_per_second"] == pytest.approx(tokens)
 
     program = tmp_path / "out" / f"train_{task}.py"
-    ran = here.workers.program(RUN, str(program), str(dataset), cwd=tmp_path)
+    (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
+    more = ["--reward", "rewards.py:longest"] if is_written else []
+    if is_written:
+        ran = here.workers.program(RUN, str(program), str(dataset), cwd=tmp_path)
+        assert (ran.returncode, "--reward FILE.py:FUNCTION" in ran.stderr) == (1, True)
+    ran = here.workers.program(RUN, str(program), str(dataset), *more, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
     saved = {path.name for path in (tmp_path / "output").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved

@@ -64,6 +64,15 @@ PLANNED = dataclasses.replace(
 )
 DDP = dataclasses.replace(FULL, parallelism="ddp", num_gpus=2)
 
+GRPO = dataclasses.replace(
+    FULL,
+    trainer="trl-grpo",
+    batching="padded",
+    num_generations=4,
+    max_completion_length=64,
+    kl_beta=0.0,
+)
+
 VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("micro_batch_size", FULL, (1, 2, 4)),
     ("gradient_accumulation_steps", FULL, (1, 2, 8)),
@@ -103,6 +112,11 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
         dataclasses.replace(FULL, trainer="trl-dpo", batching="padded"),
         (False, True),
     ),
+    ("num_generations", GRPO, (2, 4)),
+    ("max_completion_length", GRPO, (64, 128)),
+    ("kl_beta", GRPO, (0.0, 0.04)),
+    ("num_iterations", GRPO, (1, 2)),
+    ("steps_per_generation", GRPO, (None, 1)),
     ("torch_empty_cache_steps", FULL, (0, 1, 2)),
     ("expandable_segments", FULL, (False, True)),
     ("neftune_noise_alpha", FULL, (0.0, 5.0, 7.5)),

@@ -189,6 +189,20 @@ def test_what_is_wrong_with_a_sample_is_said(tmp_path: Path, rows: list[Any], pa
     assert "\n" not in message
 
 
+def test_prompts_are_texts_or_messages(tmp_path: Path) -> None:
+    for task in ("grpo", "rloo"):
+        text = read(tmp_path, {"prompt": "a", "answer": "b"}, task=task)
+        assert (text.format, text.samples[0].text, text.samples[0].answer) == ("prompts", "a", None)
+        chat = read(tmp_path, {"prompt": CHAT[:1]}, task=task)
+        assert (chat.samples[0].messages, chat.samples[0].num_given) == (CHAT[:1], 1)
+        for row, said in (
+            ({"text": "a"}, "Sample 1 has the fields text, and .* takes prompt. Rename its fields"),
+            ({"prompt": 3}, "Sample 1 has no text and no messages in prompt: 3"),
+        ):
+            with pytest.raises(UnusableData, match=said):
+                read(tmp_path, row, task=task)
+
+
 def test_a_format_of_another_task_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnusableData, match=r"format labels is not for causal-lm. It takes chat"):
         read(tmp_path, {"text": "a", "label": 1}, format="labels")

@@ -143,6 +143,12 @@ def test_trainers_of_preferences_and_rewards_have_arguments_of_their_own(task: s
         activation_offloading=False,
         precompute_ref_log_probs=row.has_reference,
     )
+    of_own = "max_length", pairs.sequence_length
+    if row.generates is not None:
+        pairs = dataclasses.replace(
+            pairs, num_generations=2, max_completion_length=64, kl_beta=0.25, steps_per_generation=2
+        )
+        of_own = "beta", 0.25
     theirs = kind(output_dir="out", logging_steps=7, use_cpu=True, bf16=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -150,7 +156,7 @@ def test_trainers_of_preferences_and_rewards_have_arguments_of_their_own(task: s
         mine = result(pairs).apply(theirs)
     for arguments in (made, mine):
         assert isinstance(arguments, kind)
-        assert arguments.max_length == pairs.sequence_length
+        assert getattr(arguments, of_own[0]) == of_own[1]
         assert getattr(arguments, "precompute_ref_log_probs", False) is row.has_reference
         # KTOTrainer refuses another order, the others shuffle.
         assert arguments.train_sampling_strategy == kind("x", bf16=False).train_sampling_strategy
