@@ -11,6 +11,7 @@ from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, of
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
+from autotune.space.trainers import Trainer
 
 LORA = ("lora", "qlora")
 MOST_LAYERS = 128
@@ -74,9 +75,17 @@ FIXED_OF_TASKS = {"batching": "padded", "lora_dropout": 0.0}
 """Settings of TRL's trainers that have a task of their own: they pad, and switch dropout off."""
 
 
-def without_fixed(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Return the rows without those of FIXED_OF_TASKS."""
-    return tuple(row for row in rows if row.ours[:1] not in [(name,) for name in FIXED_OF_TASKS])
+def fixed_of(trainer: Trainer) -> dict[str, Any]:
+    """Return FIXED_OF_TASKS; what writes completions leaves dropout on."""
+    left = () if trainer.generates is None else ("lora_dropout",)
+    return {name: value for name, value in FIXED_OF_TASKS.items() if name not in left}
+
+
+def without_fixed(
+    rows: Iterable[Row], fixed: Mapping[str, Any] = FIXED_OF_TASKS
+) -> tuple[Row, ...]:
+    """Return the rows without those of settings that are fixed."""
+    return tuple(row for row in rows if row.ours[:1] not in [(name,) for name in fixed])
 
 
 def lora_rows(

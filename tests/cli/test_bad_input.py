@@ -419,7 +419,13 @@ def test_a_base_of_another_trainer_that_is_none(
 @pytest.mark.parametrize(
     ("text", "task", "said"),
     [
-        ("beta: 0.1", (), "say --task dpo or --task kto"),
+        ("beta: 0.1", (), "say --task dpo or kto or grpo or rloo"),
+        (
+            "use_vllm: true",
+            ("--task", "grpo"),
+            "use_vllm: writes completions with vLLM, which is not",
+        ),
+        ("num_generations: 4", ("--task", "rloo"), "it has two at least"),
         ("loss_type: kto", ("--task", "dpo"), "it is a file of KTOConfig: --task kto"),
         ("gradient_accumulation_steps: 4", ("--task", "kto"), "it needs two at least"),
     ],

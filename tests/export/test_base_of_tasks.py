@@ -56,14 +56,23 @@ def written(folder: Path, task: str, number: int, config: TrainConfig) -> Path:
 @pytest.mark.parametrize("base", [FULL, QLORA], ids=["full", "qlora"])
 @pytest.mark.parametrize("task", BY_TASK)
 def test_what_is_written_is_read(tmp_path: Path, task: str, base: TrainConfig, number: int) -> None:
-    config = dataclasses.replace(base, trainer=BY_TASK[task].name)
+    config = of_task(base, task)
     path = written(tmp_path, task, number, config)
     if (task, base, number) == ("reward", FULL, 0):
         # Nothing in it is not in SFTConfig, too.
         assert read_base(path).config.trainer == "trl-sft"
         assert read_base(path, task="reward").config == config
         return
-    assert read_base(path).config == config
+    asked = (
+        "rloo" if (task, number) == ("rloo", 0) else None
+    )  # as all of its keys are GRPOConfig's, too
+    assert read_base(path, task=asked, sequence_length=768).config == config
+
+
+def of_task(config: TrainConfig, task: str) -> TrainConfig:
+    completions = {"num_generations": 4, "max_completion_length": 256, "kl_beta": 0.04}
+    more = completions if BY_TASK[task].generates is not None else {}
+    return dataclasses.replace(config, trainer=BY_TASK[task].name, **more)
 
 
 def test_scores_from_before_are_read_and_written(tmp_path: Path) -> None:
@@ -104,7 +113,13 @@ def test_dropout_that_is_switched_off_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("beta: 0.2", "beta is of DPOConfig and of KTOConfig: say --task dpo or --task kto"),
+        ("beta: 0.2", "RLOOConfig: say --task dpo or kto or grpo or rloo"),
+        (
+            "num_generations: 4",
+            "num_generations is of GRPOConfig, RLOOConfig: say --task grpo or rloo",
+        ),
+        ("scale_rewards: none\nuse_vllm: true", "use_vllm: writes completions with vLLM"),
+        ("scale_rewards: none\ngeneration_batch_size: 32", "say steps_per_generation"),
         ("loss_type: apo_zero_unpaired", "loss_type"),
         ("loss_type: [ipo]\nsync_ref_model: true", "sync_ref_model: changes the reference"),
     ],

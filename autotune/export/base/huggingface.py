@@ -7,7 +7,7 @@ trainer/base_config.py, sft_config.py and model_config.py (what `trl sft --confi
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autotune.export.carried import OF_LORA, QUANTIZED
@@ -24,12 +24,12 @@ from autotune.export.mapping import (
 from autotune.export.trainer_rows import (
     COMPILE_BACKEND,
     COMPILE_MODE,
-    FIXED_OF_TASKS,
     MOST_LAYERS,
     NOT_FROM_FILES,
     NOT_PREDICTED,
     OPTIMIZER,
     attention,
+    fixed_of,
     lora_rows,
     method_row,
     targets_row,
@@ -229,10 +229,48 @@ REFUSED_OF_TASKS = {
     "sync_ref_model": "changes the reference, which is not predicted",
 }
 """Keys of trainers that have a task of their own, as TrainerFile.refused."""
+_ANOTHER_WAY = "writes completions in another way than the one that is predicted"
+_REFUSED_OF_COMPLETIONS = {
+    "use_vllm": "writes completions with vLLM, which is not predicted: only generation by Transformers is",
+    "use_transformers_continuous_batching": _ANOTHER_WAY,
+    "use_transformers_paged": _ANOTHER_WAY,
+    "cache_implementation": _ANOTHER_WAY,
+    "generation_batch_size": "is not read: say steps_per_generation",
+    "cast_lm_head_to_fp32": "keeps the head in float32, which is not predicted",
+}
+
+
+_MOST_MICRO_BATCHES = 512
+"""Most micro-batches that are written at a time in a file that is read."""
+
+
+def refused_of_task(trainer: Trainer) -> dict[str, str]:
+    """Return keys that are refused of a trainer that has a task of its own, as TrainerFile.refused."""
+    more = {} if trainer.generates is None else _REFUSED_OF_COMPLETIONS
+    return {**REFUSED_OF_TASKS, **more}
+
+
+def defaults_of_task(trainer: Trainer) -> dict[str, Any]:
+    """Return the trainer's defaults beside those of SFTConfig."""
+    if trainer.generates is None:
+        return {}
+    return {
+        "num_generations": trainer.generates.num_generations,
+        "max_completion_length": trainer.generates.max_completion_length,
+        "beta": trainer.generates.kl_beta,
+        "num_iterations": 1,
+    }
 
 
 def rows_of_task(trainer: Trainer) -> tuple[Row, ...]:
     """Return the rows of a trainer that has a task of its own, beside those of SFTConfig."""
+    if trainer.generates is not None:
+        at_a_time = {number: number for number in (None, *range(1, _MOST_MICRO_BATCHES + 1))}
+        return (
+            *map(of_key, ("num_generations", "max_completion_length", "num_iterations")),
+            of_key("kl_beta", "beta", off=0.0),
+            of_values("steps_per_generation", "steps_per_generation", at_a_time),
+        )
     scored = of_values(
         "precompute_ref_log_probs", "precompute_ref_log_probs", {False: False, True: True}
     )
@@ -245,6 +283,15 @@ def rows_of_task(trainer: Trainer) -> tuple[Row, ...]:
     )
 
 
+def rows_beside(trainer: Trainer, rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Return rows of SFTConfig that a trainer with a task of its own has as well."""
+    kept = without_fixed(rows, fixed_of(trainer))
+    if trainer.generates is None:
+        return kept
+    # Prompts are not cut off, so that nothing says how long they are.
+    return tuple(row for row in kept if row.ours != ("sequence_length",))
+
+
 def _of_task(trainer: Trainer) -> TrainerFile:
     kind = PEFT_TASK_TYPES[trainer.model_task]
 
@@ -255,9 +302,10 @@ def _of_task(trainer: Trainer) -> TrainerFile:
         SFT,
         name=f"TRL's {trainer.arguments_class}",
         launch=f"trl {trainer.command} --config {{file}}{{gpus}}",
-        rows=(*without_fixed(SFT.rows), *rows_of_task(trainer)),
-        fixed={"trainer": trainer.name, **FIXED_OF_TASKS},
-        refused={**SFT.refused, **REFUSED_OF_TASKS},
+        rows=(*rows_beside(trainer, SFT.rows), *rows_of_task(trainer)),
+        defaults={**SFT.defaults, **defaults_of_task(trainer)},
+        fixed={"trainer": trainer.name, **fixed_of(trainer)},
+        refused={**SFT.refused, **refused_of_task(trainer)},
         # A language model's is TRL's default.
         follows=None if kind == PEFT_TASK_TYPES["causal-lm"] else follows,
     )
@@ -267,8 +315,31 @@ OF_TASKS = {task: _of_task(row) for task, row in BY_TASK.items()}
 """The files of TRL's commands beside `trl sft`, by the task."""
 
 _OF_DPO = ("ld_alpha", "f_divergence_type", "label_smoothing", "loss_weights", "use_weighting")
-_OF_REFERENCE = ("beta", "precompute_ref_log_probs", "precompute_ref_batch_size", "sync_ref_model")
+_OF_GRPO = (
+    "scale_rewards",
+    "epsilon_high",
+    "importance_sampling_level",
+    "top_entropy_quantile",
+    "delta",
+)
+_LOSSES_OF_GRPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+_OF_RLOO = ("normalize_advantages", "reward_clip_range")
+_WITH_REFERENCE = ("dpo", "kto")
+_WITH_COMPLETIONS = tuple(row.task for row in BY_TASK.values() if row.generates is not None)
+_SHARED_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), _WITH_REFERENCE),
+    **dict.fromkeys(
+        ("num_generations", "max_completion_length", "num_iterations", *_REFUSED_OF_COMPLETIONS),
+        _WITH_COMPLETIONS,
+    ),
+    **dict.fromkeys(("beta", "sync_ref_model"), (*_WITH_REFERENCE, *_WITH_COMPLETIONS)),
+}
+"""Keys of several of TRL's trainers, and the tasks of these."""
 _ONLY: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "grpo": lambda content: (
+        content.get("loss_type") in _LOSSES_OF_GRPO or not content.keys().isdisjoint(_OF_GRPO)
+    ),
+    "rloo": lambda content: not content.keys().isdisjoint(_OF_RLOO),
     "kto": lambda content: (
         content.get("loss_type") in ("kto", "apo_zero_unpaired")
         or not content.keys().isdisjoint(("desirable_weight", "undesirable_weight"))
@@ -292,9 +363,9 @@ def of_trl(content: Mapping[str, Any], task: str | None) -> TrainerFile:
     marked = next((name for name, is_of in _ONLY.items() if is_of(content)), None)
     if marked is not None and task not in (None, marked):
         raise ValueError(f"it is a file of {BY_TASK[marked].arguments_class}: --task {marked}")
-    shared = [name for name in _OF_REFERENCE if name in content]
-    if marked is None and task is None and shared:
-        raise ValueError(
-            f"{shared[0]} is of DPOConfig and of KTOConfig: say --task dpo or --task kto"
-        )
+    shared = next((name for name in _SHARED_BY if name in content), None)
+    if marked is None and task is None and shared is not None:
+        tasks = _SHARED_BY[shared]
+        classes = ", ".join(BY_TASK[name].arguments_class for name in tasks)
+        raise ValueError(f"{shared} is of {classes}: say --task {' or '.join(tasks)}")
     return OF_TASKS.get(marked or task or "", SFT)

@@ -16,9 +16,11 @@ from typing import Any
 
 from autotune.export.base import unsloth
 from autotune.export.base.huggingface import (
-    REFUSED_OF_TASKS,
     SFT,
     TRAINING_ARGUMENTS,
+    defaults_of_task,
+    refused_of_task,
+    rows_beside,
     rows_of_task,
 )
 from autotune.export.base.section_rows import (
@@ -35,11 +37,10 @@ from autotune.export.base.section_rows import (
 )
 from autotune.export.mapping import Row, Spelling, TrainerFile, of_key, of_values, table, value_at
 from autotune.export.trainer_rows import (
-    FIXED_OF_TASKS,
     LORA,
     MOST_LAYERS,
     attention,
-    without_fixed,
+    fixed_of,
 )
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
@@ -156,9 +157,11 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         rows += own
         rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
         if trainer.task:
-            rows += [of_sft["sequence_length"], *rows_of_task(trainer)]
-            rows = [*without_fixed(rows)]
-            fixed |= FIXED_OF_TASKS
+            rows = [
+                *rows_beside(trainer, [*rows, of_sft["sequence_length"]]),
+                *rows_of_task(trainer),
+            ]
+            fixed |= fixed_of(trainer)
         elif trainer.is_trl and shape.cuts_by_tokens:
             fixed["batching"] = BY_TOKENS
             rows.append(of_sft["sequence_length"])
@@ -216,7 +219,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
                 if RECIPE not in shape.sections or key == "auto_find_batch_size"
             },
             **_REFUSED,
-            **(REFUSED_OF_TASKS if trainer.task else {}),
+            **(refused_of_task(trainer) if trainer.task else {}),
         },
         unpredicted=UNPREDICTED,
         caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
@@ -268,6 +271,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{RECIPE}checkpoint_layers": 0,
         f"{RECIPE}update_in_backward": False,
         "max_length": SFT.defaults["max_length"],
+        **defaults_of_task(TRAINERS[shape.trainer]),
     }
     if shape.has_trl_defaults:
         defaults |= {name: SFT.defaults[name] for name in ("activation_checkpointing", "bf16")}
