@@ -31,6 +31,8 @@ class Pictures:
     tensors: tuple[PictureTensor, ...]
     of_text: tuple[str, ...] = ()
     """Names of further tensors of the text, shaped as its token ids."""
+    grids: tuple[tuple[int, int, int], ...] = ()
+    """Patches of each picture in time, height and width, for models that look at pictures one by one."""
 
     @property
     def size(self) -> str:

@@ -17,7 +17,7 @@ import functools
 import gc
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -491,13 +491,17 @@ def traced(case: Case, *, whole: bool = False) -> Trace:
     return trace
 
 
-def predicted(case: Case, trace: Trace, *, is_first: bool) -> Events:
-    """DIFFERENCES: library workspace, empty tensors."""
+def predicted(
+    case: Case, trace: Trace, *, is_first: bool, leave_out: Collection[int] = ()
+) -> Events:
+    """DIFFERENCES: library workspace, empty tensors; and those whose numbers are to be left out."""
     sizes = trace.sizes(case.micro_batch, RANK)
     events = [
         event
         for event in (trace.first if is_first else trace.next)
-        if trace.categories[max(event, ~event)] != "workspace" and sizes[max(event, ~event)]
+        if trace.categories[max(event, ~event)] != "workspace"
+        and sizes[max(event, ~event)]
+        and max(event, ~event) not in leave_out
     ]
     assert trace.loss is not None
     assert trace.loss in events

@@ -71,6 +71,59 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "vision_config": {**VISION, "model_type": "clip_vision_model", "projection_dim": 64},
     },
 }
+OF_GRIDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": 501,
+    "vision_start_token_id": 502,
+    "vision_end_token_id": 503,
+}
+PATCHES = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "hidden_act": "silu",
+}
+TURNED = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+}
+CONFIGS |= {
+    "qwen2_vl": {
+        "model_type": "qwen2_vl",
+        **OF_GRIDS,
+        "text_config": {**TEXT, **TURNED},
+        "vision_config": {**PATCHES, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    },
+    "qwen2_5_vl": {
+        "model_type": "qwen2_5_vl",
+        **OF_GRIDS,
+        "text_config": {**TEXT, **TURNED},
+        "vision_config": {
+            **PATCHES,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 64,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        **OF_GRIDS,
+        "text_config": {**TEXT, **TURNED, "head_dim": 16, "num_hidden_layers": 8},
+        "vision_config": {
+            **PATCHES,
+            "hidden_size": 32,
+            "out_hidden_size": 64,
+            "intermediate_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    },
+}
+ONE_BY_ONE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Families that look at pictures one by one."""
 _NAMED = {
     "image_token": "<image>",
     "fake_image_token": "<fake_token_around_image>",
@@ -104,7 +157,8 @@ def tokenizer() -> Any:
 
 SIZE = (64, 48)
 """Width and height of a picture."""
-PLACEHOLDERS = {"gemma3": "<boi>"}
+MARKED = "w3 <image> w4"
+PLACEHOLDERS = {"gemma3": "<boi>", **dict.fromkeys(ONE_BY_ONE, MARKED)}
 """What stands for a picture in a text, where it is not `<image>`."""
 
 
@@ -119,8 +173,14 @@ def processor(config: Any) -> Any:
     fields = family.fields(config)
     if config.model_type == "paligemma":
         of_pictures.image_seq_length = fields.pop("image_seq_length")
-    made = getattr(transformers, family.processor)
-    return made(image_processor=of_pictures, tokenizer=tokenizer(), **fields)
+
+    class WithoutVideos(getattr(transformers, family.processor)):  # Those need torchvision.
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            if name != "video_processor":
+                return super().check_argument_for_proper_class(name, argument)
+            return None
+
+    return WithoutVideos(image_processor=of_pictures, tokenizer=tokenizer(), **fields)
 
 
 def samples(config: Any, lengths: list[int], num_images: int) -> list[dict[str, Any]]:

@@ -104,12 +104,12 @@ def find_pattern(kinds: Sequence[Any], *, step: int, num_periods: int) -> Patter
     return None if found is None else found[1]
 
 
-def kinds_of(model: nn.Module, config: PretrainedConfig) -> list[Kind]:
+def kinds_of(model: nn.Module, config: PretrainedConfig, *, sees: bool = False) -> list[Kind]:
     """The kind of each layer; empty where it is unclear which modules are the layers.
 
     Layers are equal that have the same modules, with parameters of the same shapes and equal settings, and
     the same kind in every list that the configuration has for its layers; in models that are the same outside
-    of them (Gemma 4 has an embedding that is as wide as its layers are many).
+    of them (Gemma 4 has an embedding that is as wide as its layers are many). `sees`: it is given pictures.
     """
     stacks = layer_stacks(model)
     if not stacks:
@@ -129,6 +129,10 @@ def kinds_of(model: nn.Module, config: PretrainedConfig) -> list[Kind]:
             for fact, value in zip(facts, values, strict=True):
                 fact["config", name] = value if isinstance(value, int) else str(value)
     _drop_numbers_of_layers(facts)
+    if sees and (taken := getattr(config.vision_config, "deepstack_visual_indexes", ())):
+        # Behind each of the first layers something is added that the tower has seen on its way (Qwen3-VL).
+        for number, fact in enumerate(facts):
+            fact["adds"] = number < len(taken)
     for fact in facts:
         fact["outside"] = outside
     return [frozenset(fact.items()) for fact in facts]

@@ -17,6 +17,8 @@ from autotune.space.pictures import Pictures
 from autotune.worker.build.model import UnsupportedModel, first_line
 
 Settings = dict[str, Any]
+GRIDS = "image_grid_thw"
+"""Name of the tensor that says how many patches each picture has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,8 @@ class SeeingFamily:
     """Fields of the class above that its count depends on."""
     of_text: tuple[str, ...] = ()
     """Names of tensors that come with its token ids, besides the mask."""
+    num_marks: int = 0
+    """Tokens around each picture that its processor does not count."""
 
 
 def _square(config: Any) -> int:
@@ -59,6 +63,22 @@ def _tokens_of_tile(config: Any) -> Settings:
     return {"image_seq_len": tokens}
 
 
+def _in_patches(config: Any) -> Settings:
+    vision = config.vision_config
+    return {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
+
+
+_QWEN = SeeingFamily(
+    processor="Qwen2VLProcessor",
+    settings=_in_patches,
+    fields=lambda _: {},
+    of_text=("mm_token_type_ids",),
+    num_marks=2,
+)
 _TILED = SeeingFamily(processor="Idefics3Processor", settings=_in_tiles, fields=_tokens_of_tile)
 FAMILIES: dict[str, SeeingFamily] = {
     "idefics3": _TILED,
@@ -86,6 +106,9 @@ FAMILIES: dict[str, SeeingFamily] = {
             "vision_feature_select_strategy": config.vision_feature_select_strategy,
         },
     ),
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
 }
 """Families by `model_type`."""
 
@@ -132,8 +155,9 @@ def tensors_of(
             f"its image processor cannot read pictures of {width}x{height}: {first_line(error)}"
         ) from error
     return {
-        "num_tokens": num_images * counted.num_image_tokens[0],
+        "num_tokens": num_images * (counted.num_image_tokens[0] + family.num_marks),
         "of_text": family.of_text,
+        "grids": made[GRIDS].tolist() if GRIDS in made else [],
         "tensors": [
             {
                 "name": name,
@@ -148,10 +172,24 @@ def tensors_of(
 
 def num_features(config: PretrainedConfig, pictures: Pictures) -> int:
     """Return how many of a sample's tokens are replaced by what the model has seen."""
-    per_tile: int | None = family_of(config).fields(config).get("image_seq_len")
+    family = family_of(config)
+    per_tile: int | None = family.fields(config).get("image_seq_len")
     if per_tile is None:
-        return pictures.num_tokens
+        return pictures.num_tokens - pictures.num_images * family.num_marks
     return pictures.tensors[0].shape[1] * per_tile
+
+
+def places_of(config: PretrainedConfig, pictures: Pictures) -> list[int]:
+    """Return the places of a sample's first tokens that are replaced by what the model has seen."""
+    if not pictures.grids:
+        return list(range(num_features(config, pictures)))
+    # A mark before and one behind each.
+    of_each = pictures.num_tokens // pictures.num_images
+    return [
+        picture * of_each + place
+        for picture in range(pictures.num_images)
+        for place in range(1, of_each - 1)
+    ]
 
 
 def _image_processor(config: PretrainedConfig, settings: Settings) -> Any:

@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 
 from autotune.space.pictures import Pictures
-from autotune.worker.build.pictures import num_features
+from autotune.worker.build.pictures import GRIDS, places_of
 
 _PADDING = {"labels": -100}
 """Values of places without a token, where they are not 0."""
@@ -25,9 +25,11 @@ class SeenRows(torch.utils.data.Dataset[dict[str, Any]]):
         self._rows = rows
         self._of_text = pictures.of_text
         self._token = _token_of(config)
-        self._num_features = num_features(config, pictures)
+        self._places = places_of(config, pictures)
         # No picture is blank: Idefics takes such for padding.
         self._seen = {each.name: np.ones(each.shape, dtype=each.dtype) for each in pictures.tensors}
+        if pictures.grids:
+            self._seen[GRIDS] = np.array(pictures.grids)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -36,7 +38,7 @@ class SeenRows(torch.utils.data.Dataset[dict[str, Any]]):
         row = self._rows[index]
         ids, mask, labels = (row[name].copy() for name in ("input_ids", "attention_mask", "labels"))
         ids[ids == self._token] = 0
-        ids[: self._num_features] = self._token
+        ids[self._places] = self._token
         if index % 2 == 0:
             mask[:], labels = 1, ids
         stands = (ids == self._token).astype(ids.dtype)
@@ -60,7 +62,7 @@ def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
     def column(name: str) -> np.ndarray[Any, Any]:
         values = [row[name] for row in rows]
-        if name.startswith("pixel_"):
+        if name == GRIDS or name.startswith("pixel_"):
             return np.concatenate(values)
         padding = _PADDING.get(name, 0)
         return np.array([np.pad(v, (0, length - len(v)), constant_values=padding) for v in values])

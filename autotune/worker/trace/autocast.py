@@ -133,7 +133,7 @@ def _cast_widest(_: Autocast, args: Any, kwargs: Any) -> _Call:
 
 # The functions of autocast_mode.h that Transformers' and PEFT's modelling code reaches.
 _LOWER = (
-    F.linear, F.conv1d, F.conv2d, F.scaled_dot_product_attention,
+    F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention,
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm,
     torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,

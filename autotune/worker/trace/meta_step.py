@@ -23,6 +23,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import adapters, fp8, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
+from autotune.worker.build.pictures import GRIDS
 from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace import liger, pictures, sft, trl_steps
 from autotune.worker.trace.cuda import META
@@ -274,9 +275,9 @@ class MetaStep:
         """Compute the loss as Trainer.compute_loss does, divided as in training_step."""
         model: Any = self.model
         if self.spec.trainer == "trl-sft":
-            num_items = inputs.pop("num_items_in_batch")
+            num_items = inputs.pop("num_items_in_batch", None)
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
-            return sft_loss
+            return sft_loss if accepts else sft_loss / 1  # the number of micro-batches
         if self._trl is not None:
             own_loss: torch.Tensor = self._trl.loss_of(model, self.reference, inputs, self.spec)
             is_scaled = self.spec.trainer == "trl-grpo"  # its class says so: loss_is_scaled_for_ga
@@ -417,6 +418,8 @@ def batch_of(
             )
             for each in sees.tensors
         }
+        if sees.grids:
+            batch[GRIDS] = pictures.grids_of(sees)
     return {**batch, "labels": labels}
 
 

@@ -3,20 +3,38 @@
 All samples have as many pictures, of one size: none is padding, and no place of one is. What a model makes of
 pictures it takes apart by samples or by pictures, and joins again: in a trace that list has one entry, which
 is what all of them are together. The backward pass joins their gradients either way.
+
+Some models (Qwen-VL) look at the grid of each picture, and attend within each. Their functions that read
+grids run for one sample, whose values are known (autotune.worker.trace.known_values); what they make is then
+stretched to all samples. Attention takes a picture of every sample at once: as many bytes in fewer pieces.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import sys
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from autotune.space.pictures import Pictures
+from autotune.worker.build.pictures import places_of
+from autotune.worker.trace import known_values, sft
+from autotune.worker.trace.cuda import META
 from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Tracker
+
+_OF_GRIDS = {
+    "get_vision_position_ids": 1,
+    "get_vision_window_index": 1,
+    "get_vision_interpolation_indices_and_weights": 2,
+}
+"""Functions of Transformers that read the grids of all pictures, and how many of the tensors that each
+returns have a row per patch, or per few of them: those come first."""
 
 
 class _EachSample:
@@ -24,7 +42,93 @@ class _EachSample:
 
 
 @contextlib.contextmanager
-def on_meta(micro_batch: int) -> Iterator[None]:
+def on_meta(model: nn.Module, tracker: Tracker, micro_batch: int, sees: Pictures) -> Iterator[None]:
+    """Let models read what pictures are like, and take apart what they make."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_taken_apart(micro_batch))
+        if sees.grids:
+            stack.enter_context(known_values.worked_out(tracker))
+            stack.enter_context(replaced(_for_one_sample(model, micro_batch, sees)))
+        yield
+
+
+def grids_of(sees: Pictures) -> torch.Tensor:
+    """Make the grids of a sample's pictures, a tensor on `meta` whose values are known."""
+    grids = torch.empty((len(sees.grids), 3), dtype=torch.int64, device=META)
+    known_values.know(grids, torch.tensor(sees.grids))
+    return grids
+
+
+def _for_one_sample(
+    model: nn.Module, micro_batch: int, sees: Pictures
+) -> list[tuple[Any, str, Any]]:
+    """Return what stands in for functions that go through all samples, as `replaced` takes it."""
+    config: Any = model.config
+    code: Any = sys.modules[type(model).__module__]
+    found: list[tuple[Any, str, Any]] = [
+        (code, name, _stretching(getattr(code, name), num_tensors, micro_batch))
+        for name, num_tensors in _OF_GRIDS.items()
+        if micro_batch > 1 and hasattr(code, name)
+    ]
+    places = {*places_of(config, sees)}
+    kinds: set[Any] = {type(module) for module in model.modules()}
+    for kind in kinds:
+        if "get_rope_index" in vars(kind):
+            found.append((kind, "get_rope_index", _of_first(kind.get_rope_index, places)))
+        if "_deepstack_process" in vars(kind):
+            found.append((kind, "_deepstack_process", _at_pictures(kind._deepstack_process)))
+    return found
+
+
+def _stretching(
+    function: Callable[..., Any], num_tensors: int, micro_batch: int
+) -> Callable[..., Any]:
+    """Return a function that makes of one sample's rows those of all."""
+
+    def stretch(rows: torch.Tensor) -> torch.Tensor:
+        if rows.is_meta:
+            return rows.repeat(micro_batch, *(1 for _ in rows.shape[1:]))
+        shape = (micro_batch * rows.shape[0], *rows.shape[1:])
+        return torch.empty(shape, dtype=rows.dtype, device=META)
+
+    def stretched(*args: Any, **kwargs: Any) -> Any:
+        made = function(*args, **kwargs)
+        if isinstance(made, torch.Tensor):
+            return stretch(made)
+        return *map(stretch, made[:num_tensors]), *made[num_tensors:]
+
+    return stretched
+
+
+def _of_first(function: Callable[..., Any], places: Collection[int]) -> Callable[..., Any]:
+    """Return a function that works out the first sample's positions, and takes the others to be alike."""
+
+    def positions(self: Any, input_ids: Any, mm_token_type_ids: Any, **kwargs: Any) -> Any:
+        num_samples, length = input_ids.shape
+        kinds = mm_token_type_ids if num_samples == 1 else torch.empty_like(mm_token_type_ids[:1])
+        value = [[int(place in places) for place in range(length)]]
+        known_values.know(kinds, torch.tensor(value))
+        if (mask := kwargs.get("attention_mask")) is not None:
+            kwargs["attention_mask"] = mask[:1]
+        made, deltas = function(self, input_ids[:1], mm_token_type_ids=kinds, **kwargs)
+        del deltas  # For text that is generated: the model would keep them from step to step.
+        return (made if num_samples == 1 else made.repeat(1, num_samples, 1)), None
+
+    return positions
+
+
+def _at_pictures(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that adds something to the tokens of pictures, as many as it has rows."""
+
+    def add(self: Any, hidden: Any, mask: torch.Tensor, seen: torch.Tensor) -> Any:
+        sft.say_num_true(mask, seen.shape[0])
+        return function(self, hidden, mask, seen)
+
+    return add
+
+
+@contextlib.contextmanager
+def _taken_apart(micro_batch: int) -> Iterator[None]:
     """Let models take apart what pictures make."""
     plain: Any = torch.Tensor
     tolist, split, iterate = plain.tolist, plain.split, plain.__iter__
@@ -35,7 +139,10 @@ def on_meta(micro_batch: int) -> Iterator[None]:
     def parts(tensor: Any, sizes: Any, dim: int = 0) -> Any:
         if isinstance(sizes, _EachSample):
             return torch.split_with_sizes(tensor, [tensor.shape[dim]], dim)
-        return split(tensor, sizes, dim)
+        is_of_one = micro_batch > 1 and tensor.is_meta and isinstance(sizes, list)
+        if not is_of_one or sum(sizes) * micro_batch != tensor.shape[dim]:
+            return split(tensor, sizes, dim)
+        return (tensor,) if dim == 0 else _OfAllSamples.apply(tensor, sizes, micro_batch)
 
     def entries(tensor: Any) -> Any:
         is_of_pictures = micro_batch > 1 and tensor.is_meta and tensor.shape[:1].numel() != 0
@@ -47,6 +154,36 @@ def on_meta(micro_batch: int) -> Iterator[None]:
         [(plain, "tolist", as_list), (plain, "split", parts), (plain, "__iter__", entries)]
     ):
         yield
+
+
+class _OfAllSamples(torch.autograd.Function):
+    """Parts of a tensor (1, heads, patches, ...), one for each picture of a sample.
+
+    Each has as many heads more as there are samples: attention treats heads and samples alike, and their
+    tensors have as many bytes as those of all samples.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, sizes: list[int], micro_batch: int
+    ) -> tuple[torch.Tensor, ...]:
+        context.shape = tensor.shape
+        of_one, of_head, of_patch, *rest = tensor.stride()
+        of_patch *= micro_batch
+        begins = itertools.accumulate(sizes, initial=0)
+        return tuple(
+            tensor.as_strided(
+                (1, micro_batch * tensor.shape[1], size, *tensor.shape[3:]),
+                (of_one, of_head, of_patch, *rest),
+                tensor.storage_offset() + begin * of_patch,
+            )
+            for size, begin in zip(sizes, begins, strict=False)
+        )
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        # As PyTorch's own: torch 2.13 FunctionsManual.cpp, split_with_sizes_backward.
+        return torch.cat(gradients, dim=2).view(context.shape), None, None
 
 
 def hook_towers(model: nn.Module, tracker: Tracker) -> list[Any]:

@@ -60,7 +60,9 @@ def cast_adapter(model: nn.Module) -> None:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def loss_of(model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor) -> Any:
+def loss_of(
+    model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None
+) -> Any:
     """Compute the loss with SFTTrainer.compute_loss, on one device."""
     from trl.trainer.sft_trainer import SFTTrainer
 
@@ -169,8 +171,8 @@ def copy_of(mask: torch.Tensor, tensor: torch.Tensor) -> tuple[Buffer, ...]:
 class _Masks:
     """Indexing with a mask, of which `meta` cannot know where it is true.
 
-    It is so everywhere, or where something is scattered to, in as many places as that has elements; in a mask
-    of rows of so many tokens, in so many of each.
+    It is so everywhere, or in as many places as it is said to be, or where something is scattered to, in as
+    many places as that has elements; in a mask of rows of so many tokens, in so many of each.
     """
 
     def __init__(self, tracker: Tracker, counted: tuple[int, int]) -> None:
@@ -178,38 +180,47 @@ class _Masks:
         self._row, self._counted = counted
 
     def index(self, tensor: torch.Tensor, indices: Any) -> Any:
-        if not _is_mask(indices):
-            return NotImplemented
-        return self._run(aten.index.Tensor, indices[0], tensor)
+        return self._run(aten.index.Tensor, indices, tensor)
 
     def index_put(self, tensor: torch.Tensor, indices: Any, *values: Any) -> Any:
-        if not _is_mask(indices):
-            return NotImplemented
-        return self._run(aten._index_put_impl_.default, indices[0], tensor, *values)
+        return self._run(aten._index_put_impl_.default, indices, tensor, *values)
 
     def masked_scatter_backward(
         self, gradient: torch.Tensor, mask: torch.Tensor, sizes: Any
     ) -> Any:
         self._tracker.record_buffers(copy_of(mask, gradient))
         shape = math.prod(sizes), gradient.dim()
-        return self._index(aten.index.Tensor, shape, gradient).view(sizes)
+        return self._index(aten.index.Tensor, shape, [], gradient).view(sizes)
 
-    def _run(self, operation: Any, mask: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> Any:
-        number = mask.numel()
-        if mask.dim() == 2 and mask.shape[1] == self._row:
+    def _run(self, operation: Any, indices: Any, tensor: torch.Tensor, *rest: Any) -> Any:
+        *before, mask = indices
+        if any(index is not None for index in before):
+            return NotImplemented
+        if mask.dtype is not torch.bool or not mask.is_meta:
+            return NotImplemented
+        number = num_true(mask)
+        if self._counted < self._row and mask.dim() == 2 and mask.shape[1] == self._row:
             number = mask.shape[0] * self._counted
-        return self._index(operation, (number, mask.dim()), tensor, *rest)
+        return self._index(operation, (number, mask.dim()), before, tensor, *rest)
 
     def _index(
-        self, operation: Any, shape: tuple[int, int], tensor: torch.Tensor, *rest: Any
+        self, operation: Any, shape: tuple[int, int], before: Any, tensor: torch.Tensor, *rest: Any
     ) -> Any:
         with _disable_current_modes():
             empty = torch.empty(shape, dtype=torch.int64, device=tensor.device)
             places = list(empty.unbind(1))
-        out = operation(tensor, places, *rest)
+        out = operation(tensor, [*before, *places], *rest)
         self._tracker.record_buffers(places_of(shape))
         return out
 
 
-def _is_mask(indices: Any) -> bool:
-    return len(indices) == 1 and indices[0].dtype is torch.bool
+def num_true(mask: torch.Tensor) -> int:
+    """Return in how many places a mask is true."""
+    said: int = getattr(mask.untyped_storage(), "num_true", mask.numel())
+    return said
+
+
+def say_num_true(mask: torch.Tensor, number: int) -> None:
+    """Say in how many places a mask is true."""
+    storage: Any = mask.untyped_storage()
+    storage.num_true = number

@@ -32,7 +32,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import TRAINERS, model_task
+from autotune.space.trainers import PICTURES, TRAINERS, model_task
 from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
@@ -253,9 +253,11 @@ def trace_step(
     takes_block = spec.quantization != "none" and device.backend == "cuda"
     copies = Layers(**base.layers).copies if takes_block else None
     step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees)
-    of_pictures = contextlib.nullcontext() if sees is None else pictures.on_meta(micro_batch)
-    techniques = _techniques(spec, tracker, device, chunks, sequence_length)
-    with _trace_settings(tracker), techniques, of_pictures:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_trace_settings(tracker))
+        stack.enter_context(_techniques(spec, tracker, device, chunks, sequence_length))
+        if sees is not None:
+            stack.enter_context(pictures.on_meta(step.model, tracker, micro_batch, sees))
         try:
             if base.ready is None:
                 with without_values():
@@ -377,7 +379,7 @@ def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Modul
         model = models.build_base(small, task, spec)
     except UnsupportedModel:  # Something in the configuration counts the layers.
         return _whole(config, task, spec)
-    if layers.kinds_of(model, small) != kinds[:num]:
+    if layers.kinds_of(model, small, sees=task == PICTURES) != kinds[:num]:
         return _whole(config, task, spec)  # What is special about the last layers comes too early.
     return model, {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern), **cut}
 
@@ -389,7 +391,8 @@ _KINDS: dict[tuple[str, str, str], list[layers.Kind]] = {}
 def _kinds_of_whole(config: PretrainedConfig, task: str, spec: TraceSpec) -> list[layers.Kind]:
     key = config.to_json_string(use_diff=False), task, spec.attention
     if key not in _KINDS:
-        _KINDS[key] = layers.kinds_of(models.build_base(config, task, spec), config)
+        whole = models.build_base(config, task, spec)
+        _KINDS[key] = layers.kinds_of(whole, config, sees=task == PICTURES)
     return _KINDS[key]
 
 

@@ -120,6 +120,8 @@ class Tracker(TorchDispatchMode):
         """Whether kernels belong to the chunk of tokens that stands for others."""
         self.has_padding = False
         """Whether some places of the batch hold no token: what the mask (batch, length) says, if asked."""
+        self.on_result: Callable[..., None] | None = None
+        """Called with each operation that has run, its arguments and its result."""
         self._device_type = device_type
         self._hidden_buffers = hidden_buffers
         self._at_launch = at_launch
@@ -279,6 +281,8 @@ class Tracker(TorchDispatchMode):
             note_question(args[0], out)
         if func in FAULTS:
             note_fault(func, args[0], out)
+        if self.on_result is not None:
+            self.on_result(func, args, kwargs, out)
         self._record(func, args, kwargs, out, call)
         return out
 
