@@ -35,6 +35,7 @@ from autotune.memory.traces import Trace
 from autotune.worker.build import model as models
 from autotune.worker.build import pictures
 from autotune.worker.trace import known_values
+from autotune.worker.trace import pictures as traced_pictures
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.tracker import unrecorded
 
@@ -151,16 +152,21 @@ def real_and_traced(
             remove_unused_columns=False,  # TRL drops `text` beside pictures
             **arguments,
         )
+    return run, traced(case, num_images)
+
+
+def traced(case: Case, num_images: int) -> Trace:
+    config = models.load_config(seeing.CONFIGS[case.architecture])
     answer = trace_module.trace_step(
         models.load_config(seeing.CONFIGS[case.architecture]),
         case.task,
         case.spec,
-        sequence_length=length,
+        sequence_length=LENGTHS[case.architecture],
         device=TURING,
         sees=seeing.pictures_of(config, num_images),
         operations=True,
     )
-    return run, Trace(json.loads(json.dumps(answer)))
+    return Trace(json.loads(json.dumps(answer)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -208,6 +214,30 @@ def test_several_samples_need_what_was_traced(family: str, tmp_path: Path) -> No
     for real, expected in micro_steps(case, run, trace, sizes):
         # Numbers of places are made for each sample, and are few.
         assert peak_bytes(expected) == pytest.approx(peak_bytes(real), abs=2_000)
+
+
+def test_windows_that_are_traced_at_once_are_launched_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def launches(micro_batch: int, at: int = 1) -> tuple[int, float]:
+        """Count launches of products of batches, and their operations."""
+        case = case_of("qwen2_5_vl", micro_batch=micro_batch, accumulation=1)
+        products = [
+            launch
+            for launch in traced(case, num_images=2).launches(at, RANK)
+            if launch.kernel.name == "bmm"
+        ]
+        return sum(p.count for p in products), sum(p.count * p.flops for p in products)
+
+    monkeypatch.setattr(traced_pictures, "MOST_PIECES", 12)
+    one_by_one = launches(1)
+    monkeypatch.setattr(traced_pictures, "MOST_PIECES", 1)
+    assert launches(1) == one_by_one
+    assert launches(2) == one_by_one
+    num_further, flops = launches(2, at=3)
+    # The text's are launched once for all samples: two products, each with its gradients, in four layers.
+    assert num_further - one_by_one[0] == 2 * (one_by_one[0] - 4 * 2 * 3)
+    assert flops == 3 * one_by_one[1]
 
 
 @pytest.mark.parametrize(("family", "tower"), TOWERS.items())

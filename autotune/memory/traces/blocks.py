@@ -39,6 +39,8 @@ class TracedKernel:
     token of it."""
     repeated: bool = False
     """Whether it is launched for each chunk but the first."""
+    of_each: bool = False
+    """Whether it is launched for each sample of a micro-batch, `count` times."""
 
 
 def cut(
@@ -99,13 +101,16 @@ def _counted(
         copies = copies_of(block["layer"])
         pass_of_block = "forward" if block["phase"] in FORWARD_PHASES else "backward"
         for name, dtype, flops, moved, recomputed, count, shape, *chunked in block["kernels"]:
+            of_each = chunked == ["each"]
             chunk_moved, repeated = (
-                (tuple(map(tuple, chunked[0])), chunked[1]) if chunked else (None, False)
+                (tuple(map(tuple, chunked[0])), chunked[1])
+                if chunked and not of_each
+                else (None, False)
             )
             terms = tuple(map(tuple, moved))
             phase = "recompute" if recomputed else pass_of_block
             sizes = tuple(map(tuple, shape))
-            key = (name, dtype, tuple(flops), terms, phase, sizes, chunk_moved, repeated)
+            key = (name, dtype, tuple(flops), terms, phase, sizes, chunk_moved, repeated, of_each)
             counts[key] = counts.get(key, 0) + count * copies
     return counts
 
@@ -123,6 +128,7 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             shape=shape,
             chunk_moved=chunk_moved,
             repeated=repeated,
+            of_each=of_each,
         )
         for (
             name,
@@ -133,6 +139,7 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             shape,
             chunk_moved,
             repeated,
+            of_each,
         ), count in _counted(blocks, layers.copies).items()
     ]
 
@@ -145,8 +152,14 @@ def stretches(
     `kernels` are those of count_kernels. Shares: blocks x kernels; of a layer that stands for many, in one.
     """
     index_of = {
-        (k.name, k.dtype, k.flops, k.moved, k.phase, k.shape, k.chunk_moved, k.repeated): index
+        key: index
         for index, k in enumerate(kernels)
+        for key in [
+            (
+                *(k.name, k.dtype, k.flops, k.moved, k.phase, k.shape),
+                *(k.chunk_moved, k.repeated, k.of_each),
+            )
+        ]
     }
     shares = np.zeros((len(blocks), len(kernels)))
     for position, block in enumerate(blocks):

@@ -392,7 +392,7 @@ class Trace:
         sizes = iter(self._shapes.at(micro_batch, rank).tolist())
         shapes = [tuple(islice(sizes, len(kernel.shape))) for kernel in self.kernels]
         return [
-            Launch(kernel, num_flops, bytes_moved, kernel.count, shape)
+            Launch(kernel, num_flops, bytes_moved, _num_launches(kernel, micro_batch), shape)
             if kernel.chunk_moved is None
             else self._per_chunk(kernel, num_flops, bytes_moved, shape, micro_batch, rank)
             for kernel, num_flops, bytes_moved, shape in zip(
@@ -504,6 +504,11 @@ class Trace:
         left = set(self._categories[stays]) - {"gradient", "workspace"}
         if left:
             raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
+
+
+def _num_launches(kernel: TracedKernel, micro_batch: float) -> int:
+    """Return how often a kernel of no chunk is launched; for a part of a sample as for a whole one."""
+    return kernel.count * (max(round(micro_batch), 1) if kernel.of_each else 1)
 
 
 def on_card_with(num_sms: int, tensors: Iterable[dict[str, Any]]) -> None:

@@ -61,6 +61,12 @@ class Symbols:
             return None
         return ["near", *map(self._monomial, (base, factor, beyond))]
 
+    def launches_of(self, pieces: int) -> tuple[int, bool]:
+        """How many launches a kernel in so many pieces stands for, and whether in each sample."""
+        if self._micro_batch == 1 or pieces == 1:
+            return pieces, False
+        return pieces // self._micro_batch, True
+
     def of_weight(self, number: int) -> Term:
         """The term of a dimension or a number of elements of a weight, in which there is no micro-batch."""
         rank_power = 0
@@ -213,20 +219,24 @@ def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, symbols: Symbol
 
     One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
     others (its operations are per token too), and whether it stands for all chunks but the first. A
-    size of a shape is a term and whether it is per token of a chunk.
+    size of a shape is a term and whether it is per token of a chunk. One that is launched so many times for
+    each sample has `each` more.
     """
     counts: dict[tuple[Any, ...], int] = {}
     for k in kernels:
         sizes = tuple(sorted(k.tensor_bytes))
-        key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated, k.shape)
+        key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated, k.shape, k.pieces)
         counts[key] = counts.get(key, 0) + 1
     encoded = []
-    for (name, dtype, flops, sizes, recomputed, repeated, shape), count in counts.items():
+    for (name, dtype, flops, sizes, recomputed, repeated, shape, pieces), count in counts.items():
         parts = [_per_row(size, chunks) for size in sizes]
         moved = _sum_of([size for size, per_row in parts if not per_row], symbols)
         flops_term = symbols.term(_per_row(flops, chunks)[0])
         of_shape = [_size_of_shape(size, chunks, symbols) for size in shape]
-        entry = [name, dtype, flops_term, moved, recomputed, count, of_shape]
+        of_sample, is_of_each = symbols.launches_of(pieces)
+        entry = [name, dtype, flops_term, moved, recomputed, count * of_sample, of_shape]
+        if is_of_each:
+            entry.append("each")
         of_chunk = [size for size, per_row in parts if per_row]
         if of_chunk or repeated:
             entry += [_sum_of(of_chunk, symbols), repeated]

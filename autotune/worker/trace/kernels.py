@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 aten = torch.ops.aten
+
+
+ATTENTION_SHAPE = ("samples", "heads", "key heads", "tokens", "keys", "size", "causal")
+"""Names of the sizes that an attention's speed depends on, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,24 @@ class TrackedKernel:
     """Whether activation checkpointing's second forward pass launched it."""
     repeated: bool = False
     """Whether it is launched for each chunk of tokens but the first (autotune.worker.trace.chunks)."""
+    pieces: int = 1
+    """How many launches of its size stand here (autotune.worker.trace.pictures)."""
+
+    def in_pieces(self, pieces: int) -> TrackedKernel:
+        """Return the launch of one piece. A trace runs attention on all as if they were further heads."""
+        # Attention has heads of queries and of keys in second and third place; a product its batch first.
+        split = (1, 2) if len(self.shape) == len(ATTENTION_SHAPE) else (0,)
+        return replace(
+            self,
+            num_flops=self.num_flops // pieces,
+            tensor_bytes=tuple(
+                size if size % pieces else size // pieces for size in self.tensor_bytes
+            ),
+            shape=tuple(
+                size // pieces if place in split else size for place, size in enumerate(self.shape)
+            ),
+            pieces=pieces,
+        )
 
 
 @dataclass(slots=True)
@@ -52,16 +74,20 @@ class KernelCost:
     """Buffers inside the kernel that are there before its results."""
     then: tuple[Buffer, ...]
     """The others."""
-    made: dict[tuple[bool, bool], tuple[TrackedKernel, ...]] = field(default_factory=dict)
-    """Launches that were made, by those two: one object for all that are alike."""
+    made: dict[tuple[bool, bool, int], tuple[TrackedKernel, ...]] = field(default_factory=dict)
+    """Launches that were made, by those two and the number of pieces: one object for all that are alike."""
 
-    def launches(self, recomputed: bool, repeated: bool) -> tuple[TrackedKernel, ...]:
-        key = recomputed, repeated
+    def launches(
+        self, recomputed: bool, repeated: bool, pieces: int = 1
+    ) -> tuple[TrackedKernel, ...]:
+        key = recomputed, repeated, pieces
         found = self.made.get(key)
         if found is None:
             found = tuple(
                 kernel(recomputed=recomputed, repeated=repeated) for kernel in self.kernels
             )
+            if pieces > 1:
+                found = tuple(kernel.in_pieces(pieces) for kernel in found)
             self.made[key] = found
         return found
 

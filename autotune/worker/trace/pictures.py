@@ -6,20 +6,22 @@ is what all of them are together. The backward pass joins their gradients either
 
 Some models (Qwen-VL) look at the grid of each picture, and attend within each. Their functions that read
 grids run for one sample, whose values are known (autotune.worker.trace.known_values); what they make is then
-stretched to all samples. Attention takes a picture of every sample at once: as many bytes in fewer pieces.
+stretched to all samples. Attention takes what is of one length at once, in all samples: as many bytes in
+fewer pieces. Its kernels are counted as the trainer launches them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from autotune.space.pictures import Pictures
 from autotune.worker.build.pictures import places_of
@@ -28,6 +30,9 @@ from autotune.worker.trace.cuda import META
 from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Tracker
 
+MOST_PIECES = 16
+"""Most pieces of one sample that attention is traced for one by one. [judgement: of a window each, they
+would be nearly all events of a trace]"""
 _OF_GRIDS = {
     "get_vision_position_ids": 1,
     "get_vision_window_index": 1,
@@ -45,10 +50,10 @@ class _EachSample:
 def on_meta(model: nn.Module, tracker: Tracker, micro_batch: int, sees: Pictures) -> Iterator[None]:
     """Let models read what pictures are like, and take apart what they make."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_taken_apart(micro_batch))
+        stack.enter_context(_taken_apart(tracker, micro_batch))
         if sees.grids:
             stack.enter_context(known_values.worked_out(tracker))
-            stack.enter_context(replaced(_for_one_sample(model, micro_batch, sees)))
+            stack.enter_context(replaced(_for_one_sample(model, tracker, micro_batch, sees)))
         yield
 
 
@@ -60,12 +65,16 @@ def grids_of(sees: Pictures) -> torch.Tensor:
 
 
 def _for_one_sample(
-    model: nn.Module, micro_batch: int, sees: Pictures
+    model: nn.Module, tracker: Tracker, micro_batch: int, sees: Pictures
 ) -> list[tuple[Any, str, Any]]:
     """Return what stands in for functions that go through all samples, as `replaced` takes it."""
     config: Any = model.config
     code: Any = sys.modules[type(model).__module__]
+    interfaces = type(ALL_ATTENTION_FUNCTIONS)
     found: list[tuple[Any, str, Any]] = [
+        (interfaces, "get_interface", _in_pieces(interfaces.get_interface, tracker)),
+    ]
+    found += [
         (code, name, _stretching(getattr(code, name), num_tensors, micro_batch))
         for name, num_tensors in _OF_GRIDS.items()
         if micro_batch > 1 and hasattr(code, name)
@@ -128,7 +137,7 @@ def _at_pictures(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _taken_apart(micro_batch: int) -> Iterator[None]:
+def _taken_apart(tracker: Tracker, micro_batch: int) -> Iterator[None]:
     """Let models take apart what pictures make."""
     plain: Any = torch.Tensor
     tolist, split, iterate = plain.tolist, plain.split, plain.__iter__
@@ -139,10 +148,15 @@ def _taken_apart(micro_batch: int) -> Iterator[None]:
     def parts(tensor: Any, sizes: Any, dim: int = 0) -> Any:
         if isinstance(sizes, _EachSample):
             return torch.split_with_sizes(tensor, [tensor.shape[dim]], dim)
-        is_of_one = micro_batch > 1 and tensor.is_meta and isinstance(sizes, list)
+        is_of_one = tensor.is_meta and isinstance(sizes, list)
         if not is_of_one or sum(sizes) * micro_batch != tensor.shape[dim]:
             return split(tensor, sizes, dim)
-        return (tensor,) if dim == 0 else _OfAllSamples.apply(tensor, sizes, micro_batch)
+        if dim == 0 and micro_batch > 1:
+            return (tensor,)
+        is_attention = dim == 2 and tensor.dim() == 4 and tensor.shape[0] == 1
+        if is_attention and (micro_batch > 1 or len(sizes) > MOST_PIECES):
+            return _ByLength.apply(tensor, sizes, micro_batch, tracker)
+        return split(tensor, sizes, dim)
 
     def entries(tensor: Any) -> Any:
         is_of_pictures = micro_batch > 1 and tensor.is_meta and tensor.shape[:1].numel() != 0
@@ -156,34 +170,72 @@ def _taken_apart(micro_batch: int) -> Iterator[None]:
         yield
 
 
-class _OfAllSamples(torch.autograd.Function):
-    """Parts of a tensor (1, heads, patches, ...), one for each picture of a sample.
+class _ByLength(torch.autograd.Function):
+    """Parts of a tensor (1, heads, patches, size), one for all pieces of a length in all samples.
 
-    Each has as many heads more as there are samples: attention treats heads and samples alike, and their
-    tensors have as many bytes as those of all samples.
+    Each has as many heads more as there are pieces: attention treats heads and pieces alike, and their
+    tensors have as many bytes as those of all pieces.
     """
 
     @staticmethod
     def forward(
-        context: Any, tensor: torch.Tensor, sizes: list[int], micro_batch: int
+        context: Any, tensor: torch.Tensor, sizes: list[int], micro_batch: int, tracker: Tracker
     ) -> tuple[torch.Tensor, ...]:
-        context.shape = tensor.shape
-        of_one, of_head, of_patch, *rest = tensor.stride()
-        of_patch *= micro_batch
-        begins = itertools.accumulate(sizes, initial=0)
-        return tuple(
-            tensor.as_strided(
-                (1, micro_batch * tensor.shape[1], size, *tensor.shape[3:]),
-                (of_one, of_head, of_patch, *rest),
-                tensor.storage_offset() + begin * of_patch,
-            )
-            for size, begin in zip(sizes, begins, strict=False)
-        )
+        context.shape, context.tracker = tensor.shape, tracker
+        _, num_heads, _, size = tensor.shape
+        of_one, of_head, of_patch, of_number = tensor.stride()
+        begin = tensor.storage_offset()
+        parts = []
+        for length, count in Counter(sizes).items():
+            pieces = count * micro_batch
+            part = (1, pieces * num_heads, length, size)
+            strides = (of_one, of_head, pieces * of_patch, of_number)
+            parts.append(tensor.as_strided(part, strides, begin))
+            begin += length * pieces * of_patch
+        return tuple(parts)
 
     @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        context.tracker.pieces = 1
         # As PyTorch's own: torch 2.13 FunctionsManual.cpp, split_with_sizes_backward.
-        return torch.cat(gradients, dim=2).view(context.shape), None, None
+        _, num_heads, num_patches, size = context.shape
+        each = [
+            gradient.as_strided((num_heads, gradient.numel() // num_heads), (1, num_heads))
+            for gradient in gradients
+        ]
+        joined = torch.cat(each, dim=1)
+        return joined.as_strided(
+            context.shape, (joined.numel(), num_patches * size, size, 1)
+        ), *3 * (None,)
+
+
+def _in_pieces(get: Callable[..., Any], tracker: Tracker) -> Callable[..., Any]:
+    """Return a look-up of attentions that count their kernels for each piece, and put pieces in a row."""
+
+    def get_interface(interfaces: Any, *asked: Any) -> Callable[..., Any]:
+        attend = get(interfaces, *asked)
+
+        def attention(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            num_heads = getattr(module, "num_heads", query.shape[1])
+            pieces = query.shape[1] // num_heads
+            if pieces == 1:
+                return attend(module, query, *args, **kwargs)
+
+            def count(_: Any = None) -> None:
+                tracker.pieces = pieces
+
+            count()
+            try:
+                out, weights = attend(module, query, *args, **kwargs)
+            finally:
+                tracker.pieces = 1
+            if out.requires_grad:
+                out.register_hook(count)
+            return out.view(1, -1, num_heads, out.shape[-1]), weights
+
+        return attention
+
+    return get_interface
 
 
 def hook_towers(model: nn.Module, tracker: Tracker) -> list[Any]:

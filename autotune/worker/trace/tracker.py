@@ -118,6 +118,8 @@ class Tracker(TorchDispatchMode):
         self.recording = Recording()
         self.is_repeated = False
         """Whether kernels belong to the chunk of tokens that stands for others."""
+        self.pieces = 1
+        """How many launches of the trainer's each of the trace's stands for."""
         self.has_padding = False
         """Whether some places of the batch hold no token: what the mask (batch, length) says, if asked."""
         self.on_result: Callable[..., None] | None = None
@@ -338,7 +340,9 @@ class Tracker(TorchDispatchMode):
             self._at_launch(self, func)
         if cost is not None:
             self._free([*inside, *self._allocated(cost.then)])
-            self.recording.kernels += cost.launches(_in_recomputation(), self.is_repeated)
+            self.recording.kernels += cost.launches(
+                _in_recomputation(), self.is_repeated, self.pieces
+            )
 
     def _cost(
         self,
