@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
+from typing import Any
 
 from autotune.catalogue import models
 from autotune.catalogue.models import ModelSource
 from autotune.common import json_records
 from autotune.errors import ConfigError
 from autotune.records.question import Question
-from autotune.space.pictures import MAX_PIXELS, Pictures
+from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset
 from autotune.space.trainers import PICTURES
 from autotune.worker.client.isolate import run
 
@@ -34,55 +37,87 @@ def task_of(question: Question, usual: str) -> str:
 
 
 def read_pictures(
-    question: Question, source: ModelSource, task: str, sequence_length: int
+    question: Question,
+    source: ModelSource,
+    task: str,
+    sequence_length: int,
+    *,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Pictures | None:
     """Work out what the model reads of each sample's pictures; None for a task without.
 
-    Raises ConfigError, also where they have more tokens than a sample; WorkerError.
+    `note` is told what a dataset's pictures are like. Raises ConfigError, also where they have more tokens
+    than a sample; WorkerError.
     """
     if task != PICTURES:
         if question.image_size is not None:
             raise ConfigError("--image-size needs --images", remedy="Say how many each sample has")
         return None
-    if question.images is None or question.image_size is None:
-        raise ConfigError(
-            f"The task {PICTURES} needs to know how many pictures each sample has, and how large they are",
-            remedy="Give --images 1 --image-size 1024x768, say",
-        )
-    if question.dataset is not None:
-        raise ConfigError(
-            "A dataset of pictures is not measured",
-            why="Its samples' tokens depend on pictures, which are not read",
-            remedy="Leave --dataset out, and give --seq-len: the exported program reads it",
-        )
-    width, height = _size_of(question.image_size)
     request = {
+        **_asked_for(question),
         "config": source.config,
-        "num_images": question.images,
-        "width": width,
-        "height": height,
         "processor": models.image_processor(source),
     }
     end = run("pictures", request, deadline_seconds=DEADLINE_SECONDS)
     if end.how != "ok" or not end.answers:
         raise end.to_error("pictures")
-    answer = end.answers[-1]
+    answer = dict(end.answers[-1])
+    if (remedy := answer.get("remedy")) is not None:
+        raise ConfigError(
+            f"The dataset {question.dataset} cannot be used", why=answer["problem"], remedy=remedy
+        )
     if reason := answer.get("problem"):
         raise ConfigError(
             f"{source.name} cannot be trained on pictures",
             why=reason[0].upper() + reason[1:],
             remedy="Name another model, or train it on text alone: leave --images out",
         )
-    fields = {"num_images": question.images, "width": width, "height": height, **answer}
-    found = json_records.read(Pictures, fields, "the pictures")
+    measured = answer.pop("measured", None)
+    found = json_records.read(Pictures, answer, "the pictures")
+    if measured is not None:
+        seen = json_records.read(PicturesOfDataset, measured, "the pictures of a dataset")
+        note(_words(seen, found))
     if found.num_tokens >= sequence_length:
         raise ConfigError(
             f"The pictures of a sample are {found.num_tokens:,} tokens, and it has {sequence_length:,}",
             why="SFTTrainer cuts no picture off",
-            remedy=f"Give --seq-len {found.num_tokens + ROOM_FOR_TEXT}, fewer --images, or a smaller "
-            "--image-size",
+            remedy=f"Give --seq-len {found.num_tokens + ROOM_FOR_TEXT}, fewer pictures, or smaller ones",
         )
     return found
+
+
+def _asked_for(question: Question) -> dict[str, Any]:
+    """Return how many pictures there are, and how large, or the dataset that says so. Raises ConfigError."""
+    if question.dataset is not None:
+        if question.images is not None or question.image_size is not None:
+            raise ConfigError(
+                "--images and --image-size do not go with --dataset",
+                why="Its own pictures are looked at",
+                remedy=f"Give --task {PICTURES} --dataset, or the two others",
+            )
+        is_here = os.path.exists(question.dataset)  # The child may have begun in another folder.
+        return {"dataset": os.path.abspath(question.dataset) if is_here else question.dataset}
+    if question.images is None or question.image_size is None:
+        raise ConfigError(
+            f"The task {PICTURES} needs to know how many pictures each sample has, and how large they are",
+            remedy="Give --images 1 --image-size 1024x768, say, or a --dataset",
+        )
+    width, height = _size_of(question.image_size)
+    return {"num_images": question.images, "width": width, "height": height}
+
+
+def _words(seen: PicturesOfDataset, planned: Pictures) -> str:
+    """How a dataset's pictures are, and what is planned for."""
+    number = f"{seen.fewest}" if seen.fewest == seen.most else f"{seen.fewest} to {seen.most}"
+    looked_at = f"{seen.num_samples:,} samples"
+    if seen.num_looked_at < seen.num_samples:
+        looked_at = f"{seen.num_looked_at:,} of its {looked_at}"
+    return (
+        f"The dataset's pictures, of {looked_at}: {number} in each, of {seen.num_sizes:,} sizes, "
+        f"{seen.mean_tokens:,} tokens on average, {seen.most_tokens:,} at most. Planned for the most: "
+        f"{planned.num_images} of {planned.size} in each sample. Its texts are not measured: --seq-len says "
+        "how long samples are"
+    )
 
 
 def _size_of(text: str) -> tuple[int, int]:

@@ -142,9 +142,9 @@ def resolve(
     _note_untrained_positions(source, length, note)
     budget.check_task(source, task)
     budget.check_length(task, length)
-    pictures = read_pictures(question, source, task, length)
+    pictures = read_pictures(question, source, task, length, note=note)
     data, lengths = None, None
-    if question.dataset is not None:
+    if question.dataset is not None and pictures is None:
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, base)
         )
@@ -195,7 +195,7 @@ def resolve(
         run=run,
         base=base,
         backend=backend,
-        reads_dataset=question.dataset is not None,
+        reads_dataset=data is not None,
     )
 
 
@@ -250,9 +250,9 @@ def resolve_configuration(
     budget.check_task(source, task)
     budget.check_length(task, length)
     _note_untrained_positions(source, length, note)
-    pictures = read_pictures(question, source, task, length)
+    pictures = read_pictures(question, source, task, length, note=note)
     data, lengths = None, None
-    if question.dataset is not None:
+    if question.dataset is not None and pictures is None:
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, None, given)
         )

@@ -38,3 +38,20 @@ class Pictures:
     def size(self) -> str:
         """The size of a picture as it is typed: `640x480`."""
         return f"{self.width}x{self.height}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PicturesOfDataset:
+    """How many pictures a dataset's samples have, and how many tokens stand for them."""
+
+    num_samples: int
+    num_looked_at: int
+    """Number of samples whose pictures were looked at, by their headers."""
+    fewest: int
+    most: int
+    """Pictures of a sample."""
+    num_sizes: int
+    """Number of different sizes."""
+    mean_tokens: int
+    most_tokens: int
+    """Tokens of a sample that stand for its pictures."""

@@ -22,8 +22,10 @@ lengths {"dataset": str, "format", "text_field", "answer_field", "loss_on": str 
          "tokenizer": folder or id}
         {fields of Dataset, "num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str, "remedy": str}
-pictures {"config": {...}, "num_images": int, "width": int, "height": int, "processor": {...}}
-        {fields of Pictures}, or {"problem": str}
+pictures {"config": {...}, "processor": {...}, and "num_images": int, "width": int, "height": int, or
+         "dataset": str}
+        {fields of Pictures, "measured": null, or of a dataset {fields of PicturesOfDataset}}; or
+        {"problem": str}, or of a dataset {"problem": str, "remedy": str}
 calibrate {"backend": str, "kernels": [{fields of roofline.Kernel}], "seconds_each": float, "warm_up_seconds":
          float}
         on cuda first {"device": name}; one line per kernel: {"index": int, "seconds": float, "spread": float,
@@ -141,11 +143,19 @@ def _lengths(request: dict[str, Any]) -> Answers:
 
 
 def _pictures(request: dict[str, Any]) -> Answers:
+    from autotune.export.samples import UnusableData
     from autotune.worker.build import model, pictures
+    from autotune.worker.dataset_pictures import look_at
 
-    asked = (request[name] for name in ("num_images", "width", "height", "processor"))
+    config, processor = request["config"], request["processor"]
     try:
-        yield pictures.tensors_of(model.load_config(request["config"]), *asked)
+        dataset = request.get("dataset")
+        plan = request if dataset is None else look_at(dataset, config, processor)
+        asked = {name: plan[name] for name in ("num_images", "width", "height")}
+        made = pictures.tensors_of(model.load_config(config), **asked, said=processor)
+        yield {**asked, **made, "measured": plan.get("measured")}
+    except UnusableData as error:
+        yield {"problem": error.why, "remedy": error.remedy}
     except model.UnsupportedModel as error:
         yield {"problem": str(error)}
 

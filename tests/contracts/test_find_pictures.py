@@ -1,4 +1,4 @@
-"""`autotune find --images --backend cpu`: from a model that sees to a program that trains on pictures."""
+"""`autotune find --task image-text-to-text --backend cpu`: from a model that sees to a program that trains on pictures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_what_is_found_trains(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path)
 
     found = here.command(
-        *("find", "--model", str(tmp_path / "smolvlm"), "--images", "1", "--image-size", "64x48"),
+        *("find", "--model", str(tmp_path / "smolvlm")),
+        *("--task", "image-text-to-text", "--dataset", str(dataset)),
         *("--method", "lora", "--backend", "cpu", "--gpu-mem", "200MB", "--space", "space.yaml"),
         *("--seq-len", "128", "--effective-batch", "4", "--effort", "quick", "--out", "out"),
         cwd=tmp_path,

@@ -18,6 +18,10 @@ from autotune.worker.client.isolate import WorkerEnd
 
 TASK = "image-text-to-text"
 ANSWER = {
+    "num_images": 2,
+    "width": 640,
+    "height": 480,
+    "measured": None,
     "num_tokens": 160,
     "of_text": [],
     "tensors": [{"name": "pixel_values", "shape": [1, 13, 3, 512, 512], "dtype": "float32"}],
@@ -66,7 +70,7 @@ def test_pictures_decide_the_task(source: models.ModelSource) -> None:
         ({"images": 2, "image_size": "640"}, TASK, "is no size"),
         ({"images": 2, "image_size": "0x480"}, TASK, "is no size"),
         ({"images": 2, "image_size": "640x20000"}, TASK, "is no size"),
-        ({"images": 2, "image_size": "640x480", "dataset": "x"}, TASK, "is not measured"),
+        ({"images": 2, "image_size": "640x480", "dataset": "x"}, TASK, "not go with --dataset"),
     ],
 )
 def test_what_is_missing_or_wrong(
@@ -97,6 +101,37 @@ def test_a_worker_is_asked_with_what_lies_beside_the_model(
     assert (verb, request["processor"]) == ("pictures", nested["image_processor"])
     (folder / "preprocessor_config.json").write_text('{"do_resize": false}', encoding="utf-8")
     assert models.image_processor(source) == {"do_resize": False}
+
+
+def test_a_dataset_is_looked_at_and_what_it_is_like_is_said(
+    source: models.ModelSource, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {
+        "num_samples": 9_000,
+        "num_looked_at": 2_000,
+        "fewest": 0,
+        "most": 3,
+        "num_sizes": 7,
+    }
+    tokens = {"mean_tokens": 40, "most_tokens": 150}
+    monkeypatch.setitem(ANSWER, "measured", {**measured, **tokens})
+    said: list[str] = []
+    read_pictures(Question(dataset="x"), source, TASK, 161, note=said.append)
+    ((_, request),) = asked
+    assert (request["dataset"], "num_images" in request) == ("x", False)
+    assert "of 2,000 of its 9,000 samples: 0 to 3 in each, of 7 sizes, 40 tokens" in said[0]
+    assert "Planned for the most: 2 of 640x480 in each sample" in said[0]
+
+
+def test_a_dataset_that_cannot_be_used_is_refused_with_a_remedy(
+    source: models.ModelSource, asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ANSWER, "problem", "sample 1 has no column of pictures")
+    monkeypatch.setitem(ANSWER, "remedy", "Give each sample `images`")
+    with pytest.raises(ConfigError, match="The dataset x cannot be used") as refused:
+        read_pictures(Question(dataset="x"), source, TASK, 161)
+    assert refused.value.remedy == "Give each sample `images`"
+    assert len(asked) == 1
 
 
 def test_pictures_leave_room_for_text(source: models.ModelSource, asked: list[Any]) -> None:

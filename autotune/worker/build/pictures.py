@@ -6,7 +6,7 @@ preprocessor_config.json, where that is in local files; else those that follow f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -131,31 +131,20 @@ def tensors_of(
 
     `said`: its preprocessor_config.json, empty where there is none. Raises UnsupportedModel.
     """
-    import transformers
-
-    family = family_of(config)
     try:
         from PIL import Image
     except ImportError as error:
         raise UnsupportedModel(f"it needs Pillow ({error}): pip install pillow") from error
+    family = family_of(config)
     processor = _image_processor(config, {**family.settings(config), **said})
     blank = Image.new("RGB", (width, height))
+    (num_tokens,) = tokens_of(config, [(width, height)], said)
     try:
         made = processor([[blank] * num_images], return_tensors="pt")
-        counting = SimpleNamespace(
-            image_processor=processor,
-            tokenizer=lambda *_, **__: {"input_ids": [0]},
-            _merge_kwargs=lambda **_: {"images_kwargs": {}},
-            **family.fields(config),
-        )
-        count = getattr(transformers, family.processor)._get_num_multimodal_tokens
-        counted = count(counting, image_sizes=[(height, width)])
     except Exception as error:
-        raise UnsupportedModel(
-            f"its image processor cannot read pictures of {width}x{height}: {first_line(error)}"
-        ) from error
+        raise _unreadable(width, height, error) from error
     return {
-        "num_tokens": num_images * (counted.num_image_tokens[0] + family.num_marks),
+        "num_tokens": num_images * num_tokens,
         "of_text": family.of_text,
         "grids": made[GRIDS].tolist() if GRIDS in made else [],
         "tensors": [
@@ -168,6 +157,36 @@ def tensors_of(
             if name.startswith("pixel_")
         ],
     }
+
+
+def tokens_of(
+    config: PretrainedConfig, sizes: Sequence[tuple[int, int]], said: Mapping[str, Any]
+) -> list[int]:
+    """Return how many tokens stand for a picture of each size (width, height). Raises UnsupportedModel."""
+    import transformers
+
+    family = family_of(config)
+    counting = SimpleNamespace(
+        image_processor=_image_processor(config, {**family.settings(config), **said}),
+        tokenizer=lambda *_, **__: {"input_ids": [0]},
+        _merge_kwargs=lambda **_: {"images_kwargs": {}},
+        **family.fields(config),
+    )
+    count = getattr(transformers, family.processor)._get_num_multimodal_tokens
+    found = []
+    for width, height in sizes:
+        try:
+            counted = count(counting, image_sizes=[(height, width)])
+        except Exception as error:
+            raise _unreadable(width, height, error) from error
+        found.append(counted.num_image_tokens[0] + family.num_marks)
+    return found
+
+
+def _unreadable(width: int, height: int, error: Exception) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"its image processor cannot read pictures of {width}x{height}: {first_line(error)}"
+    )
 
 
 def num_features(config: PretrainedConfig, pictures: Pictures) -> int:

@@ -1,0 +1,121 @@
+"""Datasets of pictures in the forms that people have them, looked at without decoding one."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import seeing
+
+pytest.importorskip("torch")
+
+from PIL import Image
+
+from autotune.export.samples import UnusableData
+from autotune.worker.build import model as models
+from autotune.worker.build import pictures
+from autotune.worker.dataset_pictures import look_at
+
+CONFIG = seeing.CONFIGS["qwen2_vl"]
+WIDE, TALL = (160, 48), (64, 96)
+"""They become 3 x 10 and 6 x 4 tokens, with two marks around each."""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[tuple[int, int], str]:
+    found = {}
+    for size in (WIDE, TALL):
+        found[size] = str(tmp_path / f"{size[0]}.png")
+        Image.new("RGB", size, (200, 30, 30)).save(found[size])
+    return found
+
+
+def lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_the_sample_of_the_most_tokens_is_planned_for(
+    tmp_path: Path, files: dict[tuple[int, int], str]
+) -> None:
+    several = [[WIDE], [TALL, TALL], []]
+    rows = [{"images": [files[size] for size in of_sample]} for of_sample in several]
+    found = look_at(lines(tmp_path / "seen.jsonl", rows), CONFIG, {})
+    assert (found["num_images"], found["width"], found["height"]) == (2, *TALL)
+    counted = pictures.tokens_of(models.load_config(CONFIG), [WIDE, TALL], {})
+    assert counted == [32, 26]
+    assert found["measured"] == {
+        "num_samples": 3,
+        "num_looked_at": 3,
+        "fewest": 0,
+        "most": 2,
+        "num_sizes": 2,
+        "mean_tokens": round((32 + 2 * 26) / 3),
+        "most_tokens": 2 * 26,
+    }
+
+
+def test_pictures_in_a_table_and_in_a_folder(
+    tmp_path: Path, files: dict[tuple[int, int], str]
+) -> None:
+    from datasets import Dataset
+
+    content = [{"bytes": Path(path).read_bytes(), "path": None} for path in files.values()]
+    table = tmp_path / "seen.parquet"
+    Dataset.from_list([{"image": each} for each in content]).to_parquet(table)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path in files.values():
+        (folder / Path(path).name).write_bytes(Path(path).read_bytes())
+    for dataset in (table, folder):
+        found = look_at(str(dataset), CONFIG, {})
+        assert (found["num_images"], found["width"], found["height"]) == (1, *WIDE)
+
+
+def png_of(width: int, height: int) -> bytes:
+    """Write the header of a picture that has nothing behind it."""
+    header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + header
+        + struct.pack(">I", zlib.crc32(header))
+        + b"\0\0\0\0IDAT"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"no picture", "bad.png of sample 2 cannot be read: cannot identify"),
+        (png_of(20_000, 20_000), "bad.png of sample 2 cannot be read: .*decompression bomb"),
+        (png_of(12_000, 10), "bad.png of sample 2 has 12000x10 pixels"),
+        (None, "bad.png of sample 2 cannot be read: .*No such file"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_is_named(
+    content: bytes | None, said: str, tmp_path: Path, files: dict[tuple[int, int], str]
+) -> None:
+    if content is not None:
+        (tmp_path / "bad.png").write_bytes(content)
+    rows = [{"image": files[WIDE]}, {"image": str(tmp_path / "bad.png")}]
+    with pytest.raises(UnusableData, match=said):
+        look_at(lines(tmp_path / "seen.jsonl", rows), CONFIG, {})
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"text": "w3"}], "Sample 1 has no column of pictures"),
+        ([{"images": []}], "No sample has a picture"),
+        ([{"image": 3}], "picture 3 of sample 1 cannot be read"),
+        ([], "No sample has a picture"),
+    ],
+)
+def test_a_dataset_without_pictures_is_refused(rows: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UnusableData, match=said):
+        look_at(lines(tmp_path / "seen.jsonl", rows), CONFIG, {})
