@@ -1,4 +1,4 @@
-"""`autotune find --task image-text-to-text --backend cpu`: from a model that sees to a program that trains on pictures."""
+"""`autotune find --backend cpu` of a model that sees: to a program that trains on a dataset of pictures."""
 
 from __future__ import annotations
 

@@ -173,14 +173,22 @@ def processor(config: Any) -> Any:
     fields = family.fields(config)
     if config.model_type == "paligemma":
         of_pictures.image_seq_length = fields.pop("image_seq_length")
+    made = getattr(transformers, family.processor)
+    if config.model_type in ONE_BY_ONE:
+        made = _without_videos(made)
+    return made(image_processor=of_pictures, tokenizer=tokenizer(), **fields)
 
-    class WithoutVideos(getattr(transformers, family.processor)):  # Those need torchvision.
+
+def _without_videos(kind: Any) -> Any:
+    """Make a class of processors that asks for none of videos, which needs torchvision."""
+
+    class WithoutVideos(kind):
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
             if name != "video_processor":
                 return super().check_argument_for_proper_class(name, argument)
             return None
 
-    return WithoutVideos(image_processor=of_pictures, tokenizer=tokenizer(), **fields)
+    return WithoutVideos
 
 
 def samples(config: Any, lengths: list[int], num_images: int) -> list[dict[str, Any]]:
