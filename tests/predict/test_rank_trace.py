@@ -151,7 +151,7 @@ def test_messages_are_as_many_as_the_libraries_send() -> None:
     """DDP has buckets of 25 MiB, FSDP2 takes a unit at a time, ZeRO a weight and buckets of hidden^2."""
 
     def counts(config: TrainConfig) -> list[dict[str, int]]:
-        exchange = estimator(config)._exchange(
+        exchange = estimator(config)._times.exchange(
             TraceSpec.of(config), config.micro_batch_size, config.lora_rank or 0
         )
         assert exchange is not None
