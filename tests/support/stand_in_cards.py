@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import answers
 import sweep
-from stand_in_actor import HERE, SECONDS, GpuActor, StandInActor
+from stand_in_actor import COMPANY, HERE, SECONDS, GpuActor, StandInActor, company
 
 from autotune.catalogue.models import resolve
 from autotune.probe.fleet import on_ray
@@ -28,7 +28,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.store.optuna_study import open_study
 from autotune.store.probe_table import open_probes
 
-__all__ = ["HERE", "SECONDS", "GpuActor", "cards_of", "searched"]
+__all__ = ["COMPANY", "HERE", "SECONDS", "GpuActor", "cards_of", "company", "searched"]
 
 MODEL = resolve("openai-community/gpt2")
 MAX_PROBES = 24
@@ -80,7 +80,7 @@ def cards_of(
 ) -> Iterator[RayCards]:
     """Stand-ins in a Ray cluster, whose machines find this module on their PYTHONPATH."""
     actor, variables = on_ray.CardActor, on_ray._VARIABLES
-    on_ray.CardActor, on_ray._VARIABLES = StandInActor, (*variables, SECONDS)  # type: ignore[misc]
+    on_ray.CardActor, on_ray._VARIABLES = StandInActor, (*variables, SECONDS, COMPANY)  # type: ignore[misc]
     try:
         with on_ray.connected(address, backend="cpu", wanted=wanted, name=None, note=note) as cards:
             yield cards

@@ -68,20 +68,18 @@ def searched(
     num_cards: int | None = None,
     *,
     meanwhile: Callable[[Any], None] | None = None,
-) -> tuple[Any, list[str], float]:
-    """(What a search found, what it noted, its seconds.) `meanwhile`: called in the middle."""
+) -> tuple[Any, list[str]]:
+    """(What a search found, what it noted.) `meanwhile`: called in the middle."""
     notes: list[str] = []
     with stand_in_cards.cards_of(cluster.address, num_cards, notes.append) as cards:
         disturbing = None
         if meanwhile is not None:
             disturbing = threading.Timer(1.5 * SECONDS, meanwhile, [cards])
             disturbing.start()
-        begun = time.monotonic()
         found = stand_in_cards.searched(cards, url)
-        seconds = time.monotonic() - begun
         if disturbing is not None:
             disturbing.join()
-    return found, notes, seconds
+    return found, notes
 
 
 def states(url: str) -> dict[TrialState, int]:
@@ -98,11 +96,21 @@ def url_in(folder: Path, name: str = "a") -> str:
     return f"sqlite:///{folder}/{name}.db"
 
 
-def test_three_cards_find_what_one_does_sooner(joined: Any, tmp_path: Path) -> None:
-    together, notes, seconds = searched(joined, url_in(tmp_path, "three"))
-    alone, _, seconds_alone = searched(joined, url_in(tmp_path, "one"), 1)
+def test_three_cards_that_are_kept_busy_find_what_one_does(
+    joined: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(stand_in_cards.SECONDS, "0")
+    monkeypatch.setenv(stand_in_cards.COMPANY, f"3 {tmp_path}/of-three")
+    together, notes = searched(joined, url_in(tmp_path, "three"))
+    monkeypatch.setenv(stand_in_cards.COMPANY, f"1 {tmp_path}/of-one")
+    alone, _ = searched(joined, url_in(tmp_path, "one"), 1)
     assert together.best.config == alone.best.config
-    assert seconds < 0.75 * seconds_alone
+    # A probe goes on until all three cards are at work, but for the last two, to which nobody comes.
+    at_once = stand_in_cards.company(tmp_path / "of-three")
+    assert len(at_once) >= together.num_run >= 6
+    assert sum(number < 3 for number in at_once.values()) <= 4
+    assert max(at_once.values()) == 3
+    assert set(stand_in_cards.company(tmp_path / "of-one").values()) == {1}
     assert notes[-1].startswith("3 cards on ")
     assert states(url_in(tmp_path, "three"))[TrialState.RUNNING] == 0
 
@@ -110,12 +118,12 @@ def test_three_cards_find_what_one_does_sooner(joined: Any, tmp_path: Path) -> N
 def test_dropped_probes_leave_their_cards_free(
     joined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(stand_in_cards.SECONDS, "60")
+    monkeypatch.setenv(stand_in_cards.SECONDS, "600")
     spec = next(iter(sweep.measured().values())).spec
     jobs = [
         Job(
             request={"train_config": each.to_dict(), "spec": dataclasses.asdict(spec)},
-            deadline_seconds=120.0,
+            deadline_seconds=1200.0,
         )
         for each in list(sweep.measured())[:3]
     ]
@@ -124,7 +132,7 @@ def test_dropped_probes_leave_their_cards_free(
             cards.start(each)
         begun = time.monotonic()
         cards.drop()
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - begun < 300
         assert not cards.waiting
         assert [card.job for card in cards.cards] == [None, None]
         assert cards.fingerprint("cpu") == stand_in_cards.HERE
@@ -135,7 +143,7 @@ def test_a_machine_that_dies_loses_no_probe(joined: Any, tmp_path: Path) -> None
         joined.remove_node(joined.cards.pop(), allow_graceful=False)
 
     try:
-        found, notes, _ = searched(joined, url_in(tmp_path), meanwhile=remove)
+        found, notes = searched(joined, url_in(tmp_path), meanwhile=remove)
     finally:
         joined.cards.append(add_card(joined))
     assert any("is lost" in note for note in notes)
@@ -165,7 +173,7 @@ def test_a_cluster_that_is_gone(
     assert not ray.is_initialized()
     measured = states(url_in(tmp_path))
     assert measured[TrialState.RUNNING] == 0
-    found, _, _ = searched(apart, url_in(tmp_path))
+    found, _ = searched(apart, url_in(tmp_path))
     ended = states(url_in(tmp_path))
     assert ended[TrialState.COMPLETE] == measured[TrialState.COMPLETE] + found.num_run
 
