@@ -12,6 +12,7 @@ from pathlib import Path
 import answers
 import optuna
 import pytest
+from optuna_storage import unpooled
 
 from autotune import cli
 from autotune.store.optuna_study import open_study
@@ -66,7 +67,7 @@ def test_studies_of_the_database_that_autotune_made(tmp_path: Path) -> None:
         for name in ("one", "once more", "two"):
             with open_study(place, f"{Path(url).stem}-{name}", workload=answers.WORKLOAD, gpu="g"):
                 pass
-        optuna.create_study(storage=place, study_name="other-strange")
+        optuna.create_study(storage=unpooled(place), study_name="other-strange")
     names = ["autotune-one", "autotune-once more"]
     assert values(tmp_path, "autotune studies show autotune-on") == names
     assert values(tmp_path, "autotune report autotune-t") == ["autotune-two"]

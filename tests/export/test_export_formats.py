@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import itertools
 import json
 import re
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lacking import needs
 
 from autotune import export
 from autotune.catalogue.attention import ATTENTIONS
@@ -319,22 +319,37 @@ def test_fields_are_read_from_the_source() -> None:
 @pytest.mark.parametrize(
     ("package", "file", "class_name"),
     [
-        ("transformers", "training_args.py", "TrainingArguments"),
-        ("transformers", "utils/quantization_config.py", "BitsAndBytesConfig"),
-        ("peft", "tuners/lora/config.py", "LoraConfig"),
-        ("trl", "trainer/sft_config.py", "SFTConfig"),
-        ("trl", "trainer/base_config.py", "_BaseConfig"),
+        pytest.param(package, *place, marks=needs(package))
+        for package, *place in (
+            ("transformers", "training_args.py", "TrainingArguments"),
+            ("transformers", "utils/quantization_config.py", "BitsAndBytesConfig"),
+            ("peft", "tuners/lora/config.py", "LoraConfig"),
+            ("trl", "trainer/sft_config.py", "SFTConfig"),
+            ("trl", "trainer/base_config.py", "_BaseConfig"),
+        )
     ],
 )
 def test_the_sources_are_where_they_are_looked_for(
     package: str, file: str, class_name: str
 ) -> None:
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
     assert installed.fields(package, file, class_name)
 
 
-def test_what_an_older_version_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "field", "library"),
+    [
+        pytest.param(*case, marks=needs(case[2]))
+        for case in (
+            ("sft", "packing_strategy", "trl"),
+            ("peft", "use_dora", "peft"),
+            ("bitsandbytes", "bnb_4bit_quant_type", "transformers"),
+            ("training-args-python", "neftune_noise_alpha", "transformers"),
+        )
+    ],
+)
+def test_what_an_older_version_does_not_know_is_named(
+    name: str, field: str, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = installed.fields
     missing = {"packing_strategy", "use_dora", "bnb_4bit_quant_type", "neftune_noise_alpha"}
 
@@ -344,17 +359,11 @@ def test_what_an_older_version_does_not_know_is_named(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(installed, "fields", older)
     config = dataclasses.replace(QLORA, lora_variant="dora", neftune_noise_alpha=5.0)
-    for name, field, library in (
-        ("sft", "packing_strategy", "trl"),
-        ("peft", "use_dora", "peft"),
-        ("bitsandbytes", "bnb_4bit_quant_type", "transformers"),
-        ("training-args-python", "neftune_noise_alpha", "transformers"),
-    ):
-        exporter = export.ALL[name]
-        lost = export.unsaid(exporter, WORKLOAD, config)
-        assert Unsaid(field, f"unknown to this {library}") in lost
-        uncommented = re.sub(r"^#.*$", "", text_of(exporter, config), flags=re.MULTILINE)
-        assert field not in uncommented
+    exporter = export.ALL[name]
+    lost = export.unsaid(exporter, WORKLOAD, config)
+    assert Unsaid(field, f"unknown to this {library}") in lost
+    uncommented = re.sub(r"^#.*$", "", text_of(exporter, config), flags=re.MULTILINE)
+    assert field not in uncommented
 
 
 def test_older_transformers_checkpoint_by_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

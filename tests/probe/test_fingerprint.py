@@ -5,12 +5,14 @@ from __future__ import annotations
 from importlib import metadata
 
 import pytest
+from lacking import needs
 
 from autotune.catalogue.installed import cpu_name, versions
 from autotune.probe import fingerprint
 from autotune.probe.fingerprint import assumed_fingerprint
 
 
+@needs("torch")
 def test_without_a_card_it_is_the_processor() -> None:
     found = assumed_fingerprint("cpu")
     assert found is not None
@@ -18,6 +20,7 @@ def test_without_a_card_it_is_the_processor() -> None:
     assert found.versions == versions()
 
 
+@needs("torch")
 def test_a_card_has_its_driver_and_torchs_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint, "_card", lambda: ("NVIDIA GeForce RTX 4090", "580.10"))
     monkeypatch.setattr(fingerprint, "_cuda", lambda: "13.0")

@@ -39,7 +39,8 @@ def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_libraries_are_asked_for_by_the_name_pip_has_for_them() -> None:
-    assert is_installed("torch")
+    assert is_installed("PyYAML")
+    assert not is_installed("yaml")
     assert not is_installed("no-such-library")
 
 

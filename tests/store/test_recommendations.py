@@ -10,6 +10,7 @@ from typing import Any
 import answers
 import pytest
 import sqlalchemy
+from lacking import needs
 
 from autotune import cli
 from autotune.records.fingerprint import Fingerprint
@@ -162,6 +163,7 @@ def test_every_answer_that_is_delivered_is_kept(url: str) -> None:
         assert stored_answers.load(url, answer.evidence).answer == answer
 
 
+@needs("torch")
 def test_a_study_says_what_made_its_latest_answer(url: str) -> None:
     for command, speed in (("autotune find --space quick", 1.0), ("autotune find", 2.0)):
         best = answers.estimate(step_seconds=speed)

@@ -98,7 +98,7 @@ def test_to_a_server_and_back_it_is_the_same_file(
     with open_probes(third) as probes:
         assert probes.find(key_of(ONE), answers.BUDGET_BYTES) == ONE
         assert probes.find(key_of(OTHER), answers.BUDGET_BYTES) == OTHER
-    study = optuna.load_study(storage=third, study_name="one")
+    study = optuna.load_study(storage=unpooled(third), study_name="one")
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "PRUNED"]
     assert study.trials[2].intermediate_values == {1: 3.5}
     assert stored_answers.load(third, "one").answer == answers.answer()
