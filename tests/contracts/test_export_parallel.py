@@ -13,7 +13,6 @@ import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,25 +259,15 @@ def test_4_bit_weights_that_are_shared_out_train_with_two(tmp_path: Path, models
 
 
 def launched(folder: Path, *, as_on_gpus: bool, saved: str = "model.safetensors") -> None:
-    """Train with the files of a folder, as their reader is told to.
-
-    Where their program runs as it is, in processes of its own; else in forks, which import less.
-    """
+    """Train with the files of a folder, as their reader is told to, but in forks, which import less."""
     program = ["train.py", "--dataset", "../text.txt", "--output-dir", "out", "--max-steps", "2"]
     options = ["--config_file", "accelerate_config.yaml", "--main_process_port", free_port()]
+    if as_on_gpus:
+        program = [str(SUPPORT / "as_on_gpus.py"), *program]
     for _ in range(2):
-        if as_on_gpus:
-            words = [*options, str(SUPPORT / "as_on_gpus.py"), *program]
-            done = here.workers.program(str(SUPPORT / "launch_forked.py"), *words, cwd=folder)
-        else:
-            launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-            done = subprocess.run(
-                [*launch, *options, *program],
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
+        done = here.workers.program(
+            str(SUPPORT / "launch_forked.py"), *options, *program, cwd=folder
+        )
         # Seen once, after the last step and the save: a thread of gloo outlived its process group
         # (torch 2.13). That is no matter of what was exported.
         if "terminate called without an active exception" not in done.stderr:

@@ -60,6 +60,7 @@ def one_server() -> Iterator[None]:
         patch.setattr(predictions, "ForkServer", lambda: lent)
         for piece in (pieces, speedups):
             patch.setattr(piece, "run_until", run_here)
+        patch.setattr(calibrate.isolate, "run", here.workers.run)
         # How long a probe times its steps is nothing that a test here asks.
         for name in ("PREDICT_SECONDS", "TECHNIQUE_SECONDS", "SWEEP_SECONDS"):
             patch.setattr(pieces, name, 0.2)
