@@ -7,9 +7,8 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
-import time
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,31 @@ def num_probes(folder: Path) -> int:
         (count,) = database.execute("select count(*) from autotune_probes").fetchone()
     database.close()
     return int(count)
+
+
+@contextlib.contextmanager
+def stopped_once(is_time: Callable[[], bool]) -> Iterator[None]:
+    """Send this process the signal that ends a night, as soon as it is time."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.05):
+            if is_time():
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def nobody_listened(*_: object) -> None:
+        pytest.fail("the night was over before it was stopped")
+
+    before = signal.signal(signal.SIGTERM, nobody_listened)
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        watching.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +111,9 @@ def test_the_second_night_measures_the_winners_and_nothing_else_though_it_is_sto
     machine = folder / "studies" / first["machine"]
     exported = {p: p.read_bytes() for name in CELLS for p in (machine / name).glob("*.*")}
     before = num_probes(folder)
-    stopped = subprocess.Popen(
-        [sys.executable, "-m", "autotune", "nightly", "--backend", "cpu"],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    until = time.monotonic() + 120
-    while num_probes(folder) == before and time.monotonic() < until:
-        time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)
-    _, err = stopped.communicate(timeout=60)
-    assert stopped.returncode == 130, err
+    with stopped_once(lambda: num_probes(folder) > before):
+        code, _, err = nightly(folder)
+    assert code == 130, err
     assert "(interrupted)" in (machine / "digest.md").read_text(encoding="utf-8")
     code, digest, err = nightly(folder)
     # One night alone is never a change, whatever this machine is busy with.
