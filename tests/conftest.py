@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,28 @@ def pytest_sessionfinish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever is held against the real libraries, or asks workers, starts processes."""
+    """Whatever is held against the real libraries, or asks workers, starts processes.
+
+    Files that do come first: at the end no long one is left to one process, while others have nothing to do.
+    """
+    long_files = set()
     for item in items:
         if "contracts" in item.path.parts or "forked_workers" in getattr(item, "fixturenames", ()):
             item.add_marker("worker")
+        if any(item.iter_markers("worker")) or any(item.iter_markers("slow")):
+            long_files.add(item.path)
+    items.sort(key=lambda item: item.path not in long_files)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """Where torch is not installed (a Python too new for it), skip the files that import it or its family."""
+    report: Any = yield
+    error = report.call.excinfo and report.call.excinfo.value.__cause__
+    if isinstance(error, ModuleNotFoundError) and importlib.util.find_spec("torch") is None:
+        report.outcome = "skipped"
+        report.longrepr = (str(report.fspath), 0, f"{error.name} is not installed, nor is torch")
+    return report
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -33,7 +33,7 @@ from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.lengths import Lengths
-from autotune.space.search_space import with_domains
+from autotune.space.search_space import MethodSpace, SearchSpace, with_domains
 
 pytestmark = pytest.mark.worker
 
@@ -80,6 +80,17 @@ STEP = 512
 LENGTHS = (512, 1024, 1536, 2048)
 
 
+def _sparser(section: MethodSpace) -> dict[str, tuple[object, ...]]:
+    fewer: dict[str, tuple[object, ...]] = {"micro_batch_size": (1, 2, 8), "lora_rank": (8, 64)}
+    if section.method == "full":
+        fewer["optimizer"] = ("adamw_torch_fused", "paged_adamw_32bit", "sgd")
+    return {name: values for name, values in fewer.items() if name in section.domains}
+
+
+SPARSE = with_domains(tiny_model.SPACE, _sparser)
+"""For full searches, which replay every point: the ends of each row and something between."""
+
+
 @pytest.fixture(scope="module")
 def server() -> here.Workers:
     return here.workers
@@ -108,11 +119,15 @@ def asked(
     return LimitProblem(**plain | changed)
 
 
-def every_config(length: int = 512, methods: tuple[str, ...] = METHODS) -> list[TrainConfig]:
+def every_config(
+    length: int = 512,
+    methods: tuple[str, ...] = METHODS,
+    space: SearchSpace = tiny_model.SPACE,
+) -> list[TrainConfig]:
     """The space's, each with one micro-batch per step."""
     return [
         dataclasses.replace(config, gradient_accumulation_steps=1, sequence_length=length)
-        for config in tiny_model.configs(methods)
+        for config in tiny_model.configs(methods, space)
     ]
 
 
@@ -151,7 +166,7 @@ def test_the_longest_sequence_is_that_of_a_full_search(
     methods: tuple[str, ...],
 ) -> None:
     every_one = {
-        length: replayed(traces, every_config(length, methods), budget_bytes)
+        length: replayed(traces, every_config(length, methods, SPARSE), budget_bytes)
         for length, traces in traces_by_length.items()
     }
     by_length = {
@@ -161,7 +176,9 @@ def test_the_longest_sequence_is_that_of_a_full_search(
     longest = max(length for length, fit in by_length.items() if fit)
     assert longest in LENGTHS[:-1], "the case would say nothing"
     found = questions.answer(
-        "sequence-length", asked(budget_bytes=budget_bytes, methods=methods), server
+        "sequence-length",
+        asked(budget_bytes=budget_bytes, methods=methods, space=SPARSE),
+        server,
     )
     assert found.value == longest
     assert found.best in by_length[longest]
@@ -325,8 +342,8 @@ def test_the_smallest_card_is_that_of_a_full_search(server: here.Workers) -> Non
     assert 16.0 * GB < weights_bytes < 16.5 * GB
     source = dataclasses.replace(tiny_model.MODEL, name="wide-llama", config=config)
     methods, length = ("lora",), 512
-    found = questions.answer("gpu", asked(source=source, methods=methods), server)
-    configs = every_config(length, methods)
+    found = questions.answer("gpu", asked(source=source, methods=methods, space=SPARSE), server)
+    configs = every_config(length, methods, SPARSE)
     specs = {TraceSpec.of(config) for config in configs}
     tried = []
     for card in sorted(catalogue(), key=lambda card: card.capacity_bytes):

@@ -104,9 +104,9 @@ def gpu() -> Gpu:
     return find_gpu("rtx-4070")
 
 
-def configs(methods: tuple[str, ...] = METHODS) -> list[TrainConfig]:
+def configs(methods: tuple[str, ...] = METHODS, space: SearchSpace = SPACE) -> list[TrainConfig]:
     return enumerate_configs(
-        SPACE,
+        space,
         workload(1, methods),
         num_layers=NUM_LAYERS,
         compute_capability=gpu().compute_capability,
