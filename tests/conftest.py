@@ -99,7 +99,11 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
     error = report.call.excinfo and report.call.excinfo.value.__cause__
     if isinstance(error, ModuleNotFoundError) and importlib.util.find_spec("torch") is None:
         report.outcome = "skipped"
-        report.longrepr = (str(report.fspath), 0, f"{error.name} is not installed, nor is torch")
+        report.longrepr = (
+            str(report.fspath),
+            0,
+            f"torch is not installed ({error.name} is asked for)",
+        )
     return report
 
 

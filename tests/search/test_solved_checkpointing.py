@@ -28,7 +28,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM
 from autotune.space.search_space import MethodSpace, SearchSpace, without_solve
 
-pytestmark = [pytest.mark.slow, pytest.mark.worker]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 NUM_LAYERS = 10
 LENGTH = 1024

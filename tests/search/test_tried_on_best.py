@@ -25,7 +25,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM
 from autotune.space.search_space import MethodSpace, SearchSpace, without_parts
 
-pytestmark = [pytest.mark.slow, pytest.mark.worker]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_workers")]
 
 LENGTH = 2048
 MODEL = dataclasses.replace(
