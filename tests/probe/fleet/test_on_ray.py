@@ -230,17 +230,20 @@ def test_a_cluster_without_gpus(joined: Any) -> None:
 def test_only_cards_of_the_kind_that_was_asked_for(
     joined: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def are_free(number: int) -> None:
+        until = time.monotonic() + 20
+        while ray.available_resources().get("GPU") != number and time.monotonic() < until:
+            time.sleep(0.1)
+        assert ray.available_resources()["GPU"] == number
+
     def taken(wanted: int | None, name: str | None) -> None:
         with on_ray.connected(
             joined.address, backend="cuda", wanted=wanted, name=name, note=print
         ) as cards:
             assert cards.gpu is not None
             assert (len(cards.cards), cards.gpu.name) == (1, name)
-            # Actors with another card end after they were told to.
-            until = time.monotonic() + 20
-            while ray.available_resources().get("GPU") != 2 and time.monotonic() < until:
-                time.sleep(0.1)
-            assert ray.available_resources()["GPU"] == 2
+            are_free(2)  # Actors with another card end after they were told to.
+        are_free(3)
 
     monkeypatch.setattr(on_ray, "CardActor", stand_in_cards.GpuActor)
 
