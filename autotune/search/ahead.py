@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from autotune.predict.trace_servers import started_ahead
 from autotune.records.question import Question
 from autotune.space.trainers import BY_TASK
-from autotune.store.trace_cache import Asked
+from autotune.store.trace_cache import AnsweredQuestions
 
 
 @contextlib.contextmanager
 def what_traces(question: Question) -> Iterator[None]:
     """Start what traces within the block, unless the same was asked before; remember that it was."""
-    known = Asked()
+    known = AnsweredQuestions()
     name = repr(question)
     if known.find_texts([name]):
         yield

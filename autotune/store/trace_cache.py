@@ -36,8 +36,8 @@ MAX_REPLAYS_BYTES = 2 * 2**20
 """Most bytes of replays that are kept. [judgement] One takes 0.2 kB, a search makes some tens."""
 MAX_PRICES_BYTES = 16 * 2**20
 """Most bytes of prices that are kept. [judgement] Those of a trace on one card take some kB."""
-MAX_ASKED_BYTES = 10 * 2**10
-"""Most bytes of notes of what was asked. [judgement] One takes ten or so."""
+MAX_QUESTIONS_BYTES = 10 * 2**10
+"""Most bytes of notes of questions that were answered. [judgement] One takes ten or so."""
 _BUSY_SECONDS = 5.0
 _DAY_SECONDS = 86_400
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -219,12 +219,12 @@ class PriceCache(TraceCache):
         return _key(f"{_priced_by()} {request}")
 
 
-class Asked(TraceCache):
+class AnsweredQuestions(TraceCache):
     """Questions that were answered before: their traces are kept."""
 
-    _table = "asked"
+    _table = "questions"
 
-    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_ASKED_BYTES) -> None:
+    def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_QUESTIONS_BYTES) -> None:
         super().__init__(place, max_bytes=max_bytes)
 
 
