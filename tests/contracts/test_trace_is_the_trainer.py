@@ -381,6 +381,9 @@ CASES = {
     "llama liger many layers": Case(architecture="llama", num_layers=8, liger=True),
     "qwen2 liger": Case(architecture="qwen2", micro_batch=3, accumulation=1, liger=True),
     "llama padded sdpa": Case(architecture="llama", attention="sdpa", batching="padded"),
+    "llama padded sdpa micro-batch 1": Case(
+        architecture="llama", attention="sdpa", micro_batch=1, batching="padded"
+    ),
     "llama padded flash": Case(architecture="llama", attention=FLASH_2, batching="padded"),
     "llama padded flash checkpointed": Case(
         architecture="llama", method="lora", attention=FLASH_2, checkpointing=1, batching="padded"
@@ -402,6 +405,9 @@ CASES = {
         architecture="llama", attention=FLASH_2, liger=True, batching="padding-free"
     ),
     "bert padded": Case(architecture="bert", task="masked-lm", attention="sdpa", batching="padded"),
+    "bert padded micro-batch 1": Case(
+        architecture="bert", task="masked-lm", attention="sdpa", micro_batch=1, batching="padded"
+    ),
     "bert padded flash": Case(
         architecture="bert", task="masked-lm", attention=FLASH_2, batching="padded"
     ),
@@ -596,7 +602,8 @@ def run_case(case: Case, folder: Path) -> Run:
     rows = None
     if case.batching != "packed":
         num_samples = NUM_STEPS * case.accumulation * case.micro_batch
-        num_missing = NUM_PADDED if case.batching == "padded" else 0
+        # The longest sample of a micro-batch has no padding.
+        num_missing = NUM_PADDED if case.batching == "padded" and case.micro_batch > 1 else 0
         rows = ragged(num_samples, SEQUENCE_LENGTH, num_missing)
         arguments["train_sampling_strategy"] = "sequential"
     with contextlib.ExitStack() as stack:

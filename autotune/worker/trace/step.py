@@ -1,6 +1,7 @@
 """Traces one optimizer step's forward and backward on `meta`, as `transformers.Trainer` runs them.
 
-A padded micro-batch is one of the longest samples: as many tokens as places, with a mask all the same.
+A padded micro-batch is one of the longest samples: as many tokens as places, with a mask all the same. A
+sample by itself has no padding, and so no mask.
 
 The result is small whatever the size of the model: three periods of layers are traced, the events are
 cut into blocks at the layers' borders, and the middle period is the one that repeats. A micro-batch of
@@ -248,7 +249,9 @@ def trace_step(
     )
     tracker = make_tracker()
     tracker.decompositions |= trl_steps.decompositions(spec, micro_batch, tracker.decompositions)
-    tracker.has_padding = spec.batching == "padded"
+    # Trainers with a task of their own have several rows of a sample, or pad its prompt.
+    is_alone = spec.single and not TRAINERS[spec.trainer].task
+    tracker.has_padding = spec.batching == "padded" and not is_alone
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     takes_block = spec.quantization != "none" and device.backend == "cuda"
     copies = Layers(**base.layers).copies if takes_block else None
