@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +56,8 @@ OF_TASKS = {
     "kto": dataclasses.replace(PADDED, trainer="trl-kto"),
     "kto-lora": dataclasses.replace(PADDED_LORA, trainer="trl-kto"),
 }
+OF_COMPLETIONS = [row.command for row in BY_TASK.values() if row.generates is not None]
+"""Commands of TRL whose trainers write what they train on."""
 CONFIGS = {
     "full": FULL,
     "half": HALF,
@@ -374,7 +377,42 @@ def test_every_loader_was_asked(report: dict[str, Any]) -> None:
     written = {each.filename for each in export.FURTHER if each.filename[-2:] != "md"}
     # Two have tests of their own in test_axolotl.py and test_llama_factory.py.
     others = {"torchtune.yaml", "train_unsloth.py", "axolotl.yaml", "llama_factory.yaml"}
-    assert written - asked == others
+    assert written - asked == others | {f"{command}_config.yaml" for command in OF_COMPLETIONS}
+
+
+@pytest.mark.parametrize("command", OF_COMPLETIONS)
+def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_path: Path) -> None:
+    """Training wants a reward besides: test_find_preferences.py."""
+    trl = pytest.importorskip("trl")
+    row = BY_TASK[command]
+    config = dataclasses.replace(
+        PADDED,
+        trainer=row.name,
+        activation_checkpointing=0,
+        precision="fp32",
+        micro_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_generations=4,
+        max_completion_length=8,
+        kl_beta=0.04,
+        num_iterations=1,
+        steps_per_generation=2,
+    )
+    export.export_files(
+        tmp_path,
+        workload=Workload(model="llama", task=command, memory_budget_bytes=10**9),
+        config=config,
+        result={"evidence": "predicted"},
+    )
+    (path,) = tmp_path.rglob(f"{command}_config.yaml")
+    kinds = trl.ScriptArguments, getattr(trl, row.arguments_class), trl.ModelConfig
+    # Unknown keys are an error here.
+    _, read, _ = trl.TrlParser(kinds).parse_args_and_config(
+        ["--config", str(path), "--use_cpu", "true"]
+    )
+    assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, 2)
+    assert (read.num_generations, read.max_completion_length, read.beta) == (4, 8, 0.04)
+    assert (read.steps_per_generation, read.num_iterations) == (2, 1)
 
 
 def near_a_guess(loss: float) -> None:

@@ -23,6 +23,7 @@ from fake_nvml import fake_nvml
 from next_revision import NEXT, next_revision
 
 from autotune import cli, doctor
+from autotune.catalogue import installed
 from autotune.common.units import GIB, MIB
 from autotune.doctor import CHECKS, host, libraries, reach
 from autotune.doctor.machine import PARTS, CheckedMachine, NotAnswered
@@ -507,6 +508,7 @@ def test_the_worker_says_how_flash_attention_breaks(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.9.0\n")
     (tmp_path / "flash_attn.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(examine, "version", installed.version.__wrapped__)  # It remembers.
     assert examine._flash_attention() == {
         "found": {
             "flash-attn": {
