@@ -276,7 +276,7 @@ def find(
     def trace(specs: set[TraceSpec]) -> None:
         if varied:
             specs = specs.union(*map(and_several, specs))
-        specs -= traces.keys()
+        specs = specs - traces.keys()
         if not specs and traces:
             return
         trace_all(

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autotune.errors import first_line
 from autotune.export.samples import UnusableData, read_rows
 from autotune.space.pictures import MAX_PICTURES, MAX_PIXELS
 from autotune.worker.build import model as models
@@ -110,7 +111,7 @@ def _size_of(picture: Any, number: int) -> Size:
                 width, height = opened.size
     except (OSError, TypeError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UnusableData(
-            f"the picture{named} of sample {number + 1} cannot be read: {models.first_line(error)[:200]}",
+            f"the picture{named} of sample {number + 1} cannot be read: {first_line(error, 200)}",
             "Mend it, or leave the sample out; paths begin where the command is run",
         ) from error
     if max(width, height) > MAX_PIXELS:

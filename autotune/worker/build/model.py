@@ -21,7 +21,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.catalogue.attention import EXPANDED
-from autotune.errors import first_line as first_line
+from autotune.errors import first_line
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS

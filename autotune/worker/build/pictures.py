@@ -13,8 +13,9 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from autotune.errors import first_line
 from autotune.space.pictures import Pictures
-from autotune.worker.build.model import UnsupportedModel, first_line
+from autotune.worker.build.model import UnsupportedModel
 
 Settings = dict[str, Any]
 GRIDS = "image_grid_thw"

@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 
 from autotune.catalogue import host_memory
 from autotune.common.units import format_bytes
+from autotune.errors import first_line
 from autotune.export.training_args import environment
 from autotune.memory import alloc_conf
 from autotune.memory.out_of_memory import HANDLE_BYTES, excess_bytes, says_no_handle
@@ -115,21 +116,21 @@ def _figures_of(error: Exception, backend: str) -> dict[str, Any]:
         where = f"with varied lengths memory is in pieces, and in step {error.num_steps} of them"
         return {
             "outcome": "oom",
-            "message": f"fits at full length alone; {where}: {models.first_line(error.cause)}",
+            "message": f"fits at full length alone; {where}: {first_line(error.cause)}",
             "excess_bytes": excess_bytes(str(error.cause)),
             "num_varied_steps": error.num_steps,
         }
     if is_out_of_memory(error):
         return {
             "outcome": "oom",
-            "message": models.first_line(error),
+            "message": first_line(error),
             "excess_bytes": excess_bytes(str(error)),
         }
     if isinstance(error, RuntimeError) and says_no_handle(str(error)):
         free_bytes = left_bytes(backend)
         if free_bytes is not None and free_bytes < HANDLE_BYTES:
             left = f" (the card had {format_bytes(free_bytes)} left)"
-            return {"outcome": "oom", "message": models.first_line(error) + left}
+            return {"outcome": "oom", "message": first_line(error) + left}
     return {}
 
 

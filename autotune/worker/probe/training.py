@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+from autotune.errors import first_line
 from autotune.export.training_args import (
     installed_fields,
     training_arguments,
@@ -27,7 +28,6 @@ from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import BY_TOKENS, draw
 from autotune.space.trainers import TRAINERS
-from autotune.worker.build import model as models
 from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.probe import confirm, trl_trainers
@@ -131,9 +131,9 @@ def train(trainer: Any) -> None:
         trainer.train()
     except (RuntimeError, ValueError) as error:
         if isinstance(error, TorchDynamoException) and not is_out_of_memory(error):
-            raise Invalid(f"torch.compile fails: {models.first_line(error)}") from error
+            raise Invalid(f"torch.compile fails: {first_line(error)}") from error
         if any(text in str(error) for text in _CANNOT_TRAIN):
-            raise Invalid(models.first_line(error)) from error
+            raise Invalid(first_line(error)) from error
         raise
 
 
