@@ -7,15 +7,26 @@ what computes with numbers would stumble over it.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 MAX_DIGITS = 300
 """Most digits of a whole number; the largest float has 309."""
 
 
-def load_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError (json.JSONDecodeError where it is no JSON), RecursionError."""
-    return json.loads(text, parse_int=_whole)
+def load_json(text: str, not_finite: Callable[[str], Any] = float) -> Any:
+    """Parse JSON. Raises ValueError (json.JSONDecodeError where it is no JSON), RecursionError.
+
+    `not_finite`: makes the value of `Infinity`, `-Infinity` and `NaN`, which Python's JSON writes and reads,
+    and of a number beyond what a float can hold.
+    """
+
+    def number(digits: str) -> Any:
+        value = float(digits)
+        return value if math.isfinite(value) else not_finite(json.dumps(value))
+
+    return json.loads(text, parse_int=_whole, parse_float=number, parse_constant=not_finite)
 
 
 def load_yaml(text: str, loader: type[Any] | None = None) -> Any:

@@ -165,8 +165,9 @@ def draw_outcome(
     if files:
         rows.append(("written", _places(files)))
         if unsaid:
-            said = (f"{name} is not in {', '.join(names)}" for name, names in unsaid.items())
-            lacking = f"{'; '.join(said)}: the top of each file says more"
+            lacking = (
+                f"not every file can say {', '.join(unsaid)}: the top of each names what it lacks"
+            )
             rows.append(("missing", printable(lacking), "dim"))
     if study:
         rows.append(("stored", f"as study {printable(study)}"))

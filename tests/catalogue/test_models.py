@@ -119,6 +119,16 @@ def test_a_configuration_that_cannot_be_used(
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.parametrize("number", ["Infinity", "1e999"])
+def test_a_number_that_json_has_not_is_written_as_transformers_does(
+    tmp_path: Path, number: str
+) -> None:
+    write_config(tmp_path, f'{{"model_type": "mamba2", "time_step_limit": [0.0, {number}]}}')
+    config = resolve(str(tmp_path)).config
+    assert config["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    json.dumps(config, allow_nan=False)
+
+
 def test_remote_code_is_named_for_the_worker_to_judge(tmp_path: Path) -> None:
     write_config(tmp_path, {**LLAMA, "auto_map": {"AutoModel": "modeling_x.Model"}})
     assert resolve(str(tmp_path)).requires_remote_code

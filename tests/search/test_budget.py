@@ -107,6 +107,16 @@ def test_the_shortest_sample_has_a_next_token() -> None:
         ({"model_type": "gpt2", "n_positions": 1024}, 1024),
         ({"model_type": "llama", "max_position_embeddings": 2048}, None),
         ({"model_type": "t5", "n_positions": 512}, None),
+        ({"model_type": "bart", "max_position_embeddings": 1024}, 1024),
+        ({"model_type": "deberta-v2", "max_position_embeddings": 512}, 512),
+        (
+            {
+                "model_type": "deberta-v2",
+                "max_position_embeddings": 512,
+                "position_biased_input": False,
+            },
+            None,
+        ),
         ({"model_type": "bert"}, None),
         ({"model_type": "bert", "max_position_embeddings": "many"}, None),
     ],

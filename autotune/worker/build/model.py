@@ -63,12 +63,28 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
                 else ": a newer one may know it (pip install --upgrade transformers)"
             )
         )
-    values = {k: v for k, v in config.items() if k not in ("model_type", "auto_map")}
-    values.pop("quantization_config", None)
+    left_out = ("model_type", "auto_map", "quantization_config")
+    values = {key: _with_floats(value) for key, value in config.items() if key not in left_out}
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of a config.json with what it writes as `{"__float__": "Infinity"}` as a number.
+
+    JSON has no infinite numbers; transformers 5.23 save_pretrained writes them so (configuration_utils.py,
+    _encode_special_floats).
+    """
+    match value:
+        case {"__float__": "Infinity" | "-Infinity" | "NaN" as name} if len(value) == 1:
+            return float(name)
+        case dict():
+            return {key: _with_floats(each) for key, each in value.items()}
+        case list():
+            return [_with_floats(each) for each in value]
+    return value
 
 
 PICTURED = "images and text"
