@@ -191,7 +191,11 @@ def load_with_trials(url: str, name: str) -> tuple[StoredAnswer, list[FrozenTria
     Raises ConfigError for a study without an answer, StorageError.
     """
     with existing_study(url, name) as study:
-        return answer_of(study), study.get_trials(deepcopy=False)
+        trials = study.get_trials(deepcopy=False)
+        for trial in trials:
+            if not isinstance(trial.number, int):  # SQLite keeps any value in any column
+                raise TypeError(f"a trial's number is {trial.number!r}")
+        return answer_of(study), trials
 
 
 def remove(url: str, name: str) -> None:

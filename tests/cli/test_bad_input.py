@@ -651,6 +651,10 @@ def _no_end(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE trials SET datetime_complete = NULL")
 
 
+def _endless_number(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE trials SET number = 1e999")
+
+
 def _deep_value(connection: sqlite3.Connection) -> None:
     connection.execute("UPDATE study_user_attributes SET value_json = ?", ("[" * 5000,))
 
@@ -690,6 +694,7 @@ _READ = (
     [
         *itertools.product(_READ, (_cut_value, _wrong_type, _wrong_byte)),
         (("report", "one"), _wrong_state),
+        (("report", "one"), _endless_number),
         (("studies", "export", "--out", "out.jsonl"), _no_end),
         (("studies", "list"), _deep_value),
     ],
