@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autotune.catalogue.gpus import Gpu
 from autotune.memory.allocator import Replay
@@ -127,17 +127,14 @@ class Estimator:
             bool, trace.identity, "is compiled", lambda: trace.is_compiled
         )
 
-    def lean_layers(self, spec: TraceSpec) -> range:
+    def lean_layers(self, spec: TraceSpec) -> Sequence[int]:
         """The numbers of lean layers that the trace of a plan tells of; none of another trace, or without."""
         trace = self._traces.get(spec)
         if not isinstance(trace, Trace):
-            return range(0)
-
-        def ends() -> tuple[int, int, int]:
-            found = trace.lean_layers
-            return found.start, found.stop, found.step
-
-        return range(*self._prices.price(tuple[int, int, int], trace.identity, "lean", ends))
+            return ()
+        return self._prices.price(
+            tuple[int, ...], trace.identity, "lean layers", lambda: tuple(trace.lean_layers)
+        )
 
     def floor_bytes(self, config: TrainConfig) -> int:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""

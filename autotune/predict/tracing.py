@@ -151,7 +151,8 @@ def trace_all(
     if not found and any(spec.checkpoint_layers for spec in specs):
         raise ConfigError(
             f"This plan of checkpointing cannot be predicted for {model.name}",
-            why="Each stretch of layers needs three, or a multiple of the model's pattern from three on",
+            why="Each stretch of layers needs three, or a multiple of the model's pattern from three on; "
+            "of layers that are unlike only some numbers are told",
             remedy="Give --checkpointing solve, or another --checkpoint-layers",
         )
     if not found:

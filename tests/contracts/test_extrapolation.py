@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,6 +237,22 @@ def test_few_layers_make_the_events_of_all(architecture: Architecture, spec: Tra
     assert extrapolated.num_parameters(RANK) == whole.num_parameters(RANK)
 
 
+def assert_tells_of(
+    of_any: Trace, architecture: Architecture, spec: TraceSpec, counts: Sequence[int]
+) -> None:
+    """Compare what the trace of a plan tells of each number of lean layers with all layers traced so."""
+    micro_batch = 1 if spec.single else MICRO_BATCH
+    for count in counts:
+        planned = dataclasses.replace(spec, checkpoint_layers=count)
+        whole = Trace(traced(architecture, planned, whole=True))
+        derived = of_any.with_lean_layers(count)
+        for events in ("setup", "batch", "count", "first", "again", "next"):
+            mine, theirs = (events_of(t, events, micro_batch, RANK) for t in (derived, whole))
+            assert_same_events(mine, theirs, spec, events)
+        assert kernels_of(derived, micro_batch, RANK) == kernels_of(whole, micro_batch, RANK)
+        assert derived.num_parameters(RANK) == whole.num_parameters(RANK)
+
+
 PLANNED = {
     "llama": SPECS["full"],
     "qwen2, tied": SPECS["full, micro-batch 1, fp32"],
@@ -252,18 +269,27 @@ def test_one_trace_of_a_plan_stands_for_any_number_of_lean_layers(name: str, pla
     period = 2 if "alternating" in name else 1
     architecture = dataclasses.replace(ARCHITECTURES[name], num_layers=10 * period)
     spec = dataclasses.replace(PLANNED[name], activation_checkpointing=1, checkpoint_plan=plan)
-    micro_batch = 1 if spec.single else MICRO_BATCH
     few = Trace(traced(architecture, spec))
     assert few.lean_layers == range(3 * period, 7 * period + 1, period)
-    for count in (3 * period, 5 * period, 7 * period):
-        planned = dataclasses.replace(spec, checkpoint_layers=count)
-        whole = Trace(traced(architecture, planned, whole=True))
-        derived = few.with_lean_layers(count)
-        for events in ("setup", "batch", "count", "first", "again", "next"):
-            mine, theirs = (events_of(t, events, micro_batch, RANK) for t in (derived, whole))
-            assert_same_events(mine, theirs, spec, events)
-        assert kernels_of(derived, micro_batch, RANK) == kernels_of(whole, micro_batch, RANK)
-        assert derived.num_parameters(RANK) == whole.num_parameters(RANK)
+    assert_tells_of(few, architecture, spec, (3 * period, 5 * period, 7 * period))
+
+
+@pytest.mark.parametrize(
+    ("plan", "spec", "counts"),
+    [
+        ("recompute", SPECS["full, micro-batch 1, fp32"], (8, 21)),
+        ("recompute-products", SPECS["lora"], (22,)),
+    ],
+)
+def test_a_plan_of_unlike_layers_is_told_from_one_trace_of_all(
+    plan: str, spec: TraceSpec, counts: Sequence[int]
+) -> None:
+    # Three of its patterns in each stretch would be more layers than there are.
+    architecture = ARCHITECTURES["gemma3, every sixth"]
+    spec = dataclasses.replace(spec, activation_checkpointing=1, checkpoint_plan=plan)
+    of_any = Trace(traced(architecture, spec))
+    assert of_any.lean_layers == (8, 9, 10, 14, 15, 16, 20, 21, 22)
+    assert_tells_of(of_any, architecture, spec, counts)
 
 
 def test_a_plan_tells_of_no_other_numbers() -> None:

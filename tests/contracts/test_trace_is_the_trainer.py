@@ -426,6 +426,13 @@ CASES = {
     ),
     "dense layers, then experts": Case(architecture="deepseek_v3, two dense", checkpointing=1),
     "images besides": Case(architecture="gemma3, which sees", checkpointing=1),
+    "images besides plan of unlike layers": Case(
+        architecture="gemma3, which sees",
+        method="lora",
+        accumulation=1,
+        checkpointing=1,
+        settings=plan("recompute", 5),
+    ),
     "bloom": Case(architecture="bloom", accumulation=1),
 }
 

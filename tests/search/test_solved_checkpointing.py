@@ -12,7 +12,7 @@ import pytest
 import tiny_model
 
 from autotune.errors import ConfigError
-from autotune.memory.traces import Trace
+from autotune.memory.traces import BrokenTrace, Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import trace_all
@@ -226,3 +226,13 @@ def test_a_number_that_no_trace_tells_of_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="Each stretch of layers needs three"):
         estimate(question)
+
+
+def test_a_trace_that_tells_of_no_such_number_has_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise BrokenTrace("layer 6 makes nothing like the trace's tensor 9")
+
+    monkeypatch.setattr(PlanSolver, "_promises", broken)
+    solver = PlanSolver(None, {})  # type: ignore[arg-type]
+    assert solver.promise(checkpointed(LORA)) == 0
+    assert solver.solved(checkpointed(LORA)) is None

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autotune.memory.traces import unlike_layers
+
 Events = npt.NDArray[np.int32]
 """Events in order: i when tensor i is allocated, ~i when it is freed."""
 
@@ -37,13 +39,36 @@ class Layers:
     """The traced layer from which on layers are treated in the second way; None: all in one way."""
     begins: int | None = None
     """The whole model's layer from which on they are; None: as in what was traced."""
+    kinds: str = ""
+    """A letter for each layer, where all were traced for a plan: those of the same letter are alike."""
 
     def __post_init__(self) -> None:
+        if self.kinds:
+            if self._sources() is None:
+                raise BrokenTrace(f"{self.begins} layers end at none like those that were traced")
+            return
         for stretch in self._stretches():
             if not stretch.num_more >= 0 or stretch.num_more % self.period:
                 raise BrokenTrace(f"{self.begins} layers are not made of whole patterns")
 
+    @property
+    def as_traced(self) -> bool:
+        """Whether every layer was traced, and none is treated otherwise."""
+        return self.traced == self.full and self.begins in (None, self.cut)
+
+    @property
+    def lean_counts(self) -> Sequence[int]:
+        """Return the numbers of layers that may be treated in the first way: where the second begins."""
+        if self.cut is None:
+            return ()
+        if self.kinds:
+            return unlike_layers.lean_counts(self.kinds, self.cut)
+        return range(self.cut, self.full - (self.traced - self.cut) + 1, self.period)
+
     def source(self, layer: int) -> int:
+        sources = self._sources()
+        if sources is not None:
+            return sources[layer]
         begins = self.cut if self.begins is None else self.begins
         stretch = self._stretches()[-1 if begins is not None and layer >= begins else 0]
         if layer < stretch.repeats + stretch.shift + self.period:
@@ -56,6 +81,8 @@ class Layers:
     def place_of(self, traced_layers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the layers of the whole model that traced ones are, where these stand for themselves."""
         found = traced_layers.copy()
+        if self.kinds:
+            return found
         for stretch in self._stretches():
             is_in = traced_layers >= stretch.starts
             is_late = traced_layers >= stretch.repeats + self.period
@@ -65,9 +92,18 @@ class Layers:
 
     def is_seen_first(self, homes: npt.NDArray[Any], layer: int) -> npt.NDArray[Any]:
         """Whether each layer is of the first period of a layer's stretch, and that layer of a later one."""
+        if self.kinds:
+            return np.zeros(homes.shape, dtype=bool)
         stretch = self._stretches()[-1 if self.cut is not None and layer >= self.cut else 0]
         begins = stretch.repeats - self.period
         return (homes >= begins) & (homes < stretch.repeats) & (layer >= stretch.repeats)
+
+    def _sources(self) -> tuple[int, ...] | None:
+        """Return the source of each layer where all were traced for a plan; None where there is none."""
+        if not self.kinds or self.cut is None:
+            return None
+        count = self.cut if self.begins is None else self.begins
+        return unlike_layers.sources(self.kinds, self.cut, count)
 
     def _stretches(self) -> tuple[_Stretch, ...]:
         return _stretches_of(self)
@@ -293,7 +329,7 @@ def order_of(blocks: Sequence[Mapping[str, Any]], layers: Layers) -> list[tuple[
             order += [(index, -1) for index in run]
             continue
         by_layer = {blocks[index]["layer"]: index for index in run}
-        if layers.traced == layers.full and len(run) == len(by_layer):
+        if layers.as_traced and len(run) == len(by_layer):
             order += [(index, blocks[index]["layer"]) for index in run]  # some layers may have none
             continue
         if sorted(by_layer) != list(range(layers.traced)) or len(run) != len(by_layer):

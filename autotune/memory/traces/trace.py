@@ -176,13 +176,9 @@ class Trace:
         return {**self._answer, "layers": {**self._answer["layers"], "begins": count}}
 
     @property
-    def lean_layers(self) -> range:
+    def lean_layers(self) -> Sequence[int]:
         """Return the numbers of lean layers that the trace of a plan tells of; none of another trace."""
-        if self._answer is None:
-            return range(0)
-        said = Layers(**self._answer["layers"])
-        assert said.cut is not None
-        return range(said.cut, said.full - (said.traced - said.cut) + 1, said.period)
+        return () if self._answer is None else Layers(**self._answer["layers"]).lean_counts
 
     # Few of a search's traces are replayed: the others never become lists.
 

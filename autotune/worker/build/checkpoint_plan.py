@@ -28,12 +28,16 @@ def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str)
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = inner.config.get_text_config()
-    layers = [m for m in inner.modules() if isinstance(m, GradientCheckpointingLayer)]
+    # Beside layers that read text, some models have others for pictures.
+    text = inner if config is inner.config else inner.get_decoder()
+    layers = [m for m in text.modules() if isinstance(m, GradientCheckpointingLayer)]
     if len(layers) != config.num_hidden_layers or not 0 < count <= len(layers):
         raise ValueError(
             f"{type(inner).__name__} has {len(layers)} layers that can be checkpointed, of "
             f"{config.num_hidden_layers}, and the plan is for {count} of them"
         )
+    # What is computed again would be cached again. Trainer sees to it, but not within a model for pictures.
+    config.use_cache = False
     changed = []
     for number, layer in enumerate(layers):
         keeps = first_keep if number < count else others_keep

@@ -138,6 +138,12 @@ def kinds_of(model: nn.Module, config: PretrainedConfig, *, sees: bool = False) 
     return [frozenset(fact.items()) for fact in facts]
 
 
+def letters_of(kinds: Sequence[Kind]) -> str:
+    """Return a letter for each layer: those of one kind have the same."""
+    numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+    return "".join(chr(ord("a") + numbers[kind]) for kind in kinds)
+
+
 def _outside(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> frozenset[Any]:
     """Parameters and buffers that are in no layer, by name and shape."""
     inside = {id(module) for stack in stacks for module in stack.modules()}

@@ -95,7 +95,7 @@ def encode(
     workspaces: Workspaces,
     chunks: Chunks,
     symbols: Symbols,
-    layers: dict[str, int],
+    layers: dict[str, Any],
     made_by: Mapping[int, str],
 ) -> dict[str, Any]:
     """Encode a trace as autotune.memory.traces.Trace reads it.

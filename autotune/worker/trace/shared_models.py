@@ -23,7 +23,7 @@ class SharedModel:
     """A model for traces whose specs differ in `single` and in checkpointing alone."""
 
     model: nn.Module
-    layers: dict[str, int]
+    layers: dict[str, Any]
     ready: SetUp | None = None
     """The model as the first of them has set it up."""
     has_checkpointed: bool = False

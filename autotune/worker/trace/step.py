@@ -28,6 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from transformers import PretrainedConfig
 
 from autotune.common import json_records
+from autotune.memory.traces import unlike_layers
 from autotune.memory.traces.copies import Layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
@@ -353,13 +354,18 @@ def _buffers_of(
 
 def _whole(
     config: PretrainedConfig, task: str, spec: TraceSpec
-) -> tuple[nn.Module, dict[str, int]]:
+) -> tuple[nn.Module, dict[str, Any]]:
     num = layers.num_layers(config)
-    said = {"traced": num, "full": num, "first": 0, "period": 1}
+    said: dict[str, Any] = {"traced": num, "full": num, "first": 0, "period": 1}
+    if spec.has_plan and not spec.checkpoint_layers and _num_periods(config, spec) == 3:
+        kinds = layers.letters_of(_kinds_of_whole(config, task, spec))
+        cut = unlike_layers.place_to_cut(kinds)
+        if cut is not None:
+            said |= {"cut": cut, "kinds": kinds}
     return models.build_base(config, task, spec), said
 
 
-def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Module, dict[str, int]]:
+def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Module, dict[str, Any]]:
     """Build a model with just the layers that stand for all; the whole one where there are none such."""
     kinds = _kinds_of_whole(config, task, spec)
     pattern = layers.find_pattern(
