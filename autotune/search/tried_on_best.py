@@ -21,7 +21,6 @@ from autotune.search.solved_checkpointing import (
     PlanSolver,
     Traces,
     families_of,
-    plan_specs,
     solved_configs,
 )
 from autotune.search.tips import LARGE_SHARE
@@ -122,9 +121,6 @@ def _parted(
                 found[parted] = None
     tried = [config for config in found if not broken_rules(config, what.context)]
     specs = {TraceSpec.of(config) for config in tried}
-    for config in tried:
-        if config.method in what.solving and config.activation_checkpointing == 1:
-            specs |= plan_specs(config)
     if not specs:
         return []
     try:
