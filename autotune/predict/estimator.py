@@ -12,6 +12,7 @@ evaluation, checkpoints), fragmentation left by earlier work in the process.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -37,7 +38,7 @@ from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.lengths import Filling, vary
-from autotune.space.optimizers import UPDATERS
+from autotune.space.optimizers import KEEPS_NOTHING, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.speed import compiling, roofline
 from autotune.speed.host import USUAL, Host
@@ -377,6 +378,7 @@ class Estimator:
             steps=functools.partial(self._steps, config),
             room_bytes=room_bytes if config.expandable_segments else None,
             start=self._start_of(config),
+            least=lambda: self._run(dataclasses.replace(config, optimizer=KEEPS_NOTHING)),
         )
 
     def trace_of(self, config: TrainConfig) -> Trace | SharedTrace:

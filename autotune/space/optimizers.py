@@ -485,6 +485,9 @@ UPDATERS: dict[str, Optimizer] = OPTIMIZERS | {
 }
 """Optimizers by TrainConfig.updater: those of OPTIMIZERS, and each as it updates in the backward pass."""
 
+KEEPS_NOTHING = "sgd"
+"""The optimizer beside which every other needs as much memory, or more."""
+
 LEFT_OUT: dict[str, str] = {
     "adamw_torch_xla": "runs on XLA devices (torch_xla), not on CUDA",
     "adamw_torch_npu_fused": "runs on Ascend NPUs (torch_npu), not on CUDA",
