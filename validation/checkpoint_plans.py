@@ -1,4 +1,4 @@
-"""What solving checkpointing and the loss in parts bring: thirteen answers without and with them.
+"""What solving checkpointing and the loss in parts bring: fourteen answers without and with them.
 
 Run: python -m validation.checkpoint_plans (ten minutes, no GPU)
 
@@ -63,6 +63,7 @@ CASES = (
     _case("meta-llama/Llama-3.1-8B", "full", "h100-sxm", 4096),
     _case("Qwen/Qwen2.5-14B", "qlora", "rtx-4090", 1024),
     _case("Qwen/Qwen2.5-14B", "lora", "h100-sxm", 16384),
+    _case("google/gemma-3-1b-it", "lora", "rtx-4090", 4096),
 )
 
 
