@@ -619,8 +619,8 @@ def test_a_plan_of_checkpointing_is_for_one_stack_of_layers() -> None:
     assert "6 layers that can be checkpointed, of 4" in measured.message
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_layers_that_see_images_do_not_run_on_text(every: int) -> None:
+@pytest.mark.parametrize("how", ["1", "2", "plan"])
+def test_layers_that_see_images_do_not_run_on_text(how: str) -> None:
     text = {name: MODEL[name] for name in MODEL if name != "model_type"}
     eyes = {
         "hidden_size": 32,
@@ -636,7 +636,10 @@ def test_layers_that_see_images_do_not_run_on_text(every: int) -> None:
         "vision_config": eyes,
         "mm_tokens_per_image": 4,
     }
-    measured = run(dataclasses.replace(FULL, activation_checkpointing=every), model)
+    of_plan = dataclasses.replace(PLANS["recompute"], checkpoint_layers=1)
+    every = 1 if how == "plan" else int(how)
+    config = of_plan if how == "plan" else dataclasses.replace(FULL, activation_checkpointing=every)
+    measured = run(config, model)
     assert (measured.outcome, measured.message) == ("ok", "")
 
 

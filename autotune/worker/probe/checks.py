@@ -226,8 +226,8 @@ class FirstStep:
         """Check which layers were computed again, and what each is told to keep."""
         plan = CHECKPOINT_PLANS[config.checkpoint_plan]
         kept = {
-            number: plan.first_keep if number < config.checkpoint_layers else plan.others_keep
-            for number in self._ran
+            number: plan.first_keep if place < config.checkpoint_layers else plan.others_keep
+            for place, number in enumerate(sorted(self._ran))
         }
         wanted = {number for number, keeps in kept.items() if keeps != "all"}
         if not wanted or self._recomputed != wanted:
