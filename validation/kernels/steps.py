@@ -157,9 +157,9 @@ def traced(row: Row) -> Trace:
     return _trace(row.model, row.mode, row.seq, row.batch == 1, card(row.card))
 
 
-def kernels_of(trace: Trace, batch: int) -> list[roofline.Kernel]:
-    """The kernels of a trace's forward and backward pass, and of adding to the gradients."""
-    found = [
+def launched(trace: Trace, batch: int) -> list[roofline.Kernel]:
+    """The kernels of a trace's forward and backward pass."""
+    return [
         roofline.Kernel(
             name=launch.kernel.name,
             kind=roofline.kind_of(launch.kernel.name),
@@ -172,6 +172,10 @@ def kernels_of(trace: Trace, batch: int) -> list[roofline.Kernel]:
         )
         for launch in trace.launches(batch, 0)
     ]
+
+
+def kernels_of(trace: Trace, batch: int) -> list[roofline.Kernel]:
+    """The kernels of a trace's forward and backward pass, and of adding to the gradients."""
     added = [
         roofline.Kernel(
             name="add_",
@@ -183,7 +187,7 @@ def kernels_of(trace: Trace, batch: int) -> list[roofline.Kernel]:
         )
         for spec in trace.trainable(0)
     ]
-    return [*found, *added]
+    return [*launched(trace, batch), *added]
 
 
 @functools.cache
