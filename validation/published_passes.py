@@ -2,11 +2,11 @@
 
 Run: python -m validation.published_passes
 
-The figures are those of Transformers' pages of models (studies/published-passes/runs.csv); nothing in them was
-measured by this project, and no constant of it is fitted to them. The program that was timed
-(gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331): float16 weights, no autocast, no optimizer; in each of 100
-steps zero_grad, the model on a batch that stays on the card, `logits.sum().backward()`. It waits for the GPU at
-the end alone, so that the host runs ahead from step to step: a step takes the longer of both.
+The figures are those of Transformers' pages of models (studies/published-passes/runs.csv); nothing in them
+was measured by this project, and no constant of it is fitted to them. The program that was timed is
+gist.github.com/fxmarty/7e75cc3942d6974e4849093ebea0a331: float16 weights, no autocast, no optimizer; in each
+of 100 steps zero_grad, the model on a batch that stays on the card, `logits.sum().backward()`. It waits for
+the GPU at the end alone, so that the host runs ahead from step to step: a step takes the longer of both.
 
 The answers are written to studies/published-passes/ (rows.json, and the tables of README.md).
 """
@@ -205,7 +205,8 @@ def predict() -> list[Side]:
 
 def markdown_rows(sides: list[Side]) -> str:
     lines = [
-        "| row | group | attention | samples x tokens | published, ms | predicted, ms | predicted / published |",
+        "| row | group | attention | samples x tokens | published, ms | predicted, ms"
+        " | predicted / published |",
         "|---|---|---|---:|---:|---:|---:|",
     ]
     for side in sides:
