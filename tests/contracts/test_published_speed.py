@@ -26,7 +26,7 @@ AGAIN = ("peft-015", "peft-033", "rasbt-004", "hfperf-005", "litgpt-ch-010")
 """Predicted anew, with those of Qwen's table: full, LoRA, eager attention, checkpointing, QLoRA."""
 RATIOS = {
     "peft, L40S": (0.70, 1.04),
-    "Qwen, A100": (0.98, 1.12),
+    "Qwen, A100": (0.95, 1.08),
     "DistilBERT, A100": (0.75, 0.91),
     "BERT, V100": (0.76, 0.94),
     "litgpt, A10G": (0.42, 0.79),
@@ -81,7 +81,7 @@ def test_which_of_two_is_faster(rows: list[Any], recorded: dict[str, Any]) -> No
     assert published_speed.pairs(qwen) == (36, 36)
     num_pairs = sum(group["num_pairs"] for group in recorded["groups"])
     num_ordered = sum(group["num_ordered"] for group in recorded["groups"])
-    assert num_pairs >= 550
+    assert num_pairs >= 548  # without Falcon's, whose layers are not quantised
     assert num_ordered / num_pairs >= 0.9
 
 

@@ -1,8 +1,8 @@
-"""Attention as earlier versions of Transformers and torch wrote it, where that changes what is alive.
+"""Attention as other code wrote it, where that changes what is alive or how long it takes.
 
 Each stands in for today's in a trace on `meta`. Written after transformers 4.16.2
 models/bert/modeling_bert.py and 4.28.1 models/distilbert/modeling_distilbert.py and pytorch_utils.py,
-and pytorch aten/src/ATen/native/cuda/SoftMax.cu.
+pytorch aten/src/ATen/native/cuda/SoftMax.cu, and Qwen/Qwen-7B modeling_qwen.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from transformers.models.bert import modeling_bert
 from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
+from transformers.models.qwen2 import modeling_qwen2
 
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
@@ -69,6 +70,14 @@ def _distilbert_attention(
     return self.out_lin(context), None
 
 
+def _fused_rotary(
+    query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Qwen 1's with flash-attn installed: each is cast to float32, turned by one kernel, and cast back."""
+    turned = [torch.neg(each.float()).to(each.dtype) for each in (query, key)]
+    return turned[0], turned[1]
+
+
 def _zeros(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, device="meta")
 
@@ -76,4 +85,5 @@ def _zeros(*shape: int) -> torch.Tensor:
 OLD_ATTENTIONS = {
     "BERT 4.16, torch 1.10": (modeling_bert, "eager_attention_forward", _bert_attention),
     "DistilBERT 4.28": (DistilBertSelfAttention, "forward", _distilbert_attention),
+    "Qwen 1, flash-attn": (modeling_qwen2, "apply_rotary_pos_emb", _fused_rotary),
 }
