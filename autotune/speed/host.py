@@ -14,8 +14,9 @@ micro-step begins with no lead, and what the host does between two of them is ti
 (studies/host-time). A factor makes a slower or faster machine of it.
 
 Known limitations
-- One host for every prediction. Published programs take 0.8 to 2.2 times this one's time for an operation
-  (studies/host-time): a step that the host bounds may be off by as much. A probe says.
+- One host for every prediction. Published programs take 0.8 to 2.2 times this one's time for an operation,
+  some 2.8 times (studies/host-time): a step that the host bounds may be off by as much. A probe or a
+  calibration says.
 - CUDA's queue has an end: the host cannot run more than some 1,000 launches ahead.
 - Data loading that a worker process does not hide, logging, evaluation and checkpoints.
 """
