@@ -29,7 +29,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.opt import modeling_opt
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.catalogue.models import resolve
+from autotune.catalogue.models import ModelSource, resolve
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
@@ -75,14 +75,23 @@ def config_of(row: Mapping[str, str]) -> TrainConfig:
     )
 
 
-def model_config(name: str) -> dict[str, Any]:
-    known: dict[str, Any] = json.loads((STUDY / "models.json").read_text(encoding="utf-8"))
-    found: dict[str, Any] = known[name] if name in known else resolve(name).config
-    return found
+@functools.cache
+def model_of(name: str) -> ModelSource:
+    """A model of models.json, or else of the catalogue."""
+    known = json.loads((STUDY / "models.json").read_text(encoding="utf-8"))
+    if name not in known:
+        return resolve(name)
+    return ModelSource(
+        name=name,
+        config=known[name],
+        origin="file",
+        path=STUDY / "models.json",
+        requires_remote_code=False,
+    )
 
 
 @functools.cache
-def _trace(model: str, task: str, spec: TraceSpec, length: int, card: str) -> Trace:
+def traced(model: str, task: str, spec: TraceSpec, length: int, card: str) -> Trace:
     gpu = find_gpu(card)
     assert gpu.compute_capability is not None
     assert gpu.cublas_workspace_bytes is not None
@@ -91,11 +100,8 @@ def _trace(model: str, task: str, spec: TraceSpec, length: int, card: str) -> Tr
         cublas_workspace_bytes=gpu.cublas_workspace_bytes,
     )
     with program():
-        return Trace(
-            trace_step(
-                load_config(model_config(model)), task, spec, sequence_length=length, device=device
-            )
-        )
+        config = load_config(model_of(model).config)
+        return Trace(trace_step(config, task, spec, sequence_length=length, device=device))
 
 
 @contextlib.contextmanager
@@ -132,8 +138,11 @@ def _neox_attention(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GPTNeoXAttention._attn of 4.40: softmax in the scores' dtype."""
-    weights = torch.matmul(query, key.transpose(-1, -2)) * scaling
+    """GPTNeoXAttention._attn of 4.42: scores are added to zeros, and softmax is in their dtype."""
+    *batch, length, size = query.shape
+    zeros = torch.zeros((math.prod(batch), length, length), dtype=query.dtype, device=query.device)
+    left, right = query.reshape(-1, length, size), key.reshape(-1, length, size).transpose(1, 2)
+    weights = torch.baddbmm(zeros, left, right, alpha=scaling).view(*batch, length, length)
     weights = torch.nn.functional.softmax(weights if mask is None else weights + mask, dim=-1)
     weights = torch.nn.functional.dropout(weights, dropout, module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
@@ -160,7 +169,7 @@ def _opt_attention(
 def side_of(name: str, row: Mapping[str, str]) -> Side:
     """A published pass and its prediction."""
     config, gpu = config_of(row), find_gpu(row["card"])
-    trace = _trace(
+    trace = traced(
         row["model"], row["task"], TraceSpec.of(config), config.sequence_length, row["card"]
     )
     kernels = steps.launched(trace, config.micro_batch_size)
@@ -175,9 +184,7 @@ def side_of(name: str, row: Mapping[str, str]) -> Side:
         group=row["group"],
         timed=Timed(
             plan=Plan(
-                model=resolve("openai-community/gpt2")
-                if row["model"] in json.loads((STUDY / "models.json").read_text("utf-8"))
-                else resolve(row["model"]),
+                model=model_of(row["model"]),
                 gpu=row["card"],
                 config=config,
                 metric="time",
