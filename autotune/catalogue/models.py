@@ -20,6 +20,7 @@ from typing import Any, Literal
 from autotune.catalogue import liger
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
+from autotune.catalogue.tasks import CAUSAL, TASKS
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, first_line, nearest
@@ -187,18 +188,17 @@ class ModelSource:
 
     @property
     def task(self) -> str:
-        """The task that the model is trained for unless the user says otherwise, of config.TASKS."""
+        """The task that the model is trained for unless the user says otherwise, of TASKS."""
         architectures = self.config.get("architectures")
         architecture = ""
         if isinstance(architectures, list) and architectures:
             architecture = str(architectures[0])
-        if architecture.endswith("ForSequenceClassification"):
-            return "sequence-classification"
+        for row in TASKS.values():
+            if row.name != CAUSAL and architecture.endswith(row.architecture):
+                return row.name
         if self.has_encoder_and_decoder:
             return "seq2seq-lm"
-        if architecture.endswith("ForMaskedLM") or self.reads_both_ways:
-            return "masked-lm"
-        return "causal-lm"
+        return "masked-lm" if self.reads_both_ways else CAUSAL
 
     @property
     def reads_both_ways(self) -> bool:

@@ -14,10 +14,11 @@ import click
 
 from autotune.cli import completion
 from autotune.records.question import ODDS, RANGES, SEQUENCE_LENGTH, Question
-from autotune.space.config import METHODS, TASKS
+from autotune.space.config import METHODS
 from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, Knob
+from autotune.space.trainers import TASK_NAMES
 from autotune.store import database
 
 COUNT = click.IntRange(*RANGES["effective_batch"])
@@ -45,7 +46,7 @@ json_option: Option = click.option(
 )
 task_option: Option = click.option(
     "--task",
-    type=one_of(TASKS),
+    type=one_of(TASK_NAMES),
     help="What the model is trained for [default: by its architecture].",
 )
 gpu_option: Option = click.option(

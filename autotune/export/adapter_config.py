@@ -14,8 +14,8 @@ from autotune.export.carried import OF_LORA, Unsaid, unsaid
 from autotune.export.exporter import Exporter
 from autotune.export.references import model_reference
 from autotune.space.adapters import ADAPTERS, peft_fields
-from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
-from autotune.space.trainers import model_task
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.trainers import row_of
 
 _CARRIED = ("method", *OF_LORA, "peft")
 
@@ -30,7 +30,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     fields = {key: value for key, value in _fields(config).items() if lora is None or key in lora}
     content = {
         **fields,
-        "task_type": fields.get("task_type", PEFT_TASK_TYPES[model_task(workload.task)]),
+        "task_type": fields.get("task_type", row_of(workload.task).peft_type),
         "base_model_name_or_path": model_reference(workload.model),
         "inference_mode": False,
     }

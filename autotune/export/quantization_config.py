@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.export import installed
 from autotune.export.carried import Unsaid, unsaid
 from autotune.export.exporter import Exporter
-from autotune.space.config import CLASSIFIER_HEADS, TrainConfig, Workload
+from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.space.trainers import model_task
+from autotune.space.trainers import row_of
 
 
 def applies(config: TrainConfig) -> bool:
@@ -36,12 +37,11 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     )
 
 
-def quantization_fields(config: TrainConfig, task: str = "causal-lm") -> dict[str, object]:
+def quantization_fields(config: TrainConfig, task: str = CAUSAL) -> dict[str, object]:
     """Return keyword arguments of BitsAndBytesConfig, dtypes by name."""
     # Despite its name for 4-bit quantisation too. PEFT trains a copy of the head.
-    skipped: dict[str, object] = {"llm_int8_skip_modules": list(CLASSIFIER_HEADS)}
-    if model_task(task) != "sequence-classification":
-        skipped = {}
+    heads = list(row_of(task).heads)
+    skipped: dict[str, object] = {"llm_int8_skip_modules": heads} if heads else {}
     row = QUANTIZATIONS[config.quantization]
     if not row.codes:
         return {**skipped, "load_in_8bit": True}

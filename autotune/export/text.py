@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.export.carried import comments
 from autotune.export.exporter import Exporter
 from autotune.export.mapping import TrainerFile
@@ -54,7 +55,7 @@ def exporter_of(
 
 
 def _lacks(target: TrainerFile, workload: Workload) -> str:
-    if workload.task == "causal-lm":
+    if workload.task == CAUSAL:
         return ""
     return f"A file of {target.name} as it is written here trains a causal language model"
 

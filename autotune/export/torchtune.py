@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.export import dataset_entries
 from autotune.export.carried import Unsaid, comments, heading, one_line, unsaid, words_of
 from autotune.export.exporter import Exporter
@@ -98,7 +99,7 @@ def applies(config: TrainConfig) -> bool:
 
 
 def lacks(workload: Workload) -> str:
-    if workload.task != "causal-lm":
+    if workload.task != CAUSAL:
         return "torchtune's recipes train causal language models only"
     return "" if _find(workload) else "torchtune has no builder for this model"
 

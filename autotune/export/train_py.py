@@ -15,6 +15,7 @@ from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import UNPACKED_BY
+from autotune.catalogue.tasks import PICTURES
 from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.quantization_config import quantization_fields
@@ -28,7 +29,7 @@ from autotune.space.lengths import BY_TOKENS, vary
 from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS
+from autotune.space.trainers import BY_TASK, TRAINERS, row_of
 from autotune.space.words import difference
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
@@ -38,7 +39,7 @@ _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
 _UPDATING = _EXPANDED.with_name("backward_update.py")
 _BY_TOKENS = _EXPANDED.with_name("by_tokens.py")
 _CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
-_PASTED = ("samples.py", "encode.py")
+_PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
 """Modules beside this one that are a part of the program."""
 _PLACE = "# {samples}\n"
 _PLACE_OF_LOSS = "    # {loss in parts}\n"
@@ -78,8 +79,6 @@ _WITHOUT_TRAINERS = f"""\
         arguments["activation_checkpointing"] = False
         arguments.pop("activation_checkpointing_kwargs", None)
 """
-_OF_SAMPLES = ("sequence-classification", "seq2seq-lm")
-"""Tasks whose samples stay apart, however they are batched."""
 _OPENING = "RECIPE: dict[str, Any] = {"
 """Opening of the table, which a closing brace follows in the template: the values go in between."""
 
@@ -207,14 +206,20 @@ def _recipe(
     workload: Workload, config: TrainConfig, layers_per_gpu: list[int] | None
 ) -> dict[str, object]:
     precision, row = PRECISIONS[config.precision], PARALLELISMS[config.parallelism]
+    task = row_of(workload.task)
     return {
         "model": model_reference(workload.model),
         "task": workload.task,
+        "model_class": task.model_class,
+        "peft_task_type": task.peft_type,
+        "has_classes": task.has_classes,
+        "loss_is_mean": task.is_mean,
         "sequence_length": config.sequence_length,
         "batching": config.batching,
+        "is_packed": config.batching == "packed" and task.packs,
         # It would train, where the optimizer itself updates weights in the backward pass, and would
         # disturb what processes that share a run have agreed on.
-        "tries_largest_batch": (vary(config.batching) or workload.task in _OF_SAMPLES)
+        "tries_largest_batch": (vary(config.batching) or not task.packs)
         and config.num_gpus == 1
         and (config.update_in_backward or not UPDATERS[config.updater].updates),
         "parallelism": config.parallelism,

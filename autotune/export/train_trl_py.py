@@ -12,6 +12,7 @@ from pathlib import Path
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import UNPACKED_BY
+from autotune.catalogue.tasks import PICTURES, TASKS
 from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
@@ -29,11 +30,11 @@ from autotune.export.trl_config import (
 )
 from autotune.space.adapters import peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
-from autotune.space.config import PEFT_TASK_TYPES, TrainConfig, Workload
+from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import PICTURES, Trainer, trainers_of
+from autotune.space.trainers import Trainer, trainers_of
 
 _PROGRAM = Path(__file__).with_name("train_trl.py.template")
 _PLAN = """\
@@ -209,7 +210,7 @@ def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
 def lora_arguments(config: TrainConfig, row: Trainer) -> dict[str, object]:
     """Return keyword arguments of LoraConfig for the trainer's models."""
     fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
-    return {"task_type": PEFT_TASK_TYPES[row.model_task], **fields}
+    return {"task_type": TASKS[row.model_task].peft_type, **fields}
 
 
 EXPORTERS = {

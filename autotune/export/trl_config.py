@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from autotune.catalogue.attention import EXPANDED
+from autotune.catalogue.tasks import CAUSAL, PICTURES, TASKS
 from autotune.export import dataset_entries, installed, targets
 from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, comments, heading, unsaid
 from autotune.export.exporter import Exporter
@@ -26,10 +27,10 @@ from autotune.export.training_args import (
     unknown_values,
 )
 from autotune.space.adapters import peft_fields, whole_alpha
-from autotune.space.config import OF_COMPLETIONS, PEFT_TASK_TYPES, TrainConfig, Workload
+from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.space.trainers import PICTURES, TRAINERS, Trainer
+from autotune.space.trainers import TRAINERS, Trainer
 
 LIBRARIES = ("transformers", "trl")
 
@@ -52,7 +53,7 @@ def applies(config: TrainConfig) -> bool:
 
 
 def lacks(workload: Workload, row: Trainer = SFT) -> str:
-    if workload.task == (row.task or "causal-lm"):
+    if workload.task == (row.task or CAUSAL):
         return ""
     if workload.task == PICTURES and not row.task:
         return f"trl {row.command} loads no model that sees: train_{row.command}.py does"
@@ -189,7 +190,7 @@ def model_fields(config: TrainConfig, row: Trainer = SFT) -> dict[str, object]:
         fields["use_peft"] = True
         fields |= lora_fields(config)
         # TRL's own default is that of a language model.
-        if (kind := PEFT_TASK_TYPES[row.model_task]) != PEFT_TASK_TYPES[SFT.model_task]:
+        if (kind := TASKS[row.model_task].peft_type) != TASKS[SFT.model_task].peft_type:
             fields["lora_task_type"] = kind
     return fields
 

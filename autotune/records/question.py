@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import ConfigError, nearest
-from autotune.space.config import COMPILE_MODES, METHODS, TASKS, TRADEOFF_CLASSES
+from autotune.space.config import COMPILE_MODES, METHODS, TRADEOFF_CLASSES
 from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import MOST_ODDS
 from autotune.space.pictures import MAX_PICTURES
+from autotune.space.trainers import TASK_NAMES
 
 BACKENDS = ("cuda", "cpu")
 """Devices on which a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
@@ -24,7 +25,7 @@ MAX_GPUS = 16
 """Most GPUs in one machine (NVIDIA's DGX-2 and HGX boards hold 16): several machines are not modelled."""
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "task": TASKS,
+    "task": TASK_NAMES,
     "backend": ("auto", "predict", *BACKENDS),
     "methods": METHODS,
     "allow": TRADEOFF_CLASSES,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.common.user_text import printable
 from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change
@@ -163,9 +164,7 @@ def data(workload: Workload) -> str:
     """The format of the dataset, and the lengths of its samples."""
     lengths, dataset = workload.lengths, workload.dataset
     assert lengths is not None
-    is_partial = (
-        dataset is not None and dataset.loss_on == "answers" and workload.task == "causal-lm"
-    )
+    is_partial = dataset is not None and dataset.loss_on == "answers" and workload.task == CAUSAL
     counted_ = f"{lengths.num_samples:,} samples"
     if (row := BY_TASK.get(workload.task)) is not None:
         number = lengths.num_samples // row.rows_per_sample

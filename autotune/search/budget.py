@@ -16,6 +16,7 @@ import yaml
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import CAUSAL
 from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
@@ -231,7 +232,7 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
 
 def check_task(source: ModelSource, task: str) -> None:
     """Raise ConfigError where the model learns nothing by foretelling words, or would lose a part."""
-    if model_task(task) != "causal-lm":
+    if model_task(task) != CAUSAL:
         return
     if source.reads_both_ways:
         why = "It reads both ways: each place sees the next word, which it should foretell"
@@ -248,7 +249,7 @@ def check_task(source: ModelSource, task: str) -> None:
 
 def check_length(task: str, length: int) -> None:
     """Raise ConfigError where a sample is too short to learn from (its loss would be NaN)."""
-    if task == "causal-lm" and length < 2:
+    if task == CAUSAL and length < 2:
         raise ConfigError(
             "A sequence of one token trains nothing",
             why="A language model learns to predict the next token, and there is none",

@@ -9,11 +9,11 @@ from typing import Any
 
 from autotune.catalogue import models
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import PICTURES
 from autotune.common import json_records
 from autotune.errors import ConfigError
 from autotune.records.question import Question
 from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset
-from autotune.space.trainers import PICTURES
 from autotune.worker.client.isolate import run
 
 DEADLINE_SECONDS = 120.0

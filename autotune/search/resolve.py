@@ -17,6 +17,7 @@ from autotune.catalogue import nvml
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.models import resolve as find_model
+from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
@@ -41,7 +42,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import PICTURES, TRAINERS, trainers_of
+from autotune.space.trainers import TRAINERS, trainers_of
 from autotune.store import study_names
 
 

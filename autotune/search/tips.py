@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import CAUSAL
 from autotune.records.answer import Tip
 from autotune.records.estimate import Estimate
-from autotune.space.config import TASKS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace
 from autotune.space.tradeoffs import LEVEL, tradeoff_class
+from autotune.space.trainers import TASK_NAMES
 
 LARGE_SHARE = 0.1
 """Share of the peak from which a part is worth a tip. [judgement]"""
@@ -28,7 +29,7 @@ class _Candidate:
     others: tuple[tuple[str, Any], ...] = ()
     """Settings that do as much, of which nothing more needs to be said where the space has them."""
     model_has_it: Callable[[ModelSource], bool] = lambda _: True
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = TASK_NAMES
 
 
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -49,7 +50,7 @@ _CANDIDATES = (
             and not best.config.chunked_loss
         ),
         model_has_it=lambda model: model.has_liger,
-        tasks=("causal-lm",),
+        tasks=(CAUSAL,),
     ),
     _Candidate(
         tip=Tip.CHUNKED_LOSS,
@@ -60,7 +61,7 @@ _CANDIDATES = (
             and not best.config.liger
         ),
         model_has_it=lambda model: not any(map(model.text_config.get, _CHANGE_LOGITS)),
-        tasks=("causal-lm",),
+        tasks=(CAUSAL,),
     ),
     _Candidate(
         tip=Tip.EXPANDABLE_SEGMENTS,

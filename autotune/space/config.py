@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.common.hashed_once import HashedOnce
 from autotune.common.json_records import shown
 from autotune.space.adapters import ADAPTERS
@@ -22,14 +23,11 @@ from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Filling, Lengths, filling
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.pictures import Pictures
-from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS
+from autotune.space.trainers import TRAINERS
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
 """Trade-off classes, lowest first: docs/ARCHITECTURE.md, "What fastest means"."""
 
-TASKS = ("causal-lm", "masked-lm", "sequence-classification", "seq2seq-lm", *BY_TASK, PICTURES)
-PACKABLE_TASKS = ("causal-lm", "masked-lm")
-"""Tasks whose samples may be joined and cut anywhere; those of others have an answer each."""
 METHODS = ("full", *ADAPTERS)
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Values of torch.compile's `mode`, with Inductor (torch 2.13 torch/__init__.py)."""
@@ -52,19 +50,6 @@ LOADER_SETTINGS = (
 )
 """Fields of TrainConfig, by their names in TrainingArguments."""
 
-CLASSIFIER_HEADS = ("classifier", "score")
-"""Modules that PEFT trains in full beside the adapter of a classifier, and so must not be quantised (peft
-0.21 utils/constants.py, SEQ_CLS_HEAD_NAMES)."""
-
-PEFT_TASK_TYPES = {
-    "causal-lm": "CAUSAL_LM",
-    "masked-lm": None,
-    "sequence-classification": "SEQ_CLS",
-    "seq2seq-lm": "SEQ_2_SEQ_LM",
-    PICTURES: "CAUSAL_LM",
-}
-"""PEFT's `task_type` by a model's task: it decides which heads train beside the adapter."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
@@ -72,8 +57,8 @@ class Workload:
 
     model: str
     """Model as the user named it: Hub id, catalogue id, folder or config.json."""
-    task: str = "causal-lm"
-    """One of TASKS."""
+    task: str = CAUSAL
+    """One of TASK_NAMES."""
     sequence_length: int = 1024
     """Tokens per sample after truncation or packing."""
     effective_batch_size: int = 32

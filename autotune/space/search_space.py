@@ -15,11 +15,12 @@ from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
+from autotune.catalogue.tasks import PICTURES, TASKS
 from autotune.space.checkpoint_plans import SOLVE
-from autotune.space.config import OF_COMPLETIONS, PACKABLE_TASKS, TrainConfig, Workload
+from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import fuses_grouped_heads
-from autotune.space.trainers import BY_TASK, PICTURES, trainers_of
+from autotune.space.trainers import BY_TASK, trainers_of
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FOR_QUANTIZED = ("device-map",)
@@ -243,7 +244,7 @@ def may_pack(space: SearchSpace, task: str) -> bool:
 
 def usual_batching(task: str) -> str:
     """Return how samples of a task are put together where nothing else is asked for."""
-    return "packed" if task in PACKABLE_TASKS else "padded"
+    return "packed" if task in TASKS and TASKS[task].packs else "padded"
 
 
 def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PICTURES = "image-text-to-text"
-"""The task of answering about pictures, which SFTTrainer trains."""
+from autotune.catalogue.tasks import CAUSAL, PICTURES, TASKS, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +35,7 @@ class Trainer:
     """Whether it is TRL's."""
     task: str = ""
     """The task that it alone trains, and that it trains alone; empty where it trains Transformers' tasks."""
-    model_task: str = "causal-lm"
+    model_task: str = CAUSAL
     """The task whose class of model it trains, where it has a task of its own."""
     trains_on: str = ""
     """Its samples in words, where it has a task of its own."""
@@ -156,6 +155,15 @@ def trainers_of(task: str) -> tuple[str, ...]:
     return tuple(row.name for row in TRAINERS.values() if row.task == own)
 
 
+TASK_NAMES = (*(name for name in TASKS if name != PICTURES), *BY_TASK, PICTURES)
+"""Names of all tasks: Transformers' and those of trainers that have their own."""
+
+
 def model_task(task: str) -> str:
     """Return the task whose class of model is trained."""
     return BY_TASK[task].model_task if task in BY_TASK else task
+
+
+def row_of(task: str) -> Task:
+    """Return the row of a task's model."""
+    return TASKS[model_task(task)]

@@ -11,10 +11,12 @@ import random
 from collections import Counter
 from typing import Any
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_line
 from autotune.export.encode import encode
+from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of
 from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import row_of
 
 MAX_TOKENISED = 20_000
 """Most samples that are tokenised: a larger dataset is sampled. [judgement] Its mean is then known to a per
@@ -23,7 +25,6 @@ NUM_LONGEST = 200
 """Number of samples, those of the most characters, among which the one of the most tokens is looked for."""
 NUM_TRIED = 100
 """Number of samples whose answers are looked for, so that a template that hides them is known now."""
-_AT_ONCE = 1000
 
 
 def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +34,7 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
     """
     columns = Columns(request["format"], request["text_field"], request["answer_field"])
     data = read_samples(request["dataset"], columns, request["task"])
-    loss_on = data.loss_on(request["loss_on"]) if request["task"] == "causal-lm" else "all"
+    loss_on = data.loss_on(request["loss_on"]) if request["task"] == CAUSAL else "all"
     longest = heapq.nlargest(NUM_LONGEST, data.samples, _num_characters)
     some = data.samples
     if len(some) > MAX_TOKENISED:
@@ -68,19 +69,17 @@ def _num_characters(sample: Sample) -> int:
 
 def _counted(data: Samples, tokenizer: Any, task: str) -> Counter[int]:
     """Samples by their tokens: of a source or its target, where a model reads both apart, the more."""
-    if task == "causal-lm" or task in BY_TASK:
+    rows_of = ROWS_OF_TASKS.get(task)
+    if rows_of is None:
         return Counter(len(ids) for ids, _ in encode(data, tokenizer, "all"))
-    texts = _numbers_of_tokens([sample.text for sample in data.samples], tokenizer)
-    if task != "seq2seq-lm":
-        return Counter(texts)
-    targets = _numbers_of_tokens([sample.answer for sample in data.samples], tokenizer)
-    return Counter(map(max, texts, targets))
+    classes = classes_of(data) if row_of(task).has_classes else ()
+    return Counter(_longer(row) for row in rows_of(data, tokenizer, classes))
 
 
-def _numbers_of_tokens(texts: list[str], tokenizer: Any) -> list[int]:
-    starts = range(0, len(texts), _AT_ONCE)
-    batches = (tokenizer(texts[at : at + _AT_ONCE], verbose=False)["input_ids"] for at in starts)
-    return [len(ids) for batch in batches for ids in batch]
+def _longer(row: Row) -> int:
+    """Return the tokens of a row: of a source or its target, where a model reads both apart, the more."""
+    labels = row.get("labels")
+    return max(len(row["input_ids"]), len(labels) if isinstance(labels, list) else 0)
 
 
 def load_tokenizer(tokenizer: str) -> Any:

@@ -49,7 +49,7 @@ from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import model_task
+from autotune.space.trainers import row_of
 from autotune.worker.build import fp8
 from autotune.worker.build import model as models
 from autotune.worker.build.backward_update import UpdateInBackward
@@ -558,7 +558,7 @@ def real_model(case: Case) -> Any:
     config.use_cache = False
     if case.task == "reward":
         config.num_labels = 1
-    auto = getattr(transformers, models._AUTO_CLASSES[model_task(case.task)])
+    auto = getattr(transformers, row_of(case.task).model_class)
     dtype = getattr(torch, PRECISIONS[case.precision].parameter_dtype)
     model = auto.from_config(config, dtype=dtype, attn_implementation=case.attention)
     if case.task != "causal-lm":

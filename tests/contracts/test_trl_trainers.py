@@ -37,10 +37,11 @@ from test_trace_is_the_trainer import (
 )
 from trainer_step import NUM_PADDED, NUM_STEPS, Events, Run, run_trainer
 
+from autotune.catalogue.tasks import TASKS
 from autotune.export.samples import FORMATS_OF_TASKS
 from autotune.export.training_args import checkpointing_arguments
 from autotune.predict.generation import generation_of
-from autotune.space.config import PEFT_TASK_TYPES, TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.space.learning_rates import OF_TASKS
 from autotune.space.trainers import BY_TASK, TRAINERS
 from autotune.worker.probe import trl_trainers
@@ -240,7 +241,7 @@ def run_real(case: Case, folder: Path, passes: list[tuple[int, int]]) -> Run:
     if case.method == "lora":
         from peft import LoraConfig
 
-        kind = PEFT_TASK_TYPES[row.model_task]
+        kind = TASKS[row.model_task].peft_type
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=kind)
         more["peft_config"] = lora
     elif row.has_reference and not case.spec.precompute_ref_log_probs:

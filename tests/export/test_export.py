@@ -28,8 +28,7 @@ from autotune.export import (
     trl_config,
 )
 from autotune.space.adapters import _OF_A_FILE, _REFUSED, read_peft
-from autotune.space.config import TASKS, TrainConfig, Workload
-from autotune.space.trainers import BY_TASK, PICTURES
+from autotune.space.config import TrainConfig, Workload
 
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
 FULL = TrainConfig(
@@ -543,18 +542,6 @@ def test_a_local_model_is_found_from_anywhere(
     for named in ("mine", "./mine/config.json", str(tmp_path / "mine")):
         workload = dataclasses.replace(WORKLOAD, model=named)
         assert recipe(write(train_py, workload=workload))["model"] == str(tmp_path / "mine")
-
-
-def test_the_program_knows_every_task() -> None:
-    program = ast.parse(write(train_py))
-    (table,) = (
-        node.value
-        for node in program.body
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "TASKS"
-    )
-    assert table is not None
-    # What it does not train has a program of its own.
-    assert set(ast.literal_eval(table)) == set(TASKS) - {*BY_TASK, PICTURES}
 
 
 # train_config.yaml

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from autotune.catalogue.tasks import CAUSAL, TASKS
 from autotune.export.carried import OF_LORA, QUANTIZED
 from autotune.export.mapping import (
     Row,
@@ -36,7 +37,7 @@ from autotune.export.trainer_rows import (
     without_fixed,
 )
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
-from autotune.space.config import LOADER_SETTINGS, PEFT_TASK_TYPES, TrainConfig
+from autotune.space.config import LOADER_SETTINGS, TrainConfig
 from autotune.space.trainers import BY_TASK, Trainer
 
 _KWARGS = "activation_checkpointing_kwargs"
@@ -293,7 +294,7 @@ def rows_beside(trainer: Trainer, rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def _of_task(trainer: Trainer) -> TrainerFile:
-    kind = PEFT_TASK_TYPES[trainer.model_task]
+    kind = TASKS[trainer.model_task].peft_type
 
     def follows(config: TrainConfig) -> dict[str, Any]:
         return {"lora_task_type": None if config.method == "full" else kind}
@@ -307,7 +308,7 @@ def _of_task(trainer: Trainer) -> TrainerFile:
         fixed={"trainer": trainer.name, **fixed_of(trainer)},
         refused={**SFT.refused, **refused_of_task(trainer)},
         # A language model's is TRL's default.
-        follows=None if kind == PEFT_TASK_TYPES["causal-lm"] else follows,
+        follows=None if kind == TASKS[CAUSAL].peft_type else follows,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.tasks import TASKS
 from autotune.export.base import unsloth
 from autotune.export.base.huggingface import (
     SFT,
@@ -45,7 +46,7 @@ from autotune.export.trainer_rows import (
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
-from autotune.space.config import PEFT_TASK_TYPES, TrainConfig
+from autotune.space.config import TrainConfig
 from autotune.space.knobs import CHECKPOINTING, KNOBS
 from autotune.space.lengths import BATCHINGS, BY_TOKENS
 from autotune.space.parallelisms import PARALLELISMS
@@ -136,7 +137,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             fixed["num_virtual_tokens"] = max(1, len(tokens))
         if fixed["method"] == "peft":
             # What follows from the task is no choice.
-            if fields.get("task_type") in PEFT_TASK_TYPES.values():
+            if fields.get("task_type") in {row.peft_type for row in TASKS.values()}:
                 fields = {key: value for key, value in fields.items() if key != "task_type"}
             fixed["peft"] = read_peft(fields)
     elif not shape.is_part:

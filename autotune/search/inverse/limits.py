@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autotune.catalogue import models
+from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
 from autotune.records.question import SEQUENCE_LENGTH, Question
 from autotune.search import budget
@@ -22,7 +23,6 @@ from autotune.space.search_space import (
     without_solve,
     without_updates,
 )
-from autotune.space.trainers import PICTURES
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_ACCUMULATION = 1024

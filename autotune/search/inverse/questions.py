@@ -23,6 +23,7 @@ from typing import Any
 from autotune.catalogue import gpus, models
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import CAUSAL
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.predict.tracing import of_card
@@ -249,7 +250,7 @@ def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
     cases = []
     for entry in sorted(models.catalogue(), key=lambda e: (-e.num_parameters, e.hub_id)):
         source = models.resolve(entry.hub_id)
-        if source.task == model_task(asked.question.task or "causal-lm"):
+        if source.task == model_task(asked.question.task or CAUSAL):
             longest = source.max_sequence_length
             if longest is None or asked.sequence_length <= longest:
                 cases.append(_case(asked, entry.hub_id, source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autotune.catalogue.attention import EXPANDED, FLASH_ATTENTIONS
+from autotune.catalogue.tasks import CAUSAL
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, fuses_grouped_heads
@@ -43,7 +44,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="plan-needs-one-stack",
         reason="the layers of an encoder and of a decoder are not in one row",
-        breaks=lambda c, context: c.has_plan and context.task == "seq2seq-lm",
+        breaks=lambda c, context: (
+            c.has_plan and context.task_row is not None and context.task_row.has_two_stacks
+        ),
     ),
     Rule(
         name="plan-runs-eagerly-on-one-gpu",
@@ -141,7 +144,7 @@ RULES: tuple[Rule, ...] = (
         name="padding-free-is-for-causal-lm",
         reason="only a causal language model's samples are put one behind the other",
         breaks=lambda c, context: (
-            c.batching == "padding-free" and context.task not in (None, "causal-lm")
+            c.batching == "padding-free" and context.task not in (None, CAUSAL)
         ),
     ),
     Rule(
@@ -154,9 +157,7 @@ RULES: tuple[Rule, ...] = (
         # Losses that are means over a micro-batch would count a sample the more the longer it is.
         name="by-tokens-is-for-causal-lm",
         reason="only a causal language model's loss is divided by the tokens of all micro-batches of a step",
-        breaks=lambda c, context: (
-            c.batching == BY_TOKENS and context.task not in (None, "causal-lm")
-        ),
+        breaks=lambda c, context: c.batching == BY_TOKENS and context.task not in (None, CAUSAL),
     ),
     Rule(
         name="by-tokens-needs-accumulation",

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.catalogue.checkpoint import Checkpoint
+from autotune.catalogue.tasks import Task
 from autotune.space.adapters import ADAPTERS, adapter_of
 from autotune.space.config import TrainConfig
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import TRAINERS, row_of
 
 # CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
 # with float8.
@@ -34,6 +35,11 @@ class Context:
     task: str | None = None
     checkpoint: Checkpoint | None = None
     """Choices that a checkpoint which is quantised already leaves."""
+
+    @property
+    def task_row(self) -> Task | None:
+        """The row of the task's model."""
+        return None if self.task is None else row_of(self.task)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.space.adapters import TARGETS_BY_COLUMN
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
@@ -91,7 +92,7 @@ RULES: tuple[Rule, ...] = (
         reason="layers are dealt out in runs of causal language models on packed samples alone: second "
         "stacks, classifiers and padding are not modelled on several GPUs that work in turn",
         breaks=lambda c, context: (
-            _deals_layers(c) and (c.batching != "packed" or context.task not in (None, "causal-lm"))
+            _deals_layers(c) and (c.batching != "packed" or context.task not in (None, CAUSAL))
         ),
     ),
     Rule(
@@ -142,7 +143,9 @@ RULES: tuple[Rule, ...] = (
         reason="encoder and decoder share their embedding, which accelerate 1.15 cannot have FSDP2 share "
         "out: take ddp, or ZeRO",
         breaks=lambda c, context: (
-            PARALLELISMS[c.parallelism].is_fsdp and context.task == "seq2seq-lm"
+            PARALLELISMS[c.parallelism].is_fsdp
+            and context.task_row is not None
+            and context.task_row.has_two_stacks
         ),
     ),
     Rule(
@@ -152,7 +155,8 @@ RULES: tuple[Rule, ...] = (
         "take bf16-autocast, where accelerate casts both",
         breaks=lambda c, context: (
             PARALLELISMS[c.parallelism].is_fsdp
-            and context.task == "sequence-classification"
+            and context.task_row is not None
+            and bool(context.task_row.heads)
             and _trains_in_two_dtypes(c)
         ),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autotune.catalogue.tasks import CAUSAL, PICTURES
 from autotune.space.adapters import peft_fields
 from autotune.space.config import OF_COMPLETIONS, TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
@@ -16,7 +17,7 @@ from autotune.space.rules.rule import (
     is_prompt,
     names_of,
 )
-from autotune.space.trainers import BY_TASK, PICTURES, TRAINERS, model_task, trainers_of
+from autotune.space.trainers import BY_TASK, TRAINERS, model_task, trainers_of
 
 
 def _is_untried_on_pictures(config: TrainConfig) -> bool:
@@ -154,9 +155,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="loss-in-parts-is-for-causal-lm",
         reason="only a causal language model has a loss of so many logits",
-        breaks=lambda c, context: (
-            c.chunked_loss and model_task(context.task or "causal-lm") != "causal-lm"
-        ),
+        breaks=lambda c, context: c.chunked_loss and model_task(context.task or CAUSAL) != CAUSAL,
     ),
     Rule(
         name="loss-in-parts-of-the-trainer",

@@ -15,8 +15,7 @@ from torch.fx.experimental import _config as fx_config
 
 from autotune.errors import first_line, nearest
 from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, AdapterSettings, peft_fields
-from autotune.space.config import PEFT_TASK_TYPES
-from autotune.space.trainers import model_task
+from autotune.space.trainers import row_of
 from autotune.worker.build.layers import num_layers
 from autotune.worker.build.model import UnsupportedModel, reason_of
 from autotune.worker.trace.stand_ins import replaced
@@ -109,7 +108,7 @@ def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> A
         if name not in known:
             near = nearest(str(name)[:40], known)
             raise UnsupportedModel(f"{kinds[kind].__name__} has no field {str(name)[:40]}. {near}")
-    task_type = PEFT_TASK_TYPES[model_task(task)]
+    task_type = row_of(task).peft_type
     if fields.pop("task_type", task_type) not in (task_type, None):
         raise UnsupportedModel(f"the adapter's task_type is not that of {task}, {task_type}")
     if task_type is None and ADAPTERS[method].is_prompt:

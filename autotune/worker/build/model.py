@@ -25,19 +25,11 @@ from autotune.errors import first_line
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import BY_TASK, PICTURES, model_task
+from autotune.space.trainers import BY_TASK, row_of
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.build.layers import inner_of
-
-_AUTO_CLASSES = {
-    "causal-lm": "AutoModelForCausalLM",
-    "masked-lm": "AutoModelForMaskedLM",
-    "sequence-classification": "AutoModelForSequenceClassification",
-    "seq2seq-lm": "AutoModelForSeq2SeqLM",
-    PICTURES: "AutoModelForImageTextToText",
-}
 
 
 class UnsupportedModel(Exception):
@@ -114,10 +106,10 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
 
     Raises UnsupportedModel.
     """
-    kind = model_task(task)
-    auto = getattr(transformers, _AUTO_CLASSES[kind])
+    row = row_of(task)
+    auto = getattr(transformers, row.model_class)
     config = copy.deepcopy(config)
-    if task in BY_TASK and kind == "sequence-classification":
+    if task in BY_TASK and row.has_classes:
         config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
     config.use_cache = False  # TrainingArguments.use_cache's default
     dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
@@ -134,12 +126,11 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
             ) from error
         raise UnsupportedModel(first_line(error)) from error
     of_text = model.config.get_text_config()
-    if kind == "sequence-classification" and of_text.pad_token_id is None:
+    if row.reads_to_end and of_text.pad_token_id is None:
         # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
         # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
         of_text.pad_token_id = 0
-    # As the exported train.py has it. The losses of other tasks are means over a micro-batch.
-    if kind not in ("causal-lm", PICTURES):
+    if row.is_mean:  # As the exported train.py has it.
         model.accepts_loss_kwargs = False
     built: nn.Module = model
     return built

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from autotune.records.estimate import TraceSpec
-from autotune.space.config import CLASSIFIER_HEADS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
-from autotune.space.trainers import model_task
+from autotune.space.trainers import row_of
 from autotune.worker.build.model import UnsupportedModel
 
 LAYERS = ("Linear4bit", "Linear8bitLt")
@@ -46,7 +45,7 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
         model,
         modules_to_not_convert=HfQuantizer.get_modules_to_not_convert(
             model,
-            list(CLASSIFIER_HEADS) if model_task(task) == "sequence-classification" else None,
+            list(row_of(task).heads) or None,
             model._keep_in_fp32_modules,
         ),
         quantization_config=BitsAndBytesConfig(**choices),

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from autotune.catalogue.tasks import PICTURES
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import PICTURES, TRAINERS
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import adapters, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_line
 from autotune.export.training_args import (
     installed_fields,
@@ -27,7 +28,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import BY_TOKENS, draw
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.probe import confirm, trl_trainers
@@ -48,7 +49,7 @@ def build_trainer(
 
     `folder`: where it writes a checkpoint.
     """
-    if spec.task == "sequence-classification" and model.config.pad_token_id is None:
+    if row_of(spec.task).reads_to_end and model.config.pad_token_id is None:
         model.config.pad_token_id = 0  # Decoders ask where a padded row ends.
     arguments = _arguments(config, spec, folder)
     micro_batch = config.micro_batch_size
@@ -245,19 +246,20 @@ class _Rows(torch.utils.data.Dataset):
 
     def _row(self, index: int) -> dict[str, Any]:
         row = self._token_ids[index]
-        if self._task == "causal-lm" and self._batching != "padded":
+        if self._task == CAUSAL and self._batching != "padded":
             return {"input_ids": row, "labels": row}
-        labels: Any = row
-        if self._task == "sequence-classification":
-            labels = int(self._classes[index])
-        elif self._task == "masked-lm":
-            labels = np.where(self._is_masked[index], row, -100)
         mask = np.ones_like(row)
         if self._batching == "padded":
             mask[-1] = 0
-            if self._task != "sequence-classification":
-                labels = np.where(mask, labels, -100)
-        return {"input_ids": row, "attention_mask": mask, "labels": labels}
+        task = row_of(self._task)
+        labels: Any = int(self._classes[index])
+        if task.labels_of == "tokens":
+            labels = np.where(mask, self._labels(index), -100)
+        return {"input_ids": row, "attention_mask": mask, **dict.fromkeys(task.labels, labels)}
+
+    def _labels(self, index: int) -> Any:
+        row = self._token_ids[index]
+        return np.where(self._is_masked[index], row, -100) if self._task == "masked-lm" else row
 
 
 def _by_micro_step(trainer_class: type[Trainer]) -> type[Any]:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 
+from autotune.catalogue.tasks import CAUSAL, PICTURES
 from autotune.export.training_args import completion_arguments
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig
-from autotune.space.trainers import PICTURES, TRAINERS
+from autotune.space.trainers import TRAINERS
 from autotune.worker.build import adapters
 from autotune.worker.build.model import UnsupportedModel
 
@@ -32,7 +33,7 @@ def trainer_class(config: TrainConfig, task: str) -> type[Trainer]:
         raise UnsupportedModel(
             f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
         )
-    if not row.task and task not in ("causal-lm", PICTURES):
+    if not row.task and task not in (CAUSAL, PICTURES):
         raise UnsupportedModel(f"{row.class_name} trains causal language models only")
     try:
         import trl

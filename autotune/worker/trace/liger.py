@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.space.trainers import TRAINERS, model_task
 from autotune.worker.build.layers import inner_of
 from autotune.worker.build.model import UnsupportedModel
@@ -46,7 +47,7 @@ def apply(model: Any, task: str, trainer: str) -> None:
 
     Raises UnsupportedModel where Liger is not installed or does not know the model.
     """
-    if model_task(task) != "causal-lm":
+    if model_task(task) != CAUSAL:
         raise UnsupportedModel("Liger replaces the forward pass of causal language models only")
     kind = inner_of(model).config.model_type
     try:

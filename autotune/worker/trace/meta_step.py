@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
+from autotune.catalogue.tasks import CAUSAL
 from autotune.memory.traces import OUTSIDE, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import row_of
 from autotune.worker.build import adapters, fp8, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.layers import layer_stacks
@@ -406,9 +408,10 @@ def batch_of(
         return trl_steps.batch_of(spec, *shape, empty)
     if spec.batching == "padding-free":
         return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
-    labels = empty(micro_batch) if task == "sequence-classification" else empty(*shape)
+    row = row_of(task)
+    of_label = shape if row.labels_of == "tokens" else shape[:1]
     batch = {"input_ids": empty(*shape)}
-    if task != "causal-lm" or spec.batching != "packed" or spec.trainer != "transformers":
+    if task != CAUSAL or spec.batching != "packed" or spec.trainer != "transformers":
         batch["attention_mask"] = empty(*shape)
     if sees is not None:
         batch |= {name: empty(*shape) for name in sees.of_text}
@@ -420,7 +423,7 @@ def batch_of(
         }
         if sees.grids:
             batch[GRIDS] = pictures.grids_of(sees)
-    return {**batch, "labels": labels}
+    return {**batch, **{name: empty(*of_label) for name in row.labels}}
 
 
 def num_items(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autotune.space.trainers import PICTURES
+from autotune.catalogue.tasks import CAUSAL, PICTURES
 from autotune.worker.build.layers import inner_of
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
@@ -40,7 +40,7 @@ def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
 
     Raises UnsupportedModel for another task, or where TRL is not installed.
     """
-    if task not in ("causal-lm", PICTURES):
+    if task not in (CAUSAL, PICTURES):
         raise UnsupportedModel("SFTTrainer trains causal language models only")
     try:
         from trl.trainer.utils import add_fused_lm_head

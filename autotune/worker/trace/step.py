@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import PretrainedConfig
 
+from autotune.catalogue.tasks import PICTURES
 from autotune.common import json_records
 from autotune.memory.traces import unlike_layers
 from autotune.memory.traces.copies import Layers
@@ -34,7 +35,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import PICTURES, TRAINERS, model_task
+from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
@@ -235,7 +236,7 @@ def trace_step(
         at_launch=workspaces.at_launch,
         decompositions={
             **({} if spec.quantization == "none" else quantize.decompositions()),
-            **(_OF_LABELS if model_task(task) == "sequence-classification" else {}),
+            **(_OF_LABELS if row_of(task).reads_to_end else {}),
             **attention.decompositions(spec, sequence_length),
             **(tensor_parallel.stand_ins() if is_split else {}),
         },

@@ -1,0 +1,80 @@
+"""The tasks that Transformers has classes of models for, one row each (TASKS)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+CAUSAL = "causal-lm"
+"""The task of foretelling the next token."""
+PICTURES = "image-text-to-text"
+"""The task of answering about pictures, which SFTTrainer trains."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """A task of a model, and what follows from it for a training step."""
+
+    name: str
+    model_class: str
+    """Transformers' auto class."""
+    peft_type: str | None = None
+    """PEFT's `task_type`, which decides which heads train beside the adapter; None: PEFT has none for it."""
+    heads: tuple[str, ...] = ()
+    """Modules that train in full beside an adapter, and so must not be quantised."""
+    labels: tuple[str, ...] = ("labels",)
+    """Tensors of a batch that hold what is to be learnt."""
+    labels_of: Literal["tokens", "samples"] = "tokens"
+    """Whether each token has a label, or each sample one."""
+    has_classes: bool = False
+    """Whether labels are classes, which the dataset has the names of."""
+    packs: bool = False
+    """Whether samples may be joined and cut anywhere: those of other tasks have an answer each."""
+    is_mean: bool = True
+    """Whether the loss is a mean over a micro-batch: else it is divided by all of the step's tokens."""
+    reads_to_end: bool = False
+    """Whether a decoder asks where a row ends, and so needs a padding token."""
+    has_two_stacks: bool = False
+    """Whether layers are an encoder's and a decoder's."""
+
+    @property
+    def architecture(self) -> str:
+        """The end of the names of models that have its head: `ForMaskedLM`."""
+        return self.model_class.removeprefix("AutoModel")
+
+
+TASKS: dict[str, Task] = {
+    row.name: row
+    for row in (
+        Task(
+            name=CAUSAL,
+            model_class="AutoModelForCausalLM",
+            peft_type="CAUSAL_LM",
+            packs=True,
+            is_mean=False,
+        ),
+        Task(name="masked-lm", model_class="AutoModelForMaskedLM", packs=True),
+        Task(
+            # peft 0.21 utils/constants.py, SEQ_CLS_HEAD_NAMES.
+            name="sequence-classification",
+            model_class="AutoModelForSequenceClassification",
+            peft_type="SEQ_CLS",
+            heads=("classifier", "score"),
+            labels_of="samples",
+            has_classes=True,
+            reads_to_end=True,
+        ),
+        Task(
+            name="seq2seq-lm",
+            model_class="AutoModelForSeq2SeqLM",
+            peft_type="SEQ_2_SEQ_LM",
+            has_two_stacks=True,
+        ),
+        Task(
+            name=PICTURES,
+            model_class="AutoModelForImageTextToText",
+            peft_type="CAUSAL_LM",
+            is_mean=False,
+        ),
+    )
+}
