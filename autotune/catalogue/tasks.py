@@ -22,6 +22,10 @@ class Task:
     """PEFT's `task_type`, which decides which heads train beside the adapter; None: PEFT has none for it."""
     heads: tuple[str, ...] = ()
     """Modules that train in full beside an adapter, and so must not be quantised."""
+    has_known_heads: bool = True
+    """Whether PEFT's `all-linear` knows the heads, and takes them for no layers to adapt."""
+    reads: Literal["tokens", "pixels"] = "tokens"
+    """What its samples are: of pixels each has as many."""
     labels: tuple[str, ...] = ("labels",)
     """Tensors of a batch that hold what is to be learnt."""
     labels_of: Literal["tokens", "samples"] = "tokens"
@@ -36,6 +40,16 @@ class Task:
     """Whether a decoder asks where a row ends, and so needs a padding token."""
     has_two_stacks: bool = False
     """Whether layers are an encoder's and a decoder's."""
+
+    @property
+    def adapter_fields(self) -> dict[str, list[str]]:
+        """Fields of PEFT's configuration that keep the heads out of an adapter, and let them train."""
+        fields: dict[str, list[str]] = {}
+        if not self.has_known_heads:
+            fields["exclude_modules"] = [*self.heads]
+            if self.peft_type is None:
+                fields["modules_to_save"] = [*self.heads]
+        return fields
 
     @property
     def architecture(self) -> str:
@@ -63,6 +77,34 @@ TASKS: dict[str, Task] = {
             labels_of="samples",
             has_classes=True,
             reads_to_end=True,
+        ),
+        Task(
+            # peft 0.21 peft_model.py, PeftModelForTokenClassification and PeftModelForQuestionAnswering.
+            name="token-classification",
+            model_class="AutoModelForTokenClassification",
+            peft_type="TOKEN_CLS",
+            heads=("classifier", "score"),
+            has_known_heads=False,
+            has_classes=True,
+        ),
+        Task(
+            name="question-answering",
+            model_class="AutoModelForQuestionAnswering",
+            peft_type="QUESTION_ANS",
+            heads=("qa_outputs",),
+            has_known_heads=False,
+            labels=("start_positions", "end_positions"),
+            labels_of="samples",
+        ),
+        Task(
+            # The heads of all models for images in transformers 5.23 that train with Trainer alone.
+            name="image-classification",
+            model_class="AutoModelForImageClassification",
+            heads=("classifier",),
+            has_known_heads=False,
+            labels_of="samples",
+            has_classes=True,
+            reads="pixels",
         ),
         Task(
             name="seq2seq-lm",

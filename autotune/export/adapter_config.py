@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from autotune.catalogue.tasks import Task
 from autotune.export import installed
 from autotune.export.carried import OF_LORA, Unsaid, unsaid
 from autotune.export.exporter import Exporter
@@ -27,7 +28,11 @@ def applies(config: TrainConfig) -> bool:
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:  # noqa: ARG001
     """Return a JSON object; `peft_type` says which class of PEFT's it is for."""
     lora = _lora_fields(config)
-    fields = {key: value for key, value in _fields(config).items() if lora is None or key in lora}
+    fields = {
+        key: value
+        for key, value in _fields(config, row_of(workload.task)).items()
+        if lora is None or key in lora
+    }
     content = {
         **fields,
         "task_type": fields.get("task_type", row_of(workload.task).peft_type),
@@ -52,9 +57,9 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
     )
 
 
-def _fields(config: TrainConfig) -> dict[str, Any]:
+def _fields(config: TrainConfig, task: Task | None = None) -> dict[str, Any]:
     """Return the fields of the adapter that need no model."""
-    fields = peft_fields(config)
+    fields = peft_fields(config, task=task)
     if fields.get("adapter_layers") == "all":
         del fields["adapter_layers"]
     if isinstance(fields.get("token_indices"), int):

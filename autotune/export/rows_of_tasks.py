@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from autotune.export.encode import AT_ONCE
-from autotune.export.samples import Samples
+from autotune.export.encode import AT_ONCE, IGNORED
+from autotune.export.samples import Sample, Samples, UnusableData
 
 Row = dict[str, Any]
 
@@ -20,7 +20,7 @@ def tokenised(texts: Sequence[Any], tokenizer: Any, **limits: Any) -> Iterator[R
     for start in range(0, len(texts), AT_ONCE):
         batch = tokenizer(texts[start : start + AT_ONCE], verbose=False, **limits)
         for number in range(len(batch["input_ids"])):
-            yield {name: values[number] for name, values in batch.items()}
+            yield of_row(batch, number)
 
 
 def plain(data: Samples, tokenizer: Any, _: Sequence[Any], **limits: Any) -> Iterator[Row]:
@@ -45,14 +45,91 @@ def translated(data: Samples, tokenizer: Any, _: Sequence[Any], **limits: Any) -
         yield {**row, "labels": target["input_ids"]}
 
 
+def tagged(data: Samples, tokenizer: Any, classes: Sequence[Any], **limits: Any) -> Iterator[Row]:
+    """Rows of words, the first token of each with the number of its tag."""
+    numbers = {name: number for number, name in enumerate(classes)}
+    for some in parts_of(data.samples):
+        batch = made_fast(tokenizer)(
+            [each.text for each in some], is_split_into_words=True, verbose=False, **limits
+        )
+        for number, sample in enumerate(some):
+            words = batch.word_ids(number)
+            labels = [
+                IGNORED if word is None or word == before else numbers[sample.answer[word]]
+                for word, before in zip(words, [None, *words], strict=False)
+            ]
+            yield {**of_row(batch, number), "labels": labels}
+
+
+def answered(data: Samples, tokenizer: Any, _: Sequence[Any], **limits: Any) -> Iterator[Row]:
+    """Rows of a question and its context, with the first and the last token of the answer.
+
+    Both are the first of all where there is none. Rows whose answer is cut off are left out.
+    """
+    if limits:
+        limits["truncation"] = "only_second"
+    for some in parts_of(data.samples):
+        batch = made_fast(tokenizer)(
+            [each.text for each in some],
+            [each.context for each in some],
+            return_offsets_mapping=True,
+            verbose=False,
+            **limits,
+        )
+        for number, sample in enumerate(some):
+            row = of_row(batch, number)
+            offsets = row.pop("offset_mapping")
+            place = (0, 0)
+            if sample.answer is not None:
+                begin, end = sample.answer
+                inside = [
+                    token
+                    for token, (part, (first, last)) in enumerate(
+                        zip(batch.sequence_ids(number), offsets, strict=True)
+                    )
+                    if part == 1 and last > begin and first < end
+                ]
+                if not inside or offsets[inside[-1]][1] < end:
+                    continue
+                place = inside[0], inside[-1]
+            yield {**row, "start_positions": place[0], "end_positions": place[1]}
+
+
+def made_fast(tokenizer: Any) -> Any:
+    """The tokenizer, which knows where its tokens are in a text."""
+    if not tokenizer.is_fast:
+        raise UnusableData(
+            "the tokenizer does not say where its tokens are in a text: it is none of the fast ones",
+            "Name a folder that has a tokenizer.json: --tokenizer FOLDER",
+        )
+    return tokenizer
+
+
+def parts_of(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
+    return (samples[start : start + AT_ONCE] for start in range(0, len(samples), AT_ONCE))
+
+
+def of_row(batch: Any, number: int) -> Row:
+    return {name: values[number] for name, values in batch.items()}
+
+
 # How rows are made of the samples, the tokenizer, the names of the classes, and limits of their length.
 ROWS_OF_TASKS: dict[str, Callable[..., Iterator[Row]]] = {
     "masked-lm": plain,
     "sequence-classification": classified,
+    "token-classification": tagged,
+    "question-answering": answered,
     "seq2seq-lm": translated,
 }
 
 
 def classes_of(*datasets: Samples | None) -> list[Any]:
     """The classes of all samples, in order."""
-    return sorted({each.answer for data in datasets if data for each in data.samples}, key=str)
+    answers = (each.answer for data in datasets if data for each in data.samples)
+    several = (answer if isinstance(answer, list) else [answer] for answer in answers)
+    return sorted({each for some in several for each in some}, key=in_order)
+
+
+def in_order(name: Any) -> tuple[bool, Any]:
+    """A key for numbers in their order, then names."""
+    return isinstance(name, str), name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import io
 import json
 import os
 import re
@@ -22,6 +23,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "instruction": (("instruction",), ("output", "response")),
     "source-target": (("source", "text"), ("target",)),
     "labels": (("text",), ("label", "labels")),
+    "tagged": (("tokens", "words"), ("ner_tags", "tags", "labels")),
+    "question-context": (("question",), ("answers", "answer")),
+    "pictures": (("image", "img", "picture"), ("label", "labels")),
     "text": (("text",), ()),
     "preferences": (("chosen",), ("rejected",)),
     "unpaired": (("prompt",), ("completion",)),
@@ -32,6 +36,9 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("chat", "prompt-completion", "instruction", "source-target", "text"),
     "masked-lm": ("text",),
     "sequence-classification": ("labels",),
+    "token-classification": ("tagged",),
+    "question-answering": ("question-context",),
+    "image-classification": ("pictures",),
     "seq2seq-lm": ("source-target", "prompt-completion", "instruction"),
     "dpo": ("preferences",),
     "reward": ("preferences",),
@@ -67,8 +74,9 @@ class Columns:
 class Sample:
     """A sample: a text and perhaps its answer, or the messages of a chat."""
 
-    text: str = ""
-    answer: Any = None
+    text: Any = ""  # or its words, or a picture
+    answer: Any = None  # of a question, where it begins and ends in its context
+    context: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
     num_given: int = 0  # messages at the beginning that are no answers, whoever wrote them
     tools: Any = None
@@ -83,6 +91,7 @@ class Samples:
     text_field: str = ""
     answer_field: str | None = None
     is_sharegpt: bool = False  # messages have from and value
+    folder: str = ""  # where the paths of pictures begin
 
     def loss_on(self, asked: str | None) -> str:
         """Return what the loss is taken on: `answers` by default, where there are some."""
@@ -114,12 +123,16 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             read.append(read_labelled(row, place))
         elif recognised[0] == "prompts":
             read.append(read_prompt(row, place))
+        elif recognised[0] in READ_BY_FIELDS:
+            check_fields(row, recognised[1:], place)
+            read.append(READ_BY_FIELDS[recognised[0]](row, *recognised[1:], place))
         else:
             read.append(read_sample(row, *recognised, place))
     if recognised is None:
         raise UnusableData("it is empty")
-    name, text_field, answer_field = recognised
-    return Samples(name, read, text_field, answer_field, is_sharegpt)
+    form, text_field, answer_field = recognised
+    folder = os.path.dirname(os.path.abspath(name))
+    return Samples(form, read, text_field, answer_field, is_sharegpt, folder)
 
 
 def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
@@ -166,13 +179,7 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
 def read_sample(
     row: Mapping[str, Any], name: str, text_field: str, answer_field: str | None, place: str
 ) -> Sample:
-    for each in (text_field, answer_field):
-        if each is not None and row.get(each) is None:
-            fields = shown(", ".join(str(key) for key in row if row[key] is not None))
-            raise UnusableData(
-                f"{place} has no {each}, which the first has; it has {fields or 'nothing'}",
-                "All samples of a dataset have one format",
-            )
+    check_fields(row, (text_field, answer_field), place)
     text, answer = row[text_field], None if answer_field is None else row[answer_field]
     if name == "chat":
         return Sample(messages=read_messages(text, place), tools=read_json(row.get("tools")))
@@ -190,6 +197,115 @@ def read_sample(
         if name != "labels" or each == text_field:
             check_text(value, each, place)
     return Sample(text=text, answer=answer)
+
+
+def check_fields(row: Mapping[str, Any], names: Iterable[str | None], place: str) -> None:
+    for each in names:
+        if each is not None and row.get(each) is None:
+            fields = shown(", ".join(str(key) for key in row if row[key] is not None))
+            raise UnusableData(
+                f"{place} has no {each}, which the first has; it has {fields or 'nothing'}",
+                "All samples of a dataset have one format",
+            )
+
+
+def read_tagged(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
+    """The words of a text, and a tag for each."""
+    words, tags = row[text_field], row[answer_field]
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UnusableData(f"{place} has no list of words in {text_field}: {shown(words)}")
+    if not isinstance(tags, list) or not all(isinstance(tag, str | int) for tag in tags):
+        raise UnusableData(f"{place} has no list of tags in {answer_field}: {shown(tags)}")
+    if len(words) != len(tags):
+        raise UnusableData(
+            f"{place} has {len(words)} words in {text_field} and {len(tags)} tags in {answer_field}",
+            "Each word has a tag",
+        )
+    return Sample(text=words, answer=tags)
+
+
+def read_question(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
+    """A question, its context, and where the first answer is in it; None where there is no answer."""
+    context = row.get("context")
+    check_text(row[text_field], text_field, place)
+    if not isinstance(context, str):
+        raise UnusableData(
+            f"{place} has no text in context: {shown(context)}",
+            "An answer is a part of its context: the fields are question, context and answers",
+        )
+    found = row[answer_field]
+    if isinstance(found, Mapping):
+        texts, starts = found.get("text"), found.get("answer_start")
+        pairs = (
+            list(zip(texts, starts, strict=False))
+            if isinstance(texts, list) and isinstance(starts, list)
+            else None
+        )
+    elif isinstance(found, list) and all(isinstance(each, Mapping) for each in found):
+        pairs = [(each.get("text"), each.get("answer_start")) for each in found]
+    else:
+        pairs = [(found, context.find(found))] if isinstance(found, str) else None
+    if pairs is None:
+        raise UnusableData(
+            f"{place} has no answers as SQuAD has them in {answer_field}: {shown(found)}",
+            "They are a text, or lists under text and answer_start",
+        )
+    if not pairs:
+        return Sample(text=row[text_field], context=context)
+    text, start = pairs[0]
+    if (
+        not isinstance(text, str)
+        or not isinstance(start, int)
+        or not text
+        or start < 0
+        or context[start : start + len(text)] != text
+    ):
+        raise UnusableData(
+            f"{place} has an answer that is not in its context: {shown(text)}",
+            "answer_start counts the characters before it",
+        )
+    return Sample(text=row[text_field], context=context, answer=(start, start + len(text)))
+
+
+def read_picture(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
+    """A picture (or its path, or its bytes) and its class."""
+    if not isinstance(row[answer_field], str | int):
+        raise UnusableData(f"{place} has no class in {answer_field}: {shown(row[answer_field])}")
+    return Sample(text=row[text_field], answer=row[answer_field])
+
+
+READ_BY_FIELDS: dict[str, Callable[..., Sample]] = {
+    "tagged": read_tagged,
+    "question-context": read_question,
+    "pictures": read_picture,
+}
+
+
+def open_picture(found: Any, folder: str, place: str) -> Any:
+    """The picture of a path, of the bytes of a file, or as it is, with its header read."""
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise UnusableData(
+            "Pillow, which reads pictures, is not installed", "pip install pillow"
+        ) from error
+    if isinstance(found, PIL.Image.Image):
+        return found
+    if isinstance(found, Mapping):
+        data, path = found.get("bytes"), found.get("path")
+        found = io.BytesIO(data) if isinstance(data, bytes) else path
+    if isinstance(found, str):
+        found = os.path.join(folder, found)
+    if not isinstance(found, str | io.BytesIO):
+        raise UnusableData(f"{place} has no picture: {shown(found)}", "Name its file")
+    try:
+        return PIL.Image.open(found)
+    except (OSError, ValueError, PIL.Image.DecompressionBombError) as error:
+        why = getattr(error, "strerror", None) or "it is no picture that Pillow reads"
+        name = shown(found) if isinstance(found, str) else "its bytes"
+        raise UnusableData(
+            f"the picture of {place} cannot be read ({name}): {why}", "Leave such samples out"
+        ) from error
 
 
 def read_pair(row: Mapping[str, Any], place: str) -> list[Sample]:
@@ -398,7 +514,7 @@ def read_with_datasets(name: str, builder: str | None = None) -> Iterable[Any]:
             "the library datasets, which reads it, is not installed", "pip install datasets"
         ) from error
     try:
-        return one_split(*load(datasets, name, builder))
+        return undecoded(datasets, one_split(*load(datasets, name, builder)))
     except UnusableData:
         raise
     except Exception as error:
@@ -444,6 +560,14 @@ def one_split(loaded: Any, split: str | None) -> Iterable[Any]:
             f"it has the splits {', '.join(loaded)}, and no {wanted}", "Name one: NAME:SPLIT"
         )
     return loaded[wanted]  # type: ignore[no-any-return]
+
+
+def undecoded(datasets: Any, split: Any) -> Iterable[Any]:
+    """The split, whose pictures stay as they are stored until someone looks at one."""
+    for name, feature in (getattr(split, "features", None) or {}).items():
+        if isinstance(feature, datasets.Image):
+            split = split.cast_column(name, datasets.Image(decode=False))
+    return split  # type: ignore[no-any-return]
 
 
 def shown(value: Any) -> str:

@@ -213,13 +213,19 @@ def _recipe(
         "model_class": task.model_class,
         "peft_task_type": task.peft_type,
         "has_classes": task.has_classes,
+        "reads": task.reads,
+        "image_size": None
+        if workload.pictures is None
+        else [workload.pictures.height, workload.pictures.width],
         "loss_is_mean": task.is_mean,
         "sequence_length": config.sequence_length,
         "batching": config.batching,
         "is_packed": config.batching == "packed" and task.packs,
         # It would train, where the optimizer itself updates weights in the backward pass, and would
         # disturb what processes that share a run have agreed on.
-        "tries_largest_batch": (vary(config.batching) or not task.packs)
+        "tries_largest_batch": (
+            vary(config.batching) or (not task.packs and task.reads == "tokens")
+        )
         and config.num_gpus == 1
         and (config.update_in_backward or not UPDATERS[config.updater].updates),
         "parallelism": config.parallelism,
@@ -238,7 +244,7 @@ def _recipe(
         else quantization_fields(config, workload.task),
         "unpacked_by": UNPACKED_BY,
         "kbit_preparation": config.kbit_preparation,
-        "adapter": peft_fields(config) if config.method in ADAPTERS else None,
+        "adapter": peft_fields(config, task=task) if config.method in ADAPTERS else None,
         "adapter_in_base_dtype": config.adapter_in_base_dtype,
         "data": _data(workload.dataset),
         "environment": environment(config),

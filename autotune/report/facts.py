@@ -16,7 +16,7 @@ from autotune.records.measurement import Measurement
 from autotune.report import measured_words, tips, words
 from autotune.report.data import ReportData
 from autotune.space.checkpoint_plans import INTERVAL, plan_words
-from autotune.space.config import TrainConfig
+from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING, KNOBS, METHOD_WORDS
 from autotune.space.words import describe, description, words_of_plan
 
@@ -124,7 +124,19 @@ def _speed(answer: Answer) -> Tile:
             "" if spread is None else f"\N{PLUS-MINUS SIGN} {100 * spread:.1f} %, "
         ) + f"{measured_words.confirmation(found)}. Predicted: {words.speed(best)}, off by {off}"
     figure = "unknown" if speed is None else f"{speed:,.0f}"
-    return Tile(label="Speed", figure=figure, unit="tokens/s", evidence=answer.evidence, note=note)
+    return Tile(
+        label="Speed",
+        figure=figure,
+        unit=words.unit(best.config),
+        evidence=answer.evidence,
+        note=note,
+    )
+
+
+def _size_of_samples(workload: Workload) -> str:
+    if workload.sequence_length == 1 and workload.pictures is not None:
+        return f"pictures of {workload.pictures.size}"
+    return f"{workload.sequence_length:,} tokens per sample"
 
 
 def _memory(answer: Answer) -> Tile:
@@ -368,7 +380,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         ("budget", words.exact_size(workload.memory_budget_bytes)),
         (
             "workload",
-            f"{workload.task}, {workload.sequence_length:,} tokens per sample, effective batch "
+            f"{workload.task}, {_size_of_samples(workload)}, effective batch "
             f"{workload.effective_batch_size}",
         ),
         (

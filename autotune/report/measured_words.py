@@ -7,7 +7,7 @@ from autotune.common.user_text import printable
 from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import Measurement
-from autotune.report.words import samples
+from autotune.report.words import samples, unit
 from autotune.space.knobs import KNOBS
 from autotune.space.words import describe
 
@@ -15,7 +15,11 @@ from autotune.space.words import describe
 def measured_speed(measurement: Measurement) -> str:
     tokens = measurement.tokens_per_second
     spread = "" if measurement.spread is None else f" +- {100 * measurement.spread:.1f} %"
-    return "unknown" if tokens is None else f"{tokens:,.0f} tokens/s{samples(measurement)}{spread}"
+    return (
+        "unknown"
+        if tokens is None
+        else f"{tokens:,.0f} {unit(measurement.config)}{samples(measurement)}{spread}"
+    )
 
 
 def measured(measurement: Measurement) -> str:
@@ -39,7 +43,7 @@ def run(found: Measured) -> str:
     if found.train_steps is None:
         return f"steady speed decides, beside {cold}: --train-steps weighs it"
     steps = counted(found.train_steps, "step")
-    return f"{found.tokens_per_second_over_run:,.0f} tokens/s over {steps}, with {cold}"
+    return f"{found.tokens_per_second_over_run:,.0f} {unit(found.final.config)} over {steps}, with {cold}"
 
 
 def loader(answer: Answer) -> str:

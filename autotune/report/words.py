@@ -81,7 +81,12 @@ def limits(config: TrainConfig | None) -> str:
 def speed(estimate: Estimate) -> str:
     if estimate.tokens_per_second is None:
         return "unknown: the card's rates are not known"
-    return f"{estimate.tokens_per_second:,.0f} tokens/s{samples(estimate)}"
+    return f"{estimate.tokens_per_second:,.0f} {unit(estimate.config)}{samples(estimate)}"
+
+
+def unit(config: TrainConfig) -> str:
+    """The unit of speed: samples where each is as one token, as a picture is."""
+    return "samples/s" if config.sequence_length == 1 else "tokens/s"
 
 
 def samples(timed: Timed) -> str:
@@ -92,6 +97,8 @@ def samples(timed: Timed) -> str:
 
 def batch(config: TrainConfig) -> str:
     """The samples of a step and their tokens: `32 x 1,024`."""
+    if config.sequence_length == 1:
+        return counted(config.effective_batch_size, "sample")
     if config.rows_per_sample == 1:
         return f"{config.effective_batch_size} x {config.sequence_length:,}"
     pairs = counted(config.effective_batch_size, TRAINERS[config.trainer].sample)
@@ -171,6 +178,8 @@ def data(workload: Workload) -> str:
         counted_ = f"{number:,} {row.sample}s, each answer with its prompt"
         if row.generates is not None:
             counted_ = f"{number:,} prompts, each with a completion as long as may be"
+    if workload.sequence_length == 1:
+        return f"{f'{dataset.format}, ' if dataset else ''}{counted_}"
     return (
         f"{f'{dataset.format}, ' if dataset else ''}{counted_}"
         f"{', of which the answers are learnt' if is_partial else ''}; "
@@ -183,6 +192,8 @@ def data(workload: Workload) -> str:
 def pictures(seen: Pictures) -> str:
     """The pictures of a sample, and how many of its tokens stand for them."""
     several = "pictures" if seen.num_images > 1 else "picture"
+    if not seen.is_in_text:
+        return f"a sample is a picture of {seen.size}"
     return (
         f"{seen.num_images} {several} of {seen.size} in each sample, which {seen.num_tokens:,} of its "
         "tokens stand for"

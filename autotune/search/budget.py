@@ -30,7 +30,7 @@ from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
-from autotune.space.trainers import model_task
+from autotune.space.trainers import model_task, row_of
 from autotune.space.yaml_schema import parse_yaml, why_not_yaml
 
 
@@ -245,6 +245,18 @@ def check_task(source: ModelSource, task: str) -> None:
         why=why,
         remedy=f"Name a model that writes, or ask for --task {source.task}",
     )
+
+
+def has_lengths(task: str, length: int | None) -> bool:
+    """Return whether samples of a task are so many tokens long. Raises ConfigError where one has none."""
+    if row_of(task).reads == "tokens":
+        return True
+    if length is not None:
+        raise ConfigError(
+            f"--seq-len does not go with --task {task}",
+            why="A sample is a picture: --image-size says how large it is",
+        )
+    return False
 
 
 def check_length(task: str, length: int) -> None:

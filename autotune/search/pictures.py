@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotune.catalogue import models
@@ -13,7 +13,8 @@ from autotune.catalogue.tasks import PICTURES
 from autotune.common import json_records
 from autotune.errors import ConfigError
 from autotune.records.question import Question
-from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset
+from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset, PictureTensor
+from autotune.space.trainers import row_of
 from autotune.worker.client.isolate import run
 
 DEADLINE_SECONDS = 120.0
@@ -49,6 +50,8 @@ def read_pictures(
     `note` is told what a dataset's pictures are like. Raises ConfigError, also where they have more tokens
     than a sample; WorkerError.
     """
+    if row_of(task).reads == "pixels":
+        return _one_picture(question, source)
     if task != PICTURES:
         if question.image_size is not None:
             raise ConfigError("--image-size needs --images", remedy="Say how many each sample has")
@@ -84,6 +87,42 @@ def read_pictures(
             remedy=f"Give --seq-len {found.num_tokens + ROOM_FOR_TEXT}, fewer pictures, or smaller ones",
         )
     return found
+
+
+def _one_picture(question: Question, source: ModelSource) -> Pictures:
+    """Return the picture that a model reads of each sample: of the size that is asked for, or its own.
+
+    Raises ConfigError where nothing says how large it is.
+    """
+    own = _own_size(models.image_processor(source)) or _own_size(source.config)
+    if question.image_size is not None:
+        own = _size_of(question.image_size)
+    if own is None:
+        raise ConfigError(
+            f"Nothing says how large the pictures are that {source.short_name} reads",
+            why="Neither its configuration nor its image processor has a size",
+            remedy="Give --image-size 224x224, say",
+        )
+    width, height = own
+    channels = source.config.get("num_channels", 3)
+    shape = (1, channels if isinstance(channels, int) else 3, height, width)
+    tensor = PictureTensor(name="pixel_values", shape=shape, dtype="float32")
+    return Pictures(num_images=1, width=width, height=height, num_tokens=0, tensors=(tensor,))
+
+
+def _own_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return (width, height) of what settings say of a model or of its image processor."""
+    cuts = settings.get("do_center_crop", True)
+    size = (settings.get("crop_size") if cuts else None) or settings.get("size")
+    size = size or settings.get("image_size")
+    if isinstance(size, Mapping):
+        shortest = size.get("shortest_edge")
+        size = [size.get("height", shortest), size.get("width", shortest)]
+    if isinstance(size, int):
+        size = [size, size]
+    if isinstance(size, list) and len(size) == 2 and all(isinstance(side, int) for side in size):
+        return size[1], size[0]
+    return None
 
 
 def _asked_for(question: Question) -> dict[str, Any]:

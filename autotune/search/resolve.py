@@ -124,15 +124,18 @@ def resolve(
     source = find_model(_model_of(question, run))
     if base is None:
         _note_float16(source, card.gpu, note)
+    of_base = "" if base is None else TRAINERS[base.trainer].task
+    task = task_of(question, of_base or source.task)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
+    if not budget.has_lengths(task, length):
+        length = 1
+        base = None if base is None else dataclasses.replace(base, sequence_length=1)
     if base is not None:
         num_gpus = budget.agreed("--num-gpus", num_gpus, base.num_gpus)
         length = budget.agreed("--seq-len", length, base.sequence_length)
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
     budget.check_shared_probes(question.backend, num_gpus, card)
-    of_base = "" if base is None else TRAINERS[base.trainer].task
-    task = task_of(question, of_base or source.task)
     if task == PICTURES and run is not None and run.target is not None:
         raise ConfigError(
             f"{question.base} cannot be a base of the task {task}",
@@ -145,7 +148,7 @@ def resolve(
     budget.check_length(task, length)
     pictures = read_pictures(question, source, task, length, note=note)
     data, lengths = None, None
-    if question.dataset is not None and pictures is None:
+    if question.dataset is not None and (pictures is None or not pictures.is_in_text):
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, base)
         )
@@ -245,15 +248,16 @@ def resolve_configuration(
     source = find_model(_model_of(question, None))
     budget.methods_for(source, (method,))
     task, num_gpus = task_of(question, source.task), question.num_gpus or 1
-    length = budget.possible_length(
-        source, question.seq_len or SEQUENCE_LENGTH, is_given=question.seq_len is not None
-    )
+    asked = question.seq_len or SEQUENCE_LENGTH
+    if not budget.has_lengths(task, question.seq_len):
+        asked = 1
+    length = budget.possible_length(source, asked, is_given=question.seq_len is not None)
     budget.check_task(source, task)
     budget.check_length(task, length)
     _note_untrained_positions(source, length, note)
     pictures = read_pictures(question, source, task, length, note=note)
     data, lengths = None, None
-    if question.dataset is not None and pictures is None:
+    if question.dataset is not None and (pictures is None or not pictures.is_in_text):
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, None, given)
         )

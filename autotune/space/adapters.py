@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autotune.catalogue.tasks import Task
 from autotune.common import user_text
 
 ATTENTION_PROJECTIONS = (
@@ -186,12 +187,15 @@ def adapter_of(choice: AdapterSettings) -> Adapter:
     return next((each for each in ADAPTERS.values() if each.peft_type == kind), row)
 
 
-def peft_fields(choice: AdapterSettings, *, lora_rank: int | None = None) -> dict[str, Any]:
+def peft_fields(
+    choice: AdapterSettings, *, lora_rank: int | None = None, task: Task | None = None
+) -> dict[str, Any]:
     """`peft_type` and the fields of PEFT's configuration that differ from its defaults.
 
     Three values are for whoever has the model to fill in: names among the target modules that it has
     not are left out, `adapter_layers: all` is its number of layers, and a number of `token_indices`
-    means so many of the vocabulary's last. `lora_rank` replaces the choice's.
+    means so many of the vocabulary's last. `lora_rank` replaces the choice's. `task`: that of the model,
+    whose head is none of the layers to adapt.
     """
     row = ADAPTERS[choice.method]
     if row.size == "peft":
@@ -210,6 +214,8 @@ def peft_fields(choice: AdapterSettings, *, lora_rank: int | None = None) -> dic
         fields["adapter_layers"] = "all"
     if row.takes_targets:
         fields["target_modules"] = _target_modules(choice.lora_targets or "all-linear")
+        if task is not None:
+            fields |= task.adapter_fields
     return fields
 
 

@@ -35,6 +35,11 @@ class Pictures:
     """Patches of each picture in time, height and width, for models that look at pictures one by one."""
 
     @property
+    def is_in_text(self) -> bool:
+        """Whether pictures stand within a text: else they are all that a model reads."""
+        return self.num_tokens > 0
+
+    @property
     def size(self) -> str:
         """The size of a picture as it is typed: `640x480`."""
         return f"{self.width}x{self.height}"

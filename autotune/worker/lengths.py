@@ -15,7 +15,14 @@ from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_line
 from autotune.export.encode import encode
 from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of
-from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
+from autotune.export.samples import (
+    Columns,
+    Sample,
+    Samples,
+    UnusableData,
+    open_picture,
+    read_samples,
+)
 from autotune.space.trainers import row_of
 
 MAX_TOKENISED = 20_000
@@ -39,6 +46,9 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
     some = data.samples
     if len(some) > MAX_TOKENISED:
         some = random.Random(0).sample(some, MAX_TOKENISED)
+    if row_of(request["task"]).reads == "pixels":
+        _check_pictures(_of(data, some))
+        return {**_recognised(data, loss_on), "counts": [(1, len(data.samples))], "longest": 1}
     tokenizer = load_tokenizer(request["tokenizer"])
     if loss_on == "answers":
         list(encode(_of(data, some[:NUM_TRIED]), tokenizer, loss_on))
@@ -47,15 +57,27 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
     if not counts:
         raise UnusableData("it has no tokens")
     return {
+        **_recognised(data, loss_on),
+        "counts": sorted(counts.items()),
+        "longest": max(*counts, *_counted(_of(data, longest), tokenizer, request["task"])),
+    }
+
+
+def _recognised(data: Samples, loss_on: str) -> dict[str, Any]:
+    return {
         "format": data.format,
         "text_field": data.text_field,
         "answer_field": data.answer_field,
         "is_sharegpt": data.is_sharegpt,
         "loss_on": loss_on,
         "num_samples": len(data.samples),
-        "counts": sorted(counts.items()),
-        "longest": max(*counts, *_counted(_of(data, longest), tokenizer, request["task"])),
     }
+
+
+def _check_pictures(data: Samples) -> None:
+    """Read the headers of the pictures. Raises UnusableData."""
+    for number, sample in enumerate(data.samples, start=1):
+        open_picture(sample.text, data.folder, f"sample {number}").close()
 
 
 def _of(data: Samples, samples: list[Sample]) -> Samples:
@@ -63,8 +85,17 @@ def _of(data: Samples, samples: list[Sample]) -> Samples:
 
 
 def _num_characters(sample: Sample) -> int:
-    texts = [sample.text, sample.answer, *(message["content"] for message in sample.messages)]
+    texts = [
+        *_texts(sample.text),
+        sample.context,
+        sample.answer,
+        *(message["content"] for message in sample.messages),
+    ]
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _texts(text: Any) -> list[Any]:
+    return text if isinstance(text, list) else [text]
 
 
 def _counted(data: Samples, tokenizer: Any, task: str) -> Counter[int]:

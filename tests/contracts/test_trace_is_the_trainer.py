@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer_step import (
     NUM_PADDED,
     NUM_STEPS,
+    PICTURE,
     Events,
     Run,
     canonical,
@@ -48,6 +49,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
+from autotune.space.pictures import Pictures, PictureTensor
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build import fp8
@@ -206,6 +208,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "mm_tokens_per_image": 4,
     },
+    "vit": {
+        "model_type": "vit",
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "image_size": 32,
+        "patch_size": 8,
+    },
+    "swin": {
+        "model_type": "swin",
+        "image_size": 32,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "depths": [1, 2],
+        "num_heads": [2, 4],
+        "window_size": 4,
+    },
     "bloom": {
         "model_type": "bloom",
         "hidden_size": 64,
@@ -269,6 +289,17 @@ class Case:
 
 
 IN_PARTS = {"chunked_loss": True}
+OF_HEADS = (
+    ("bert", "token-classification"),
+    ("llama", "token-classification"),
+    ("bert", "question-answering"),
+    ("vit", "image-classification"),
+)
+"""Architectures whose head is another for each task."""
+WITH_HEADS: dict[str, dict[str, Any]] = {
+    "full": {"precision": "fp32"},
+    "lora checkpointed": {"precision": "fp32", "method": "lora", "checkpointing": 1},
+}
 
 
 def plan(name: str, num_layers: int, **more: Any) -> dict[str, Any]:
@@ -418,6 +449,19 @@ CASES = {
     "bert classification": Case(
         architecture="bert", task="sequence-classification", precision="fp32", accumulation=1
     ),
+    **{
+        f"{architecture} {words} {task}": Case(
+            architecture=architecture, task=task, accumulation=1, **settings
+        )
+        for architecture, task in OF_HEADS
+        for words, settings in WITH_HEADS.items()
+    },
+    # Its convolution takes pictures in its weights' dtype alone.
+    "swin": Case(architecture="swin", task="image-classification", precision="fp32"),
+    "vit sdpa": Case(architecture="vit", task="image-classification", attention="sdpa"),
+    "vit micro-batch 1": Case(
+        architecture="vit", task="image-classification", micro_batch=1, accumulation=1
+    ),
     "llama classification": Case(architecture="llama", task="sequence-classification"),
     "experts": Case(architecture="qwen3_moe, every second"),
     "experts fp32": Case(architecture="qwen3_moe, every second", precision="fp32", accumulation=1),
@@ -482,6 +526,15 @@ TURING = Device(compute_capability=(7, 5), cublas_workspace_bytes=1)
 AMPERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=1)
 
 
+SEEN = Pictures(
+    num_images=1,
+    width=PICTURE[2],
+    height=PICTURE[1],
+    num_tokens=0,
+    tensors=(PictureTensor(name="pixel_values", shape=(1, *PICTURE), dtype="float32"),),
+)
+
+
 @functools.cache
 def traced_once(name: str) -> Trace:
     """Trace one of CASES, once for all tests."""
@@ -497,6 +550,7 @@ def traced(case: Case, *, whole: bool = False) -> Trace:
         sequence_length=SEQUENCE_LENGTH,
         device=case.device or (AMPERE if case.liger else TURING),
         whole=whole,
+        sees=SEEN if row_of(case.task).reads == "pixels" else None,
     )
     trace = Trace(json.loads(json.dumps(answer)))
     if "cut" in answer["layers"]:
@@ -567,7 +621,12 @@ def real_model(case: Case) -> Any:
         from peft import LoraConfig, get_peft_model
 
         rank = case.spec.lora_rank or RANK
-        lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none")
+        more: dict[str, Any] = {}
+        if not row_of(case.task).has_known_heads:
+            more = {**row_of(case.task).adapter_fields, "task_type": row_of(case.task).peft_type}
+        lora = LoraConfig(
+            r=rank, lora_alpha=2 * rank, target_modules="all-linear", bias="none", **more
+        )
         casts = not case.spec.adapter_in_base_dtype
         model = get_peft_model(model, case.peft or lora, autocast_adapter_dtype=casts)
     if case.spec.chunked_loss:

@@ -171,6 +171,10 @@ BREAKERS = {
         ADA,
     ),
     "pairs-without-noise": (dataclasses.replace(DPO_LORA, lora_dropout=0.1), ADA),
+    "pixels-are-not-batched-by-length": (
+        dataclasses.replace(FULL, batching="packed"),
+        dataclasses.replace(ADA, task="image-classification"),
+    ),
     "pictures-are-padded": (dataclasses.replace(SEES, batching="grouped"), OF_PICTURES),
     "pictures-need-tried-settings": (
         dataclasses.replace(SEES, neftune_noise_alpha=5.0),

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from autotune.catalogue.tasks import TASKS
 from autotune.worker.trace.tracker import TrackedTensor, Tracker
 
 NUM_STEPS = 2
@@ -76,6 +77,8 @@ class Run:
         return self.events[slice(*window)]
 
 
+PICTURE = (3, 32, 32)
+"""Shape of a picture."""
 NUM_PADDED = 3
 """Number of places of every second sample of a padded batch that hold no token."""
 
@@ -106,11 +109,19 @@ def samples(num_samples: int, sequence_length: int, task: str) -> list[dict[str,
     tokens = torch.arange(num_samples * sequence_length).reshape(num_samples, -1) % 500
     if task == "causal-lm":
         return [{"input_ids": row, "labels": row} for row in tokens]
+    made = TASKS[task]
+    if made.reads == "pixels":
+        return [{"pixel_values": torch.rand(PICTURE), "labels": row[0] % 2} for row in tokens]
+    num_labels = 2 if made.heads else 500
+
+    def labels(row: torch.Tensor) -> torch.Tensor:
+        return (row if made.labels_of == "tokens" else row[0]) % num_labels
+
     return [
         {
             "input_ids": row,
             "attention_mask": torch.ones_like(row),
-            "labels": row[0] % 2 if task == "sequence-classification" else row,
+            **dict.fromkeys(made.labels, labels(row)),
         }
         for row in tokens
     ]

@@ -23,6 +23,7 @@ from autotune.space.search_space import (
     without_solve,
     without_updates,
 )
+from autotune.space.trainers import row_of
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_ACCUMULATION = 1024
@@ -45,6 +46,18 @@ def limits(
         return questions.answer(what, problem, server, progress=progress)
 
 
+def _check_sees_nothing(task: str | None) -> None:
+    """Raise ConfigError for a task whose samples have pictures."""
+    if task is None or (task != PICTURES and row_of(task).reads == "tokens"):
+        return
+    size = "--images 1 --image-size 1024x768" if task == PICTURES else "--image-size 224x224"
+    raise ConfigError(
+        f"--task {task} does not go with `max`",
+        why="How many pictures a sample has, and of which size, is not asked for here",
+        remedy=f"`autotune estimate {size}` prices one configuration",
+    )
+
+
 def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitProblem:
     """Look up what the question names. Raises ConfigError, HardwareError."""
     if question.accumulation > MAX_ACCUMULATION:
@@ -52,12 +65,6 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
             f"--accumulation {question.accumulation:,} is more than `max` tries",
             why="Every micro-batch of a step is replayed, for every value",
             remedy=f"Give {MAX_ACCUMULATION:,} or less; `autotune estimate` prices one such configuration",
-        )
-    if question.task == PICTURES:
-        raise ConfigError(
-            f"--task {PICTURES} does not go with `max`",
-            why="How many pictures a sample has, and of which size, is not asked for here",
-            remedy="`autotune estimate --images 1 --image-size 1024x768` prices one configuration",
         )
     if question.settings.get("activation_checkpointing") == SOLVE:
         raise ConfigError(
@@ -72,6 +79,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         length = budget.possible_length(source, length, is_given=question.seq_len is not None)
         budget.check_length(question.task or source.task, length)
     task = question.task or (None if source is None else source.task)
+    _check_sees_nothing(task)
     if source is not None and task is not None:
         budget.check_task(source, task)
     space, _ = without_solve(space_file.load(question.space))

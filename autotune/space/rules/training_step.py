@@ -294,6 +294,15 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: _has_own_task(c) and bool(c.lora_dropout or c.neftune_noise_alpha),
     ),
     Rule(
+        name="pixels-are-not-batched-by-length",
+        reason="each sample is a picture of the same size: nothing is packed, padded or sorted by length",
+        breaks=lambda c, context: (
+            context.task_row is not None
+            and context.task_row.reads == "pixels"
+            and c.batching != "padded"
+        ),
+    ),
+    Rule(
         # trl 1.16 SFTTrainer.__init__: "Packing is not supported for vision datasets".
         name="pictures-are-padded",
         reason="SFTTrainer alone trains on pictures here, and pads what it reads: it neither packs nor "

@@ -35,7 +35,9 @@ def add_adapter(
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
 
-    config = peft_config(model, task, peft_fields(choice, lora_rank=rank), choice.method)
+    config = peft_config(
+        model, task, peft_fields(choice, lora_rank=rank, task=row_of(task)), choice.method
+    )
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     # PEFT's option leaves an adapter's weights on `meta`, but not what its layers share (VeRA's
     # projections) or what DoRA works out from 4-bit weights; and it makes them on the CPU first, where

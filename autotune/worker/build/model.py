@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto import modeling_auto
@@ -87,6 +88,10 @@ _OF_KIND: dict[str, Any] = {
     "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
 """Transformers' models by what they read beside text."""
+_REMEDIES = {
+    PICTURED: "say which pictures each sample has (--images, --image-size)",
+    "images": "say what it is trained for (--task image-classification)",
+}
 
 
 def _kind_of(model_type: str) -> str:
@@ -94,11 +99,8 @@ def _kind_of(model_type: str) -> str:
     kind = next((kind for kind, names in _OF_KIND.items() if model_type in names), "")
     if not kind:
         return "another task may be its own (--task)"
-    if kind == PICTURED:
-        return (
-            f"it is a model for {kind}: say which pictures each sample has (--images, --image-size)"
-        )
-    return f"it is a model for {kind}, which is not trained here"
+    remedy = _REMEDIES.get(kind)
+    return f"it is a model for {kind}{f': {remedy}' if remedy else ', which is not trained here'}"
 
 
 def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
@@ -125,6 +127,11 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
                 f"{config.model_type}: {_kind_of(config.model_type)}"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
+    if row.reads == "pixels" and any(isinstance(each, _BatchNorm) for each in model.modules()):
+        raise UnsupportedModel(
+            "it has batch norms, whose statistics are of a micro-batch: another micro-batch would be another "
+            "training run, which is not planned here"
+        )
     of_text = model.config.get_text_config()
     if row.reads_to_end and of_text.pad_token_id is None:
         # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers

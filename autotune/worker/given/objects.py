@@ -27,7 +27,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space import adapters as fields_of
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build import adapters
 from autotune.worker.build import model as models
 from autotune.worker.build.expanded_heads import expand_key_heads
@@ -162,7 +162,7 @@ def adapter_config(
     """
     if config.method == "full":
         return None
-    fields = fields_of.peft_fields(config)
+    fields = fields_of.peft_fields(config, task=row_of(task))
     try:
         if model is None and needs_model(config):
             assert model_config is not None

@@ -51,6 +51,31 @@ class SeenRows(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
 
+class PictureRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of a picture alone, each with its class."""
+
+    def __init__(
+        self, config: PretrainedConfig, pictures: Pictures, num_rows: int, kept: int
+    ) -> None:
+        random = np.random.default_rng(0)
+        self._num_rows = num_rows
+        self._seen = {
+            each.name: random.random((kept, *each.shape[1:])).astype(each.dtype)
+            for each in pictures.tensors
+        }
+        self._classes = random.integers(config.num_labels or 1, size=kept)
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self._num_rows:
+            raise IndexError(index)
+        number = index % len(self._classes)
+        seen = {name: values[number] for name, values in self._seen.items()}
+        return {**seen, "labels": int(self._classes[number])}
+
+
 def _token_of(config: Any) -> int:
     token: int = config.image_token_id
     return token

@@ -33,7 +33,7 @@ from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.probe import confirm, trl_trainers
 from autotune.worker.probe.checks import Invalid
-from autotune.worker.probe.seen_rows import SeenRows, collate
+from autotune.worker.probe.seen_rows import PictureRows, SeenRows, collate
 
 MAX_WARM_UP_STEPS = 8
 """Most warm-up steps. [judgement] Reserved bytes grow in the first two steps, seldom in a third."""
@@ -72,7 +72,7 @@ def build_trainer(
     reference = trl_trainers.reference_of(model, config)
     if TRAINERS[config.trainer].task and not writes_completions(config):
         made_with = trl_trainers.samples_of_words(config, 1, 1)
-    elif spec.pictures is not None:
+    elif spec.pictures is not None and spec.pictures.is_in_text:
         made_with = trl_trainers.words(1)
     trainer_class = _by_micro_step(trainer_class)
     if config.batching == BY_TOKENS:
@@ -118,7 +118,7 @@ def varied_rows(
     num_rows, kept = num_steps * per_step, 2 * config.micro_batch_size
     num_lengths = config.rows_per_sample * num_rows
     lengths = draw(spec.lengths, config.sequence_length, num_lengths, seed=seed)
-    if spec.pictures is not None:  # No picture is cut off.
+    if spec.pictures is not None and spec.pictures.is_in_text:  # No picture is cut off.
         lengths = [max(length, spec.pictures.num_tokens + 1) for length in lengths]
     return _rows(hf_config, config, spec, num_rows, kept=kept, lengths=lengths)
 
@@ -199,6 +199,8 @@ def _rows(
     per_sample = config.rows_per_sample
     if writes_completions(config):
         return trl_trainers.prompts(config, num_rows, lengths)
+    if spec.pictures is not None and not spec.pictures.is_in_text:
+        return PictureRows(hf_config, spec.pictures, num_rows, kept)
     rows = _Rows(hf_config, spec.task, config, per_sample * num_rows, per_sample * kept, lengths)
     if spec.pictures is not None:
         return SeenRows(rows, hf_config, spec.pictures)
@@ -229,7 +231,8 @@ class _Rows(torch.utils.data.Dataset):
         self._num_rows = num_rows
         self._lengths = lengths or [sequence_length]
         self._token_ids = random.integers(vocabulary, size=(kept, sequence_length))
-        self._classes = random.integers(config.num_labels or 1, size=kept)
+        self._num_classes = config.num_labels or 1
+        self._classes = random.integers(self._num_classes, size=kept)
         # 15 % are to be guessed, as train.py has it.
         self._is_masked = random.random((kept, sequence_length)) < 0.15
         self._is_masked[:, 0] = True
@@ -253,12 +256,16 @@ class _Rows(torch.utils.data.Dataset):
             mask[-1] = 0
         task = row_of(self._task)
         labels: Any = int(self._classes[index])
+        if task.name == "question-answering":
+            labels = min(labels, len(row) - 1)
         if task.labels_of == "tokens":
             labels = np.where(mask, self._labels(index), -100)
         return {"input_ids": row, "attention_mask": mask, **dict.fromkeys(task.labels, labels)}
 
     def _labels(self, index: int) -> Any:
         row = self._token_ids[index]
+        if row_of(self._task).has_classes:
+            return row % self._num_classes
         return np.where(self._is_masked[index], row, -100) if self._task == "masked-lm" else row
 
 

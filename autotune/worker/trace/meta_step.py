@@ -245,7 +245,7 @@ class MetaStep:
             inputs["num_items_in_batch"] = num_items(model, inputs["labels"])
         self.keep(*inputs.values())
         self.expect(() if self._trl is None else trl_steps.passes_of(self.spec))
-        if self.sees is not None:
+        if self.sees is not None and self.sees.is_in_text:
             handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
             handles += self.hook_passes(each)
@@ -410,9 +410,11 @@ def batch_of(
         return _one_row(empty, *shape, has_sample_numbers=spec.trainer == "trl-sft")
     row = row_of(task)
     of_label = shape if row.labels_of == "tokens" else shape[:1]
-    batch = {"input_ids": empty(*shape)}
-    if task != CAUSAL or spec.batching != "packed" or spec.trainer != "transformers":
-        batch["attention_mask"] = empty(*shape)
+    batch: dict[str, Any] = {}
+    if row.reads == "tokens":
+        batch["input_ids"] = empty(*shape)
+        if task != CAUSAL or spec.batching != "packed" or spec.trainer != "transformers":
+            batch["attention_mask"] = empty(*shape)
     if sees is not None:
         batch |= {name: empty(*shape) for name in sees.of_text}
         batch |= {

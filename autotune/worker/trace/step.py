@@ -253,7 +253,8 @@ def trace_step(
     tracker.decompositions |= trl_steps.decompositions(spec, micro_batch, tracker.decompositions)
     # Trainers with a task of their own have several rows of a sample, or pad its prompt.
     is_alone = spec.single and not TRAINERS[spec.trainer].task
-    tracker.has_padding = spec.batching == "padded" and not is_alone
+    reads_tokens = row_of(task).reads == "tokens"
+    tracker.has_padding = spec.batching == "padded" and not is_alone and reads_tokens
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     takes_block = spec.quantization != "none" and device.backend == "cuda"
     copies = Layers(**base.layers).copies if takes_block else None
@@ -261,7 +262,7 @@ def trace_step(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_trace_settings(tracker))
         stack.enter_context(_techniques(spec, tracker, device, chunks, sequence_length))
-        if sees is not None:
+        if sees is not None and sees.is_in_text:
             stack.enter_context(pictures.on_meta(step.model, tracker, micro_batch, sees))
         try:
             if base.ready is None:
