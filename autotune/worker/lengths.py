@@ -114,18 +114,24 @@ def _longer(row: Row) -> int:
 
 
 def load_tokenizer(tokenizer: str) -> Any:
-    """Load the tokenizer from local files.
+    """Load the tokenizer from local files. Raises UnusableData."""
+    return _load("AutoTokenizer", "tokenizer", tokenizer)
 
-    Raises UnusableData.
-    """
-    from transformers import AutoTokenizer
+
+def load_processor(name: str) -> Any:
+    """Load a model's image processor from local files. Raises UnusableData."""
+    return _load("AutoImageProcessor", "image processor", name)
+
+
+def _load(kind: str, what: str, name: str) -> Any:
+    import transformers
 
     try:
-        return AutoTokenizer.from_pretrained(
-            tokenizer, trust_remote_code=False, local_files_only=True
+        return getattr(transformers, kind).from_pretrained(
+            name, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
         raise UnusableData(
-            f"there is no tokenizer in local files for {tokenizer}: {first_line(error, 200)}",
+            f"there is no {what} in local files for {name}: {first_line(error, 200)}",
             "--tokenizer names a folder that has it",
         ) from error

@@ -147,7 +147,7 @@ BAD = {
         "image-classification",
         "vit",
         {"image": "none.png", "label": 1},
-        "picture of sample 1 cannot be read (none.png)",
+        "none.png): No such file or directory",
     ),
 }
 

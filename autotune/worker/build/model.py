@@ -243,15 +243,24 @@ def asks_for_values(error: Exception) -> bool:
     return any(part in str(error) for part in _ASKS_FOR_VALUES)
 
 
+_READS_ITS_DTYPE = "Input type (float) and bias type"
+"""Part of torch 2.13's message where a convolution in 16 bits is given the float32 that a collator makes."""
+
+
 def is_refused(error: Exception) -> bool:
     """Whether an error says that no such step can be traced, and is no mistake."""
-    return asks_for_values(error) or _CHANGES_CODES in str(error)
+    said = str(error)
+    return asks_for_values(error) or _CHANGES_CODES in said or _READS_ITS_DTYPE in said
 
 
 def reason_of(error: Exception) -> str:
     """The reason why a library could not do it without data, short enough for a message."""
     if _CHANGES_CODES in str(error):
         return "it changes weights that are stored in 4 bits"
+    if _READS_ITS_DTYPE in str(error):
+        return (
+            "it reads pictures in the dtype of its weights alone, and Trainer gives them in float32"
+        )
     if asks_for_values(error):
         return (
             "it looks at values of weights or of what they make, and a prediction has shapes alone"

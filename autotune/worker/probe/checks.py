@@ -164,8 +164,8 @@ class FirstStep:
         self._handles += [
             module.register_forward_hook(self._embedded)
             for module in model.modules()
-            # PEFT's layer around an embedding may look up in the weight itself.
-            if isinstance(getattr(module, "base_layer", module), nn.Embedding)
+            # What reads tokens or pixels. PEFT's layer around an embedding may look up in the weight itself.
+            if isinstance(getattr(module, "base_layer", module), nn.Embedding | nn.Conv2d)
         ]
 
     def _seen(self, number: int) -> Any:

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainingArguments
 
 from autotune.export.samples import UnusableData
 from autotune.records.loader_times import LoaderTime
-from autotune.worker.lengths import load_tokenizer
+from autotune.worker.lengths import load_processor, load_tokenizer
 
 MAX_SAMPLES = 5_000
 """Most samples of the dataset that are read. [judgement] A batch takes as long whichever samples it is made
@@ -47,7 +47,10 @@ class _NoModel(nn.Module):
         input_ids: Any = None,
         attention_mask: Any = None,
         token_type_ids: Any = None,
+        pixel_values: Any = None,
         labels: Any = None,
+        start_positions: Any = None,
+        end_positions: Any = None,
     ) -> Any:
         raise AssertionError("nothing is trained")
 
@@ -88,20 +91,24 @@ def _rows(program: Any, request: dict[str, Any]) -> tuple[Any, Any]:
     parser = argparse.ArgumentParser()
     program.add_data_options(parser)
     options = parser.parse_args(["--dataset", request["dataset"]])
-    tokenizer = load_tokenizer(request["tokenizer"])
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if program.RECIPE["reads"] == "pixels":
+        reader = load_processor(request["tokenizer"])
+    else:
+        reader = load_tokenizer(request["tokenizer"])
+        if reader.pad_token is None:
+            reader.pad_token = reader.eos_token
     try:
         data = program.read_data(request["dataset"], options)
         data = dataclasses.replace(data, samples=data.samples[:MAX_SAMPLES])
-        rows = program.make_dataset(data, tokenizer, program.label_names(data), options)
+        classes = program.classes_of(data) if program.RECIPE["has_classes"] else None
+        rows = program.make_dataset(data, reader, classes, options)
     except SystemExit as end:  # The program's way to say that it cannot read something.
         raise UnusableData(str(end.code)) from end
     micro_batch = program.RECIPE["training_arguments"]["per_device_train_batch_size"]
     num_repeats = -(-MIN_BATCHES * micro_batch // len(rows))
     if num_repeats > 1:
         rows = torch.utils.data.ConcatDataset([rows] * num_repeats)
-    return rows, program.make_collator(tokenizer, None)
+    return rows, program.make_collator(reader, None)
 
 
 def _arguments(
