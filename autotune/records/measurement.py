@@ -44,7 +44,7 @@ STOP_FILE = "stop"
 
 def varied_steps(config: TrainConfig, backend: str) -> int:
     """Number of a confirmation's steps with varied lengths: none where all batches have one length."""
-    if not vary(config.batching):
+    if not vary(config.batching) or config.sequence_length == 1:
         return 0
     needed = math.ceil(VARIED_MICRO_BATCHES[backend] / config.gradient_accumulation_steps)
     return max(needed, MIN_VARIED_STEPS)

@@ -127,7 +127,7 @@ def _speed(answer: Answer) -> Tile:
     return Tile(
         label="Speed",
         figure=figure,
-        unit=words.unit(best.config),
+        unit=best.config.speed_unit,
         evidence=answer.evidence,
         note=note,
     )

@@ -61,7 +61,7 @@ def all_figures(data: ReportData) -> dict[str, Figure]:
     ]
     if compared:
         for name, figure, unit in (
-            ("speed", "tokens_per_second", ("tokens/s", 1)),
+            ("speed", "tokens_per_second", (_speed_unit(data), 1)),
             ("memory", "peak_device_bytes", unit_of(data)),
         ):
             seen = [
@@ -160,7 +160,7 @@ def speed_against_memory(data: ReportData) -> Figure:
     for name, marker, wanted in groups:
         rows = _drawable(data, wanted)
         if rows:
-            traces.append(_points(name, rows, marker, unit))
+            traces.append(_points(name, rows, marker, unit, _speed_unit(data)))
     for evidence, dash in (("predicted", "dot"), ("measured", "solid")):
         frontier = [
             index
@@ -171,7 +171,9 @@ def speed_against_memory(data: ReportData) -> Figure:
         if len(frontier) > 1:
             line = {"shape": "hv", "width": 1.4, "dash": dash, "color": f"--{evidence}"}
             own = {"mode": "lines", "line": line, "hoverinfo": "skip", "hovertemplate": None}
-            traces.append(_points(f"frontier, {evidence}", frontier, {}, unit) | own)
+            traces.append(
+                _points(f"frontier, {evidence}", frontier, {}, unit, _speed_unit(data)) | own
+            )
     traces += _landmarks(data, unit)
     return {
         "data": traces,
@@ -184,7 +186,7 @@ def speed_against_memory(data: ReportData) -> Figure:
                 "title": {"text": f"{name_of_unit} on the device at the peak"},
                 "rangemode": "normal",
             },
-            "yaxis": {"title": {"text": "tokens/s"}, "rangemode": "normal"},
+            "yaxis": {"title": {"text": _speed_unit(data)}, "rangemode": "normal"},
         },
     }
 
@@ -215,7 +217,7 @@ def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
                 "color": color,
                 "line": {"width": 1.2, "color": "--surface"},
             },
-            hovertemplate=f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}",
+            hovertemplate=f"%{{y:,.0f}} {_speed_unit(data)}, %{{x:.2f}} {unit[0]}",
         )
         for name, mark, symbol, color, size in marks
         if mark is not None
@@ -255,6 +257,10 @@ def _predicted_against_measured(
     }
 
 
+def _speed_unit(data: ReportData) -> str:
+    return data.stored.answer.best.config.speed_unit
+
+
 def _drawable(data: ReportData, wanted: Callable[[TrialRow], bool]) -> list[int]:
     return [
         index
@@ -263,8 +269,10 @@ def _drawable(data: ReportData, wanted: Callable[[TrialRow], bool]) -> list[int]
     ]
 
 
-def _points(name: str, rows: list[int], marker: Figure, unit: Unit) -> Figure:
-    hover = f"%{{y:,.0f}} tokens/s, %{{x:.2f}} {unit[0]}<br>%{{text}}<extra></extra>"
+def _points(
+    name: str, rows: list[int], marker: Figure, unit: Unit, speed_unit: str = "tokens/s"
+) -> Figure:
+    hover = f"%{{y:,.0f}} {speed_unit}, %{{x:.2f}} {unit[0]}<br>%{{text}}<extra></extra>"
     return _trace(
         "markers", html.escape(name), "memory", "speed", rows, marker=marker, hovertemplate=hover
     )

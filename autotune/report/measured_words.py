@@ -7,7 +7,7 @@ from autotune.common.user_text import printable
 from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import Measurement
-from autotune.report.words import samples, unit
+from autotune.report.words import samples
 from autotune.space.knobs import KNOBS
 from autotune.space.words import describe
 
@@ -18,7 +18,7 @@ def measured_speed(measurement: Measurement) -> str:
     return (
         "unknown"
         if tokens is None
-        else f"{tokens:,.0f} {unit(measurement.config)}{samples(measurement)}{spread}"
+        else f"{tokens:,.0f} {measurement.config.speed_unit}{samples(measurement)}{spread}"
     )
 
 
@@ -43,7 +43,8 @@ def run(found: Measured) -> str:
     if found.train_steps is None:
         return f"steady speed decides, beside {cold}: --train-steps weighs it"
     steps = counted(found.train_steps, "step")
-    return f"{found.tokens_per_second_over_run:,.0f} {unit(found.final.config)} over {steps}, with {cold}"
+    unit = found.final.config.speed_unit
+    return f"{found.tokens_per_second_over_run:,.0f} {unit} over {steps}, with {cold}"
 
 
 def loader(answer: Answer) -> str:

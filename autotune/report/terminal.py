@@ -435,7 +435,7 @@ def _print_classes(console: Console, answer: Answer) -> None:
     """Print the best of each trade-off class beside the winner, and what further trades would bring."""
     unit, unit_bytes = unit_for(answer.workload.memory_budget_bytes)
     what = "fastest of its class" if answer.measured is None else "fastest of its class, predicted"
-    table = _table("class", what, f"{words.unit(answer.best.config)}>", f"{unit}>", "speed>")
+    table = _table("class", what, f"{answer.best.config.speed_unit}>", f"{unit}>", "speed>")
     rows = words.class_rows(answer)
     for name, _, estimate in rows:
         figures = ["", "", ""]

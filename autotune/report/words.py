@@ -81,12 +81,7 @@ def limits(config: TrainConfig | None) -> str:
 def speed(estimate: Estimate) -> str:
     if estimate.tokens_per_second is None:
         return "unknown: the card's rates are not known"
-    return f"{estimate.tokens_per_second:,.0f} {unit(estimate.config)}{samples(estimate)}"
-
-
-def unit(config: TrainConfig) -> str:
-    """The unit of speed: samples where each is as one token, as a picture is."""
-    return "samples/s" if config.sequence_length == 1 else "tokens/s"
+    return f"{estimate.tokens_per_second:,.0f} {estimate.config.speed_unit}{samples(estimate)}"
 
 
 def samples(timed: Timed) -> str:
@@ -103,6 +98,10 @@ def batch(config: TrainConfig) -> str:
         return f"{config.effective_batch_size} x {config.sequence_length:,}"
     pairs = counted(config.effective_batch_size, TRAINERS[config.trainer].sample)
     return f"{pairs} of {config.rows_per_sample} x {config.sequence_length:,}"
+
+
+def _of_tokens(config: TrainConfig) -> str:
+    return batch(config) if config.sequence_length == 1 else f"{batch(config)} tokens"
 
 
 def speed_range(estimate: Estimate) -> str:
@@ -241,7 +240,7 @@ def step(estimate: Estimate) -> str:
         return "unknown"
     share = "" if estimate.mfu is None else f" ({100 * estimate.mfu:.0f} % of the card's peak)"
     return (
-        f"{format_seconds(estimate.step_seconds)} at {batch(config)} tokens, bound by "
+        f"{format_seconds(estimate.step_seconds)} at {_of_tokens(config)}, bound by "
         f"{estimate.bound}{share}"
     )
 

@@ -109,7 +109,7 @@ def measured(
                 source,
                 spec,
                 useful_share=prediction.useful_share,
-                lengths=_percentiles(workload),
+                lengths=() if workload.lengths is None else workload.lengths.percentiles,
                 on_run=heard.on_run,
                 on_end=heard.on_end,
             )
@@ -184,10 +184,3 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
         ),
         measured=measured,
     )
-
-
-def _percentiles(workload: Workload) -> tuple[int, ...]:
-    """The lengths that a confirmation draws from; none where samples have none that vary."""
-    if workload.lengths is None or workload.sequence_length == 1:
-        return ()
-    return workload.lengths.percentiles

@@ -299,6 +299,11 @@ class TrainConfig(HashedOnce):
         return self.effective_batch_size * self.rows_per_sample * self.sequence_length
 
     @property
+    def speed_unit(self) -> str:
+        """The unit of speed: samples where each is as one token, as a picture is."""
+        return "samples/s" if self.sequence_length == 1 else "tokens/s"
+
+    @property
     def rows_per_sample(self) -> int:
         """Rows of a batch for each sample: two for a pair."""
         return TRAINERS[self.trainer].rows_per_sample

@@ -125,24 +125,6 @@ BAD = {
         {"tokens": ["w1"]},
         "takes tokens/words and ner_tags",
     ),
-    "uneven": (
-        "token-classification",
-        "bert",
-        {"tokens": ["w1"], "ner_tags": [1, 2]},
-        "has 1 words in tokens and 2 tags in ner_tags",
-    ),
-    "no context": (
-        "question-answering",
-        "bert",
-        {"question": "w1", "answers": "w2"},
-        "has no text in context",
-    ),
-    "elsewhere": (
-        "question-answering",
-        "bert",
-        {"question": "w1", "context": "w2", "answers": "w3"},
-        "has an answer that is not in its context",
-    ),
     "no picture": (
         "image-classification",
         "vit",

@@ -9,9 +9,20 @@ from typing import Any
 
 import pytest
 
-from autotune.export.samples import FORMATS, Columns, Samples, UnusableData, load, read_samples
+from autotune.export.samples import (
+    FORMATS,
+    Columns,
+    Samples,
+    UnusableData,
+    load,
+    open_picture,
+    read_samples,
+)
 from autotune.space import dataset
 
+ASKED = {"question": "a", "context": "b c"}
+SQUAD = {"text": ["c", "b"], "answer_start": [2, 0]}
+NONE: dict[str, Any] = {"text": [], "answer_start": []}
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 
@@ -39,6 +50,11 @@ def test_the_formats_have_one_list() -> None:
         ({"source": "a", "target": "b"}, "seq2seq-lm", "source-target", "a", "b"),
         ({"text": "a", "target": "b"}, "seq2seq-lm", "source-target", "a", "b"),
         ({"text": "a", "label": 0}, "sequence-classification", "labels", "a", 0),
+        ({"tokens": ["a", "b"], "ner_tags": [0, 3]}, "token-classification", "tagged", ["a", "b"], [0, 3]),
+        ({**ASKED, "answers": SQUAD}, "question-answering", "question-context", "a", (2, 3)),
+        ({**ASKED, "answers": NONE}, "question-answering", "question-context", "a", None),
+        ({**ASKED, "answer": "c"}, "question-answering", "question-context", "a", (2, 3)),
+        ({"img": "a.png", "label": "cat"}, "image-classification", "pictures", "a.png", "cat"),
     ],
 )  # fmt: skip
 def test_a_format_is_recognised_by_its_fields(
@@ -47,6 +63,46 @@ def test_a_format_is_recognised_by_its_fields(
     read_as = read(tmp_path, row, row, task=task)
     assert (read_as.format, str(read_as)) == (name, f"{name}, 2 samples")
     assert [(each.text, each.answer) for each in read_as.samples] == [(text, answer)] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "why"),
+    [
+        ({"tokens": ["a"]}, "token-classification", "takes tokens/words and ner_tags/tags/labels"),
+        ({"tokens": "a", "tags": [1]}, "token-classification", "no list of words in tokens: a"),
+        ({"tokens": ["a"], "tags": [None]}, "token-classification", "no list of tags in tags"),
+        ({"tokens": ["a"], "tags": [1, 2]}, "token-classification", "1 words in tokens and 2 tags"),
+        ({"question": "a", "answer": "b"}, "question-answering", "no text in context: None"),
+        ({"question": "a", "context": "b", "answer": "c"}, "question-answering", "not in its context: c"),
+        ({"question": "a", "context": "b", "answers": 3}, "question-answering", "no answers as SQuAD has"),
+        ({"question": "a", "context": "b", "answers": [{"text": "b"}]}, "question-answering", "not in its"),
+        ({"image": "a.png", "label": [1]}, "image-classification", "no class in label"),
+        ({"image": "a.png"}, "image-classification", "takes image/img/picture and label/labels"),
+    ],
+)  # fmt: skip
+def test_a_row_that_no_such_task_can_have_is_one_line(
+    tmp_path: Path, row: dict[str, Any], task: str, why: str
+) -> None:
+    with pytest.raises(UnusableData) as refused:
+        read(tmp_path, row, task=task)
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        ("none.png", "No such file or directory"),
+        ("data.jsonl", "no picture that Pillow reads"),
+        ({"bytes": b"no picture", "path": None}, "its bytes"),
+        ({"bytes": None, "path": None}, "no picture: None"),
+        (3, "no picture: 3"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_is_one_line(tmp_path: Path, found: Any, why: str) -> None:
+    (tmp_path / "data.jsonl").write_text("{}", encoding="utf-8")
+    with pytest.raises(UnusableData, match=why):
+        open_picture(found, str(tmp_path), "sample 1")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from autotune.catalogue import models
 from autotune.errors import ConfigError
 from autotune.records.question import Question
 from autotune.search import pictures
+from autotune.search.budget import has_lengths
 from autotune.search.inverse.limits import limits
 from autotune.search.pictures import read_pictures, task_of
 from autotune.worker.client.isolate import WorkerEnd
@@ -84,6 +85,47 @@ def test_what_is_missing_or_wrong(
 def test_text_alone_asks_nobody(source: models.ModelSource, asked: list[Any]) -> None:
     assert read_pictures(Question(), source, "causal-lm", 1024) is None
     assert asked == []
+
+
+VIT = {"model_type": "vit", "image_size": 384, "num_channels": 1}
+CUT = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 192}}
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "given", "size"),
+    [
+        (VIT, {}, {}, "384x384"),
+        (VIT, {"size": 224}, {}, "224x224"),
+        (VIT, CUT, {}, "192x224"),
+        (VIT, {**CUT, "do_center_crop": False}, {}, "256x256"),
+        (VIT, {}, {"image_size": "64x32"}, "64x32"),
+    ],
+)
+def test_a_model_of_pictures_alone_says_how_large_they_are(
+    tmp_path: Path, config: Any, processor: Any, given: Any, size: str, asked: list[Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    vit = models.resolve(str(tmp_path))
+    found = read_pictures(Question(**given), vit, "image-classification", 1)
+    assert found is not None
+    assert (found.size, found.num_tokens, found.is_in_text) == (size, 0, False)
+    (tensor,) = found.tensors
+    assert tensor.shape == (1, 1, found.height, found.width)
+    assert asked == []
+
+
+def test_a_model_whose_pictures_have_no_size_is_asked_for_it(
+    source: models.ModelSource,
+) -> None:
+    with pytest.raises(ConfigError, match="Nothing says how large") as refused:
+        read_pictures(Question(), source, "image-classification", 1)
+    assert refused.value.remedy == "Give --image-size 224x224, say"
+    with pytest.raises(ConfigError, match="--seq-len does not go with"):
+        has_lengths("image-classification", 512)
+    for what in ("sequence-length", "micro-batch"):
+        with pytest.raises(ConfigError, match="does not go with `max`"):
+            limits(Question(model=str(source.path.parent), task="image-classification"), what)
 
 
 def test_a_worker_is_asked_with_what_lies_beside_the_model(

@@ -66,6 +66,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
             why="Every micro-batch of a step is replayed, for every value",
             remedy=f"Give {MAX_ACCUMULATION:,} or less; `autotune estimate` prices one such configuration",
         )
+    _check_sees_nothing(question.task)
     if question.settings.get("activation_checkpointing") == SOLVE:
         raise ConfigError(
             "--checkpointing solve does not go with `max`",

@@ -177,6 +177,9 @@ class WatchCallback(TrainerCallback):
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take in the shape of a forward pass's batch, which the host knows, and once of a reference's."""
         ids = kwargs.get("input_ids", args[0] if args else None)
+        pixels = kwargs.get("pixel_values") if self._config.sequence_length == 1 else None
+        if pixels is not None:
+            ids = pixels.flatten(1)[:, :1]  # A sample counts as a token.
         is_trained = module.training and torch.is_grad_enabled()
         if is_trained and isinstance(ids, torch.Tensor) and ids.dim() == 2:
             self._step_tokens += ids.numel()
@@ -216,9 +219,9 @@ class WatchCallback(TrainerCallback):
         is_slower = speed < planned
         cause = self._why_slower() if is_slower else self._why_different("the plan was too careful")
         self._say(
-            f"{'slower' if is_slower else 'faster'} than {self._evidence}: {speed:,.0f} tokens/s over "
-            f"the last {self._window_steps} steps, {planned:,.0f} {self._evidence} "
-            f"({_off(speed, planned)}). Likely cause: {cause}"
+            f"{'slower' if is_slower else 'faster'} than {self._evidence}: {speed:,.0f} "
+            f"{self._config.speed_unit} over the last {self._window_steps} steps, {planned:,.0f} "
+            f"{self._evidence} ({_off(speed, planned)}). Likely cause: {cause}"
         )
 
     def _why_slower(self) -> str:
@@ -305,7 +308,7 @@ class WatchCallback(TrainerCallback):
 
     def _planned(self) -> str:
         speed, peak = self._planned_speed, self._planned_bytes
-        told = "unknown speed" if speed is None else f"{speed:,.0f} tokens/s"
+        told = "unknown speed" if speed is None else f"{speed:,.0f} {self._config.speed_unit}"
         reserved = "" if peak is None else f", {format_bytes(peak)} reserved"
         return f"{told}{reserved}, {self._evidence}"
 
@@ -321,8 +324,11 @@ class WatchCallback(TrainerCallback):
             return "too few to measure a speed"
         speed *= self._num_processes
         if self._not_checked or self._planned_speed is None:
-            return f"{speed:,.0f} tokens/s (not checked: {self._not_checked})"
-        return f"{speed:,.0f} tokens/s ({_off(speed, self._planned_speed)} of what was {self._evidence})"
+            return f"{speed:,.0f} {self._config.speed_unit} (not checked: {self._not_checked})"
+        return (
+            f"{speed:,.0f} {self._config.speed_unit} "
+            f"({_off(speed, self._planned_speed)} of what was {self._evidence})"
+        )
 
     def _told_memory(self) -> str:
         planned = self._planned_bytes
