@@ -223,9 +223,8 @@ def _recipe(
         "is_packed": config.batching == "packed" and task.packs,
         # It would train, where the optimizer itself updates weights in the backward pass, and would
         # disturb what processes that share a run have agreed on.
-        "tries_largest_batch": (
-            vary(config.batching) or (not task.packs and task.reads == "tokens")
-        )
+        "tries_largest_batch": task.reads == "tokens"
+        and (vary(config.batching) or not task.packs)
         and config.num_gpus == 1
         and (config.update_in_backward or not UPDATERS[config.updater].updates),
         "parallelism": config.parallelism,

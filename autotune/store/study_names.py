@@ -29,8 +29,10 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
     if gpu is None or any(budget_bytes % unit_bytes == 0 for unit_bytes, _ in _ROUND_UNITS):
         parts.append(_short_size(budget_bytes))
     for field, prefix in (("sequence_length", "seq"), ("effective_batch_size", "batch")):
-        if getattr(workload, field) != _default(field):
-            parts.append(f"{prefix}{getattr(workload, field)}")
+        value = getattr(workload, field)
+        is_length_of_pictures = field == "sequence_length" and value == 1
+        if value != _default(field) and not is_length_of_pictures:
+            parts.append(f"{prefix}{value}")
     if workload.num_gpus > 1:
         parts.append(f"{workload.num_gpus}gpus")
     if workload.task != _default("task"):
