@@ -30,6 +30,9 @@ THREADS_PER_SM = {(7, 5): 1024, **dict.fromkeys([(8, 6), (8, 7), (8, 9), (12, 0)
 """Threads of a multiprocessor by compute capability, where they are not MOST_THREADS_PER_SM (CUDA C++
 Programming Guide 13.0, "Technical Specifications per Compute Capability")."""
 MOST_THREADS_PER_SM = 2048
+TRACED_AS = {(8, 7): (8, 6), (8, 9): (8, 6), (10, 3): (10, 0), (12, 1): (12, 0)}
+"""Compute capabilities by which a step is traced as by another: PyTorch takes the same kernels for attention
+(studies/attention-kernels), and a multiprocessor has as many threads."""
 USUAL_NUM_SMS = 108
 """Number of multiprocessors of a card of which it is not known: an A100's."""
 

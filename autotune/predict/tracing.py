@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from autotune.catalogue.attention import without
-from autotune.catalogue.gpu_rows import USUAL_NUM_SMS
+from autotune.catalogue.gpu_rows import TRACED_AS, USUAL_NUM_SMS
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import json_lines, json_records, log
@@ -188,8 +188,9 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
 
 def of_card(gpu: Gpu) -> dict[str, Any]:
     """All that a trace depends on of a card: cards that agree in it share their traces."""
+    capability = gpu.compute_capability
     return {
-        "compute_capability": gpu.compute_capability,
+        "compute_capability": capability and TRACED_AS.get(capability, capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
         "num_sms": gpu.num_sms or USUAL_NUM_SMS,
         "backend": gpu.backend,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, TRACED_AS
 from autotune.catalogue.gpus import catalogue
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.worker.trace.sdpa import Call, attention_kernel
@@ -53,6 +54,26 @@ def test_every_card_of_the_catalogue_was_asked_about() -> None:
     capabilities = {card.compute_capability for card in catalogue() if card.compute_capability}
     asked = {_numbers(name.split()[1]) for names in choices().values() for name in names}
     assert capabilities - asked == {(7, 0), (10, 3)}
+
+
+@pytest.mark.parametrize(("capability", "other"), TRACED_AS.items(), ids=str)
+def test_cards_are_traced_as_others_for_which_pytorch_chose_the_same(
+    capability: tuple[int, int],
+    other: tuple[int, int],
+    calls: list[dict[str, Any]],
+) -> None:
+    chosen: dict[tuple[int, int], dict[tuple[int, int], str]] = {}
+    for letters, names in choices().items():
+        for name in names:
+            version, asked = map(_numbers, name.split())
+            chosen.setdefault(asked, {})[version] = letters
+    if capability in chosen:
+        assert chosen[capability] == chosen[other]
+    for call in calls:
+        made = Call(**call)
+        assert attention_kernel(capability, made) == attention_kernel(other, made)
+    threads = [THREADS_PER_SM.get(each, MOST_THREADS_PER_SM) for each in (capability, other)]
+    assert threads[0] == threads[1]
 
 
 @pytest.mark.parametrize(("letters", "asked"), choices().items(), ids=lambda value: value[0][:20])

@@ -334,6 +334,8 @@ def test_cards_that_differ_in_their_multiprocessors_share_what_is_kept_but_for_l
     cards = find_gpu("rtx-4070"), find_gpu("rtx-4080")
     first, second = (tracing.of_card(card) for card in cards)
     assert {name for name in first if first[name] != second[name]} == {"num_sms"}
+    older = tracing.of_card(find_gpu("rtx-3060-12gb"))
+    assert {name for name in first if first[name] != older[name]} == {"num_sms"}
     asked = []
     for liger in (False, True):
         spec = dataclasses.replace(TraceSpec.of(FULL), liger=liger)
