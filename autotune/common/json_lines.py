@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from typing import Any
 
 import msgspec
@@ -21,6 +22,11 @@ def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return str.__str__(value)
     raise TypeError(f"JSON has no {type(value).__name__}")
+
+
+def packed(value: Any) -> bytes:
+    """Return the JSON text compressed, as what is kept of answers is."""
+    return zlib.compress(encode(value), 1)
 
 
 def decode(line: bytes) -> Any:

@@ -24,6 +24,8 @@ class _Ahead:
 
 _ahead: list[_Ahead] = []
 """The server that was started ahead, until it is taken."""
+_blocks: list[contextlib.ExitStack] = []
+"""What happens at the end of the block that a server was started ahead for."""
 
 
 @contextlib.contextmanager
@@ -32,11 +34,19 @@ def started_ahead(libraries: Collection[str]) -> Iterator[None]:
     server = _server(libraries)
     server.start("trace")
     _ahead.append(_Ahead(libraries=frozenset(libraries), server=server))
-    try:
-        yield
-    finally:
-        while _ahead:
-            _ahead.pop().server.close()
+    with contextlib.ExitStack() as block:
+        _blocks.append(block)
+        try:
+            yield
+        finally:
+            _blocks.remove(block)
+            while _ahead:
+                _ahead.pop().server.close()
+
+
+def block_ahead() -> contextlib.ExitStack | None:
+    """Return what happens at the end of the `started_ahead` block, if this is in one."""
+    return _blocks[-1] if _blocks else None
 
 
 def trace_server(specs: Iterable[TraceSpec]) -> ForkServer:

@@ -5,7 +5,6 @@ Enumerate, trace once per structure, price every point, replay what could win.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
@@ -21,7 +20,8 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.trace_servers import trace_server
-from autotune.predict.tracing import trace_all
+from autotune.predict.traces_ahead import traces_ahead
+from autotune.predict.tracing import asked_of_all, trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
     MORE_MEMORY_BYTES,
@@ -279,6 +279,7 @@ def find(
         specs = specs - traces.keys()
         if not specs and traces:
             return
+        ahead.stop()
         trace_all(
             model,
             workload.task,
@@ -299,8 +300,10 @@ def find(
     is_all = traces_all or any(ways_predicted.values())
     in_turn = TracesInTurn(possible, reference, estimator, trace, is_all=is_all)
     # More is traced once the first are priced: what imports once does for all.
-    server: ForkServer | None = trace_server(specs)
-    with server or contextlib.nullcontext():
+    server: ForkServer | None
+    server = serving = trace_server(specs)
+    asked = asked_of_all(model, workload.task, workload.sequence_length, gpu, workload.pictures)
+    with traces_ahead(serving, asked, cache) as ahead:
         supported = in_turn.first(
             *map(TraceSpec.of, baselines),
             is_crowded=functools.partial(_is_crowded, model=model, workload=workload),
@@ -327,6 +330,7 @@ def find(
             return in_turn.passed_over_of(plan_b(candidates)).union(*plans)
 
         candidates = in_turn.rest(candidates, besides=likely_next)
+        ahead.go_on(in_turn.left)
         candidates, added = tried_on_best.tried(
             candidates,
             list(filter(estimator.supports, possible)),
@@ -342,6 +346,7 @@ def find(
         )
         chosen, best = _chosen(candidates, allow)
         candidates = in_turn.where(candidates, plan_b(candidates))
+        ahead.go_on(in_turn.left)
     server = None
     estimator.keep_prices()
     supported = [*filter(estimator.supports, possible), *added]

@@ -120,6 +120,22 @@ class TracesInTurn:
         """Return the specs so far passed over of the configurations that are wanted."""
         return {spec for spec in self._passed_over if any(map(wanted, self._by_spec[spec]))}
 
+    def left(self) -> list[TraceSpec]:
+        """Return the specs that are passed over, the highest bound first: less memory asks for that first.
+
+        Of those with the same bound what saves least is first.
+        """
+        bounds = _Bounds(self._estimator, self._by_spec, self._faster)
+        most = {
+            spec: max((bound for _, bound in bounds.of(spec)), default=0.0)
+            for spec in self._passed_over
+        }
+        return sorted(most, key=lambda spec: (-most[spec], self._num_savers(spec), repr(spec)))
+
+    def _num_savers(self, spec: TraceSpec) -> int:
+        """Return how many settings apart a step is from one that nothing bounds."""
+        return max((1 + self._num_savers(each) for each in self._faster[spec]), default=0)
+
     def _with(self, candidates: Candidates, specs: set[TraceSpec]) -> Candidates:
         if not specs:
             return candidates

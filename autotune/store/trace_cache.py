@@ -137,11 +137,12 @@ class TraceCache:
 
     def add(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep what workers answered."""
+        self.add_packed({request: json_lines.packed(answer) for request, answer in answers.items()})
+
+    def add_packed(self, answers: Mapping[str, bytes]) -> None:
+        """Keep what workers answered, which json_lines.packed has compressed."""
         now = int(time.time())
-        rows = [
-            (self._key_of(request), now, zlib.compress(json_lines.encode(answer), 1))
-            for request, answer in answers.items()
-        ]
+        rows = [(self._key_of(request), now, answer) for request, answer in answers.items()]
         with self._or_a_note("written"):
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._connection() as connection:

@@ -4,10 +4,10 @@ The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
          "cublas_workspace_bytes": int, "num_sms": int, "backend": "cuda" or "cpu",
-         "traces": [{"id": int, "spec": {...}, "whole": bool}]}
+         "traces": [{"id": int, "spec": {...}, "whole": bool}], "ahead": bool (may lack)}
         one line per trace: {"id": int, "trace": {...}}; {"id": int, "unsupported": reason}, which will
         never be another; {"id": int, "crashed": reason, "traceback": text}; or {"id": int, "died": exit
-        code of the process that traced it}
+        code of the process that traced it}; ahead: {"id": int, "packed": text} of each that a cache may keep
 probe   {"config": {...}, "train_config": {TrainConfig}, "spec": {ProbeSpec}, "folder": str (may lack)}
         its temporary files go into the folder; as soon as a file STOP_FILE is in it, whose text says why,
         it times no further step
@@ -64,6 +64,10 @@ def _trace(request: dict[str, Any]) -> Answers:
 
     import_libraries(asked_by(TraceSpec(**each["spec"]) for each in request["traces"]))
 
+    if request.get("ahead"):
+        from autotune.worker.trace.ahead import traces_ahead
+
+        return traces_ahead(request)
     from autotune.worker.trace.step import traces
 
     return traces(request)

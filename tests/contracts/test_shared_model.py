@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autotune.common import json_lines
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
-from autotune.worker.trace import shared_models
+from autotune.worker.trace import ahead, forks, shared_models
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
 
@@ -107,6 +110,44 @@ def test_a_trace_is_the_same_with_a_model_that_has_checkpointed_other_layers(
             device=ADA,
         )
         assert json.dumps(answer["trace"]) == json.dumps(alone)
+
+
+def test_a_trace_that_is_made_ahead_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models take turns, each in the order in which its traces are asked for."""
+    lean = [dataclasses.replace(spec, activation_checkpointing=1) for spec in (FULL, QLORA)]
+    broken = dataclasses.replace(FULL, method="lora", lora_targets="nothing")
+    asked = {
+        **request(FULL, broken, QLORA, *lean, dataclasses.replace(QLORA, single=True)),
+        "compute_capability": ADA.compute_capability,
+        "cublas_workspace_bytes": ADA.cublas_workspace_bytes,
+        "num_sms": ADA.num_sms,
+        "backend": "cuda",
+    }
+    monkeypatch.setattr(forks, "num_processes", lambda _: 1)
+    expected = {answer["id"]: answer for answer in trace_module.traces(asked)}
+    told = [json_lines.decode(json_lines.encode(each)) for each in ahead.traces_ahead(asked)]
+    assert [each["id"] for each in told] == [0, 1, 2, 3, 4, 5]
+    for each in told:
+        text = zlib.decompress(base64.b64decode(each["packed"]))
+        assert text == json_lines.encode(expected[each["id"]])
+
+
+def test_what_would_be_asked_for_again_is_not_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(_: Any, wanted: dict[str, Any], *__: Any) -> dict[str, Any]:
+        tensors: dict[str, Any] = {"trace": {"tensors": [], "blocks": []}}
+        return {
+            "id": wanted["id"],
+            **(tensors if wanted["id"] else {"crashed": "no", "traceback": ""}),
+        }
+
+    def does_not_add_up(_: Any) -> None:
+        raise ahead.BrokenTrace("1 is freed twice")
+
+    monkeypatch.setattr(forks, "num_processes", lambda _: 1)
+    monkeypatch.setattr(ahead, "begun", lambda _: ADA)
+    monkeypatch.setattr(ahead, "answer_with", traced)
+    monkeypatch.setattr(ahead, "Trace", does_not_add_up)
+    assert list(ahead.traces_ahead(request(FULL, LORA))) == []
 
 
 def test_there_is_a_group_for_each_process() -> None:

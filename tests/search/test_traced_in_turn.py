@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import here
@@ -17,7 +18,7 @@ from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.search import predict_best
 from autotune.search.predict_best import Prediction
-from autotune.search.traced_in_turn import SAVERS
+from autotune.search.traced_in_turn import SAVERS, _faster
 from autotune.space.config import TrainConfig
 from autotune.space.enumeration import enumerate_configs
 from autotune.space.search_space import MethodSpace, SearchSpace
@@ -188,6 +189,35 @@ def test_a_model_with_room_to_spare_leaves_most_traces_out(asked: list[set[Trace
     # Its plan B saves memory.
     assert {spec.method for spec in others[-1]} == {"full"}
     assert sum(map(len, asked)) < 0.7 * len({TraceSpec.of(config) for config in CONFIGS})
+
+
+def test_what_is_passed_over_is_what_less_memory_asks_for(
+    asked: list[set[TraceSpec]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is traced ahead where there is time for it: the next answer with less memory finds it."""
+    left: list[list[TraceSpec]] = []
+
+    class Ahead:
+        def go_on(self, specs: Callable[[], list[TraceSpec]]) -> None:
+            left.append(specs())
+
+        def stop(self) -> None:
+            pass
+
+    monkeypatch.setattr(predict_best, "traces_ahead", lambda *_: contextlib.nullcontext(Ahead()))
+    counts = searched(12_000 * MB, FULL).answer.counts
+    known = set().union(*asked)
+    specs = {TraceSpec.of(config) for config in CONFIGS}
+    before, after = left
+    assert set(after) <= set(before)
+    assert set(after) == specs - known
+    assert sum(TraceSpec.of(config) in after for config in CONFIGS) == counts.passed_over
+    asked.clear()
+    searched(1100 * MB, FULL)
+    assert set().union(*asked) <= known | set(after)
+    # What saves less comes before what saves more.
+    for number, spec in enumerate(after):
+        assert {*_faster(spec, FULL)}.isdisjoint(after[number:])
 
 
 def test_what_saves_memory_is_never_faster(traces: Mapping[TraceSpec, Trace]) -> None:

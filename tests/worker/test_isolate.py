@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -66,6 +67,20 @@ def is_alive(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_what_runs_in_the_background_ends_with_the_block(
+    worker: Commands, temporary_folder: Path
+) -> None:
+    command = worker("answer(pid=os.getpid())\ntime.sleep(600)")
+    launch = functools.partial(launching.spawn, command)
+    with isolate.in_background("trace", {}, launch=launch) as new_answers:
+        answers: list[Any] = []
+        wait_until(lambda: answers.extend(new_answers()) or answers)
+        assert is_alive(answers[0]["pid"])
+        assert new_answers() == []
+    assert not is_alive(answers[0]["pid"])
+    assert list(temporary_folder.iterdir()) == []
 
 
 def test_request_goes_in_and_answers_come_out(worker: Commands, temporary_folder: Path) -> None:

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -124,6 +125,12 @@ class ForkServer:
             on_poll=on_poll,
         )
         return end
+
+    def in_background(
+        self, verb: str, request: Mapping[str, Any]
+    ) -> AbstractContextManager[Callable[[], list[isolate.Reply]]]:
+        """Run one job as isolate.in_background does; no other runs before the end of the block."""
+        return isolate.in_background(verb, request, launch=self._launch)
 
     def start(self, verb: str) -> None:
         """Let a server import what jobs of this verb need, without waiting for it."""

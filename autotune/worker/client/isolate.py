@@ -26,11 +26,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -182,6 +183,21 @@ def run_jobs(
             if running:
                 time.sleep(POLL_SECONDS)
     return tuple(ends[index] for index in range(len(requests)))
+
+
+@contextlib.contextmanager
+def in_background(
+    verb: str, request: Mapping[str, Any], *, launch: Launch
+) -> Iterator[Callable[[], list[Reply]]]:
+    """Run a child that nobody waits for; yield what returns the answers that are new. It ends with the block.
+
+    Raises WorkerError when the request cannot be written or the child cannot be started.
+    """
+    with contextlib.ExitStack() as cleanup:
+        child = _Child(verb, request, Path(cleanup.enter_context(private_folder())) / "0")
+        cleanup.callback(child.close)
+        child.start(launch, math.inf, answers_renew=False)
+        yield child.read_answers
 
 
 class _Child:

@@ -75,18 +75,7 @@ _OF_THE_MACHINE = (MemoryError, OSError)
 
 def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the answers of the worker's verb `trace` (autotune.worker.__main__)."""
-    device = Device(
-        compute_capability=tuple(request["compute_capability"]),
-        cublas_workspace_bytes=request["cublas_workspace_bytes"],
-        num_sms=request["num_sms"],
-        backend=request["backend"],
-    )
-    wanted = request["traces"]
-    with contextlib.suppress(Exception):  # Tracing will say it.
-        _prepare(request, TraceSpec(**wanted[0]["spec"]))
-    # What is imported stays: without it, collecting a traced model takes a millisecond.
-    gc.collect()
-    gc.freeze()
+    device, wanted = begun(request), request["traces"]
     num_processes = forks.num_processes(len(wanted))
     groups = shared_models.parted(shared_models.groups_of(wanted), num_processes)
     if num_processes == 1:
@@ -94,6 +83,22 @@ def traces(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _answers(request, group, device)
         return
     yield from _forked(request, groups, device, num_processes)
+
+
+def begun(request: dict[str, Any]) -> Device:
+    """Return the card of a request, with what all its traces need in place."""
+    device = Device(
+        compute_capability=tuple(request["compute_capability"]),
+        cublas_workspace_bytes=request["cublas_workspace_bytes"],
+        num_sms=request["num_sms"],
+        backend=request["backend"],
+    )
+    with contextlib.suppress(Exception):  # Tracing will say it.
+        _prepare(request, TraceSpec(**request["traces"][0]["spec"]))
+    # What is imported stays: without it, collecting a traced model takes a millisecond.
+    gc.collect()
+    gc.freeze()
+    return device
 
 
 def _forked(
@@ -127,10 +132,17 @@ def _answers(request: dict[str, Any], group: Group, device: Device) -> Iterator[
     """The answers for a group, whose model is built anew only after a step that failed."""
     shared: SharedModels = {}
     for each in group:
-        answer = _answer(request, each, device, shared)
-        if "trace" not in answer:
-            shared = {}
-        yield answer
+        yield answer_with(request, each, device, shared)
+
+
+def answer_with(
+    request: dict[str, Any], wanted: dict[str, Any], device: Device, shared: SharedModels
+) -> dict[str, Any]:
+    """The answer for one trace of a group; after a step that failed no model is left of it."""
+    answer = _answer(request, wanted, device, shared)
+    if "trace" not in answer:
+        shared.clear()
+    return answer
 
 
 def _answer(
