@@ -59,8 +59,20 @@ COMMANDS = {
     "other budget": Command(
         arguments=(*_FIND, "--gpu-mem", "20GB"), target_seconds=1.5, after="find"
     ),
+    "other card": Command(
+        arguments=(*_FIND, "--gpu", "rtx-3090"), target_seconds=1.5, after="find"
+    ),
     "everything": Command(
         arguments=(*_FIND, "--gpu", CARD, "--space", "everything"), target_seconds=20.0
+    ),
+    "gemma 3n": Command(
+        arguments=("find", "--model", "google/gemma-3n-E2B-it", "--gpu", CARD), target_seconds=15.0
+    ),
+    "gemma 4": Command(
+        arguments=("find", "--model", "google/gemma-4-E2B-it", "--gpu", CARD), target_seconds=15.0
+    ),
+    "grpo": Command(
+        arguments=(*_FIND, "--gpu", CARD, "--task", "grpo", "--method", "lora"), target_seconds=15.0
     ),
     "t5": Command(arguments=("find", *_OF_T5), target_seconds=15.0),
     "dpo": Command(
