@@ -1,6 +1,6 @@
 """What a prediction costs: whole commands in cold processes, one configuration more, memory.
 
-Run on an idle machine: python -m validation.timing.speed [--repeats 3]
+Run on an idle machine: python -m validation.timing.speed [--repeats 3] [COMMAND ...]
 
 A command finds no traces but those of the command that it follows. Its seconds are the best of the repeats:
 wall, and the CPU time (user and system) of all its processes, which another load disturbs less. Memory is the
@@ -44,8 +44,12 @@ class Command:
     target_seconds: float
     after: str = ""
     """Name of the command that it follows, whose traces it finds; empty: it finds none."""
+    model_type: str = ""
+    """Transformers' name of a family of models, of which it finds the default configuration in MADE."""
 
 
+MADE = "./model"
+"""Folder with a configuration that is made."""
 _ESTIMATE = ("estimate", "--model", MODEL, "--gpu", CARD, "--method", "qlora")
 _FIND = ("find", "--model", MODEL)
 _OF_T5 = ("--model", "google-t5/t5-base", "--gpu", "rtx-3060-12gb", "--effective-batch", "64")
@@ -66,10 +70,14 @@ COMMANDS = {
         arguments=(*_FIND, "--gpu", CARD, "--space", "everything"), target_seconds=20.0
     ),
     "gemma 3n": Command(
-        arguments=("find", "--model", "google/gemma-3n-E2B-it", "--gpu", CARD), target_seconds=15.0
+        arguments=("find", "--model", MADE, "--gpu", CARD),
+        model_type="gemma3n_text",
+        target_seconds=15.0,
     ),
     "gemma 4": Command(
-        arguments=("find", "--model", "google/gemma-4-E2B-it", "--gpu", CARD), target_seconds=15.0
+        arguments=("find", "--model", MADE, "--gpu", CARD),
+        model_type="gemma4_text",
+        target_seconds=15.0,
     ),
     "grpo": Command(
         arguments=(*_FIND, "--gpu", CARD, "--task", "grpo", "--method", "lora"), target_seconds=15.0
@@ -91,18 +99,38 @@ class Cost:
     """Resident, of its largest process."""
 
 
-def cost_of(arguments: Sequence[str], *, traces: Path | None = None) -> Cost:
+def cost_of(arguments: Sequence[str], *, traces: Path | None = None, model_type: str = "") -> Cost:
     """Run `autotune` once, in an empty folder and with no traces kept but those of that folder.
+
+    `model_type`: of the configuration in the folder MADE, if there is to be one.
 
     Linux counts a parent's memory in a process that it has just begun: a small process between counts.
     """
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as between:
-        return between.submit(_child_cost, arguments, traces).result()
+        config = config_of(model_type) if model_type else ""
+        return between.submit(_child_cost, arguments, traces, config).result()
 
 
-def _child_cost(arguments: Sequence[str], traces: Path | None) -> Cost:
+def config_of(model_type: str) -> str:
+    """Return the default configuration of a family of models, as JSON."""
+    from transformers import AutoConfig
+
+    text: str = AutoConfig.for_model(model_type).to_json_string(use_diff=False)
+    return text
+
+
+def make_model(config: str, folder: Path) -> None:
+    """Write a configuration into the folder MADE of another one."""
+    place = folder / MADE
+    place.mkdir()
+    (place / "config.json").write_text(config, encoding="utf-8")
+
+
+def _child_cost(arguments: Sequence[str], traces: Path | None, config: str) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
+        if config:
+            make_model(config, Path(folder))
         started = time.perf_counter()
         ran = subprocess.run(
             [sys.executable, "-m", "autotune", *arguments],
@@ -139,7 +167,7 @@ def _cost_after(command: Command) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         if command.after:
             cost_of(COMMANDS[command.after].arguments, traces=Path(folder))
-        return cost_of(command.arguments, traces=Path(folder))
+        return cost_of(command.arguments, traces=Path(folder), model_type=command.model_type)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,17 +237,24 @@ def pricing(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
-    repeats = parser.parse_args().repeats
+    parser.add_argument(
+        "commands", nargs="*", metavar="COMMAND", help=f"{', '.join(COMMANDS)} [all]"
+    )
+    asked = parser.parse_args()
+    repeats = asked.repeats
     print(f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}\n")
     print("| command | target | wall | CPU | largest process |\n|---|---:|---:|---:|---:|")
-    for command in COMMANDS.values():
+    for command in [COMMANDS[name] for name in asked.commands] or COMMANDS.values():
         cost = best_of(command, repeats)
         after = f", after `{command.after}`" * bool(command.after)
+        after += f" (`{command.model_type}`)" * bool(command.model_type)
         print(
             f"| `autotune {' '.join(command.arguments)}`{after} | {command.target_seconds:g} s "
             f"| {cost.wall_seconds:.2f} s | {cost.cpu_seconds:.2f} s "
             f"| {cost.peak_bytes / 2**20:.0f} MiB |"
         )
+    if asked.commands:
+        return
     priced = pricing()
     print(
         f"\n{priced.num_configs:,} configurations: {priced.config_seconds * 1e3:.3f} ms each "

@@ -172,12 +172,14 @@ def table(parts: list[Part]) -> str:
 
 def parts_of(name: str) -> list[Part]:
     """Run a command of validation.timing.speed in a fresh process; return its parts."""
-    from validation.timing.speed import COMMANDS, cost_of
+    from validation.timing.speed import COMMANDS, config_of, cost_of, make_model
 
     command = COMMANDS[name]
     with tempfile.TemporaryDirectory() as traces, tempfile.TemporaryDirectory() as folder:
         if command.after:
             cost_of(COMMANDS[command.after].arguments, traces=Path(traces))
+        if command.model_type:
+            make_model(config_of(command.model_type), Path(folder))
         told = Path(folder) / "parts.json"
         subprocess.run(
             [sys.executable, "-m", "validation.timing.where", "--into", told, *command.arguments],
