@@ -25,7 +25,7 @@ class _Ahead:
 _ahead: list[_Ahead] = []
 """The server that was started ahead, until it is taken."""
 _blocks: list[contextlib.ExitStack] = []
-"""What happens at the end of the block that a server was started ahead for."""
+"""Calls for the end of each block that a server was started ahead for."""
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def started_ahead(libraries: Collection[str]) -> Iterator[None]:
 
 
 def block_ahead() -> contextlib.ExitStack | None:
-    """Return what happens at the end of the `started_ahead` block, if this is in one."""
+    """Return the calls for the end of the `started_ahead` block, if this is in one."""
     return _blocks[-1] if _blocks else None
 
 
