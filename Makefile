@@ -2,7 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP_FLAGS := --quiet --disable-pip-version-check
+# pip compiles one file after the other: COMPILE does on all cores, but for other packages' tests.
+PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
+COMPILE := -m compileall -qq -j 0 -x '/tests?/'
 # Tests start hundreds of processes, each of which would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -55,6 +57,7 @@ $(STAMP): pyproject.toml constraints.txt tests/loaders.txt
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --requirement tests/loaders.txt
+	@$(BIN)/python $(COMPILE) $(VENV)/lib || true  # Some packages have templates that are no Python.
 	@touch $@
 
 clean:  ## Remove .venv and caches
