@@ -83,12 +83,7 @@ def import_for_traces(libraries: list[str]) -> None:
     imports.import_libraries(libraries)
     import autotune.worker.trace.step  # noqa: F401
 
-    with contextlib.suppress(
-        ImportError
-    ):  # Of Transformers 5: each adapter that is made asks for it.
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-        get_checkpoint_conversion_mapping("")  # It compiles the patterns of all models, once.
+    _compile_patterns()
 
 
 def import_libraries() -> None:
@@ -104,6 +99,16 @@ def import_libraries() -> None:
 
         with contextlib.suppress(ImportError):
             import lomo_optim  # noqa: F401  accelerate imports it in the first backward pass
+        import autotune.worker.probe.run  # noqa: F401
+    _compile_patterns()
+
+
+def _compile_patterns() -> None:
+    """Let Transformers compile the patterns of all models' weights, which each new adapter asks for."""
+    with contextlib.suppress(ImportError):  # Of Transformers 5.
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        get_checkpoint_conversion_mapping("")
 
 
 @contextlib.contextmanager
