@@ -25,6 +25,7 @@ import pytest
 from autotune import cli
 from autotune.nightly import run as nightly
 from autotune.predict import trace_servers, tracing
+from autotune.records import measurement
 from autotune.search import measure_best
 from autotune.search.inverse import limits
 from autotune.worker.client import forkserver, isolate
@@ -71,10 +72,11 @@ class Workers:
     def __init__(self) -> None:
         self.traces: Path | None = None
         """A folder in which traces are kept for whoever asks for them again."""
-        self._servers: dict[bool, ForkServer] = {}
+        self._free: list[ForkServer] = []
+        """Servers that run no job; there is a second one only where jobs run side by side."""
 
     def close(self) -> None:
-        for server in self._servers.values():
+        for server in self._free:
             server.close()
 
     @contextlib.contextmanager
@@ -99,6 +101,8 @@ class Workers:
                 patch.setattr(module, "run_many", run_forked)
             for module in (forkserver, measure_best, limits, nightly, trace_servers):
                 patch.setattr(module, "ForkServer", lambda **_: _Lent(self))
+            # How long a probe times its steps is nothing that a test here asks.
+            patch.setitem(measurement.PROBE_SECONDS, "cpu", 0.5)
             yield
 
     def run(
@@ -148,19 +152,27 @@ class Workers:
         return subprocess.CompletedProcess(arguments, end.exit_code, told, end.stderr_tail)
 
     def start(self, verb: str) -> None:
-        with _adopting():
-            self._server(verb).start(verb)
+        with _adopting(), self._server() as server:
+            server.start(verb)
 
     def _run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
-        with _adopting():
-            return self._server(verb).run(verb, request, **rest)
+        with _adopting(), self._server() as server:
+            return server.run(verb, request, **rest)
 
-    def _server(self, verb: str) -> ForkServer:
-        """The server for a verb.
+    @contextlib.contextmanager
+    def _server(self) -> Iterator[ForkServer]:
+        server = self._free.pop() if self._free else _AnyVerb(command=SERVER)
+        try:
+            yield server
+        finally:
+            self._free.append(server)
 
-        A trace needs other variables than the other verbs, for which one server would start anew.
-        """
-        return self._servers.setdefault(verb == "trace", ForkServer(command=SERVER))
+
+class _AnyVerb(ForkServer):
+    """A server that is one for all verbs: program_server.py gives a trace its variables."""
+
+    def start(self, verb: str) -> None:
+        super().start("probe")
 
 
 class _Lent:

@@ -9,6 +9,7 @@ longer than what tests ask of most programs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
@@ -17,6 +18,24 @@ from typing import Any
 
 from autotune.worker import server
 from autotune.worker.__main__ import VERBS, Answers
+from autotune.worker.client import launching
+
+
+def _import_all() -> None:
+    """Import what workers do, and what many jobs of tests would each import for themselves."""
+    server.import_libraries()
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import autotune.worker.trace.step  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        from trl import DPOTrainer, SFTTrainer  # noqa: F401
+
+
+def _trace(request: dict[str, Any]) -> Answers:
+    """Trace as in an environment for traces: the server's is that of the other verbs."""
+    os.environ.update(launching.VERB_ENVIRONMENT["trace"])
+    return VERBS["trace"](request)
 
 
 def _program(request: dict[str, Any]) -> Answers:
@@ -41,4 +60,4 @@ def _program(request: dict[str, Any]) -> Answers:
 
 
 if __name__ == "__main__":
-    server.main(verbs={**VERBS, "program": _program})
+    server.main(_import_all, {**VERBS, "trace": _trace, "program": _program})

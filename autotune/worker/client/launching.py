@@ -23,7 +23,7 @@ _COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
-_VERB_ENVIRONMENT = {
+VERB_ENVIRONMENT = {
     # A trace runs on `meta` and must not create a CUDA context, which takes memory from a real run.
     # It computes nothing either: threads would only get in the way of the other child.
     "trace": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
@@ -70,7 +70,7 @@ def worker_command() -> list[str]:
 
 def worker_environment(verb: str) -> dict[str, str]:
     """The parent's environment variables with ours on top; an uninstalled checkout stays importable."""
-    environment = os.environ | _COMMON_ENVIRONMENT | _VERB_ENVIRONMENT.get(verb, {})
+    environment = os.environ | _COMMON_ENVIRONMENT | VERB_ENVIRONMENT.get(verb, {})
     environment[PARENT_VARIABLE] = str(os.getpid())
     root = Path(__file__).resolve().parents[3]
     if root.name not in ("site-packages", "dist-packages"):
