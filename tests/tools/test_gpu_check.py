@@ -77,7 +77,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, one_server: None) -> Path
 
 
 def run(*pieces: str, studies: Path) -> int:
-    options = ["--backend", "cpu", "--tiny", "--minutes", "2", "--studies", str(studies)]
+    options = ["--backend", "cpu", "--tiny", "--minutes", "20", "--studies", str(studies)]
     return int(command.main([*pieces, *options]))
 
 
