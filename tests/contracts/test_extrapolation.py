@@ -175,6 +175,8 @@ def without_order_of_frees(seen: list[Any]) -> list[Any]:
 
 def assert_same_events(mine: list[Any], theirs: list[Any], spec: TraceSpec, what: str) -> None:
     """But for those of no bytes: what a kernel needs from some size on."""
+    if mine == theirs:
+        return
     mine, theirs = ([event for event in seen if event[1]] for seen in (mine, theirs))
     if PRECISIONS[spec.precision].autocast:
         mine, theirs = without_order_of_frees(mine), without_order_of_frees(theirs)
