@@ -69,13 +69,15 @@ def answered(data: Samples, tokenizer: Any, _: Sequence[Any], **limits: Any) -> 
     if limits:
         limits["truncation"] = "only_second"
     for some in parts_of(data.samples):
-        batch = made_fast(tokenizer)(
-            [each.text for each in some],
-            [each.context for each in some],
-            return_offsets_mapping=True,
-            verbose=False,
-            **limits,
-        )
+        questions, contexts = zip(*((each.text, each.context) for each in some), strict=True)
+        try:
+            batch = made_fast(tokenizer)(
+                questions, contexts, return_offsets_mapping=True, verbose=False, **limits
+            )
+        except UnusableData:
+            raise
+        except Exception as error:  # tokenizers 0.22 has no other class for it
+            raise UnusableData(f"a question leaves no room for its context: {error}") from error
         for number, sample in enumerate(some):
             row = of_row(batch, number)
             offsets = row.pop("offset_mapping")
