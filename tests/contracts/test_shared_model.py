@@ -35,6 +35,7 @@ LORA = dataclasses.replace(
     FULL, method="lora", lora_targets="all-linear", precision="bf16-autocast"
 )
 QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4-double")
+SFT = dataclasses.replace(LORA, trainer="trl-sft", batching="padded")
 SHARING = {
     "full": FULL,
     "full, in float16 with NEFTune": dataclasses.replace(
@@ -46,6 +47,7 @@ SHARING = {
     ),
     "dora": dataclasses.replace(LORA, lora_variant="dora"),
     "qlora": QLORA,
+    "sft": SFT,
 }
 
 
@@ -88,7 +90,7 @@ CHECKPOINTING = [(0, False), (1, False), (1, True), (2, False), (2, True)]
 """Intervals of checkpointed layers, and whether activations are offloaded."""
 
 
-@pytest.mark.parametrize("spec", [FULL, QLORA], ids=["full", "qlora"])
+@pytest.mark.parametrize("spec", [FULL, QLORA, SFT], ids=["full", "qlora", "sft"])
 @pytest.mark.parametrize("order", [1, -1], ids=["none first", "none last"])
 def test_a_trace_is_the_same_with_a_model_that_has_checkpointed_other_layers(
     spec: TraceSpec, order: int
@@ -167,7 +169,7 @@ def test_a_model_is_not_shared_that_a_step_changes() -> None:
         dataclasses.replace(QLORA, quantization="int8"),
         dataclasses.replace(LORA, precision="fp8-autocast"),
         dataclasses.replace(LORA, liger=True),
-        dataclasses.replace(LORA, trainer="trl-sft"),
+        dataclasses.replace(LORA, trainer="trl-dpo"),
         dataclasses.replace(LORA, attention="flex_attention"),
     ]
     specs = [

@@ -22,7 +22,7 @@ class Answer:
         self.layers = {"traced": traced, "full": full, "period": period}
         self.blocks: list[dict[str, Any]] = []
         self.tensors: list[dict[str, Any]] = []
-        self.parameters: dict[str, Any] = {}
+        self.parameters: list[dict[str, Any]] = []
         self.number: dict[str, int] = {}
 
     def block(self, phase: str, layer: int = -1, *, stack: int = 0) -> Answer:
@@ -321,12 +321,11 @@ def test_set_up_kernels_are_no_part_of_a_step() -> None:
 
 def test_parameters_are_counted_over_all_layers() -> None:
     a = step(full=5)
-    a.parameters = {
-        "-1": {"total": [[9000, 0, 0]], "trainable": []},
-        "0": {"total": [[1000, 0, 0], [7, 0, 1]], "trainable": [[7, 0, 1]]},
-        "1": {"total": [[1000, 0, 0], [7, 0, 1]], "trainable": [[7, 0, 1]]},
-        "2": {"total": [[1000, 0, 0], [7, 0, 1]], "trainable": [[7, 0, 1]]},
-    }
+    counts = {"total": [[1000, 0, 0], [7, 0, 1]], "trainable": [[7, 0, 1]]}
+    a.parameters = [
+        {"stack": 0, "layer": -1, "total": [[9000, 0, 0]], "trainable": []},
+        *({"stack": 0, "layer": layer, **counts} for layer in range(3)),
+    ]
     assert a.trace().num_parameters(8) == (9000 + 5 * (1000 + 7 * 8), 5 * 7 * 8)
 
 

@@ -216,7 +216,7 @@ def some_trace() -> dict[str, Any]:
         "layers": {"traced": 1, "full": 1, "period": 1},
         "tensors": [weight, {"size": (512, 1, 0)}],
         "blocks": blocks,
-        "parameters": {"-1": {"total": [(256, 0, 0)], "trainable": []}},
+        "parameters": [{"stack": 0, "layer": -1, "total": [(256, 0, 0)], "trainable": []}],
     }
 
 

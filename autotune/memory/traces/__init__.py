@@ -6,7 +6,8 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
 `coefficient x micro_batch^i x rank^j`. BrokenTrace: the blocks do not repeat the way this assumes.
 
     terms.py     sizes, evaluated at a micro-batch and a rank
-    copies.py    layers, and the numbers of the tensors that copies of a block make
+    layers.py    which layers were traced, and which each of the whole model copies
+    copies.py    the numbers of the tensors that copies of a block make
     running.py   bytes alive after each event
     phases.py    what a block is a part of, and where in the model
     blocks.py    events and kernels of one block
@@ -15,8 +16,8 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
 """
 
 from autotune.memory.traces.blocks import TracedKernel
-from autotune.memory.traces.copies import BrokenTrace
 from autotune.memory.traces.later import LaterTrace, with_lean_layers_later
+from autotune.memory.traces.layers import TOWER, BrokenTrace, Stacks
 from autotune.memory.traces.phases import (
     EMBED_PHASES,
     FETCH_PHASES,
@@ -37,11 +38,13 @@ __all__ = [
     "GENERATION_PHASES",
     "OUTSIDE",
     "SETUP_PHASES",
+    "TOWER",
     "BrokenTrace",
     "LaterTrace",
     "Launch",
     "Phase",
     "Place",
+    "Stacks",
     "Sums",
     "Term",
     "Terms",

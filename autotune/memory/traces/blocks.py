@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autotune.memory.traces.copies import Layers, order_of
+from autotune.memory.traces.copies import order_of
+from autotune.memory.traces.layers import Stacks
 from autotune.memory.traces.phases import (
     FETCH_PHASES,
     FORWARD_PHASES,
@@ -91,14 +92,14 @@ _KernelKey = tuple[Any, ...]
 
 
 def _counted(
-    blocks: Iterable[Mapping[str, Any]], copies_of: Callable[[Any], int]
+    blocks: Iterable[Mapping[str, Any]], copies_of: Callable[[int, int], int]
 ) -> dict[_KernelKey, int]:
-    """Count the kernels of a micro-step, `copies_of` its layer times each."""
+    """Count the kernels of a micro-step, `copies_of` its stack and layer times each."""
     counts: dict[_KernelKey, int] = {}
     for block in blocks:
         if block["phase"] in SETUP_PHASES or block["phase"] in FETCH_PHASES:
             continue
-        copies = copies_of(block["layer"])
+        copies = copies_of(block["stack"], block["layer"])
         pass_of_block = "forward" if block["phase"] in FORWARD_PHASES else "backward"
         for name, dtype, flops, moved, recomputed, count, shape, *chunked in block["kernels"]:
             of_each = chunked == ["each"]
@@ -115,7 +116,7 @@ def _counted(
     return counts
 
 
-def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[TracedKernel]:
+def count_kernels(blocks: Iterable[Mapping[str, Any]], stacks: Stacks) -> list[TracedKernel]:
     """Return the kernels of a micro-step, equal ones once with their number."""
     return [
         TracedKernel(
@@ -140,12 +141,12 @@ def count_kernels(blocks: Iterable[Mapping[str, Any]], layers: Layers) -> list[T
             chunk_moved,
             repeated,
             of_each,
-        ), count in _counted(blocks, layers.copies).items()
+        ), count in _counted(blocks, stacks.copies).items()
     ]
 
 
 def stretches(
-    blocks: Sequence[Mapping[str, Any]], layers: Layers, kernels: Sequence[TracedKernel]
+    blocks: Sequence[Mapping[str, Any]], stacks: Stacks, kernels: Sequence[TracedKernel]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
     """Return the share of each kernel's launches in each block, and the blocks in order of execution.
 
@@ -163,9 +164,9 @@ def stretches(
     }
     shares = np.zeros((len(blocks), len(kernels)))
     for position, block in enumerate(blocks):
-        for key, count in _counted([block], lambda _: 1).items():
+        for key, count in _counted([block], lambda *_: 1).items():
             index = index_of[key]
             shares[position, index] = count / kernels[index].count
     empty = {position for position, of_block in enumerate(shares) if not of_block.any()}
-    order = [position for position, _ in order_of(blocks, layers) if position not in empty]
+    order = [position for position, _ in order_of(blocks, stacks) if position not in empty]
     return shares, np.asarray(order, dtype=np.int64)

@@ -21,7 +21,8 @@ from autotune.memory.traces.blocks import (
     giving_up,
     stretches,
 )
-from autotune.memory.traces.copies import BrokenTrace, Copies, Events, Layers, numbers_of
+from autotune.memory.traces.copies import Copies, Events, numbers_of
+from autotune.memory.traces.layers import TOWER, BrokenTrace, Layers, Stacks
 from autotune.memory.traces.phases import (
     FETCH_PHASES,
     FORWARD_PHASES,
@@ -85,8 +86,8 @@ class Trace:
     """A text that no other trace has; empty where nobody has given it one."""
 
     def __init__(self, answer: dict[str, Any]) -> None:
-        layers = Layers(**answer["layers"])
-        self._answer = answer if layers.cut is not None else None
+        stacks = Stacks.of_answer(answer)
+        self._answer = answer if stacks.text.cut is not None else None
         blocks = [{**block, "phase": Phase(block["phase"])} for block in answer["blocks"]]
         self.is_compiled: bool = answer.get("compiled", False)
         """Whether the step is one that torch.compile has made."""
@@ -97,7 +98,7 @@ class Trace:
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
         self._chunks: tuple[str, Term, int, int] | None = answer.get("chunks")
         self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
-        copies = Copies(self._tensors, blocks, layers)
+        copies = Copies(self._tensors, blocks, stacks)
         self._template = copies.template
         # What prices a configuration asks for the same sizes several times in a row.
         self._traced_sizes = functools.lru_cache(maxsize=2)(self._work_out_sizes)
@@ -146,20 +147,20 @@ class Trace:
         self.gradients: list[int] = made[self._categories[made] == "gradient"].tolist()
         self.workspaces: list[int] = made[self._categories[made] == "workspace"].tolist()
         of_step = [block for block in blocks if block["phase"] not in GENERATION_PHASES]
-        self.kernels = count_kernels(of_step, layers)
-        self._make_stretches = functools.partial(stretches, of_step, layers, self.kernels)
+        self.kernels = count_kernels(of_step, stacks)
+        self._make_stretches = functools.partial(stretches, of_step, stacks, self.kernels)
 
         def generates(phase: Phase) -> tuple[list[int], list[TracedKernel]]:
             events, _ = whole([phase], traced)
             of_phase = [block for block in blocks if block["phase"] is phase]
-            return listed(events), count_kernels(of_phase, layers)
+            return listed(events), count_kernels(of_phase, stacks)
 
         self._generates = functools.cache(generates)
         self.flops = Terms([kernel.flops for kernel in self.kernels])
         self.moved = Sums([kernel.moved for kernel in self.kernels])
         self._shapes = Terms([size[:3] for kernel in self.kernels for size in kernel.shape])
         self._counts = [
-            (layers.copies(int(layer)), entry) for layer, entry in answer["parameters"].items()
+            (stacks.copies(entry["stack"], entry["layer"]), entry) for entry in answer["parameters"]
         ]
 
     def with_lean_layers(self, count: int) -> Trace:
@@ -200,13 +201,13 @@ class Trace:
 
     @property
     def layers(self) -> dict[int, int]:
-        """Return the layer of each tensor that a layer makes in its first micro-step."""
+        """Return the layer of each tensor that a layer of the text makes in its first micro-step."""
         blocks = (*self.setup_blocks(), *self.blocks())
         return {
             number: layer
-            for _, (_, layer), events in blocks
+            for _, (stack, layer), events in blocks
             for number in events
-            if number >= 0 <= layer
+            if number >= 0 <= layer and stack != TOWER
         }
 
     def generation(self, phase: Phase) -> list[int]:

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 Kind = frozenset[Any]
 """The facts of a layer that could change what it allocates and computes."""
+
+TOWER_NUMBERS = ("num_hidden_layers", "depth")
+"""Names of the setting that says how many layers a tower has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +90,23 @@ def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
     return stacks if len(stacks) <= 2 else []
 
 
+def tower_layers(model: nn.Module) -> nn.ModuleList | None:
+    """The repeated layers of the model's tower that sees; None where it is unclear which they are."""
+    vision = getattr(inner_of(model).config, "vision_config", None)
+    for module in model.modules() if vision is not None else ():
+        if isinstance(module, PreTrainedModel) and type(module.config) is type(vision):
+            number = num_tower_layers(vision)
+            lists = (each for each in module.modules() if isinstance(each, nn.ModuleList))
+            return next((each for each in lists if len(each) == number > 1), None)
+    return None
+
+
+def num_tower_layers(vision: Any) -> int:
+    """The number of layers that see, by a tower's configuration; 0 where it does not say."""
+    found = (getattr(vision, name, None) for name in TOWER_NUMBERS)
+    return next((number for number in found if isinstance(number, int)), 0)
+
+
 def find_pattern(kinds: Sequence[Any], *, step: int, num_periods: int) -> Pattern | None:
     """Find the pattern that takes the fewest layers to trace; None where that is no fewer than all.
 
@@ -115,20 +135,14 @@ def kinds_of(model: nn.Module, config: PretrainedConfig, *, sees: bool = False) 
     if not stacks:
         return []
     of_text = text_part(config)
-    outside = _outside(model, stacks)
-    facts: list[dict[Any, Any]] = [
-        {
-            (number, *key): value
-            for number, layers in enumerate(at)
-            for key, value in _facts(layers).items()
-        }
-        for at in zip(*stacks, strict=True)
-    ]
+    tower = tower_layers(model) if sees else None
+    outside = _outside(model, stacks if tower is None else [*stacks, tower])
+    facts = facts_of_layers([*zip(*stacks, strict=True)])
     for name, values in vars(of_text).items():
         if isinstance(values, list) and len(values) == len(facts):
             for fact, value in zip(facts, values, strict=True):
                 fact["config", name] = value if isinstance(value, int) else str(value)
-    _drop_numbers_of_layers(facts)
+    drop_numbers_of_layers(facts)
     if sees and (taken := getattr(config.vision_config, "deepstack_visual_indexes", ())):
         # Behind each of the first layers something is added that the tower has seen on its way (Qwen3-VL).
         for number, fact in enumerate(facts):
@@ -142,6 +156,18 @@ def letters_of(kinds: Sequence[Kind]) -> str:
     """Return a letter for each layer: those of one kind have the same."""
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     return "".join(chr(ord("a") + numbers[kind]) for kind in kinds)
+
+
+def facts_of_layers(at: Sequence[Sequence[nn.Module]]) -> list[dict[Any, Any]]:
+    """The facts of each layer, of the one in each stack."""
+    return [
+        {
+            (number, *key): value
+            for number, layer in enumerate(layers)
+            for key, value in _facts(layer).items()
+        }
+        for layers in at
+    ]
 
 
 def _outside(model: nn.Module, stacks: Sequence[nn.ModuleList]) -> frozenset[Any]:
@@ -175,7 +201,7 @@ def _facts(layer: nn.Module) -> dict[Any, Any]:
     return facts
 
 
-def _drop_numbers_of_layers(facts: list[dict[Any, Any]]) -> None:
+def drop_numbers_of_layers(facts: list[dict[Any, Any]]) -> None:
     """Drop settings that only number the layers, counted from anywhere: they make no layer another kind."""
     for key in {key for fact in facts for key in fact}:
         values = {layer: fact[key] for layer, fact in enumerate(facts) if key in fact}

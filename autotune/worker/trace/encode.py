@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from autotune.memory.traces import Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build import model as models
@@ -100,6 +101,7 @@ def encode(
 ) -> dict[str, Any]:
     """Encode a trace as autotune.memory.traces.Trace reads it.
 
+    `layers`: which were traced, as autotune.memory.traces.Stacks reads it.
     `made_by`: what made each tensor, where that was asked for.
     """
     recording = step.tracker.recording
@@ -148,7 +150,7 @@ def encode(
                 entry["rule"] = [name, *map(symbols.term, numbers)]
         tensors.append(entry)
     answer = {
-        "layers": layers,
+        **layers,
         "tensors": tensors,
         "blocks": blocks,
         "parameters": _count_parameters(step.model, symbols),
@@ -167,20 +169,22 @@ def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
     return number, False
 
 
-def _count_parameters(model: nn.Module, symbols: Symbols) -> dict[str, Any]:
+def _count_parameters(model: nn.Module, symbols: Symbols) -> list[dict[str, Any]]:
     """Count elements of the traced layers by layer as in `blocks`, 4-bit weights unpacked."""
     linears: list[Any] = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
     quantised: dict[int, int] = {id(m.weight): m.in_features * m.out_features for m in linears}
     place_of = place_finder(model)
-    counted: dict[int, dict[str, Any]] = {}
+    counted: dict[Place, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         elements = quantised.get(id(parameter), parameter.numel())
-        entry = counted.setdefault(place_of(name)[1], {"total": [], "trainable": []})
+        stack, layer = place = place_of(name)
+        counts = {"stack": stack, "layer": layer, "total": [], "trainable": []}
+        entry = counted.setdefault(place, counts)
         monomial = symbols.of_weight(elements)
         entry["total"].append(monomial)
         if parameter.requires_grad:
             entry["trainable"].append(monomial)
-    return {str(layer): entry for layer, entry in counted.items()}
+    return [*counted.values()]
 
 
 def _blocks(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
 from autotune.catalogue.tasks import CAUSAL
-from autotune.memory.traces import OUTSIDE, Phase, Place
+from autotune.memory.traces import OUTSIDE, TOWER, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
@@ -24,7 +24,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build import adapters, fp8, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
-from autotune.worker.build.layers import layer_stacks
+from autotune.worker.build.layers import layer_stacks, tower_layers
 from autotune.worker.build.pictures import GRIDS
 from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace import liger, pictures, sft, trl_steps
@@ -54,7 +54,7 @@ class MetaStep:
         tracker: Tracker,
         *,
         rank: int,
-        copies: Callable[[int], int] | None = None,
+        copies: Callable[[int, int], int] | None = None,
         sees: Pictures | None = None,
     ) -> None:
         self.model = model
@@ -171,7 +171,7 @@ class MetaStep:
         self.mark(Phase.WEIGHTS)
         if self._copies is not None:
             copies = self._copies
-            size_bytes = loading.block_bytes(self.model, lambda name: copies(place_of(name)[1]))
+            size_bytes = loading.block_bytes(self.model, lambda name: copies(*place_of(name)))
             self.block = self.tracker.record_and_free(size_bytes)
         for module, own, name in loading.checkpointed(self.model):
             self._mark_change(Phase.WEIGHTS, place_of(name))
@@ -315,6 +315,8 @@ class MetaStep:
         handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
         for number, stack in enumerate(layer_stacks(model)):
             handles += self._hook_layers(number, stack)
+        if self.sees is not None and (tower := tower_layers(model)) is not None:
+            handles += self._hook_layers(TOWER, tower)
         return handles
 
     def expect(self, passes: Iterable[Phase]) -> None:
@@ -344,7 +346,7 @@ class MetaStep:
             if not torch.is_grad_enabled():
                 self.mark(self._pass, place)
                 return
-            self.mark(Phase.FORWARD, place)
+            self.mark(Phase.EMBED if place[0] == TOWER else Phase.FORWARD, place)
             hidden = args[0] if args else kwargs["hidden_states"]
             if place[1] == 0 and hidden.requires_grad:
                 hidden.register_hook(lambda _: self.mark(Phase.EMBED_BACKWARD))
@@ -358,9 +360,11 @@ class MetaStep:
             hidden = output[0] if isinstance(output, tuple) else output
             is_kept = torch.is_grad_enabled()
             if hidden.requires_grad and is_kept:
-                hidden.register_hook(lambda _: self.mark(Phase.BACKWARD, place))
+                backward = Phase.EMBED_BACKWARD if place[0] == TOWER else Phase.BACKWARD
+                hidden.register_hook(lambda _: self.mark(backward, place))
             if is_last:
-                phase = Phase.HEAD if is_kept else self._pass
+                is_text = place[0] != TOWER
+                phase = Phase.HEAD if is_kept and is_text else self._pass
                 self.tracker.mark_before_next((phase, OUTSIDE))
 
         return leave
@@ -376,10 +380,13 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 def place_finder(model: Any) -> Callable[[str], Place]:
     """A function that finds the place of a module or parameter among the repeated layers, by its name."""
     names = {id(module): name for name, module in model.named_modules()}
-    prefixes = [names[id(stack)] + "." for stack in layer_stacks(model)]
+    stacks = dict(enumerate(layer_stacks(model)))
+    if (tower := tower_layers(model)) is not None:
+        stacks[TOWER] = tower
+    prefixes = {stack: names[id(layers)] + "." for stack, layers in stacks.items()}
 
     def place_of(name: str) -> Place:
-        for stack, prefix in enumerate(prefixes):
+        for stack, prefix in prefixes.items():
             _, found, rest = name.partition(prefix)
             if found:
                 return stack, int(rest.partition(".")[0])

@@ -23,7 +23,8 @@ class SharedModel:
     """A model for traces whose specs differ in `single` and in checkpointing alone."""
 
     model: nn.Module
-    layers: dict[str, Any]
+    layers: dict[str, dict[str, Any]]
+    """Which layers were built, as autotune.memory.traces.Stacks reads it."""
     ready: SetUp | None = None
     """The model as the first of them has set it up."""
     has_checkpointed: bool = False
@@ -65,9 +66,9 @@ def parted(groups: list[Group], num_processes: int) -> list[Group]:
 def _is_left_as_it_was(spec: TraceSpec) -> bool:
     """Whether a step leaves the model as it was before, but for gradients.
 
-    LLM.int8 moves its codes in the first step, fp8 keeps scales; Liger, TRL and FlexAttention are put in for
-    the length of one trace, a loss in parts takes the head's place, and a plan that of layers. Dynamo may
-    keep what it likes.
+    LLM.int8 moves its codes in the first step, fp8 keeps scales; Liger, FlexAttention and TRL's trainers but
+    for SFTTrainer are put in for the length of one trace, a loss in parts takes the head's place, and a plan
+    that of layers. Dynamo may keep what it likes.
     """
     return (
         spec.quantization != "int8"
@@ -75,7 +76,7 @@ def _is_left_as_it_was(spec: TraceSpec) -> bool:
         and not spec.liger
         and not spec.chunked_loss
         and not spec.has_plan
-        and spec.trainer == "transformers"
+        and spec.trainer in ("transformers", "trl-sft")
         and spec.attention != flex.FLEX
         and not spec.is_compiled
     )

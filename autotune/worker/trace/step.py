@@ -29,14 +29,13 @@ from transformers import PretrainedConfig
 
 from autotune.catalogue.tasks import PICTURES
 from autotune.common import json_records
-from autotune.memory.traces import unlike_layers
-from autotune.memory.traces.copies import Layers
+from autotune.memory.traces import Stacks, unlike_layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS, row_of
-from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel
+from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel, towers
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
@@ -228,7 +227,7 @@ def trace_step(
     tensor_parallel.begin(spec.num_splits)
     base = _base({} if shared is None else shared, config, task, spec, whole=whole)
     if spec.has_plan:
-        count = base.layers.get("cut", spec.checkpoint_layers)
+        count = base.layers["layers"].get("cut", spec.checkpoint_layers)
         if not count:
             raise UnsupportedModel(
                 "its layers are too few, or too unlike, for a plan of any number of them"
@@ -269,7 +268,7 @@ def trace_step(
     tracker.has_padding = spec.batching == "padded" and not is_alone and reads_tokens
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     takes_block = spec.quantization != "none" and device.backend == "cuda"
-    copies = Layers(**base.layers).copies if takes_block else None
+    copies = Stacks.of_answer(base.layers).copies if takes_block else None
     step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_trace_settings(tracker))
@@ -350,7 +349,7 @@ def _base(
     if found is None:
         with attention.without_library(spec.attention), without_values():
             model, said = (_whole if whole else _few)(config, task, spec)
-        has_all = said["traced"] == said["full"]
+        has_all = Stacks.of_answer(said).are_whole
         found = (left(0) if has_all else None) or SharedModel(model=model, layers=said)
         shared[step] = found
         if has_all:
@@ -368,20 +367,28 @@ def _buffers_of(
 
 def _whole(
     config: PretrainedConfig, task: str, spec: TraceSpec
-) -> tuple[nn.Module, dict[str, Any]]:
+) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
     num = layers.num_layers(config)
-    said: dict[str, Any] = {"traced": num, "full": num, "first": 0, "period": 1}
+    of_text: dict[str, Any] = {"traced": num, "full": num, "first": 0, "period": 1}
     if spec.has_plan and not spec.checkpoint_layers and _num_periods(config, spec) == 3:
-        kinds = layers.letters_of(_kinds_of_whole(config, task, spec))
+        kinds = layers.letters_of(_kinds_of_whole(config, task, spec)[0])
         cut = unlike_layers.place_to_cut(kinds)
         if cut is not None:
-            said |= {"cut": cut, "kinds": kinds}
-    return models.build_base(config, task, spec), said
+            of_text |= {"cut": cut, "kinds": kinds}
+    said: dict[str, Any] = {"layers": of_text}
+    model = models.build_base(config, task, spec)
+    tower = layers.tower_layers(model) if task == PICTURES else None
+    if tower is not None:
+        every = [*range(len(tower))]
+        said["tower"] = {"own": every, "sources": every}
+    return model, said
 
 
-def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Module, dict[str, Any]]:
+def _few(
+    config: PretrainedConfig, task: str, spec: TraceSpec
+) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
     """Build a model with just the layers that stand for all; the whole one where there are none such."""
-    kinds = _kinds_of_whole(config, task, spec)
+    kinds, of_tower = _kinds_of_whole(config, task, spec)
     pattern = layers.find_pattern(
         kinds,
         step=max(spec.activation_checkpointing, 1),
@@ -398,25 +405,39 @@ def _few(config: PretrainedConfig, task: str, spec: TraceSpec) -> tuple[nn.Modul
         if num >= len(kinds):
             return _whole(config, task, spec)
     small = layers.with_layers(config, num)
+    said: dict[str, Any] = {
+        "layers": {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern), **cut}
+    }
+    kept = towers.fewest(of_tower)
+    if kept:
+        said["tower"] = towers.copies_of(of_tower, kept)
+        small = towers.with_tower_layers(small, kept)
     try:
         model = models.build_base(small, task, spec)
     except UnsupportedModel:  # Something in the configuration counts the layers.
         return _whole(config, task, spec)
-    if layers.kinds_of(model, small, sees=task == PICTURES) != kinds[:num]:
+    if _kinds_of(model, small, task) != (kinds[:num], [of_tower[number] for number in kept]):
         return _whole(config, task, spec)  # What is special about the last layers comes too early.
-    return model, {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern), **cut}
+    return model, said
 
 
-_KINDS: dict[tuple[str, str, str], list[layers.Kind]] = {}
+_Kinds = tuple[list[layers.Kind], list[layers.Kind]]
+"""Kinds of layers: of the text, and of a tower that sees."""
+_KINDS: dict[tuple[str, str, str], _Kinds] = {}
 """Kinds of each configuration's layers: a process traces one model in many ways."""
 
 
-def _kinds_of_whole(config: PretrainedConfig, task: str, spec: TraceSpec) -> list[layers.Kind]:
+def _kinds_of_whole(config: PretrainedConfig, task: str, spec: TraceSpec) -> _Kinds:
     key = config.to_json_string(use_diff=False), task, spec.attention
     if key not in _KINDS:
-        whole = models.build_base(config, task, spec)
-        _KINDS[key] = layers.kinds_of(whole, config, sees=task == PICTURES)
+        _KINDS[key] = _kinds_of(models.build_base(config, task, spec), config, task)
     return _KINDS[key]
+
+
+def _kinds_of(model: nn.Module, config: PretrainedConfig, task: str) -> _Kinds:
+    sees = task == PICTURES
+    of_tower = towers.kinds_of_tower(model, config) if sees else []
+    return layers.kinds_of(model, config, sees=sees), of_tower
 
 
 def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
