@@ -50,9 +50,10 @@ class Repeater:
         assert options.model is not None
         source = resolve(options.model)
         task = task_of(options, source.task)
+        pictures, _ = read_pictures(options, source, task, options.seq_len or SEQUENCE_LENGTH)
         spec = ProbeSpec(
             task=task,
-            pictures=read_pictures(options, source, task, options.seq_len or SEQUENCE_LENGTH),
+            pictures=pictures,
             backend=backend,
             memory_budget_bytes=budget_bytes,
             max_seconds=PROBE_SECONDS[backend],

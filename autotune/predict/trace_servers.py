@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.records.estimate import TraceSpec
+from autotune.worker.client import isolate
 from autotune.worker.client.forkserver import COMMAND, ForkServer
 from autotune.worker.client.libraries import asked_by
 
@@ -58,6 +60,15 @@ def trace_server(specs: Iterable[TraceSpec]) -> ForkServer:
             return ahead.server
         ahead.server.close()
     return _server(libraries)
+
+
+def run_ahead(
+    verb: str, request: Mapping[str, Any], *, deadline_seconds: float
+) -> isolate.WorkerEnd:
+    """Run a job in the server that was started ahead; in a process of its own where there is none."""
+    if _ahead:
+        return _ahead[-1].server.run(verb, request, deadline_seconds=deadline_seconds)
+    return isolate.run(verb, request, deadline_seconds=deadline_seconds)
 
 
 def _server(libraries: Collection[str]) -> ForkServer:

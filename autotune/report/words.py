@@ -193,8 +193,9 @@ def pictures(seen: Pictures) -> str:
     several = "pictures" if seen.num_images > 1 else "picture"
     if not seen.is_in_text:
         return f"a sample is a picture of {seen.size}"
+    size = f"up to {seen.size}" if seen.sizes else seen.size
     return (
-        f"{seen.num_images} {several} of {seen.size} in each sample, which {seen.num_tokens:,} of its "
+        f"{seen.num_images} {several} of {size} in each sample, which {seen.num_tokens:,} of its "
         "tokens stand for"
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from autotune.predict.trace_servers import started_ahead
 from autotune.records.question import Question
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import BY_TASK, PICTURES
 from autotune.store.trace_cache import AnsweredQuestions
 
 
@@ -30,11 +30,14 @@ def what_traces(question: Question) -> Iterator[None]:
 
 
 def _libraries(question: Question) -> set[str]:
-    """Return the libraries that are left out of tracing where nothing asks for them, and may be asked for."""
+    """Return the libraries that may be asked for, of those that no other traces need."""
     libraries = set()
     has_liger = importlib.util.find_spec("liger_kernel") is not None
-    if has_liger or question.dataset or question.task in BY_TASK:
+    is_of_trl = question.images is not None or question.task in (PICTURES, *BY_TASK)
+    if has_liger or question.dataset or is_of_trl:
         libraries.add("triton")
+    if is_of_trl:
+        libraries.add("trl")
     if (question.num_gpus or 1) > 1:
         libraries.add("torch.distributed")
     return libraries

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -12,10 +13,12 @@ from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import PICTURES
 from autotune.common import json_records
 from autotune.errors import ConfigError
+from autotune.predict.trace_servers import run_ahead
 from autotune.records.question import Question
+from autotune.space.lengths import Lengths
 from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset, PictureTensor
 from autotune.space.trainers import row_of
-from autotune.worker.client.isolate import run
+from autotune.store.trace_cache import SeenPictures
 
 DEADLINE_SECONDS = 120.0
 ROOM_FOR_TEXT = 256
@@ -44,27 +47,27 @@ def read_pictures(
     sequence_length: int,
     *,
     note: Callable[[str], None] = lambda _: None,
-) -> Pictures | None:
+) -> tuple[Pictures | None, Lengths | None]:
     """Work out what the model reads of each sample's pictures; None for a task without.
 
-    `note` is told what a dataset's pictures are like. Raises ConfigError, also where they have more tokens
+    Of a dataset whose texts could be read, the lengths of its samples, too. `note` is told what it is like.
+    Raises ConfigError, also where they have more tokens
     than a sample; WorkerError.
     """
     if row_of(task).reads == "pixels":
-        return _one_picture(question, source)
+        return _one_picture(question, source), None
     if task != PICTURES:
         if question.image_size is not None:
             raise ConfigError("--image-size needs --images", remedy="Say how many each sample has")
-        return None
+        return None, None
     request = {
         **_asked_for(question),
         "config": source.config,
         "processor": models.image_processor(source),
     }
-    end = run("pictures", request, deadline_seconds=DEADLINE_SECONDS)
-    if end.how != "ok" or not end.answers:
-        raise end.to_error("pictures")
-    answer = dict(end.answers[-1])
+    if question.dataset is not None:
+        request["folder"] = question.tokenizer or source.folder_or_id
+    answer = _answer(request)
     if (remedy := answer.get("remedy")) is not None:
         raise ConfigError(
             f"The dataset {question.dataset} cannot be used", why=answer["problem"], remedy=remedy
@@ -75,18 +78,49 @@ def read_pictures(
             why=reason[0].upper() + reason[1:],
             remedy="Name another model, or train it on text alone: leave --images out",
         )
-    measured = answer.pop("measured", None)
+    measured, texts = answer.pop("measured", None), answer.pop("texts", None)
+    answer["sizes"] = answer.get("sizes") or []
     found = json_records.read(Pictures, answer, "the pictures")
     if measured is not None:
         seen = json_records.read(PicturesOfDataset, measured, "the pictures of a dataset")
         note(_words(seen, found))
+    lengths = _lengths_of(texts, sequence_length, note)
     if found.num_tokens >= sequence_length:
         raise ConfigError(
             f"The pictures of a sample are {found.num_tokens:,} tokens, and it has {sequence_length:,}",
             why="SFTTrainer cuts no picture off",
             remedy=f"Give --seq-len {found.num_tokens + ROOM_FOR_TEXT}, fewer pictures, or smaller ones",
         )
-    return found
+    return found, lengths
+
+
+def _lengths_of(
+    texts: dict[str, Any] | None, limit: int, note: Callable[[str], None]
+) -> Lengths | None:
+    """Return the lengths of a dataset's samples, where they were counted; else say why they are not."""
+    if texts is None:
+        return None
+    if "unread" in texts:
+        note(f"Its texts are not measured ({texts['unread']}): --seq-len says how long samples are")
+        return None
+    return Lengths.of(
+        dict(texts["counts"]), limit, num_samples=texts["num_samples"], longest=texts["longest"]
+    )
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Ask a worker, but for what was asked before. Raises WorkerError."""
+    cache, asked = SeenPictures(), json.dumps(request, sort_keys=True)
+    is_kept = "dataset" not in request  # Its files may be others the next time.
+    if is_kept and (known := cache.find([asked])):
+        return known[asked]
+    end = run_ahead("pictures", request, deadline_seconds=DEADLINE_SECONDS)
+    if end.how != "ok" or not end.answers:
+        raise end.to_error("pictures")
+    answer = dict(end.answers[-1])
+    if is_kept and "problem" not in answer:
+        cache.add({asked: answer})
+    return answer
 
 
 def _one_picture(question: Question, source: ModelSource) -> Pictures:
@@ -154,8 +188,7 @@ def _words(seen: PicturesOfDataset, planned: Pictures) -> str:
     return (
         f"The dataset's pictures, of {looked_at}: {number} in each, of {seen.num_sizes:,} sizes, "
         f"{seen.mean_tokens:,} tokens on average, {seen.most_tokens:,} at most. Planned for the most: "
-        f"{planned.num_images} of {planned.size} in each sample. Its texts are not measured: --seq-len says "
-        "how long samples are"
+        f"{planned.num_images} of {'up to ' if planned.sizes else ''}{planned.size} in each sample"
     )
 
 

@@ -146,8 +146,10 @@ def resolve(
     _note_untrained_positions(source, length, note)
     budget.check_task(source, task)
     budget.check_length(task, length)
-    pictures = read_pictures(question, source, task, length, note=note)
-    data, lengths = None, None
+    pictures, lengths = read_pictures(question, source, task, length, note=note)
+    data = None
+    if lengths is not None:
+        length = budget.longest_batch(lengths, length, packs=False, note=note)
     if question.dataset is not None and (pictures is None or not pictures.is_in_text):
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, base)
@@ -155,8 +157,8 @@ def resolve(
         packs = may_pack(changing.space, task)
         packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
-        if base is not None:
-            base = dataclasses.replace(base, sequence_length=length)
+    if base is not None and lengths is not None:
+        base = dataclasses.replace(base, sequence_length=length)
     if run is not None and base is not None:
         changing.to(as_in_base(changing.space, base), "the base's values")
         space, base = own_run.searched(
@@ -255,8 +257,10 @@ def resolve_configuration(
     budget.check_task(source, task)
     budget.check_length(task, length)
     _note_untrained_positions(source, length, note)
-    pictures = read_pictures(question, source, task, length, note=note)
-    data, lengths = None, None
+    pictures, lengths = read_pictures(question, source, task, length, note=note)
+    data = None
+    if lengths is not None:
+        length = budget.longest_batch(lengths, length, packs=False, note=note)
     if question.dataset is not None and (pictures is None or not pictures.is_in_text):
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, None, given)

@@ -31,6 +31,8 @@ class Pictures:
     tensors: tuple[PictureTensor, ...]
     of_text: tuple[str, ...] = ()
     """Names of further tensors of the text, shaped as its token ids."""
+    sizes: tuple[tuple[int, int], ...] = ()
+    """Width and height of each, where they are not all as large as `width` and `height` say."""
     grids: tuple[tuple[int, int, int], ...] = ()
     """Patches of each picture in time, height and width, for models that look at pictures one by one."""
 
@@ -41,7 +43,7 @@ class Pictures:
 
     @property
     def size(self) -> str:
-        """The size of a picture as it is typed: `640x480`."""
+        """The size of a picture as it is typed: `640x480`; the largest where they are unequal."""
         return f"{self.width}x{self.height}"
 
 

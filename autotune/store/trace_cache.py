@@ -38,6 +38,8 @@ MAX_PRICES_BYTES = 16 * 2**20
 """Most bytes of prices that are kept. [judgement] Those of a trace on one card take some kB."""
 MAX_QUESTIONS_BYTES = 10 * 2**10
 """Most bytes of notes of questions that were answered. [judgement] One takes ten or so."""
+MAX_PICTURES_BYTES = 2**20
+"""Most bytes of what models read of pictures. [judgement] One takes 0.3 kB."""
 _BUSY_SECONDS = 5.0
 _DAY_SECONDS = 86_400
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -227,6 +229,13 @@ class AnsweredQuestions(TraceCache):
 
     def __init__(self, place: Path | None = None, *, max_bytes: int = MAX_QUESTIONS_BYTES) -> None:
         super().__init__(place, max_bytes=max_bytes)
+
+
+class SeenPictures(TraceCache):
+    """Answers about what models read of pictures."""
+
+    _table = "pictures"
+    _most_bytes = MAX_PICTURES_BYTES
 
 
 def _touch(connection: sqlite3.Connection, table: str, keys: Iterable[bytes]) -> None:

@@ -23,8 +23,10 @@ lengths {"dataset": str, "format", "text_field", "answer_field", "loss_on": str 
         {fields of Dataset, "num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
         {"problem": str, "remedy": str}
 pictures {"config": {...}, "processor": {...}, and "num_images": int, "width": int, "height": int, or
-         "dataset": str}
-        {fields of Pictures, "measured": null, or of a dataset {fields of PicturesOfDataset}}; or
+         "dataset": str, "folder": folder or id of the model}
+        {fields of Pictures, "measured": null, or of a dataset {fields of PicturesOfDataset},
+         "texts": null, or {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
+         {"unread": str}}; or
         {"problem": str}, or of a dataset {"problem": str, "remedy": str}
 calibrate {"backend": str, "kernels": [{fields of roofline.Kernel}], "seconds_each": float, "warm_up_seconds":
          float}
@@ -154,10 +156,13 @@ def _pictures(request: dict[str, Any]) -> Answers:
     config, processor = request["config"], request["processor"]
     try:
         dataset = request.get("dataset")
-        plan = request if dataset is None else look_at(dataset, config, processor)
+        folder = request.get("folder")
+        plan = request if dataset is None else look_at(dataset, config, processor, folder)
         asked = {name: plan[name] for name in ("num_images", "width", "height")}
-        made = pictures.tensors_of(model.load_config(config), **asked, said=processor)
-        yield {**asked, **made, "measured": plan.get("measured")}
+        sizes = plan.get("sizes") or [(asked["width"], asked["height"])] * asked["num_images"]
+        made = pictures.tensors_of(model.load_config(config), sizes, processor)
+        of_dataset = {name: plan.get(name) for name in ("sizes", "measured", "texts")}
+        yield {**asked, **made, **of_dataset}
     except UnusableData as error:
         yield {"problem": error.why, "remedy": error.remedy}
     except model.UnsupportedModel as error:

@@ -18,6 +18,7 @@ from typing import Any
 from autotune.errors import first_line
 from autotune.export.samples import UnusableData, read_rows
 from autotune.space.pictures import MAX_PICTURES, MAX_PIXELS
+from autotune.worker import seen_texts
 from autotune.worker.build import model as models
 from autotune.worker.build import pictures
 
@@ -29,11 +30,15 @@ Size = tuple[int, int]
 """Width and height, in pixels."""
 
 
-def look_at(dataset: str, config: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the pictures of a dataset: fields of PicturesOfDataset, and the size and number to plan for.
+def look_at(
+    dataset: str, config: Mapping[str, Any], said: Mapping[str, Any], folder: str | None = None
+) -> dict[str, Any]:
+    """Measure the samples of a dataset: fields of PicturesOfDataset, the sizes to plan for, and `texts`.
 
-    Those are of the sample whose pictures become the most tokens: as many as it has, each as large as its
-    largest. `said`: the model's preprocessor_config.json. Raises UnusableData, UnsupportedModel.
+    The sizes are those of the sample whose pictures become the most tokens. `texts`: samples counted by their
+    tokens, those of their pictures among them, or the reason why they are not. `said`: the model's
+    preprocessor_config.json. `folder`: where the model's processor is, or its id. Raises UnusableData,
+    UnsupportedModel.
     """
     if importlib.util.find_spec("PIL") is None:
         raise UnusableData("Pillow, which reads pictures, is not installed", "pip install pillow")
@@ -56,10 +61,13 @@ def look_at(dataset: str, config: Mapping[str, Any], said: Mapping[str, Any]) ->
     tokens = [sum(tokens_of[size] for size in of_sample) for of_sample in sizes]
     worst = sizes[max(range(len(sizes)), key=tokens.__getitem__)]
     width, height = max(worst, key=tokens_of.__getitem__)
+    given = ((rows[number], of_sample) for number, of_sample in zip(numbers, sizes, strict=True))
     return {
         "num_images": len(worst),
         "width": width,
         "height": height,
+        "sizes": worst if len({*worst}) > 1 else [],
+        "texts": seen_texts.counted(given, tokens_of, folder, num_samples=len(rows)),
         "measured": {
             "num_samples": len(rows),
             "num_looked_at": len(sizes),

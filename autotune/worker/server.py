@@ -77,12 +77,19 @@ def main(
 
 
 def import_for_traces(libraries: list[str]) -> None:
-    """Import what tracing takes (autotune.worker.trace.imports), and nothing that only probes do."""
+    """Import what tracing takes (autotune.worker.trace.imports), and nothing that only probes do.
+
+    TRL too where it is among them: else the first trace of each process would import it.
+    """
     from autotune.worker.trace import imports
 
     imports.import_libraries(libraries)
     import autotune.worker.trace.step  # noqa: F401
 
+    if "trl" in libraries:
+        # Where it is not installed, tracing will say it.
+        with _environment(_IMPORT_ENVIRONMENT), contextlib.suppress(ImportError):
+            import trl.trainer.sft_trainer  # noqa: F401
     _compile_patterns()
 
 

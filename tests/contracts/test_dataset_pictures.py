@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ pytest.importorskip("torch")
 
 from PIL import Image
 
+from autotune.common import json_records
 from autotune.export.samples import UnusableData
+from autotune.space.pictures import Pictures
+from autotune.worker import seen_texts
 from autotune.worker.build import model as models
 from autotune.worker.build import pictures
 from autotune.worker.dataset_pictures import look_at
@@ -46,6 +50,7 @@ def test_the_sample_of_the_most_tokens_is_planned_for(
     rows = [{"images": [files[size] for size in of_sample]} for of_sample in several]
     found = look_at(lines(tmp_path / "seen.jsonl", rows), CONFIG, {})
     assert (found["num_images"], found["width"], found["height"]) == (2, *TALL)
+    assert (found["sizes"], "unread" in found["texts"]) == ([], True)
     counted = pictures.tokens_of(models.load_config(CONFIG), [WIDE, TALL], {})
     assert counted == [32, 26]
     assert found["measured"] == {
@@ -119,3 +124,41 @@ def test_a_picture_that_cannot_be_read_is_named(
 def test_a_dataset_without_pictures_is_refused(rows: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(UnusableData, match=said):
         look_at(lines(tmp_path / "seen.jsonl", rows), CONFIG, {})
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava"])
+def test_samples_have_the_tokens_that_their_processor_makes(
+    family: str,
+    tmp_path: Path,
+    files: dict[tuple[int, int], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("trl")
+    config = models.load_config(seeing.CONFIGS[family])
+    processor = seeing.processor(config)
+    monkeypatch.setattr(seen_texts, "_load", lambda _: processor)
+    place = seeing.PLACEHOLDERS.get(family, "<image>")
+    several, words = [[WIDE], [TALL, WIDE], [], [TALL]], [3, 20, 5, 40]
+    rows, real = [], []
+    for of_sample, number in zip(several, words, strict=True):
+        prompt = " ".join([place] * len(of_sample) + ["w5"] * number)
+        rows.append(
+            {
+                "images": [files[size] for size in of_sample],
+                "prompt": prompt,
+                "completion": " w6 w7",
+            }
+        )
+        blanks = [[Image.new("RGB", size) for size in of_sample]] if of_sample else None
+        made = processor(images=blanks, text=[prompt], add_special_tokens=False)
+        real.append(len(made["input_ids"][0]) + 2)
+    found = look_at(lines(tmp_path / "seen.jsonl", rows), seeing.CONFIGS[family], {}, "model")
+    assert dict(found["texts"]["counts"]) == Counter(real)
+    assert found["texts"]["longest"] == max(real)
+    assert found["sizes"] == [TALL, WIDE]
+    made = pictures.tensors_of(config, found["sizes"], {})
+    sees = json_records.read(
+        Pictures, {"num_images": 2, "width": WIDE[0], "height": WIDE[1], **made}
+    )
+    # All of them stand for what is seen, whatever lies between two pictures.
+    assert len(pictures.places_of(config, sees)) == pictures.num_features(config, sees)

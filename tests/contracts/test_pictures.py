@@ -254,14 +254,14 @@ def test_an_adapter_on_all_linear_layers_is_on_those_that_see_too(family: str, t
 
 def test_what_a_picture_becomes_is_said_by_its_processor_alone() -> None:
     config = models.load_config(seeing.CONFIGS["smolvlm"])
-    whole = pictures.tensors_of(config, 1, 64, 48, {"do_image_splitting": False})
+    whole = pictures.tensors_of(config, [(64, 48)], {"do_image_splitting": False})
     assert whole["tensors"][0]["shape"][:2] == [1, 1]
-    assert pictures.tensors_of(config, 1, 64, 48, {})["tensors"][0]["shape"][:2] == [1, 13]
+    assert pictures.tensors_of(config, [(64, 48)], {})["tensors"][0]["shape"][:2] == [1, 13]
     with pytest.raises(models.UnsupportedModel, match="cannot read pictures of 64x48"):
-        pictures.tensors_of(config, 1, 64, 48, {"size": {"height": -1, "width": 2}})
+        pictures.tensors_of(config, [(64, 48)], {"size": {"height": -1, "width": 2}})
 
 
 def test_other_families_are_refused_in_one_line() -> None:
     config = models.load_config({"model_type": "mllama"})
     with pytest.raises(models.UnsupportedModel, match="type mllama are not trained on pictures"):
-        pictures.tensors_of(config, 1, 64, 48, {})
+        pictures.tensors_of(config, [(64, 48)], {})

@@ -6,14 +6,16 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import answers
 import pytest
 
 from autotune.predict import trace_servers
-from autotune.predict.trace_servers import started_ahead, trace_server
+from autotune.predict.trace_servers import run_ahead, started_ahead, trace_server
 from autotune.records.estimate import TraceSpec
-from autotune.worker.client.forkserver import CLOSE_SECONDS
+from autotune.worker.client import isolate
+from autotune.worker.client.forkserver import CLOSE_SECONDS, ForkServer
 
 PLAIN = TraceSpec.of(answers.CONFIG)
 FLOAT8 = dataclasses.replace(PLAIN, precision="fp8-autocast")
@@ -27,6 +29,25 @@ def _servers_import_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def is_running(pid: int | None) -> bool:
     return pid is not None and Path(f"/proc/{pid}").exists()
+
+
+def test_what_is_asked_before_traces_takes_the_server_that_was_started_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def by_server(server: ForkServer, verb: str, *_: Any, **__: Any) -> None:
+        asked.append((verb, server.server_pid))
+
+    monkeypatch.setattr(ForkServer, "run", by_server)
+    monkeypatch.setattr(isolate, "run", lambda verb, *_, **__: asked.append((verb, None)))
+    with started_ahead({"trl"}):
+        run_ahead("pictures", {}, deadline_seconds=1.0)
+        with trace_server([PLAIN]) as taken:
+            assert asked == [("pictures", taken.server_pid)]
+            assert taken.server_pid is not None
+    run_ahead("pictures", {}, deadline_seconds=1.0)
+    assert asked[1:] == [("pictures", None)]
 
 
 def test_the_server_that_was_started_ahead_is_taken_once() -> None:

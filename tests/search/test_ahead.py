@@ -49,8 +49,11 @@ def test_trls_trainers_and_split_layers_need_more_libraries(
     for question in (
         Question(model="a/b"),
         Question(model="a/b", task="dpo"),
+        Question(model="a/b", images=1),
+        Question(model="a/b", task="image-text-to-text", dataset="seen.jsonl"),
         Question(model="a/b", dataset="chat.jsonl", num_gpus=2),
     ):
         with ahead.what_traces(question):
             pass
-    assert started == [set(), {"triton"}, {"triton", "torch.distributed"}]
+    trl = {"triton", "trl"}
+    assert started == [set(), trl, trl, trl, {"triton", "torch.distributed"}]

@@ -15,6 +15,7 @@ from autotune.search import pictures
 from autotune.search.budget import has_lengths
 from autotune.search.inverse.limits import limits
 from autotune.search.pictures import read_pictures, task_of
+from autotune.store import trace_cache
 from autotune.worker.client.isolate import WorkerEnd
 
 TASK = "image-text-to-text"
@@ -36,7 +37,7 @@ def source(tmp_path: Path) -> models.ModelSource:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
     """Requests, each of which is answered with ANSWER."""
     requests: list[Any] = []
 
@@ -51,7 +52,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             stderr_tail="",
         )
 
-    monkeypatch.setattr(pictures, "run", run)
+    monkeypatch.setattr(pictures, "run_ahead", run)
+    monkeypatch.setenv(trace_cache.VARIABLE, str(tmp_path / "cache"))
     return requests
 
 
@@ -83,7 +85,7 @@ def test_what_is_missing_or_wrong(
 
 
 def test_text_alone_asks_nobody(source: models.ModelSource, asked: list[Any]) -> None:
-    assert read_pictures(Question(), source, "causal-lm", 1024) is None
+    assert read_pictures(Question(), source, "causal-lm", 1024) == (None, None)
     assert asked == []
 
 
@@ -136,10 +138,12 @@ def test_a_worker_is_asked_with_what_lies_beside_the_model(
     assert models.image_processor(source) == {}
     nested = {"image_processor": {"size": {"longest_edge": 512}}}
     (folder / "processor_config.json").write_text(json.dumps(nested), encoding="utf-8")
-    found = read_pictures(question, source, TASK, 161)
+    found, lengths = read_pictures(question, source, TASK, 161)
     assert found is not None
+    assert lengths is None
     assert (found.num_images, found.size, found.num_tokens) == (2, "640x480", 160)
-    ((verb, request),) = asked
+    assert read_pictures(question, source, TASK, 161) == (found, None)
+    ((verb, request),) = asked  # once: what was answered is kept
     assert (verb, request["processor"]) == ("pictures", nested["image_processor"])
     (folder / "preprocessor_config.json").write_text('{"do_resize": false}', encoding="utf-8")
     assert models.image_processor(source) == {"do_resize": False}
@@ -157,12 +161,24 @@ def test_a_dataset_is_looked_at_and_what_it_is_like_is_said(
     }
     tokens = {"mean_tokens": 40, "most_tokens": 150}
     monkeypatch.setitem(ANSWER, "measured", {**measured, **tokens})
+    texts = {"num_samples": 9_000, "counts": [[100, 3_000], [170, 1_000]], "longest": 170}
+    monkeypatch.setitem(ANSWER, "texts", texts)
+    monkeypatch.setitem(ANSWER, "sizes", [[640, 480], [64, 48]])
     said: list[str] = []
-    read_pictures(Question(dataset="x"), source, TASK, 161, note=said.append)
+    seen, lengths = read_pictures(Question(dataset="x"), source, TASK, 165, note=said.append)
+    assert seen is not None
+    assert seen.sizes == ((640, 480), (64, 48))
+    assert lengths is not None
+    assert (lengths.num_samples, lengths.longest, lengths.num_tokens) == (9_000, 165, 9_000 * 117.5)
     ((_, request),) = asked
     assert (request["dataset"], "num_images" in request) == ("x", False)
+    assert request["folder"] == source.folder_or_id
     assert "of 2,000 of its 9,000 samples: 0 to 3 in each, of 7 sizes, 40 tokens" in said[0]
-    assert "Planned for the most: 2 of 640x480 in each sample" in said[0]
+    assert "Planned for the most: 2 of up to 640x480 in each sample" in said[0]
+    monkeypatch.setitem(ANSWER, "texts", {"unread": "no tokenizer"})
+    _, unread = read_pictures(Question(dataset="x"), source, TASK, 165, note=said.append)
+    assert unread is None
+    assert "texts are not measured (no tokenizer)" in said[-1]
 
 
 def test_a_dataset_that_cannot_be_used_is_refused_with_a_remedy(

@@ -216,6 +216,6 @@ def pictures_of(config: Any, num_images: int) -> Any:
     from autotune.worker.build import pictures
 
     width, height = SIZE
-    said = pictures.tensors_of(config, num_images, width, height, {})
+    said = pictures.tensors_of(config, num_images * [SIZE], {})
     fields = {"num_images": num_images, "width": width, "height": height, **said}
     return json_records.read(Pictures, fields)

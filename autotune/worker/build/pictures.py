@@ -6,6 +6,7 @@ preprocessor_config.json, where that is in local files; else those that follow f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -126,11 +127,12 @@ def family_of(config: PretrainedConfig) -> SeeingFamily:
 
 
 def tensors_of(
-    config: PretrainedConfig, num_images: int, width: int, height: int, said: Mapping[str, Any]
+    config: PretrainedConfig, sizes: Sequence[tuple[int, int]], said: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the fields of Pictures that the model's processor decides.
 
-    `said`: its preprocessor_config.json, empty where there is none. Raises UnsupportedModel.
+    `sizes`: widths and heights of a sample's pictures. `said`: its preprocessor_config.json, empty where
+    there is none. Raises UnsupportedModel.
     """
     try:
         from PIL import Image
@@ -138,14 +140,13 @@ def tensors_of(
         raise UnsupportedModel(f"it needs Pillow ({error}): pip install pillow") from error
     family = family_of(config)
     processor = _image_processor(config, {**family.settings(config), **said})
-    blank = Image.new("RGB", (width, height))
-    (num_tokens,) = tokens_of(config, [(width, height)], said)
+    num_tokens = sum(tokens_of(config, sizes, said))
     try:
-        made = processor([[blank] * num_images], return_tensors="pt")
+        made = processor([[Image.new("RGB", size) for size in sizes]], return_tensors="pt")
     except Exception as error:
-        raise _unreadable(width, height, error) from error
+        raise _unreadable(*max(sizes), error) from error
     return {
-        "num_tokens": num_images * num_tokens,
+        "num_tokens": num_tokens,
         "of_text": family.of_text,
         "grids": made[GRIDS].tolist() if GRIDS in made else [],
         "tensors": [
@@ -204,12 +205,14 @@ def places_of(config: PretrainedConfig, pictures: Pictures) -> list[int]:
     if not pictures.grids:
         return list(range(num_features(config, pictures)))
     # A mark before and one behind each.
-    of_each = pictures.num_tokens // pictures.num_images
-    return [
-        picture * of_each + place
-        for picture in range(pictures.num_images)
-        for place in range(1, of_each - 1)
-    ]
+    vision: Any = config.vision_config
+    merged, begin = vision.spatial_merge_size**2, 0
+    places: list[int] = []
+    for grid in pictures.grids:
+        of_picture = math.prod(grid) // merged
+        places += range(begin + 1, begin + 1 + of_picture)
+        begin += of_picture + 2
+    return places
 
 
 def _image_processor(config: PretrainedConfig, settings: Settings) -> Any:

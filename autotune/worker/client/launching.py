@@ -23,10 +23,13 @@ _COMMON_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
 }
+# A trace runs on `meta` and must not create a CUDA context, which takes memory from a real run.
+# It computes nothing either: threads would only get in the way of the other child.
+_OF_TRACES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 VERB_ENVIRONMENT = {
-    # A trace runs on `meta` and must not create a CUDA context, which takes memory from a real run.
-    # It computes nothing either: threads would only get in the way of the other child.
-    "trace": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    "trace": _OF_TRACES,
+    # Asked of the server that will trace, where there is one.
+    "pictures": _OF_TRACES,
 }
 
 
