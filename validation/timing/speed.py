@@ -52,6 +52,9 @@ MADE = "./model"
 """Folder with a configuration that is made."""
 _ESTIMATE = ("estimate", "--model", MODEL, "--gpu", CARD, "--method", "qlora")
 _FIND = ("find", "--model", MODEL)
+_MODELS = Path(__file__).parent / "models"
+"""The config.json of models that are not in the catalogue, of the size that their makers say."""
+_SEEN = ("--gpu", CARD, "--images", "1", "--image-size", "1024x768", "--seq-len", "2048")
 _OF_T5 = ("--model", "google-t5/t5-base", "--gpu", "rtx-3060-12gb", "--effective-batch", "64")
 
 COMMANDS = {
@@ -85,6 +88,14 @@ COMMANDS = {
     "t5": Command(arguments=("find", *_OF_T5), target_seconds=15.0),
     "dpo": Command(
         arguments=(*_FIND, "--gpu", CARD, "--task", "dpo", "--method", "lora"), target_seconds=15.0
+    ),
+    "qwen2.5-vl-7b": Command(
+        arguments=("find", "--model", str(_MODELS / "qwen2.5-vl-7b.json"), *_SEEN),
+        target_seconds=15.0,
+    ),
+    "llava-1.5-7b": Command(
+        arguments=("find", "--model", str(_MODELS / "llava-1.5-7b.json"), *_SEEN),
+        target_seconds=15.0,
     ),
 }
 TARGET_CONFIG_SECONDS = 1e-3
