@@ -19,12 +19,14 @@ from autotune.export.mapping import (
     choices,
     module_names,
     of_key,
+    of_values,
     said_only,
     table,
     targets_of,
 )
 from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
+    ALL_LOGITS,
     COMPILE_BACKEND,
     FIXED_OF_TASKS,
     FP8_IS_OURS,
@@ -41,6 +43,7 @@ from autotune.export.trainer_rows import (
 from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.trainers import BY_TASK
 
 _DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
 _CODES = "bnb_config_kwargs.bnb_4bit_quant_type"
@@ -273,31 +276,77 @@ _YOURS = {
 }
 """Values for the user to fill in, where no base has said them."""
 
-REWARD = dataclasses.replace(
-    TARGET,
-    name="axolotl's reward_model",
-    rows=(
-        *without_fixed(TARGET.rows),
-        # It pads to the whole length where it is not told otherwise.
-        table("", "reward_model pad_to_sequence_len", (True, False), (True, True)),
-    ),
+
+def _of_task(task: str, key: str, *rows: Row, **more: Any) -> TrainerFile:
+    """Return the table of a task that has a trainer of its own, which a file says by this key."""
+    return dataclasses.replace(
+        TARGET,
+        name=f"axolotl's {key}",
+        rows=(*without_fixed(TARGET.rows), *rows),
+        fixed={**TARGET.fixed, "trainer": BY_TASK[task].name, **FIXED_OF_TASKS},
+        refused={
+            **{name: why for name, why in TARGET.refused.items() if name != key},
+            **more.pop("refused", {}),
+        },
+        **more,
+    )
+
+
+REWARD = _of_task(
+    "reward",
+    "reward_model",
+    # It pads to the whole length where it is not told otherwise.
+    table("", "reward_model pad_to_sequence_len", (True, False), (True, True)),
     defaults={**TARGET.defaults, "pad_to_sequence_len": True},
-    fixed={**TARGET.fixed, "trainer": "trl-reward", **FIXED_OF_TASKS},
-    refused={key: why for key, why in TARGET.refused.items() if key != "reward_model"},
     unpredicted={
         **TARGET.unpredicted,
         "pad_to_sequence_len": "pads every answer to the whole length",
     },
 )
-"""A reward model. axolotl runs the RewardTrainer of TRL 1.9, whose loss is that of 1.16 (DPO and KTO of that
-version make all logits)."""
+"""A reward model. axolotl runs the RewardTrainer of TRL 1.9, whose loss is that of 1.16."""
 
-_REWARDS = {"path": "data.jsonl", "ds_type": "json", "type": "bradley_terry.chat_template"}
+_OTHER_LOSSES = {
+    "dpo_use_weighting": "weighs pairs, which is not predicted",
+    "dpo_padding_free": "puts pairs into one row",
+    "dpo_use_liger_kernel": "makes the loss with Liger's kernels",
+    "rl_adapter_ref_model": "has an adapter as its reference",
+}
+_SCORED_BEFORE = of_values(
+    "precompute_ref_log_probs", "precompute_ref_log_probs", {False: False, True: True}
+)
+DPO = _of_task(
+    "dpo",
+    "rl",
+    table("", "rl dpo_loss_type", ("dpo", None), ("dpo", ["sigmoid"])),
+    _SCORED_BEFORE,
+    refused=_OTHER_LOSSES,
+    caveats=(ALL_LOGITS, *TARGET.caveats),
+)
+"""Pairs of answers. axolotl runs the DPOTrainer of TRL 1.9."""
+KTO = _of_task(
+    "kto",
+    "rl",
+    # Its schema refuses KTO without.
+    table("", "rl remove_unused_columns", ("kto", False)),
+    _SCORED_BEFORE,
+    defaults={**TARGET.defaults, "remove_unused_columns": True},
+    refused=_OTHER_LOSSES,
+    caveats=(ALL_LOGITS, *TARGET.caveats),
+)
+"""Labelled answers. axolotl runs the KTOTrainer of TRL 1.9."""
+_BY_RL = {"dpo": DPO, "kto": KTO}
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
-    return REWARD if content.get("reward_model") else TARGET
+    if content.get("reward_model"):
+        return REWARD
+    return _BY_RL.get(str(content.get("rl")), TARGET)
+
+
+def _data_of(task: str) -> Mapping[str, Any]:
+    entry = {"path": "data.jsonl", "ds_type": "json", "type": dataset_entries.AXOLOTL_TYPES[task]}
+    return {**_YOURS, "datasets": [entry]}
 
 
 EXPORTER = exporter_of(
@@ -306,5 +355,8 @@ EXPORTER = exporter_of(
     yours=_YOURS,
     data=dataset_entries.axolotl,
     data_lines=dataset_entries.axolotl_lines,
-    of_tasks={"reward": (REWARD, {**_YOURS, "datasets": [_REWARDS]})},
+    of_tasks={
+        task: (file, _data_of(task))
+        for task, file in (("reward", REWARD), ("dpo", DPO), ("kto", KTO))
+    },
 )

@@ -69,7 +69,7 @@ def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     return (Unsaid("dataset", f"{dataset.name}: its instructions and inputs are two fields"),)
 
 
-def axolotl(dataset: Dataset) -> dict[str, Any]:
+def axolotl(dataset: Dataset, task: str) -> dict[str, Any]:
     """Return axolotl's keys for the dataset (axolotl 0.19.0 utils/schemas/datasets.py, prompt_strategies)."""
     arguments = load_arguments(dataset)
     entry: dict[str, Any] = {"path": arguments["path"], "split": arguments["split"]}
@@ -77,8 +77,8 @@ def axolotl(dataset: Dataset) -> dict[str, Any]:
         entry = {"path": dataset.name, "ds_type": arguments["path"]}
     if "name" in arguments:
         entry["name"] = arguments["name"]
-    if dataset.format == "preferences":
-        return {"datasets": [{**entry, "type": "bradley_terry.chat_template"}]}
+    if task in AXOLOTL_TYPES:
+        return {"datasets": [{**entry, "type": AXOLOTL_TYPES[task]}]}
     keys: dict[str, Any] = {"train_on_inputs": dataset.loss_on == "all"}
     if dataset.format == "chat":
         entry |= {"type": "chat_template", "field_messages": dataset.text_field}
@@ -100,26 +100,47 @@ def axolotl(dataset: Dataset) -> dict[str, Any]:
     return {"datasets": [entry], **keys}
 
 
-def axolotl_lines(dataset: Dataset) -> list[str]:
+AXOLOTL_TYPES: dict[str, Any] = {
+    "reward": "bradley_terry.chat_template",
+    "dpo": {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"},
+    "kto": {"field_prompt": "prompt", "field_completion": "completion", "field_label": "label"},
+}
+"""axolotl's types of datasets of the tasks that have trainers of their own."""
+
+
+def axolotl_lines(dataset: Dataset, task: str) -> list[str]:  # noqa: ARG001
     """Return what axolotl wants of the dataset's own fields, where no key can name them."""
-    if dataset.format != "preferences":
+    if task in ("dpo", "kto"):
+        return ["axolotl takes the texts as they are: put chat templates on in the dataset."]
+    if task != "reward":
         return []
     return ["axolotl reads texts in the fields input, chosen and rejected: rename prompt to input."]
 
 
-def llama_factory(dataset: Dataset) -> dict[str, Any]:
+def llama_factory(dataset: Dataset, task: str) -> dict[str, Any]:
     """Return LLaMA-Factory's key for what is learnt (llamafactory 0.9.5 hparams/data_args.py)."""
+    if task in _RANKED:
+        return {}
     return {"train_on_prompt": True} if dataset.loss_on == "all" and dataset.answer_field else {}
 
 
-def llama_factory_lines(dataset: Dataset) -> list[str]:
+_RANKED: dict[str, dict[str, Any]] = {
+    "dpo": {
+        "ranking": True,
+        "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "kto": {"columns": {"prompt": "prompt", "response": "completion", "kto_tag": "label"}},
+}
+"""LLaMA-Factory's descriptions of datasets for its stages with a reference."""
+
+
+def llama_factory_lines(dataset: Dataset, task: str) -> list[str]:
     """Return the entry of data/dataset_info.json, where LLaMA-Factory has what its YAML cannot say."""
-    return [
-        f"data/dataset_info.json has to hold: {json.dumps({'my_dataset': dataset_info(dataset)})}"
-    ]
+    entry = json.dumps({"my_dataset": dataset_info(dataset, task)})
+    return [f"data/dataset_info.json has to hold: {entry}"]
 
 
-def dataset_info(dataset: Dataset) -> dict[str, Any]:
+def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:
     """Return LLaMA-Factory's description of the dataset (llamafactory 0.9.5 data/parser.py)."""
     arguments = load_arguments(dataset)
     entry: dict[str, Any] = {"hf_hub_url": arguments["path"], "split": arguments["split"]}
@@ -127,6 +148,8 @@ def dataset_info(dataset: Dataset) -> dict[str, Any]:
         entry = {"file_name": dataset.name}
     if "name" in arguments:
         entry["subset"] = arguments["name"]
+    if task in _RANKED:
+        return {**entry, **_RANKED[task]}
     if dataset.format == "chat":
         entry |= {"formatting": "sharegpt", "columns": {"messages": dataset.text_field}}
         if not dataset.is_sharegpt:

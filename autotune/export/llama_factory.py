@@ -8,11 +8,13 @@ parser.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from autotune.export import dataset_entries
 from autotune.export.mapping import (
+    Row,
     TrainerFile,
     module_names,
     of_key,
@@ -23,8 +25,10 @@ from autotune.export.mapping import (
 )
 from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
+    ALL_LOGITS,
     COMPILE_BACKEND,
     COMPILE_MODE,
+    FIXED_OF_TASKS,
     FP8_IS_OURS,
     LORA,
     NOT_FROM_FILES,
@@ -34,8 +38,10 @@ from autotune.export.trainer_rows import (
     lora_rows,
     method_row,
     targets_row,
+    without_fixed,
 )
 from autotune.space.config import LOADER_SETTINGS
+from autotune.space.trainers import BY_TASK
 
 
 def _say_targets(targets: str) -> dict[str, Any]:
@@ -203,10 +209,47 @@ _YOURS = {
 """Values for the user to fill in, where no base has said them: a name of data/dataset_info.json, ..."""
 
 
+_OTHER_REFERENCE = dict.fromkeys(
+    ("ref_model", "ref_model_adapters", "ref_model_quantization_bit"), "has another reference"
+)
+
+
+def _of_stage(stage: str, *rows: Row, **refused: str) -> TrainerFile:
+    """Return the table of a stage with a reference (llamafactory 0.9.5 train/dpo and train/kto)."""
+    kept = (row for row in without_fixed(TARGET.rows) if row.keys != ("stage",))
+    return dataclasses.replace(
+        TARGET,
+        name=f"LLaMA-Factory's {stage}",
+        rows=(*kept, *rows),
+        defaults={**TARGET.defaults, "pref_loss": "sigmoid"},
+        fixed={**TARGET.fixed, "trainer": BY_TASK[stage].name, **FIXED_OF_TASKS},
+        refused={**TARGET.refused, **_OTHER_REFERENCE, **refused},
+        caveats=(ALL_LOGITS, *TARGET.caveats),
+    )
+
+
+DPO = _of_stage(
+    "dpo",
+    table("", "stage pref_loss", ("dpo", "sigmoid")),
+    pref_ftx="adds the loss of SFT",
+    ld_alpha="weighs tokens by their place",
+)
+"""Pairs of answers, with a loss of LLaMA-Factory's own on TRL's DPOTrainer."""
+KTO = _of_stage("kto", table("", "stage", ("kto",)), pref_ftx="adds the loss of SFT")
+"""Labelled answers, with a loss of LLaMA-Factory's own on TRL's KTOTrainer."""
+_BY_STAGE = {"dpo": DPO, "kto": KTO}
+
+
+def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
+    """Return the table for what a file trains."""
+    return _BY_STAGE.get(str(content.get("stage")), TARGET)
+
+
 EXPORTER = exporter_of(
     TARGET,
     filename="llama_factory.yaml",
     yours=_YOURS,
     data=dataset_entries.llama_factory,
     data_lines=dataset_entries.llama_factory_lines,
+    of_tasks={stage: (file, _YOURS) for stage, file in _BY_STAGE.items()},
 )

@@ -22,14 +22,15 @@ def exporter_of(
     *,
     filename: str,
     yours: Mapping[str, Any],
-    data: Callable[[Dataset], Mapping[str, Any]],
-    data_lines: Callable[[Dataset], list[str]] = lambda _: [],
+    data: Callable[[Dataset, str], Mapping[str, Any]],
+    data_lines: Callable[[Dataset, str], list[str]] = lambda *_: [],
     of_tasks: Mapping[str, tuple[TrainerFile, Mapping[str, Any]]] = MappingProxyType({}),
 ) -> Exporter:
     """Return the exporter of a trainer's file.
 
     `yours` are values for the user to fill in, `data` those that a dataset has filled in; `data_lines` are
-    comments on it. `of_tasks`: the file and those values, by the task of a trainer that has its own.
+    comments on it; both are given the task. `of_tasks`: the file and those values, by the task of a trainer
+    that has its own.
     """
 
     def of(config: TrainConfig) -> tuple[TrainerFile, Mapping[str, Any]]:
@@ -39,10 +40,11 @@ def exporter_of(
         file, open_values = of(config)
         keys = {file.model_key: workload.model, **keys_of(file, config)}
         dataset = workload.dataset
-        known = {} if dataset is None else data(dataset)
+        known = {} if dataset is None else data(dataset, workload.task)
         users = {**open_values, **known}
         text = as_yaml(file, config, keys, users, extra=workload.extra, evidence=result["evidence"])
-        return comments([] if dataset is None else data_lines(dataset)) + text
+        lines = [] if dataset is None else data_lines(dataset, workload.task)
+        return comments(lines) + text
 
     return Exporter(
         name=target.name.casefold(),

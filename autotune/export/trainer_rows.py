@@ -8,7 +8,7 @@ from typing import Any
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED
 from autotune.export.deepspeed_json import filename as deepspeed_filename
 from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, of_values, table
-from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES
+from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 from autotune.space.trainers import Trainer
@@ -73,6 +73,14 @@ def attention(key: str = "attn_implementation", *, expands: bool = False) -> Row
 
 FIXED_OF_TASKS = {"batching": "padded", "lora_dropout": 0.0}
 """Settings of TRL's trainers that have a task of their own: they pad, and switch dropout off."""
+
+
+ALL_LOGITS: tuple[Callable[[TrainConfig], bool], str] = (
+    lambda _: True,
+    "its loss makes the logits of all tokens at once, which what was predicted does not: it takes more "
+    "memory, so try whether it fits",
+)
+"""Caveat for trainers of other tools whose loss is not that of TRL 1.16."""
 
 
 def fixed_of(trainer: Trainer) -> dict[str, Any]:

@@ -50,6 +50,10 @@ CONFIGS = {
     "reward lora": dataclasses.replace(
         LORA, trainer="trl-reward", batching="padded", activation_checkpointing=1
     ),
+    "dpo": dataclasses.replace(
+        FULL, trainer="trl-dpo", batching="padded", precompute_ref_log_probs=True
+    ),
+    "kto lora": dataclasses.replace(LORA, trainer="trl-kto", batching="padded"),
 }
 
 LOADER = """

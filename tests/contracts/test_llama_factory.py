@@ -46,6 +46,9 @@ CONFIGS = {
     "eager": dataclasses.replace(LORA, attention="eager"),
     "flash": dataclasses.replace(LORA, attention="flash_attention_2"),
     "compiled": dataclasses.replace(LORA, torch_compile="max-autotune"),
+    "dpo": dataclasses.replace(FULL, trainer="trl-dpo", batching="padded"),
+    "dpo lora": dataclasses.replace(LORA, trainer="trl-dpo", batching="padded"),
+    "kto": dataclasses.replace(LORA, trainer="trl-kto", batching="padded"),
 }
 
 LOADER = """
@@ -98,7 +101,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_it_parses_is_read_back_as_the_same_run(name: str, asked: dict[str, Any]) -> None:
     parsed = asked["read"][name]
-    values, problems = read(llama_factory.TARGET, parsed | _undone(parsed))
+    table = llama_factory.fitted(parsed, "full")
+    values, problems = read(table, parsed | _undone(parsed))
     assert problems == []
     assert TrainConfig(**values) == CONFIGS[name]
 

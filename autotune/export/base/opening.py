@@ -76,6 +76,7 @@ READERS: tuple[Reader, ...] = (
     Reader(
         target=llama_factory.TARGET,
         recognise=_has("finetuning_type", "cutoff_len", "stage", "template", "quantization_bit"),
+        fitted=llama_factory.fitted,
     ),
     Reader(
         target=huggingface.SFT,
