@@ -323,7 +323,7 @@ def refusal(tmp_path: Path, text: str) -> str:
 def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
     said = refusal(
         tmp_path,
-        "base_model: x\nadapter: lora\nlora_target_linear: true\nrl: dpo\noptimizer: adamw_tortch\n"
+        "base_model: x\nadapter: lora\nlora_target_linear: true\nrl: orpo\noptimizer: adamw_tortch\n"
         "micro_batch_size: lots\nattn_implementation: xformers\nactivation_offloading: true\n"
         "gradient_checkpointing: true\n",
     )

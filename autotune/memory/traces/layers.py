@@ -1,4 +1,4 @@
-"""Which of a model's layers were traced, and which of these each layer of the whole model copies."""
+"""Tells a model's layers that were traced, and which of these each layer of the whole model copies."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class SharedModel:
 
     model: nn.Module
     layers: dict[str, dict[str, Any]]
-    """Which layers were built, as autotune.memory.traces.Stacks reads it."""
+    """Layers that were built, as autotune.memory.traces.Stacks reads them."""
     ready: SetUp | None = None
     """The model as the first of them has set it up."""
     has_checkpointed: bool = False
