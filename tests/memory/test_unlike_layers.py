@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.memory.traces.copies import BrokenTrace, Layers
+from autotune.memory.traces.layers import BrokenTrace, Layers
 from autotune.memory.traces.unlike_layers import lean_counts, place_to_cut, sources
 
 GEMMA_3 = "aaaaab" * 4 + "aa"
