@@ -10,9 +10,10 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator
 
+from autotune.catalogue.tasks import PICTURES
 from autotune.predict.trace_servers import started_ahead
 from autotune.records.question import Question
-from autotune.space.trainers import BY_TASK, PICTURES
+from autotune.space.trainers import BY_TASK
 from autotune.store.trace_cache import AnsweredQuestions
 
 

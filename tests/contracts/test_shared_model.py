@@ -183,12 +183,13 @@ def test_after_a_step_that_failed_the_model_is_another(monkeypatch: pytest.Monke
     given = []
 
     def answer(_: Any, wanted: dict[str, Any], __: Any, shared: Any) -> dict[str, Any]:
-        given.append(shared)
+        given.append(dict(shared))
+        shared[wanted["id"]] = "a model"
         return {"id": wanted["id"], "crashed": "", "traceback": ""}
 
     monkeypatch.setattr(trace_module, "_answer", answer)
     assert len(list(trace_module._answers(asked, group, ADA))) == 2
-    assert given[0] is not given[1]
+    assert given == [{}, {}]
 
 
 @pytest.mark.worker
