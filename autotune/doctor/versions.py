@@ -54,6 +54,7 @@ LIBRARIES = (
     "flash-attn",
     "flash-attn-3",
     "optuna-dashboard",
+    "pillow",
     "safetensors",
     "tokenizers",
     "triton",

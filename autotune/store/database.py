@@ -285,7 +285,7 @@ class _SqliteConnection(sqlite3.Connection):
         try:
             for pragma in (*SQLITE_PRAGMAS, *((DURABLE_PRAGMA,) if self.is_durable else ())):
                 self._apply(pragma)
-        except sqlite3.Error:
+        except Exception:  # Not sqlite3's own alone: its message may be no UTF-8.
             # Nobody gets this connection, so that nobody else could close it.
             self.close()
             raise

@@ -59,8 +59,9 @@ def test_a_driver_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torchs_build_is_read_as_torch_says_it() -> None:
-    assert torch.version.cuda is None
-    assert versions.torch_build() == f"{torch.__version__}, CPU only"
+    cuda = torch.version.cuda
+    build = "CPU only" if cuda is None else f"CUDA {cuda}"
+    assert versions.torch_build() == f"{torch.__version__}, {build}"
 
 
 def test_a_torch_for_cuda_and_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
