@@ -25,7 +25,7 @@ class Task:
     has_known_heads: bool = True
     """Whether PEFT's `all-linear` knows the heads, and takes them for no layers to adapt."""
     reads: Literal["tokens", "pixels"] = "tokens"
-    """What its samples are: of pixels each has as many."""
+    """Kind of its samples: of pixels each has as many."""
     labels: tuple[str, ...] = ("labels",)
     """Tensors of a batch that hold what is to be learnt."""
     labels_of: Literal["tokens", "samples"] = "tokens"

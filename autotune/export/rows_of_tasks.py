@@ -16,7 +16,7 @@ Row = dict[str, Any]
 
 
 def tokenised(texts: Sequence[Any], tokenizer: Any, **limits: Any) -> Iterator[Row]:
-    """What the tokenizer makes of each text."""
+    """The row that the tokenizer makes of each text."""
     for start in range(0, len(texts), AT_ONCE):
         batch = tokenizer(texts[start : start + AT_ONCE], verbose=False, **limits)
         for number in range(len(batch["input_ids"])):

@@ -27,7 +27,11 @@ PLAIN = TrainConfig(
 @pytest.mark.parametrize(
     ("config", "task", "said"),
     [
-        ({"model_type": "vit"}, "causal-lm", "it is a model for images, which is not trained here"),
+        (
+            {"model_type": "vit"},
+            "causal-lm",
+            r"for images: say what it is trained for \(--task image-classification\)",
+        ),
         (
             {"model_type": "whisper"},
             "seq2seq-lm",

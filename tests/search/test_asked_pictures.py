@@ -109,8 +109,9 @@ def test_a_model_of_pictures_alone_says_how_large_they_are(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     vit = models.resolve(str(tmp_path))
-    found = read_pictures(Question(**given), vit, "image-classification", 1)
+    found, lengths = read_pictures(Question(**given), vit, "image-classification", 1)
     assert found is not None
+    assert lengths is None
     assert (found.size, found.num_tokens, found.is_in_text) == (size, 0, False)
     (tensor,) = found.tensors
     assert tensor.shape == (1, 1, found.height, found.width)

@@ -153,7 +153,7 @@ def encode(
         **layers,
         "tensors": tensors,
         "blocks": blocks,
-        "parameters": _count_parameters(step.model, symbols),
+        "parameters": _count_parameters(step.model, step.task, symbols),
         "loss": step.loss,
     }
     if chunks.is_symbolic and chunks.rule is not None:
@@ -169,11 +169,11 @@ def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
     return number, False
 
 
-def _count_parameters(model: nn.Module, symbols: Symbols) -> list[dict[str, Any]]:
+def _count_parameters(model: nn.Module, task: str, symbols: Symbols) -> list[dict[str, Any]]:
     """Count elements of the traced layers by layer as in `blocks`, 4-bit weights unpacked."""
     linears: list[Any] = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
     quantised: dict[int, int] = {id(m.weight): m.in_features * m.out_features for m in linears}
-    place_of = place_finder(model)
+    place_of = place_finder(model, task)
     counted: dict[Place, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
         elements = quantised.get(id(parameter), parameter.numel())

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.integrations.neftune import activate_neftune
 
-from autotune.catalogue.tasks import CAUSAL
+from autotune.catalogue.tasks import CAUSAL, PICTURES
 from autotune.memory.traces import OUTSIDE, TOWER, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
@@ -124,7 +124,7 @@ class MetaStep:
     def set_up(self) -> None:
         """Let weights and buffers reach the device, and then the adapter's."""
         spec = self.spec
-        place_of = place_finder(self.model)
+        place_of = place_finder(self.model, self.task)
         if spec.num_splits > 1:
             tensor_parallel.split(self.model, spec.num_splits)
         if spec.quantization != "none":
@@ -215,7 +215,7 @@ class MetaStep:
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
             inputs = self.batch(micro_batch, sequence_length)
             self.model(**(inputs if self._trl is None else trl_steps.inputs_of(inputs)))
-        self._own_new(Phase.SETTLED, place_finder(self.model))
+        self._own_new(Phase.SETTLED, place_finder(self.model, self.task))
 
     def _own_new(
         self, phase: Phase, place_of: Callable[[str], Place], model: nn.Module | None = None
@@ -315,7 +315,7 @@ class MetaStep:
         handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
         for number, stack in enumerate(layer_stacks(model)):
             handles += self._hook_layers(number, stack)
-        if self.sees is not None and (tower := tower_layers(model)) is not None:
+        if self.task == PICTURES and (tower := tower_layers(model)) is not None:
             handles += self._hook_layers(TOWER, tower)
         return handles
 
@@ -377,11 +377,11 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return held if scales is None else [*held, scales]
 
 
-def place_finder(model: Any) -> Callable[[str], Place]:
+def place_finder(model: Any, task: str) -> Callable[[str], Place]:
     """A function that finds the place of a module or parameter among the repeated layers, by its name."""
     names = {id(module): name for name, module in model.named_modules()}
     stacks = dict(enumerate(layer_stacks(model)))
-    if (tower := tower_layers(model)) is not None:
+    if task == PICTURES and (tower := tower_layers(model)) is not None:
         stacks[TOWER] = tower
     prefixes = {stack: names[id(layers)] + "." for stack, layers in stacks.items()}
 
