@@ -7,7 +7,7 @@ so is it replayed, but not token by token.
 
 Completions are taken to be as long as they may be, and all prompts as long as they may be beside: the most
 that memory and time can be. Not modelled: rewards, the text of completions, what a run does on the host
-besides. Where completions are trained on several times, the passes that score them are counted each time.
+besides.
 """
 
 from __future__ import annotations
@@ -81,6 +81,15 @@ def generations_per_step(config: TrainConfig) -> float:
     """How many times completions are generated for an optimizer step, on average."""
     num_trained = config.micro_batches_per_generation * config.num_iterations
     return config.gradient_accumulation_steps / num_trained
+
+
+def scorings_per_micro_step(config: TrainConfig) -> float:
+    """How often a micro-batch of completions is scored each time that it is trained on; 0 for other samples.
+
+    Scores are worked out with a generation, one micro-batch after the other, and kept for its iterations,
+    whatever `steps_per_generation`. Source: trl 1.16 _prepare_inputs of GRPOTrainer and of RLOOTrainer.
+    """
+    return 0.0 if config.max_completion_length is None else 1 / config.num_iterations
 
 
 def passes(trace: Trace, config: TrainConfig) -> list[tuple[list[Launch], float]]:

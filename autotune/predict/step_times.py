@@ -98,9 +98,10 @@ class StepTimes:
             steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
         bound = micro.bound
         if config.max_completion_length is not None:
-            written = self._written(config)
-            if written is None:
+            written, scored = self._written(config), self._scored(config, full_share)
+            if written is None or scored is None:
                 return None
+            steps += accumulation * scored
             bound = "generation" if written.seconds > steps else bound
             steps += written.seconds
         update_seconds = update.total_seconds
@@ -157,10 +158,16 @@ class StepTimes:
         if whole is None or micro is None or update is None:
             return None
         accumulation = config.gradient_accumulation_steps
-        found = added({cause: part.times(accumulation) for cause, part in micro.items()}, update)
-        written = None if config.max_completion_length is None else self._written(config)
-        if written is not None:
-            found = added(found, {"generation": written})
+        found = added(_times(micro, accumulation), update)
+        if config.max_completion_length is not None:
+            scored = self._micro_parts(
+                spec, config.micro_batch_size, rank, config.precision, scores=True
+            )
+            written = self._written(config)
+            if written is None or scored is None:
+                return None
+            num_scored = accumulation * generation.scorings_per_micro_step(config)
+            found = added(found, _times(scored, num_scored), {"generation": written})
         # What the host does between micro-steps, adding gradients, and emptying the cache.
         rest_seconds = whole.total_seconds - whole.communication_seconds
         rest_seconds -= sum(part.seconds for part in found.values())
@@ -171,8 +178,17 @@ class StepTimes:
     def kernels(self, config: TrainConfig) -> list[roofline.Kernel]:
         """The kernels of a micro-step, then those of an optimizer step in which nothing is paged."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        micro = self._kernels_of(spec, config.micro_batch_size, rank, config.precision)
-        return [*micro, *kernels_of(self._updates.of(spec, rank, config.updater).cost, 0)]
+        update = kernels_of(self._updates.of(spec, rank, config.updater).cost, 0)
+        return [*self._of_micro_step(config), *update]
+
+    def _of_micro_step(self, config: TrainConfig) -> list[roofline.Kernel]:
+        """The kernels of a micro-step, those that score completions as often as on average."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        sizes = config.micro_batch_size, rank, config.precision
+        share = generation.scorings_per_micro_step(config)
+        scoring = self._kernels_of(spec, *sizes, scores=True) if share else []
+        scored = [replace(kernel, count=share * kernel.count) for kernel in scoring]
+        return [*scored, *self._kernels_of(spec, *sizes)]
 
     def mfu(self, config: TrainConfig, model_flops: float, step_seconds: float) -> float | None:
         """The share of the card's rate of matrix products that the model's work is."""
@@ -186,14 +202,13 @@ class StepTimes:
 
     def flops(self, config: TrainConfig) -> tuple[float, float]:
         """Floating-point operations of one optimizer step on each GPU: (all, without recomputation)."""
-        spec, rank = TraceSpec.of(config), config.lora_rank or 0
         total = model = 0.0
-        for launch in self._traces[spec].launches(config.micro_batch_size, rank):
-            flops = launch.count * launch.flops
+        for kernel in self._of_micro_step(config):
+            flops = kernel.count * kernel.flops
             total += flops
-            model += 0 if launch.kernel.phase == "recompute" else flops
+            model += 0 if kernel.phase == "recompute" else flops
         steps: float = config.gradient_accumulation_steps
-        if PARALLELISMS[spec.parallelism].deals_layers:
+        if PARALLELISMS[config.parallelism].deals_layers:
             steps /= config.num_gpus  # Each GPU runs its layers: on average so many.
         return total * steps, model * steps
 
@@ -233,12 +248,18 @@ class StepTimes:
         rank: int,
         precision: str,
         full_share: float = 1.0,
+        *,
+        scores: bool = False,
     ) -> roofline.StepTime | None:
+        """Price a micro-step but for what scores completions, or that alone.
+
+        A generation is scored one micro-batch after the other: host and GPU go on evenly.
+        """
         if full_share < 1:
             # A single sample's is traced at one size alone.
             several = replace(spec, single=False)
             if several not in self._traces:
-                whole = self._forward_backward(spec, micro_batch, rank, precision)
+                whole = self._forward_backward(spec, micro_batch, rank, precision, scores=scores)
                 if whole is None:
                     return None
                 seconds = max(full_share * whole.total_seconds, whole.launch_seconds)
@@ -246,13 +267,14 @@ class StepTimes:
             spec, micro_batch = several, full_share * micro_batch
 
         def step_time() -> roofline.StepTime | None:
-            kernels = self._kernels_of(spec, micro_batch, rank, precision)
-            return roofline.seconds(kernels, self._machine, self._stretches(spec))
+            kernels = self._kernels_of(spec, micro_batch, rank, precision, scores=scores)
+            stretches = None if scores else self._stretches(spec)
+            return roofline.seconds(kernels, self._machine, stretches)
 
         return self._prices.time(
             roofline.StepTime | None,
             self._traces[spec].identity,
-            f"step {micro_batch} {rank} {precision}",
+            f"{'scores' if scores else 'step'} {micro_batch} {rank} {precision}",
             step_time,
         )
 
@@ -277,17 +299,18 @@ class StepTimes:
         )
 
     def _price_micro_parts(
-        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
+        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str, *, scores: bool = False
     ) -> Parts | None:
         def parts() -> dict[str, Part] | None:
-            kernels = self._kernels_of(spec, micro_batch, rank, precision)
-            found = step_parts.parts(kernels, self._machine, self._stretches(spec))
+            kernels = self._kernels_of(spec, micro_batch, rank, precision, scores=scores)
+            stretches = None if scores else self._stretches(spec)
+            found = step_parts.parts(kernels, self._machine, stretches)
             return None if found is None else dict(found)
 
         return self._prices.time(
             dict[str, Part] | None,
             self._traces[spec].identity,
-            f"parts {micro_batch} {rank} {precision}",
+            f"parts{' of scores' if scores else ''} {micro_batch} {rank} {precision}",
             parts,
         )
 
@@ -316,6 +339,15 @@ class StepTimes:
         per_step = once * generation.generations_per_step(config)
         return part(per_step, generation.SPREAD, RatesFrom.CARDS_LIKE_IT)
 
+    def _scored(self, config: TrainConfig, full_share: float) -> float | None:
+        """Seconds of a micro-step in which completions are scored, on average; None as of `_written`."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        found = self._forward_backward(
+            spec, config.micro_batch_size, rank, config.precision, full_share, scores=True
+        )
+        share = generation.scorings_per_micro_step(config)
+        return None if found is None else share * found.total_seconds
+
     def _find_between_micro_steps(self, spec: TraceSpec, rank: int) -> float:
         num_adapter_weights = 0
         if spec.method != "full":
@@ -329,9 +361,23 @@ class StepTimes:
         return Stretches(shares=shares, order=order)
 
     def _kernels_of(
-        self, spec: TraceSpec, micro_batch: float, rank: int, precision: str
+        self,
+        spec: TraceSpec,
+        micro_batch: float,
+        rank: int,
+        precision: str,
+        *,
+        scores: bool = False,
     ) -> list[roofline.Kernel]:
-        return _as_kernels(self._traces[spec].launches(micro_batch, rank), precision)
+        trace = self._traces[spec]
+        if not scores:
+            return _as_kernels(trace.launches(micro_batch, rank), precision)
+        assert isinstance(trace, Trace)
+        return _as_kernels(trace.scoring_launches(micro_batch, rank), precision)
+
+
+def _times(parts: Parts, count: float) -> dict[str, Part]:
+    return {cause: part.times(count) for cause, part in parts.items()}
 
 
 def _as_kernels(launches: Iterable[Launch], precision: str) -> list[roofline.Kernel]:

@@ -11,12 +11,14 @@ each reference to a neighbour's tensor is shifted with the copy. Sizes are
     running.py   bytes alive after each event
     phases.py    what a block is a part of, and where in the model
     blocks.py    events and kernels of one block
+    launches.py  kernels of some blocks, at a micro-batch and a rank
     trace.py     all of it for the whole model
     later.py     the same, put together once it is needed
 """
 
 from autotune.memory.traces.blocks import TracedKernel
 from autotune.memory.traces.later import LaterTrace, with_lean_layers_later
+from autotune.memory.traces.launches import Launch
 from autotune.memory.traces.layers import TOWER, BrokenTrace, Stacks
 from autotune.memory.traces.phases import (
     EMBED_PHASES,
@@ -24,12 +26,13 @@ from autotune.memory.traces.phases import (
     FORWARD_PHASES,
     GENERATION_PHASES,
     OUTSIDE,
+    SCORING_PHASES,
     SETUP_PHASES,
     Phase,
     Place,
 )
 from autotune.memory.traces.terms import Sums, Term, Terms, evaluate
-from autotune.memory.traces.trace import Launch, Trace, TracedParameter, on_card_with
+from autotune.memory.traces.trace import Trace, TracedParameter, on_card_with
 
 __all__ = [
     "EMBED_PHASES",
@@ -37,6 +40,7 @@ __all__ = [
     "FORWARD_PHASES",
     "GENERATION_PHASES",
     "OUTSIDE",
+    "SCORING_PHASES",
     "SETUP_PHASES",
     "TOWER",
     "BrokenTrace",

@@ -60,6 +60,8 @@ SETUP_PHASES = (
 )  # fmt: skip
 GENERATION_PHASES = (Phase.PREFILL, Phase.DECODE, Phase.GROWN, Phase.LAST)
 """Phases of which a trace's sizes are of all completions that are generated at a time."""
+SCORING_PHASES = (Phase.POLICY, Phase.GENERATED_REFERENCE)
+"""Phases that a micro-batch of completions goes through once, however often it is trained on."""
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
 FORWARD_PHASES = (
     Phase.MISMATCHED, Phase.POLICY, Phase.GENERATED_REFERENCE, Phase.EMBED, Phase.FORWARD, Phase.HEAD,

@@ -6,34 +6,27 @@ import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces.blocks import (
-    TracedKernel,
-    adding,
-    count_kernels,
-    cut,
-    giving_up,
-    stretches,
-)
+from autotune.memory.traces.blocks import TracedKernel, adding, cut, giving_up
 from autotune.memory.traces.copies import Copies, Events, numbers_of
+from autotune.memory.traces.launches import Chunks, Kernels, Launch, chunk_rows
 from autotune.memory.traces.layers import TOWER, BrokenTrace, Layers, Stacks
 from autotune.memory.traces.phases import (
     FETCH_PHASES,
     FORWARD_PHASES,
     GENERATION_PHASES,
+    SCORING_PHASES,
     SETUP_PHASES,
     Phase,
     Place,
 )
 from autotune.memory.traces.running import in_blocks
 from autotune.memory.traces.terms import (
-    CHUNK_ROWS,
     NUM_SMS_AT,
     RULES,
     Array,
@@ -43,20 +36,6 @@ from autotune.memory.traces.terms import (
     evaluate,
     holding,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A kernel at one micro-batch and rank."""
-
-    kernel: TracedKernel
-    flops: float
-    """Floating-point operations of one launch."""
-    bytes_moved: float
-    """Bytes that one launch reads and writes."""
-    count: int
-    shape: tuple[float, ...]
-    """Sizes that its speed depends on: autotune.speed.roofline.Kernel."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +75,7 @@ class Trace:
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = _by_rule(self._tensors)
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
-        self._chunks: tuple[str, Term, int, int] | None = answer.get("chunks")
+        self._chunks: Chunks | None = answer.get("chunks")
         self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
         copies = Copies(self._tensors, blocks, stacks)
         self._template = copies.template
@@ -146,19 +125,16 @@ class Trace:
         made = self._first[self._first >= 0]
         self.gradients: list[int] = made[self._categories[made] == "gradient"].tolist()
         self.workspaces: list[int] = made[self._categories[made] == "workspace"].tolist()
-        of_step = [block for block in blocks if block["phase"] not in GENERATION_PHASES]
-        self.kernels = count_kernels(of_step, stacks)
-        self._make_stretches = functools.partial(stretches, of_step, stacks, self.kernels)
 
-        def generates(phase: Phase) -> tuple[list[int], list[TracedKernel]]:
-            events, _ = whole([phase], traced)
-            of_phase = [block for block in blocks if block["phase"] is phase]
-            return listed(events), count_kernels(of_phase, stacks)
+        def kernels_of(phases: Collection[Phase]) -> Kernels:
+            of_phases = [block for block in blocks if block["phase"] in phases]
+            return Kernels(of_phases, stacks, self._chunks)
 
-        self._generates = functools.cache(generates)
-        self.flops = Terms([kernel.flops for kernel in self.kernels])
-        self.moved = Sums([kernel.moved for kernel in self.kernels])
-        self._shapes = Terms([size[:3] for kernel in self.kernels for size in kernel.shape])
+        self._own = kernels_of([phase for phase in step if phase not in SCORING_PHASES])
+        self._scoring = functools.cache(lambda: kernels_of(SCORING_PHASES))
+        self._generates = functools.cache(
+            lambda phase: (listed(whole([phase], traced)[0]), kernels_of([phase]))
+        )
         self._counts = [
             (stacks.copies(entry["stack"], entry["layer"]), entry) for entry in answer["parameters"]
         ]
@@ -216,16 +192,7 @@ class Trace:
 
     def generation_launches(self, phase: Phase, num_completions: int, rank: int) -> list[Launch]:
         """The kernels of a phase of generation."""
-        return [
-            Launch(
-                kernel,
-                evaluate(kernel.flops, num_completions, rank),
-                sum(evaluate(term, num_completions, rank) for term in kernel.moved),
-                kernel.count,
-                tuple(evaluate(size[:3], num_completions, rank) for size in kernel.shape),
-            )
-            for kernel in self._generates(phase)[1]
-        ]
+        return self._generates(phase)[1].launches(num_completions, rank)
 
     @functools.cached_property
     def setup(self) -> list[int]:
@@ -358,17 +325,11 @@ class Trace:
         for num_bytes, indices in of_rules:
             traced[indices] = num_bytes
         if self._chunked:
-            rows = self._chunk_rows(micro_batch)[0]
+            assert self._chunks is not None
+            rows = chunk_rows(self._chunks, micro_batch)[0]
             traced = holding(traced, rows * int(traced[self._chunked].max()))
             traced[self._chunked] *= rows
         return traced
-
-    def _chunk_rows(self, micro_batch: float) -> tuple[int, int]:
-        """Return (tokens of a chunk, tokens of the micro-batch)."""
-        assert self._chunks is not None
-        name, tokens, beyond, constant = self._chunks
-        num_tokens = max(round(evaluate(tokens, micro_batch, 1)) + beyond, 1)
-        return CHUNK_ROWS[name](num_tokens, constant), num_tokens
 
     @functools.cached_property
     def num_weights(self) -> int:
@@ -377,51 +338,33 @@ class Trace:
         made = self._setup[self._setup >= 0]
         return int(is_weight[self._template[made]].sum())
 
-    @functools.cached_property
+    @property
+    def kernels(self) -> list[TracedKernel]:
+        """Return the kernels of a micro-step but for those that score completions."""
+        return self._own.all
+
+    @property
+    def flops(self) -> Terms:
+        """Return the floating-point operations of one launch of each of `kernels`."""
+        return self._own.flops
+
+    @property
+    def moved(self) -> Sums:
+        """Return the bytes that one launch of each of `kernels` reads and writes."""
+        return self._own.moved
+
+    @property
     def stretches(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-        """Return the share of each kernel's launches in each traced block, and the order of the blocks."""
-        return self._make_stretches()
+        """Return the order of `kernels`, as Kernels.stretches."""
+        return self._own.stretches
 
     def launches(self, micro_batch: float, rank: int) -> list[Launch]:
-        """The kernels of a micro-step; of a part of one, as many on smaller shapes."""
-        flops = self.flops.at(micro_batch, rank).tolist()
-        moved = self.moved.at(micro_batch, rank).tolist()
-        sizes = iter(self._shapes.at(micro_batch, rank).tolist())
-        shapes = [tuple(islice(sizes, len(kernel.shape))) for kernel in self.kernels]
-        return [
-            Launch(kernel, num_flops, bytes_moved, _num_launches(kernel, micro_batch), shape)
-            if kernel.chunk_moved is None
-            else self._per_chunk(kernel, num_flops, bytes_moved, shape, micro_batch, rank)
-            for kernel, num_flops, bytes_moved, shape in zip(
-                self.kernels, flops, moved, shapes, strict=True
-            )
-        ]
+        """The kernels of a micro-step but for those that score completions, as Kernels.launches."""
+        return self._own.launches(micro_batch, rank)
 
-    def _per_chunk(
-        self,
-        kernel: TracedKernel,
-        flops: int,
-        bytes_moved: float,
-        shape: tuple[int, ...],
-        micro_batch: float,
-        rank: int,
-    ) -> Launch:
-        """Return a chunked kernel's launches. The last chunk has fewer tokens than the others: their mean."""
-        rows, num_tokens = self._chunk_rows(micro_batch)
-        num_chunks = -(-num_tokens // rows)
-        mean_rows = num_tokens / num_chunks
-        assert kernel.chunk_moved is not None
-        per_row = sum(evaluate(term, micro_batch, rank) for term in kernel.chunk_moved)
-        return Launch(
-            kernel,
-            flops * mean_rows,
-            bytes_moved + per_row * mean_rows,
-            kernel.count * (num_chunks - 1 if kernel.repeated else 1),
-            tuple(
-                size * (mean_rows if is_per_token else 1)
-                for size, (*_, is_per_token) in zip(shape, kernel.shape, strict=True)
-            ),
-        )
+    def scoring_launches(self, micro_batch: float, rank: int) -> list[Launch]:
+        """The kernels that score a micro-batch of completions: once, however often it is trained on."""
+        return self._scoring().launches(micro_batch, rank)
 
     def trainable(self, rank: int, among: Collection[int] | None = None) -> list[TensorSpec]:
         """Return the parameters that get a gradient, in the model's order, as an optimizer sees them.
@@ -501,11 +444,6 @@ class Trace:
         left = set(self._categories[stays]) - {"gradient", "workspace"}
         if left:
             raise BrokenTrace(f"{', '.join(sorted(left))} tensors outlive the step")
-
-
-def _num_launches(kernel: TracedKernel, micro_batch: float) -> int:
-    """Return how often a kernel of no chunk is launched; for a part of a sample as for a whole one."""
-    return kernel.count * (max(round(micro_batch), 1) if kernel.of_each else 1)
 
 
 def on_card_with(num_sms: int, tensors: Iterable[dict[str, Any]]) -> None:

@@ -1,0 +1,120 @@
+"""Time of completions by a trace written by hand: what is done once for a generation, and what each time."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from autotune.catalogue.gpus import find_gpu
+from autotune.memory.traces import Trace
+from autotune.predict.estimator import Estimator
+from autotune.records.estimate import TraceSpec
+from autotune.space.config import TrainConfig
+from autotune.speed import roofline
+from autotune.speed.host import USUAL
+
+CARD, HOST = find_gpu("rtx-4090"), USUAL.times(0)
+RLOO = TrainConfig(
+    method="full",
+    micro_batch_size=3,
+    gradient_accumulation_steps=4,
+    sequence_length=64,
+    precision="bf16-true",
+    optimizer="sgd",
+    batching="padded",
+    trainer="trl-rloo",
+    num_generations=2,
+    max_completion_length=11,
+    kl_beta=0.05,
+)
+MIB = 2**20
+MOVED = {
+    "prefill": 50, "decode": 20, "last": 30, "policy": 100, "generated_reference": 60, "embed": 80,
+    "head_backward": 160,
+}  # fmt: skip
+"""MiB that each phase moves for a completion."""
+
+
+def trace(*left_out: str) -> Trace:
+    """A model of one weight, of which each phase launches one kernel."""
+    weight = {"category": "parameter", "dtype": "bfloat16", "trainable": True, "group": 0}
+    weight |= {"size": [2 * MIB, 0, 0], "shape": [[MIB, 0, 0]], "embedding": False, "linear": True}
+    blocks: dict[str, dict[str, Any]] = {
+        phase: {"phase": phase, "stack": 0, "layer": -1, "events": [], "accumulate": []}
+        for phase in ("weights", *MOVED)
+    }
+    for phase, block in blocks.items():
+        moved = MOVED.get(phase, 0) * MIB * (phase not in left_out)
+        launched = [["add", "bfloat16", [5, 1, 0], [[moved, 1, 0]], False, 1, []]]
+        block["kernels"] = launched if moved else []
+    blocks["weights"]["events"] = [0]
+    blocks["head_backward"] |= {"events": [1], "accumulate": [[1, 1]]}
+    return Trace(
+        {
+            "layers": {"traced": 0, "full": 0, "period": 1},
+            "tensors": [weight, {"category": "gradient", "size": [2 * MIB, 0, 0], "of": 0}],
+            "blocks": [*blocks.values()],
+            "parameters": [],
+        }
+    )
+
+
+def of_phase(phase: str, num_completions: int) -> float:
+    """Seconds that a phase's kernel takes by itself."""
+    moved = MOVED[phase] * MIB * num_completions
+    kernel = roofline.Kernel(
+        name="add", kind="elementwise", dtype="bfloat16", flops=0, bytes_moved=moved
+    )
+    found = roofline.seconds([kernel], roofline.ceilings(CARD))
+    assert found is not None
+    return found.gpu_seconds
+
+
+def of_step(config: TrainConfig, *left_out: str) -> Estimator:
+    traces = {TraceSpec.of(config): trace(*left_out)}
+    return Estimator(traces, CARD, memory_budget_bytes=24 * 10**9, host=HOST)
+
+
+def seconds(config: TrainConfig, *left_out: str) -> float:
+    found = of_step(config, *left_out).seconds(config)
+    assert found is not None
+    return found.total_seconds
+
+
+@pytest.mark.parametrize("num_together", [None, 2, 1])
+def test_scores_and_completions_are_of_a_generation_however_often_it_is_trained_on(
+    num_together: int | None,
+) -> None:
+    config = dataclasses.replace(RLOO, steps_per_generation=num_together)
+    together = 3 * (num_together or 4)
+    # Ten tokens after the first, half of them as long as the second, half as the last.
+    written = of_phase("prefill", together)
+    written += 5 * (of_phase("decode", together) + of_phase("last", together))
+    per_step = 12 / together * written
+    per_step += 4 * (of_phase("policy", 3) + of_phase("generated_reference", 3))
+    update = seconds(config) - per_step
+    trained = 4 * (of_phase("embed", 3) + of_phase("head_backward", 3))
+    assert trained < update < 1.2 * trained
+    for num_iterations in (2, 3):
+        again = dataclasses.replace(config, num_iterations=num_iterations)
+        assert seconds(again) == pytest.approx(update + per_step / num_iterations)
+        unscored = seconds(again, "policy", "generated_reference", "prefill", "decode", "last")
+        assert unscored == pytest.approx(update)
+
+
+def test_work_and_causes_of_a_step_have_its_share_of_scoring() -> None:
+    twice = dataclasses.replace(RLOO, num_iterations=2)
+    estimator = of_step(twice)
+    # Five operations for each completion in each of four passes, of which two are shared by two steps.
+    assert estimator.estimate(twice).flops_per_step == 4 * 3 * 5 * (2 + 2 / 2)
+    assert estimator.estimate(RLOO).flops_per_step == 4 * 3 * 5 * 4
+    parts = estimator.parts(twice)
+    assert parts is not None
+    assert sum(part.seconds for part in parts.values()) == pytest.approx(seconds(twice))
+    scoring = of_phase("policy", 3) + of_phase("generated_reference", 3)
+    once = estimator.parts(RLOO)
+    assert once is not None
+    spared = once["memory"].seconds - parts["memory"].seconds
+    assert spared == pytest.approx(4 * scoring / 2)
