@@ -116,12 +116,22 @@ CASES = {
     "grpo lora checkpointed, with reference": grpo(
         method="lora", num_layers=7, checkpointing=1, settings=WITH_REFERENCE
     ),
+    "grpo lora with dropout, scored": grpo(
+        method="lora", settings=written(scored=True) | {"lora_dropout": 0.5}
+    ),
     "rloo full checkpointed, with reference": rloo(
         checkpointing=1, settings=written(beta=1.0, scored=True)
     ),
     "rloo lora": rloo(method="lora", accumulation=2),
     "rloo lora checkpointed, with reference": rloo(
         "qwen2", method="lora", checkpointing=1, settings=written(beta=1.0, scored=True)
+    ),
+    "rloo lora with dropout, checkpointed, with reference": rloo(
+        method="lora",
+        micro_batch=1,
+        accumulation=2,
+        checkpointing=1,
+        settings=written(beta=1.0, scored=True) | {"lora_dropout": 0.5},
     ),
 }
 
@@ -242,7 +252,13 @@ def run_real(case: Case, folder: Path, passes: list[tuple[int, int]]) -> Run:
         from peft import LoraConfig
 
         kind = TASKS[row.model_task].peft_type
-        lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type=kind)
+        lora = LoraConfig(
+            r=4,
+            lora_alpha=8,
+            lora_dropout=case.spec.lora_dropout,
+            target_modules="all-linear",
+            task_type=kind,
+        )
         more["peft_config"] = lora
     elif row.has_reference and not case.spec.precompute_ref_log_probs:
         more["ref_model"] = real_model(case).eval()

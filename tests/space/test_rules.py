@@ -127,6 +127,11 @@ def test_completions_are_of_a_trainer_that_writes_them() -> None:
     for changes in ({"activation_checkpointing": 2}, {"num_generations": 1}):
         (broken,) = broken_rules(dataclasses.replace(GRPO, **changes), ADA)
         assert broken.name in ("reference-restores-all-checkpointing", "groups-are-whole")
+    with_adapter = {"method": "lora", "lora_rank": 16, "lora_targets": "all-linear"}
+    dropping = dataclasses.replace(GRPO, **with_adapter, lora_dropout=0.05)
+    assert broken_rules(dropping, ADA) == []
+    (broken,) = broken_rules(dataclasses.replace(dropping, neftune_noise_alpha=5.0), ADA)
+    assert broken.name == "pairs-without-noise"
 
 
 BREAKERS = {

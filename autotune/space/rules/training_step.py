@@ -255,11 +255,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="completions-need-tried-settings",
-        reason="writing completions was tried with sdpa and eager attention, without Liger's kernels, and "
-        "without dropout of an adapter, which GRPOTrainer and RLOOTrainer would leave on (lora_dropout 0)",
+        reason="writing completions was tried with sdpa and eager attention, without Liger's kernels",
         breaks=lambda c, _: (
             TRAINERS[c.trainer].generates is not None
-            and (c.liger or bool(c.lora_dropout) or c.attention not in ("sdpa", "eager"))
+            and (c.liger or c.attention not in ("sdpa", "eager"))
         ),
     ),
     Rule(
@@ -287,11 +286,17 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: _has_own_task(c) and (c.adapter_in_base_dtype or c.kbit_preparation),
     ),
     Rule(
-        # trl 1.16 DPOConfig, disable_dropout; the noise is of an embedding that the reference shares.
+        # trl 1.16 disable_dropout, which GRPOConfig and RLOOConfig leave off; the noise is of an embedding
+        # that the reference shares.
         name="pairs-without-noise",
         reason="trainers of preferences and rewards switch dropout off, and noise on the embeddings would "
         "reach the reference",
-        breaks=lambda c, _: _has_own_task(c) and bool(c.lora_dropout or c.neftune_noise_alpha),
+        breaks=lambda c, _: (
+            _has_own_task(c)
+            and bool(
+                c.neftune_noise_alpha or (c.lora_dropout and TRAINERS[c.trainer].generates is None)
+            )
+        ),
     ),
     Rule(
         name="pixels-are-not-batched-by-length",
