@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import CHECKPOINTING, KNOBS, METHOD_WORDS
-from autotune.space.words import describe, words_of_plan
+from autotune.space.words import describe, has_meaning, words_of_plan
 
 QUANTIZED = ("quantization", "quantization_storage")
 OF_LORA = ("lora_rank", "lora_targets", "lora_variant", "lora_alpha_ratio", "lora_dropout")
@@ -64,6 +64,7 @@ def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[Unsaid, ...]:
             Unsaid(name, words_of(config, name))
             for name, plain in _PLAIN.items()
             if name not in carried
+            and has_meaning(name, config)
             and getattr(config, name) is not None
             and getattr(config, name) != plain
         ),

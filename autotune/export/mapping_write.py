@@ -11,6 +11,7 @@ from autotune.export.carried import Unsaid, with_plan
 from autotune.export.mapping import Row, TrainerFile
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
+from autotune.space.words import has_meaning
 
 _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
 
@@ -32,13 +33,18 @@ def keys_of(target: TrainerFile, config: TrainConfig) -> dict[str, Any]:
 
 def unsaid(target: TrainerFile, config: TrainConfig) -> tuple[Unsaid, ...]:
     """Each setting that the target has no key for."""
-    lost = [each for row in _rows(target, config.method) for each in _unsaid_by(row, config)]
+    lost = [
+        each
+        for row in _rows(target, config.method)
+        for each in _unsaid_by(row, config)
+        if has_meaning(each.setting, config)
+    ]
     said = {"num_gpus", *target.fixed, *(name for row in target.rows for name in row.ours)}
     plain = {name: _PLAIN[name] for name in KNOBS if name not in said}
     lost += [
         Unsaid(name, _words(name, config))
         for name, value in (plain | {**target.fixed}).items()
-        if getattr(config, name) != value
+        if has_meaning(name, config) and getattr(config, name) != value
     ]
     if config.num_gpus > 1:
         words = f"{_words('num_gpus', config)} (that is said where it is launched)"

@@ -36,6 +36,8 @@ class Comparison:
     studies: tuple[str, ...]
     answers: tuple[str, ...]
     """The configurations, in words."""
+    speed_units: tuple[str, ...]
+    """The units of their speeds."""
     question: dict[str, tuple[Any, ...]]
     """Model and budget; beside them what else differs of the workload, the card, the space and the class
     allowed."""
@@ -71,6 +73,7 @@ def compare(stored: Sequence[StoredAnswer]) -> Comparison:
     return Comparison(
         studies=tuple(each.study for each in stored),
         answers=tuple(map(describe, configs)),
+        speed_units=tuple(config.speed_unit for config in configs),
         question=_differing(asked, always=("model", "memory_budget_bytes")),
         settings={
             name: tuple(_said(name, value) for value in values)
@@ -122,7 +125,10 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
     ):
         speeds, peaks = figures.tokens_per_second, figures.peak_device_bytes
         if any(speed is not None for speed in speeds):
-            texts.append((f"{evidence} tokens/s", *_speeds(speeds)))
+            heading, said = headed(speeds, comparison.speed_units)
+            gains = _gains(speeds, comparison.speed_units)
+            said = [f"{text or _MISSING}{gain}" for text, gain in zip(said, gains, strict=True)]
+            texts.append((f"{evidence} {heading}", *said))
             texts.append((f"{evidence} memory", *map(_size, peaks)))
     if any(comparison.measured_on):
         texts.append(("measured on", *map(_text, comparison.measured_on)))
@@ -145,11 +151,26 @@ def _size(size_bytes: int | None) -> str:
     return _MISSING if size_bytes is None else format_bytes(size_bytes)
 
 
-def _speeds(speeds: Sequence[float | None]) -> list[str]:
-    """The speeds as texts, each with its gain over the first study's of the same evidence."""
+def headed(speeds: Sequence[float | None], units: Sequence[str | None]) -> tuple[str, list[str]]:
+    """The heading of speeds, and each as a text, empty where there is none.
+
+    Their unit heads them; where they have several, each says its own.
+    """
+    own = {unit for speed, unit in zip(speeds, units, strict=True) if speed is not None}
+    texts = ["" if speed is None else f"{speed:,.0f}" for speed in speeds]
+    if len(own) < 2:
+        return next(iter(own), None) or "tokens/s", texts
+    return "speed", [
+        f"{text} {unit}" if text else "" for text, unit in zip(texts, units, strict=True)
+    ]
+
+
+def _gains(speeds: Sequence[float | None], units: Sequence[str]) -> list[str]:
+    """The gain of each over the first study's of the same evidence, in words, where the unit is the same."""
     first, *_ = speeds
-    texts = []
-    for number, speed in enumerate(speeds):
-        gain = f" ({100 * (speed / first - 1):+.0f} %)" if number and first and speed else ""
-        texts.append(_MISSING if speed is None else f"{speed:,.0f}{gain}")
-    return texts
+    return [
+        f" ({100 * (speed / first - 1):+.0f} %)"
+        if number and first and speed and unit == units[0]
+        else ""
+        for number, (speed, unit) in enumerate(zip(speeds, units, strict=True))
+    ]

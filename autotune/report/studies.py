@@ -16,20 +16,25 @@ _ENDINGS = {"complete": "fit", "pruned": "do not fit"}
 
 def draw_list(studies: Iterable[ListedStudy], file: TextIO) -> None:
     """Draw a row per study; a study that is not autotune's is marked as such."""
-    headers = ("study", "model", "budget>", "evidence", "tokens/s>", "trials>", "last trial")
-    terminal.draw_table(headers, map(_cells, studies), file, is_list=True)
+    studies = list(studies)
+    found = [each.answer for each in studies]
+    heading, speeds = comparison.headed(
+        [None if answer is None else answer.tokens_per_second for answer in found],
+        [None if answer is None else answer.best.config.speed_unit for answer in found],
+    )
+    headers = ("study", "model", "budget>", "evidence", f"{heading}>", "trials>", "last trial")
+    terminal.draw_table(headers, map(_cells, studies, speeds), file, is_list=True)
 
 
-def _cells(study: ListedStudy) -> tuple[str, ...]:
+def _cells(study: ListedStudy, speed: str) -> tuple[str, ...]:
     workload, answer = study.workload or {}, study.answer
     budget, at = workload.get("memory_budget_bytes"), study.last_trial_at
-    speed = None if answer is None else answer.tokens_per_second
     return (
         words.model_name(study.name),
         words.model_name(str(workload.get("model", ""))),
         words.short_size(budget) if isinstance(budget, int) else "",
         study.problem if answer is None else answer.evidence,
-        "" if speed is None else f"{speed:,.0f}",
+        speed,
         f"{study.num_trials:,}",
         "" if at is None else f"{at.astimezone():%Y-%m-%d %H:%M}",
     )

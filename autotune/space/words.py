@@ -48,9 +48,16 @@ def description(config: TrainConfig) -> list[str]:
     others = [
         knob.words(value)
         for name, knob in KNOBS.items()
-        if name not in said and (value := getattr(config, name)) != _PLAIN[name]
+        if name not in said
+        and has_meaning(name, config)
+        and (value := getattr(config, name)) != _PLAIN[name]
     ]
     return [method, *filter(None, said.values()), *others, config.attention]
+
+
+def has_meaning(name: str, config: TrainConfig) -> bool:
+    """Return whether a setting tells anything of a configuration: pictures are not batched by length."""
+    return name != "batching" or config.sequence_length > 1
 
 
 def words_of_plan(config: TrainConfig) -> str:

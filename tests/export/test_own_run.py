@@ -218,6 +218,14 @@ def test_what_is_next_is_the_files_own_trainer(name: str, command: str) -> None:
     assert own_run.command(run, Path("out"), run.config) == command
 
 
+def test_pictures_are_said_without_a_way_of_batching() -> None:
+    run, _ = read("training_arguments.yaml")
+    padded = dataclasses.replace(run.config, batching="padded")
+    assert "not put into it: batching: padded batches." in own_run.changed(run, padded, padded)
+    picture = dataclasses.replace(padded, sequence_length=1)
+    assert not any("batching" in line for line in own_run.changed(run, picture, picture))
+
+
 def test_what_was_changed_is_said() -> None:
     run, _ = read("axolotl.yaml")
     answer = dataclasses.replace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import sqlite3
 from collections.abc import Callable
@@ -196,6 +197,28 @@ def test_a_comparison_keeps_predicted_and_measured_apart(url: str, main: Main) -
     assert " ".join(rows["predicted tokens/s"]) == "4,096 8,192 (+100 %) 8,192 (+100 %)"
     # The first has none to compare with.
     assert " ".join(rows["measured tokens/s"]) == "- - 3,277"
+
+
+def test_speeds_of_pictures_are_of_samples(url: str, main: Main) -> None:
+    pictures = dataclasses.replace(answers.CONFIG, sequence_length=1, batching="padded")
+    slower = answers.answer(best=answers.estimate(pictures, step_seconds=8.0))
+    faster = answers.answer(best=answers.estimate(pictures, step_seconds=4.0))
+    store(url, "vit", answer=slower)
+    store(url, "faster", answer=faster)
+    assert "samples/s" in main("list")[1].splitlines()[0]
+    store(url, "text", answer=answers.answer())
+    first, vit, _, text = (" ".join(line.split()) for line in main("list")[1].splitlines())
+    assert (" evidence speed trials" in first, "tokens/s" in first) == (True, False)
+    # Four a micro-batch, eight of these a step.
+    assert " predicted 4 samples/s 0" in vit
+    assert " predicted 4,096 tokens/s 0" in text
+
+    drawn = " ".join(main("compare", "vit", "faster")[1].split())
+    assert "predicted samples/s 4 8 (+100 %) predicted memory" in drawn
+    assert "padded batches" not in drawn
+    drawn = " ".join(main("compare", "text", "vit")[1].split())
+    # A picture's speed is no part of a text's.
+    assert "predicted speed 4,096 tokens/s 4 samples/s predicted memory" in drawn
 
 
 def test_one_study_alone_is_no_comparison(url: str, main: Main) -> None:
