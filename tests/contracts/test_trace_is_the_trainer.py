@@ -459,9 +459,7 @@ CASES = {
     # Its convolution takes pictures in its weights' dtype alone.
     "swin": Case(architecture="swin", task="image-classification", precision="fp32"),
     "vit sdpa": Case(architecture="vit", task="image-classification", attention="sdpa"),
-    "vit micro-batch 1": Case(
-        architecture="vit", task="image-classification", micro_batch=1, accumulation=1
-    ),
+    "vit micro-batch 1": Case(architecture="vit", task="image-classification", micro_batch=1),
     "llama classification": Case(architecture="llama", task="sequence-classification"),
     "experts": Case(architecture="qwen3_moe, every second"),
     "experts fp32": Case(architecture="qwen3_moe, every second", precision="fp32", accumulation=1),

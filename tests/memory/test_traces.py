@@ -131,6 +131,29 @@ def test_the_middle_layer_repeats(odd_first_layer: bool) -> None:
     assert set(trace.gradients) <= made & {~event for event in trace.released if event < 0}
 
 
+@pytest.mark.parametrize("kind", ["copied", "shared"])
+def test_a_gradient_that_is_a_copy_is_made_once_and_one_that_is_shared_goes_with_the_others(
+    kind: str,
+) -> None:
+    """As the gradients of a vision transformer's positions and class token are at micro-batch 1."""
+    a = step(full=5)
+    embedding = a.number["g-embedding"]
+    a.tensors[embedding][kind] = True
+    if kind == "shared":
+        a.free("g-embedding")
+    trace = a.trace()
+    workspaces = [size for size in FORWARD if size != 50_000]
+    assert seen(trace, trace.first) == FORWARD + BACKWARD
+    if kind == "copied":
+        adding = [size for size in ADDING if abs(size) != 9000]
+        released = FORWARD + ADDING
+    else:
+        adding = [*(size for size in ADDING if size != -9000), -9000]
+        released = FORWARD + adding
+    assert seen(trace, trace.next) == workspaces + adding
+    assert seen(trace, trace.released_first) == released
+
+
 def test_a_gradient_tells_its_parameter() -> None:
     trace = step(full=5).trace()
     specs = [trace.parameter_of(gradient, 1) for gradient in trace.gradients]

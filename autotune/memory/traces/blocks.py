@@ -56,17 +56,24 @@ def cut(
 
 
 def adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> list[int]:
-    """Return a block's events where gradients exist already: the new one is added to the old and freed."""
+    """Return a block's events where gradients exist already: the new one is added to the old and freed.
+
+    One that is a copy is not made: what it is a copy of is added. One that others share is freed by them.
+    """
     shadow = len(tensors)
     handed_over: dict[int, list[int]] = {}
     for position, gradient in block["accumulate"]:
-        handed_over.setdefault(position, []).append(~(gradient + shadow))
+        if not (tensors[gradient].get("copied") or tensors[gradient].get("shared")):
+            handed_over.setdefault(position, []).append(~(gradient + shadow))
     events: list[int] = []
     for position, event in enumerate([*block["events"], None]):
         events += handed_over.get(position, ())
         if event is None:
             break
-        category = tensors[event if event >= 0 else ~event].get("category")
+        tensor = tensors[event if event >= 0 else ~event]
+        category = tensor.get("category")
+        if tensor.get("copied"):
+            continue
         if category == "gradient":
             events.append(event + shadow if event >= 0 else event - shadow)
         elif category != "workspace":
@@ -74,11 +81,17 @@ def adding(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> li
     return events
 
 
-def giving_up(block: Mapping[str, Any]) -> list[int]:
+def keeping(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> list[int]:
+    """Return a block's events where gradients stay, those that others share among them."""
+    return [e for e in block["events"] if e >= 0 or not tensors[~e].get("shared")]
+
+
+def giving_up(tensors: Sequence[Mapping[str, Any]], block: Mapping[str, Any]) -> list[int]:
     """Return a block's events where a gradient is given up as soon as its parameter has it."""
     handed_over: dict[int, list[int]] = {}
     for position, gradient in block["accumulate"]:
-        handed_over.setdefault(position, []).append(~gradient)
+        if not tensors[gradient].get("shared"):
+            handed_over.setdefault(position, []).append(~gradient)
     events: list[int] = []
     for position, event in enumerate([*block["events"], None]):
         events += handed_over.get(position, ())

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces.blocks import TracedKernel, adding, cut, giving_up
+from autotune.memory.traces.blocks import TracedKernel, adding, cut, giving_up, keeping
 from autotune.memory.traces.copies import Copies, Events, numbers_of
 from autotune.memory.traces.launches import Chunks, Kernels, Launch, chunk_rows
 from autotune.memory.traces.layers import TOWER, BrokenTrace, Layers, Stacks
@@ -107,11 +107,14 @@ class Trace:
         count, _ = whole([Phase.COUNT], traced)
         self.batch, self.count = listed(batch), listed(count)
         forward, forward_starts = whole(FORWARD_PHASES, traced)
-        backward, backward_starts = whole(backward_phases, traced, len(forward))
+        kept = functools.partial(keeping, self._tensors)
+        backward, backward_starts = whole(backward_phases, kept, len(forward))
         self._first = np.concatenate((forward, backward))
         self._first_starts = [*forward_starts, *backward_starts]
         self._next, self._next_starts = whole(step, functools.partial(adding, self._tensors))
-        self._make_released = functools.partial(whole, step, giving_up)
+        self._make_released = functools.partial(
+            whole, step, functools.partial(giving_up, self._tensors)
+        )
         self._categories = self._categorise(np.concatenate((batch, count, forward)))
         self.loss = listed(self._template).index(answer["loss"]) if "loss" in answer else None
         is_workspace = self._categories[numbers_of(self._first)] == "workspace"

@@ -138,6 +138,9 @@ def encode(
         elif index in step.gradients:
             entry["category"] = "gradient"
             entry["of"] = step.gradients[index]
+            for name, those in (("copied", step.copied), ("shared", step.shared)):
+                if index in those:
+                    entry[name] = True
         elif index in workspaces.indices:
             entry["category"] = "workspace"
         elif tensor.shape and tensor.shape[-1] == vocabulary:

@@ -79,6 +79,12 @@ class MetaStep:
         """Parameters by the number of their tensor."""
         self.gradients: dict[int, int] = {}
         """Numbers of parameters' tensors, by the number of their gradient's tensor."""
+        self.copied: set[int] = set()
+        """Numbers of gradients that autograd copied, since what arrived is used elsewhere, too."""
+        self.shared: set[int] = set()
+        """Numbers of gradients that are a part of a larger tensor, which others use besides."""
+        self._arrived: dict[int, int] = {}
+        """Numbers of what arrived for parameters, by those of their tensors."""
         self.handed_over: dict[int, list[int]] = {}
         """Gradients that autograd hands over, by the position of the event."""
         self._kept: list[Any] = []
@@ -294,17 +300,32 @@ class MetaStep:
         return loss
 
     def _hook_gradients(self) -> list[Any]:
-        return [
-            parameter.register_post_accumulate_grad_hook(self._gradient_hook(index))
-            for index, parameter in self.parameters.items()
-            if parameter.requires_grad
-        ]
+        handles: list[Any] = []
+        for index, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                handles.append(parameter.register_hook(self._arrival_hook(index)))
+                hook = self._gradient_hook(index)
+                handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        return handles
+
+    def _arrival_hook(self, parameter_index: int) -> Callable[[torch.Tensor], None]:
+        def arrives(gradient: torch.Tensor) -> None:
+            if self.tracker.knows(local(gradient)):
+                self._arrived[parameter_index] = self.tracker.index_of(local(gradient))
+
+        return arrives
 
     def _gradient_hook(self, parameter_index: int) -> Callable[[torch.Tensor], None]:
         def accumulated(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            gradient = self.tracker.index_of(local(parameter.grad))
+            own = local(parameter.grad)
+            gradient = self.tracker.index_of(own)
             self.gradients[gradient] = parameter_index
+            if self._arrived.get(parameter_index, gradient) != gradient:
+                self.copied.add(gradient)
+            if own.untyped_storage().nbytes() > own.nbytes:
+                self.shared.add(gradient)
+                parameter.grad = None  # The others' last use of it is recorded.
             position = len(self.tracker.recording.events)
             self.handed_over.setdefault(position, []).append(gradient)
 
