@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autotune.memory.traces.layers import TOWER, BrokenTrace, Stacks
+from autotune.memory.traces.layers import TOWER, Alike, BrokenTrace, Stacks
 
+MISSING = 1 << 29
+"""A place in no row."""
 Events = npt.NDArray[np.int32]
 """Events in order: i when tensor i is allocated, ~i when it is freed."""
 
@@ -37,6 +39,7 @@ class Copies:
     ) -> None:
         self._stacks = stacks
         self._place_of_block = [(block["stack"], block["layer"]) for block in blocks]
+        self._phases = [block["phase"] for block in blocks]
         self._order = order_of(blocks, stacks)
         index_of = {
             (b["phase"], b["stack"], b["layer"]): i for i, b in enumerate(blocks) if b["layer"] >= 0
@@ -115,7 +118,8 @@ class Copies:
                 columns.append(fixed + shift * moves)
         if not parts:
             return np.zeros(0, dtype=np.int32), starts
-        return self._resolve(np.concatenate(parts), np.concatenate(columns)), starts
+        left = self._left(located) if isinstance(self._stacks.text, Alike) else None
+        return self._resolve(np.concatenate(parts), np.concatenate(columns), left), starts
 
     def _columns(self, events: Events, homes: Events, index: int) -> tuple[Events, Events]:
         """Layers that a block refers to, and which of them (1) move with a copy of it: neighbours.
@@ -171,11 +175,38 @@ class Copies:
         homes = np.where(is_first, later[1] - layers.period, homes)
         return np.where(is_first, later[0], events), homes
 
-    def _resolve(self, events: Events, columns: Events) -> Events:
+    def _left(self, located: Mapping[int, tuple[Events, Events]]) -> _Left:
+        """Find what layers of the text leave to others, which free it."""
+        names: dict[Any, set[int]] = {}
+        for index, (events, _) in located.items():
+            stack, layer = self._place_of_block[index]
+            layer = -1 if stack == TOWER else layer
+            freed = ~events[events < 0]
+            homes = self._home[freed]
+            is_left = (homes >= 0) & (homes != layer) & ~self._is_in_tower[freed]
+            for number, home in zip(freed[is_left].tolist(), homes[is_left].tolist(), strict=True):
+                row = int(self._row[number])
+                names.setdefault((home, row, int(self._alike[number])), set()).add(number)
+                if layer >= 0:
+                    to = self._phases[index], layer - home
+                    names.setdefault((home, row, to), set()).add(number)
+        return _Left(names, self._home, self._place)
+
+    def _sources_of(self, traced: Events, columns: Events) -> Events:
+        """Return the traced layers that layers of the text copy; -1 for others and for none."""
+        text = self._stacks.text
+        sources = np.array([*map(text.source, range(text.full)), -1], dtype=np.int32)
+        is_of_text = ~self._is_in_tower[traced] & (columns >= 0)
+        return sources[np.where(is_of_text, columns, -1)]
+
+    def _resolve(self, events: Events, columns: Events, left: _Left | None) -> Events:
         traced = numbers_of(events)
         rows = self._row[traced]
         starts = self._start[rows, columns]
-        numbers = starts + self._place[traced]
+        places = self._place[traced]
+        if left is not None:
+            left.move(places, traced, self._sources_of(traced, columns))
+        numbers = starts + places
         missing = (starts < 0) | (numbers >= self._stop[rows, columns])
         numbers[missing] = 0
         missing |= self._alike[self.template[numbers]] != self._alike[traced]
@@ -184,6 +215,37 @@ class Copies:
             raise BrokenTrace(f"layer {layer} makes nothing like the trace's tensor {tensor}")
         found: Events = np.where(events < 0, ~numbers, numbers)
         return found
+
+
+class _Left:
+    """Traced tensors that layers leave to others: layers of unlike kinds leave the same ones.
+
+    One is known by when which neighbour frees it; or, since neighbours of unlike kinds do so at unlike times,
+    by its size.
+    """
+
+    def __init__(self, names: Mapping[Any, set[int]], homes: Events, places: Events) -> None:
+        self._homes = homes
+        self._places: dict[Any, int] = {}
+        self._names: dict[int, list[Any]] = {}
+        for (home, row, name), numbers in names.items():
+            for which, number in enumerate(sorted(numbers, key=lambda n: int(places[n]))):
+                self._places[home, row, name, which] = int(places[number])
+                names_of_one = self._names.setdefault(number, [])
+                names_of_one.insert(
+                    0 if isinstance(name, tuple) else len(names_of_one), (row, name, which)
+                )
+
+    def move(self, places: Events, traced: Events, sources: Events) -> None:
+        """Change the places of tensors to those that they have in the layers that these are copies of."""
+        for at in np.flatnonzero((sources >= 0) & (sources != self._homes[traced])).tolist():
+            home = int(sources[at])
+            known = (
+                self._places[home, *name]
+                for name in self._names.get(int(traced[at]), ())
+                if (home, *name) in self._places
+            )
+            places[at] = next(known, MISSING)
 
 
 def order_of(blocks: Sequence[Mapping[str, Any]], stacks: Stacks) -> list[tuple[int, int]]:

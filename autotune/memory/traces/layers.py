@@ -174,13 +174,18 @@ def _stretches_of(layers: Layers) -> tuple[_Stretch, ...]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tower:
-    """The traced layers of a tower that sees: layers with equal neighbours are copies of one."""
+class Alike:
+    """The traced layers where no pattern repeats: layers that are alike are copies of one."""
 
     own: tuple[int, ...]
-    """The whole tower's layer that each traced one is."""
+    """The whole model's layer that each traced one is."""
     sources: tuple[int, ...]
-    """The traced layer that each of the whole tower copies."""
+    """The traced layer that each of the whole model copies."""
+
+    @classmethod
+    def of_answer(cls, said: Mapping[str, Sequence[int]]) -> Alike:
+        """Read them from a worker's answer."""
+        return cls(own=tuple(said["own"]), sources=tuple(said["sources"]))
 
     @property
     def traced(self) -> int:
@@ -222,16 +227,16 @@ TOWER = 2
 class Stacks:
     """The layers of a whole model: those of its text, and of the tower that sees where it has one."""
 
-    text: Layers
-    tower: Tower | None = None
+    text: Layers | Alike
+    tower: Alike | None = None
 
     @classmethod
     def of_answer(cls, answer: Mapping[str, Any]) -> Stacks:
         """Read them from a worker's answer."""
-        tower = answer.get("tower")
+        text, tower = answer["layers"], answer.get("tower")
         return cls(
-            text=Layers(**answer["layers"]),
-            tower=tower and Tower(**{name: tuple(each) for name, each in tower.items()}),
+            text=Alike.of_answer(text) if "own" in text else Layers(**text),
+            tower=tower and Alike.of_answer(tower),
         )
 
     def of(self, stack: int) -> Stack:

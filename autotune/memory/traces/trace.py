@@ -66,7 +66,7 @@ class Trace:
 
     def __init__(self, answer: dict[str, Any]) -> None:
         stacks = Stacks.of_answer(answer)
-        self._answer = answer if stacks.text.cut is not None else None
+        self._answer = answer if "cut" in answer["layers"] else None
         blocks = [{**block, "phase": Phase(block["phase"])} for block in answer["blocks"]]
         self.is_compiled: bool = answer.get("compiled", False)
         """Whether the step is one that torch.compile has made."""

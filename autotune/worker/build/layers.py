@@ -19,6 +19,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 Kind = frozenset[Any]
 """The facts of a layer that could change what it allocates and computes."""
 
+CONFIG = "config"
+"""Marks a fact of a layer that the configuration has in a list for all layers."""
+ATTENDS = CONFIG, "layer_types"
+"""The fact of a layer that says to what it attends, where layers differ in that."""
+
 TOWER_NUMBERS = ("num_hidden_layers", "depth")
 """Names of the setting that says how many layers a tower has."""
 
@@ -141,7 +146,7 @@ def kinds_of(model: nn.Module, config: PretrainedConfig, *, sees: bool = False) 
     for name, values in vars(of_text).items():
         if isinstance(values, list) and len(values) == len(facts):
             for fact, value in zip(facts, values, strict=True):
-                fact["config", name] = value if isinstance(value, int) else str(value)
+                fact[CONFIG, name] = value if isinstance(value, int) else str(value)
     drop_numbers_of_layers(facts)
     if sees and (taken := getattr(config.vision_config, "deepstack_visual_indexes", ())):
         # Behind each of the first layers something is added that the tower has seen on its way (Qwen3-VL).

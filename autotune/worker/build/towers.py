@@ -73,7 +73,7 @@ def fewest(kinds: Sequence[Kind]) -> list[int]:
 
 
 def copies_of(kinds: Sequence[Kind], kept: Sequence[int]) -> dict[str, list[int]]:
-    """Return what autotune.memory.traces.layers.Tower is made of."""
+    """Return what autotune.memory.traces.layers.Alike is made of."""
     sources = {seen: number for number, seen in enumerate(_seen_from([kinds[n] for n in kept]))}
     copied = [sources[seen] for seen in _seen_from(kinds)]
     for number, layer in enumerate(kept):

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autotune.memory.traces.phases import OUTSIDE, Place
+from autotune.worker.build.alike_layers import built
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.build.model import UnsupportedModel, reason_of
 from autotune.worker.trace.stand_ins import replaced
@@ -217,7 +218,7 @@ class _LayerMarks:
         """Mark the borders within a `with` block."""
         handles = []
         for stack, layers in enumerate(self._stacks):
-            for number, layer in enumerate(layers):
+            for number, layer in enumerate(built(layers)):
                 enter, leave = self._marking((stack, number)), self._marking(OUTSIDE)
                 handles.append(layer.register_forward_pre_hook(enter))
                 handles.append(layer.register_forward_hook(leave))

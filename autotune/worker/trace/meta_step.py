@@ -24,6 +24,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build import adapters, fp8, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
+from autotune.worker.build.alike_layers import built
 from autotune.worker.build.layers import layer_stacks, tower_layers
 from autotune.worker.build.pictures import GRIDS
 from autotune.worker.build.tensor_parallel import local
@@ -347,8 +348,9 @@ class MetaStep:
     def _hook_layers(self, stack: int, layers: nn.ModuleList) -> list[Any]:
         """Mark where layers begin and end; older versions recompute a layer with its hooks."""
         handles = []
-        last = len(layers) - 1
-        for number, layer in enumerate(layers):
+        here = built(layers)
+        last = len(here) - 1
+        for number, layer in enumerate(here):
             place = (stack, number)
             handles.append(layer.register_forward_pre_hook(self._enter(place), with_kwargs=True))
             handles.append(layer.register_forward_hook(self._leave(place, number == last)))
@@ -399,18 +401,25 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
 
 
 def place_finder(model: Any, task: str) -> Callable[[str], Place]:
-    """A function that finds the place of a module or parameter among the repeated layers, by its name."""
+    """A function that finds the place of a module or parameter among the repeated layers, by its name.
+
+    Layers are numbered without those that are left out, whose stand-ins count to the one before.
+    """
     names = {id(module): name for name, module in model.named_modules()}
     stacks = dict(enumerate(layer_stacks(model)))
     if task == PICTURES and (tower := tower_layers(model)) is not None:
         stacks[TOWER] = tower
     prefixes = {stack: names[id(layers)] + "." for stack, layers in stacks.items()}
+    numbers = {
+        stack: [len(built(layers[: number + 1])) - 1 for number in range(len(layers))]
+        for stack, layers in stacks.items()
+    }
 
     def place_of(name: str) -> Place:
         for stack, prefix in prefixes.items():
             _, found, rest = name.partition(prefix)
             if found:
-                return stack, int(rest.partition(".")[0])
+                return stack, numbers[stack][int(rest.partition(".")[0])]
         return OUTSIDE
 
     return place_of

@@ -35,9 +35,18 @@ from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS, row_of
-from autotune.worker.build import checkpoint_plan, fp8, layers, quantize, tensor_parallel, towers
+from autotune.worker.build import (
+    alike_layers,
+    checkpoint_plan,
+    fp8,
+    layers,
+    quantize,
+    tensor_parallel,
+    towers,
+)
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
+from autotune.worker.build.alike_layers import NoStandIn
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
 from autotune.worker.trace import (
     attention,
@@ -173,17 +182,21 @@ def _compiled_or_eager(
     sees = None if said is None else json_records.read(Pictures, said, "pictures")
 
     def trace(spec: TraceSpec, shared: SharedModels) -> dict[str, Any]:
-        return trace_step(
+        trace_this = functools.partial(
+            trace_step,
             models.load_config(request["config"]),
             request["task"],
             spec,
             sequence_length=request["sequence_length"],
             device=device,
-            whole=wanted["whole"],
             operations=wanted.get("operations", False),
             shared=shared,
             sees=sees,
         )
+        try:
+            return trace_this(whole=wanted["whole"])
+        except NoStandIn:
+            return trace_this(whole=True)
 
     spec = TraceSpec(**wanted["spec"])
     try:
@@ -395,7 +408,7 @@ def _few(
         num_periods=_num_periods(config, spec),
     )
     if pattern is None:
-        return _whole(config, task, spec)
+        return _fewest(config, task, spec)
     num_periods = _num_periods(config, spec)
     num = pattern.num_traced(len(kinds), num_periods)
     cut: dict[str, int] = {}
@@ -404,21 +417,56 @@ def _few(
         num += num_periods * pattern.period
         if num >= len(kinds):
             return _whole(config, task, spec)
-    small = layers.with_layers(config, num)
-    said: dict[str, Any] = {
-        "layers": {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern), **cut}
-    }
-    kept = towers.fewest(of_tower)
-    if kept:
-        said["tower"] = towers.copies_of(of_tower, kept)
-        small = towers.with_tower_layers(small, kept)
+    small, kept = _with_few_that_see(layers.with_layers(config, num), of_tower)
     try:
         model = models.build_base(small, task, spec)
     except UnsupportedModel:  # Something in the configuration counts the layers.
-        return _whole(config, task, spec)
+        return _fewest(config, task, spec)
     if _kinds_of(model, small, task) != (kinds[:num], [of_tower[number] for number in kept]):
-        return _whole(config, task, spec)  # What is special about the last layers comes too early.
-    return model, said
+        # What is special about the last layers comes too early.
+        return _fewest(config, task, spec)
+    of_text = {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern), **cut}
+    return model, _said(of_text, of_tower, kept)
+
+
+def _fewest(
+    config: PretrainedConfig, task: str, spec: TraceSpec
+) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
+    """Leave out of the whole model the layers that are as others are, in whatever order these come.
+
+    Not where layers are treated in two ways: by a plan, or every second one. Nor where a kernel or a gradient
+    is of two layers (_num_periods), or a weight of many.
+    """
+    kinds, of_tower = _kinds_of_whole(config, task, spec)
+    copies = alike_layers.copies_of(kinds)
+    is_in_one_way = not spec.has_plan and spec.activation_checkpointing < 2
+    if not is_in_one_way or _num_periods(config, spec) > 3 or len(copies["own"]) == len(kinds):
+        return _whole(config, task, spec)
+    small, kept = _with_few_that_see(config, of_tower)
+    model = models.build_base(small, task, spec)
+    (stack,) = layers.layer_stacks(model)
+    if alike_layers.share_weights(stack):
+        return _whole(config, task, spec)
+    alike_layers.leave_out(stack, copies["own"])
+    return model, _said(copies, of_tower, kept)
+
+
+def _with_few_that_see(
+    config: PretrainedConfig, of_tower: list[layers.Kind]
+) -> tuple[PretrainedConfig, list[int]]:
+    """Return the configuration with the tower's layers that stand for all, and their numbers."""
+    kept = towers.fewest(of_tower)
+    return towers.with_tower_layers(config, kept) if kept else config, kept
+
+
+def _said(
+    of_text: dict[str, Any], of_tower: list[layers.Kind], kept: list[int]
+) -> dict[str, dict[str, Any]]:
+    """Return what autotune.memory.traces.Stacks reads."""
+    return {
+        "layers": of_text,
+        **({"tower": towers.copies_of(of_tower, kept)} if kept else {}),
+    }
 
 
 _Kinds = tuple[list[layers.Kind], list[layers.Kind]]

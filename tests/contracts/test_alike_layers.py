@@ -1,0 +1,104 @@
+"""A few layers against all of them where no pattern repeats: the same events, the same kernels."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_extrapolation import (
+    ADA,
+    LORA,
+    RANK,
+    assert_same_events,
+    events_of,
+    kernels_of,
+    spec_of,
+)
+
+from autotune.memory.traces import Trace
+from autotune.records.estimate import TraceSpec
+from autotune.worker.build import model as models
+from autotune.worker.trace import step as trace_module
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
+
+SMALL = {
+    "vocab_size": 307,
+    "vocab_size_per_layer_input": 307,
+    "hidden_size": 44,
+    "head_dim": 22,
+    "global_head_dim": 34,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_size_per_layer_input": 14,
+    "sliding_window": 32,
+    "intermediate_size": 76,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    # An embedding that is as wide as the layers are many.
+    "gemma4": {**SMALL, "model_type": "gemma4_text", "num_hidden_layers": 24},
+    # The last layers take keys and values from two before.
+    "gemma4, shared": {
+        **SMALL,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 30,
+        "num_kv_shared_layers": 18,
+        "use_double_wide_mlp": True,
+    },
+    # Those, and sparse layers at the beginning.
+    "gemma3n": {
+        **SMALL,
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 25,
+        "num_kv_shared_layers": 10,
+        "laurel_rank": 26,
+        "activation_sparsity_pattern": [0.95] * 5 + [0.0] * 20,
+    },
+}
+NUM_TRACED = {"gemma4": 9, "gemma4, shared": 14, "gemma3n": 16}
+ADAPTED = {**LORA, "precision": "bf16-autocast"}
+SPECS = {
+    "full": spec_of(),
+    "full, one, fp32": spec_of(single=True, precision="fp32"),
+    "full, checkpointed": spec_of(activation_checkpointing=1),
+    "lora": spec_of(**ADAPTED),
+    "lora, checkpointed, one": spec_of(**ADAPTED, activation_checkpointing=1, single=True),
+}
+CASES = [
+    *(("gemma3n", name) for name in SPECS),
+    ("gemma4", "full"),
+    ("gemma4", "lora, checkpointed, one"),
+    ("gemma4, shared", "full"),
+    ("gemma4, shared", "full, checkpointed"),
+]
+
+
+def traced(name: str, spec: TraceSpec, *, whole: bool) -> dict[str, Any]:
+    answer = trace_module.trace_step(
+        models.load_config(CONFIGS[name]),
+        "causal-lm",
+        spec,
+        sequence_length=128,
+        device=ADA,
+        whole=whole,
+    )
+    loaded: dict[str, Any] = json.loads(json.dumps(answer))
+    return loaded
+
+
+@pytest.mark.parametrize(("name", "treated"), CASES)
+def test_few_layers_make_the_events_of_all(name: str, treated: str) -> None:
+    spec = SPECS[treated]
+    micro_batch = 1 if spec.single else 4
+    few, all_of_them = (traced(name, spec, whole=whole) for whole in (False, True))
+    assert len(few["layers"]["own"]) == NUM_TRACED[name]
+    assert len(few["layers"]["sources"]) == CONFIGS[name]["num_hidden_layers"]
+    extrapolated, whole = Trace(few), Trace(all_of_them)
+    for events in ("setup", "batch", "count", "first", "again", "next", "released"):
+        mine, theirs = (events_of(t, events, micro_batch, RANK) for t in (extrapolated, whole))
+        assert_same_events(mine, theirs, spec, events)
+    assert len(extrapolated.gradients) == len(whole.gradients)
+    assert kernels_of(extrapolated, micro_batch, RANK) == kernels_of(whole, micro_batch, RANK)
+    assert extrapolated.trainable(RANK) == whole.trainable(RANK)
+    assert extrapolated.num_parameters(RANK) == whole.num_parameters(RANK)
