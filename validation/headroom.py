@@ -33,7 +33,7 @@ from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM
 from autotune.common.units import MIB
 from tools.gpu_check import summary
 from tools.gpu_check.records import read_records
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 
 STUDIES = Path(__file__).parents[1] / "studies"
 README = STUDIES / "headroom" / "README.md"
@@ -255,11 +255,8 @@ def _table(
 
 def main() -> None:
     """Write the tables, and print the constants."""
-    text = README.read_text()
     made = tables()
-    for name, content in made.items():
-        text = write_section(text, name, content)
-    README.write_text(text)
+    write_sections(README, made)
     print(made["constants"])
 
 

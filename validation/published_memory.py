@@ -62,7 +62,7 @@ from validation.published.tables import (
     markdown_quirks,
     markdown_step_ends,
     summary,
-    write_section,
+    write_sections,
 )
 
 
@@ -402,12 +402,8 @@ def main() -> None:
         ),
         "blind": blind.markdown(loop_bytes),
     }
-    readme = STUDY / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for name, content in sections.items():
-        text = write_section(text, name, content)
-        print(content, end="\n\n")
-    readme.write_text(text, encoding="utf-8")
+    write_sections(STUDY / "README.md", sections)
+    print(*sections.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

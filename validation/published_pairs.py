@@ -28,7 +28,7 @@ from autotune.speed.sureness import Parts
 from validation.published import ties
 from validation.published.plan import SPEED, STUDIES, Plan, Timed
 from validation.published.runs import chosen_with, model_of, timed_runs
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 from validation.published_speed import TIED, Row, predict, row_of
 
 STUDY = STUDIES / "published-pairs"
@@ -415,11 +415,7 @@ def main() -> None:
         "ties": markdown_ties([*new, *old]),
         "left out": markdown_left_out(new),
     }
-    readme = STUDY / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for name, content in sections.items():
-        text = write_section(text, name, content)
-    readme.write_text(text, encoding="utf-8")
+    write_sections(STUDY / "README.md", sections)
     print(sections["settings"], sections["cards"], sep="\n\n")
 
 

@@ -43,7 +43,7 @@ from autotune.worker.trace.step import trace_step
 from validation.kernels import steps
 from validation.published.own_loop import PRECISION, precision_of_loop
 from validation.published.plan import STUDIES, Plan, Timed
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 from validation.published_pairs import (
     Side,
     by,
@@ -260,11 +260,7 @@ def main() -> None:
         "rows": markdown_rows(sides),
         "left out": "\n".join(left_out),
     }
-    readme = STUDY / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for name, content in sections.items():
-        text = write_section(text, name, content)
-    readme.write_text(text, encoding="utf-8")
+    write_sections(STUDY / "README.md", sections)
     print(sections["settings"], sections["attention"], sections["gains"], sep="\n\n")
 
 

@@ -51,7 +51,7 @@ from validation.published.old_attention import OLD_ATTENTIONS
 from validation.published.plan import SPEED as STUDY
 from validation.published.plan import Plan, Timed, published
 from validation.published.runs import chosen_with, timed_runs, why_left_out
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 from validation.published_memory import describe
 
 TRAINERS = ("Qwen, A100", "BERT, V100")
@@ -486,11 +486,7 @@ def main() -> None:
         "longer": markdown_longer(rows, with_longer_samples()),
         "left out": markdown_left_out(rows),
     }
-    readme = STUDY / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for name, content in sections.items():
-        text = write_section(text, name, content)
-    readme.write_text(text, encoding="utf-8")
+    write_sections(STUDY / "README.md", sections)
     print(sections["groups"], sections["summary"], sections["longer"], sep="\n\n")
 
 

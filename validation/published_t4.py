@@ -34,7 +34,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from validation.published import own_loop
 from validation.published.plan import STUDIES
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 
 STUDY = STUDIES / "published-t4"
 GPU = "NVIDIA T4"
@@ -222,8 +222,6 @@ def read(name: str) -> list[Row]:
 
 
 def main() -> None:
-    readme = STUDY / "README.md"
-    page = readme.read_text(encoding="utf-8")
     for table, stem in ((RUNS, ""), (FURTHER, "further_")):
         rows = predict(table=table)
         record = {
@@ -235,15 +233,14 @@ def main() -> None:
         if not held_out.exists():
             held_out.write_text(text, encoding="utf-8")
         (STUDY / f"{stem}rows.json").write_text(text, encoding="utf-8")
+        prefix = stem.replace("_", " ")
         sections = {
-            "held out": summary(read(held_out.name)),
-            "summary": summary(rows),
-            "rows": markdown(rows),
+            f"{prefix}held out": summary(read(held_out.name)),
+            f"{prefix}summary": summary(rows),
+            f"{prefix}rows": markdown(rows),
         }
-        for name, content in sections.items():
-            page = write_section(page, stem.replace("_", " ") + name, content)
-        print(sections["summary"])
-    readme.write_text(page, encoding="utf-8")
+        write_sections(STUDY / "README.md", sections)
+        print(summary(rows))
 
 
 if __name__ == "__main__":

@@ -230,7 +230,13 @@ def test_few_layers_make_the_events_of_all(architecture: Architecture, spec: Tra
     for name, theirs in plain.items():
         mine = [event[:2] for event in events_of(extrapolated, name, micro_batch, RANK)]
         assert_same_events(mine, theirs, spec, name)
-    for name in ("setup", "batch", "count", "first", "again", "next"):
+    assert_same_traces(extrapolated, whole, spec)
+
+
+def assert_same_traces(extrapolated: Trace, whole: Trace, spec: TraceSpec) -> None:
+    """Compare all that is made of a trace of few layers with that of every layer."""
+    micro_batch = 1 if spec.single else MICRO_BATCH
+    for name in ("setup", "batch", "count", "first", "again", "next", "released"):
         mine, theirs = (events_of(t, name, micro_batch, RANK) for t in (extrapolated, whole))
         assert_same_events(mine, theirs, spec, name)
     assert len(extrapolated.gradients) == len(whole.gradients)

@@ -40,7 +40,7 @@ from validation.kernels.fit_moving import OPERATIONS, TWO_TENSORS, fp32_table
 from validation.kernels.matmul_behaviour import NUM_WEIGHTS, fit, rested_card
 from validation.kernels.measured_products import Products, bfloat16_products
 from validation.kernels.public_tables import TABLES, Columns, card, chosen
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 
 FOLDER = TABLES.parents[1] / "calibration"
 LONG = 512
@@ -319,11 +319,7 @@ def main() -> None:
     found = {"products": products(), "attention": attention_kernels(), "moving": moving_kernels()}
     everything = [asdict(each) for its in found.values() for each in its]
     (FOLDER / "rows.json").write_text(json.dumps(everything, indent=0) + "\n", encoding="utf-8")
-    page = FOLDER / "README.md"
-    text = page.read_text(encoding="utf-8")
-    for name, its in found.items():
-        text = write_section(text, name, section(its))
-    page.write_text(text, encoding="utf-8")
+    write_sections(FOLDER / "README.md", {name: section(its) for name, its in found.items()})
 
 
 if __name__ == "__main__":

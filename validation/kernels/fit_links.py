@@ -26,7 +26,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import KIB, MIB
 from autotune.speed import links
 from autotune.speed.links import RINGS, Link, Message
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 
 STUDY = Path(__file__).parents[2] / "studies" / "kernels"
 TABLE = Path(links.__file__).with_name("data") / "links.toml"
@@ -228,8 +228,7 @@ def main() -> None:
         for size, part in by_size([r for r in chosen if r.link == kind]).items():
             found.append(errors(f"{kind}: the rows that chose it, {size}", part, link))
     (STUDY / "links.json").write_text(json.dumps(found, indent=1) + "\n")
-    page = STUDY / "LINKS.md"
-    page.write_text(write_section(page.read_text(), "errors", markdown(found)))
+    write_sections(STUDY / "LINKS.md", {"errors": markdown(found)})
     print(markdown(found))
 
 

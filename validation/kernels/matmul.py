@@ -33,7 +33,7 @@ from validation.kernels.fit_matmul import FLOAT32, float32_of
 from validation.kernels.matmul_behaviour import FLOAT32_CARDS, fit_float32
 from validation.kernels.measured_products import Products, bfloat16_products
 from validation.kernels.public_tables import STUDY, columns
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 
 _OF_NORMAL_80 = 1.2816
 _WITH_LAUNCH_SECONDS = 2e-4
@@ -67,11 +67,10 @@ def main() -> None:
     found = with_coverage(found, tables, by_shape, left_out)
     found += transfer()
     (STUDY / "matmul.json").write_text(json.dumps([asdict(e) for e in found], indent=0) + "\n")
-    page = STUDY / "matmul.md"
-    text = page.read_text(encoding="utf-8")
-    for test in dict.fromkeys(e.test for e in found):
-        text = write_section(text, test, table_of([e for e in found if e.test == test]))
-    page.write_text(write_section(text, "worst rows", worst_rows(tables, by_shape)))
+    tests = dict.fromkeys(e.test for e in found)
+    sections = {test: table_of([e for e in found if e.test == test]) for test in tests}
+    sections["worst rows"] = worst_rows(tables, by_shape)
+    write_sections(STUDY / "matmul.md", sections)
 
 
 def errors(test: str, card: str, table: Products, seconds: Floats) -> list[Errors]:

@@ -29,7 +29,7 @@ from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
 from validation.kernels import steps
 from validation.kernels.public_tables import STUDY, card
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 
 TARGET = 0.15
 NUM_GPUS = 4
@@ -173,10 +173,8 @@ def main() -> None:
     found = shared_steps()
     record = {"target": TARGET, "rows": [asdict(each) for each in found]}
     (STUDY / "shared.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = STUDY / "SHARED.md"
-    text = write_section(page.read_text(encoding="utf-8"), "rows", markdown(found))
-    page.write_text(text, encoding="utf-8")
-    print(text)
+    write_sections(STUDY / "SHARED.md", {"rows": markdown(found)})
+    print(markdown(found))
 
 
 if __name__ == "__main__":

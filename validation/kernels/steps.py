@@ -37,7 +37,7 @@ from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
 from validation.kernels.public_tables import STUDY, TABLES, card, columns
 from validation.kernels.step_operations import LEAST_MS, PASSES, Operation, operations, seconds
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 
 TARGET = 0.05
 NEAR_ITS_OPERATIONS = 0.05
@@ -403,16 +403,13 @@ def main() -> None:
         "operations": [asdict(kind) for kind in of_operations],
     }
     (STUDY / "steps.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    page = STUDY / "STEPS.md"
-    text = page.read_text(encoding="utf-8")
-    for name, content in (
-        ("summary", summary(found)),
-        ("rows", markdown_rows(found)),
-        ("operations", markdown_kinds(of_operations)),
-    ):
-        text = write_section(text, name, content)
-    page.write_text(text, encoding="utf-8")
-    print(text)
+    sections = {
+        "summary": summary(found),
+        "rows": markdown_rows(found),
+        "operations": markdown_kinds(of_operations),
+    }
+    write_sections(STUDY / "STEPS.md", sections)
+    print(*sections.values(), sep="\n\n")
 
 
 if __name__ == "__main__":

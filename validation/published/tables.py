@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from autotune.common.units import GIB
 
@@ -170,9 +171,13 @@ def summary(rows: Sequence[Row], step_ends: Sequence[StepEnd]) -> str:
     return "\n".join([*lines, f"- {used} counts in none: two lengths are solved from it"])
 
 
-def write_section(text: str, name: str, content: str) -> str:
-    begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->\n"
-    before, _, rest = text.partition(begin)
-    _, found, after = rest.partition(end)
-    assert found, f"README.md has no section {name}"
-    return f"{before}{begin}{content}\n{end}{after}"
+def write_sections(page: Path, sections: Mapping[str, str]) -> None:
+    """Write each text between the marks of its name in a study's page."""
+    text = page.read_text(encoding="utf-8")
+    for name, content in sections.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end {name} -->\n"
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        assert found, f"{page.name} has no section {name}"
+        text = f"{before}{begin}{content}\n{end}{after}"
+    page.write_text(text, encoding="utf-8")

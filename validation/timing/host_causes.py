@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, logging
 
-from validation.published.tables import write_section
+from validation.published.tables import write_sections
 from validation.timing import host_time
 
 STUDY = Path(__file__).parents[2] / "studies" / "host-time"
@@ -219,8 +219,7 @@ def main() -> None:
     found = causes(models)
     print(markdown(found))
     (STUDY / "causes.json").write_text(json.dumps([asdict(c) for c in found], indent=1) + "\n")
-    page = STUDY / "README.md"
-    page.write_text(write_section(page.read_text(), "causes", markdown(found)))
+    write_sections(STUDY / "README.md", {"causes": markdown(found)})
 
 
 if __name__ == "__main__":
