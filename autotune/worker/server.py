@@ -17,8 +17,8 @@ Requests and answers of jobs never come this way: they go through the files of a
 
 One job at a time. A job leads a session of its own, prints into its file, and dies with the server;
 the server ends when its parent dies. What a job leaves behind is killed, whatever its session.
-Linux only. On a machine with a GPU not yet run: that importing leaves CUDA alone there is read from
-the sources of torch 2.11 and 2.13 and bitsandbytes 0.50, and is checked before every fork.
+Linux only. That importing leaves CUDA alone was seen on an H200 (torch 2.11, bitsandbytes 0.50), and is
+checked before every fork.
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def _capability_without_cuda() -> Iterator[None]:
     import torch
     from torch._dynamo.device_interface import CudaInterface
 
-    cards = detect()
-    capabilities = [gpu.compute_capability for gpu in cards if gpu.compute_capability]
+    cards = _capabilities()
+    capabilities = [each for each in cards if each]
     if not capabilities:
         yield
         return
@@ -165,6 +165,25 @@ def _capability_without_cuda() -> Iterator[None]:
         )
     ):
         yield
+
+
+def _capabilities() -> list[tuple[int, int] | None]:
+    """The compute capability of each card, asked in a process of its own.
+
+    NVML starts a thread as it is initialised (driver 580), which stays.
+    """
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.write(writable, json.dumps([card.compute_capability for card in detect()]).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable, "rb") as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return [None if each is None else (each[0], each[1]) for each in json.loads(said or b"[]")]
 
 
 def _take_control() -> tuple[int, int]:
@@ -212,7 +231,8 @@ class _Server:
         assert self._pid is None
         state = _state()
         if state != {"num_threads": 1, "cuda_initialized": False, "cuda_device_open": False}:
-            self._reply(unfit=f"a fork would not be safe: {state}")
+            names = ", ".join(_names_of_threads())
+            self._reply(unfit=f"a fork would not be safe: {state}, threads: {names}")
             return
         # The job waits for the parent to know its id, or else nobody could wait for its end.
         gate, go = os.pipe()
@@ -300,6 +320,12 @@ def _state() -> dict[str, int | bool]:
         # The driver opens it for a context, whichever library asked; NVML does not.
         "cuda_device_open": any(name.startswith("/dev/nvidia-uvm") for name in _open_files()),
     }
+
+
+def _names_of_threads() -> Iterator[str]:
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            yield path.read_text(errors="replace").strip()
 
 
 def _driver_is_initialized() -> bool:
