@@ -29,8 +29,8 @@ test-fast: setup  ## The tests that start no process, in a minute or so: for the
 pytest: setup
 	AUTOTUNE_TEST_LOADERS=required $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-gpu-check: setup  ## Measure this machine's CUDA card against predictions: seven pieces of at most 9 minutes; again goes on
-	$(BIN)/python -m tools.gpu_check processes kernels predict techniques find sweep speedups
+gpu-check: setup  ## Measure this machine's CUDA card against predictions: eight pieces of at most 9 minutes; again goes on
+	$(BIN)/python -m tools.gpu_check processes predict operations kernels techniques find sweep speedups
 
 docs: setup  ## Build the pages of docs/ into build/site; a warning fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

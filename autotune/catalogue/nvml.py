@@ -1,6 +1,6 @@
 """NVML's facts about the cards here: which a process sees, how much is free, and who holds the rest.
 
-Needs no CUDA context. Not yet run on a GPU. Not modelled: MIG slices, and CUDA_DEVICE_ORDER other than
+Needs no CUDA context. Run on an H200. Not modelled: MIG slices, and CUDA_DEVICE_ORDER other than
 PCI_BUS_ID. In a container the processes of others have no name, and often are not listed at all.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of the card and its driver, as NVML tells. Not yet run on a GPU.
+"""Checks of the card and its driver, as NVML tells. Run on an H200.
 
 Only the first card that is visible is looked at: probes run on that one.
 """

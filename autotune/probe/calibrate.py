@@ -1,6 +1,6 @@
 """Calibrates the card of this machine: a process with torch times kernels, and rates are fitted to them.
 
-Nothing is kept here (store.calibrations). Not yet run on a GPU.
+Nothing is kept here (store.calibrations). The host was timed on an H200 machine; kernels not yet on a GPU.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def time_kernels(
         "backend": backend,
         "kernels": [json_records.plain(kernel) for kernel in plan],
         "seconds_each": _TINY_SECONDS_EACH if is_tiny else SECONDS_EACH,
-        "warm_up_seconds": _TINY_WARM_UP_SECONDS if is_tiny else WARM_UP_SECONDS,
+        "warm_up_seconds": _TINY_WARM_UP_SECONDS if is_tiny or not plan else WARM_UP_SECONDS,
     }
     end = isolate.run("calibrate", request, deadline_seconds=deadline_seconds, on_answer=read)
     if end.how != "ok":

@@ -33,6 +33,15 @@ calibrate {"backend": str, "kernels": [{fields of roofline.Kernel}], "seconds_ea
         on cuda first {"device": name}; one line per kernel: {"index": int, "seconds": float, "spread": float,
         "num_weights": int} or {"index": int, "skipped": reason}; then {"host": {phase: seconds of an
         operation}}; or {"unusable": reason}
+outside {}
+        on cuda alone, one line per thing that a process does for the first time: {"did": name,
+        "outside_bytes": what the card holds by then beside PyTorch's allocator, "problem": str or null}
+profile {"config", "train_config", "spec": as of a probe}
+        one optimizer step as PyTorch's profiler sees it, behind others: {"num_micro_steps": int,
+        "wall_seconds": float, "busy_seconds": of all kernels and copies, "num_launches": int,
+        "num_operations": ATen's, nested ones, too, "operations": [{"name": ATen's, "shapes", "dtypes": of its
+        arguments, "kernels": how many it launched, "seconds": theirs}], "kernels": [{"name", "count",
+        "seconds"}], "measurement": {Measurement}}, or the measurement alone where the run did not get so far
 loader  {"program": text of train.py, "dataset": str, "tokenizer": folder or id, "backend": str,
          "micro_step_seconds": float, "settings": [{fields of LoaderTime}]}
         one line per setting, until one keeps up with the micro-step: {LoaderTime}; or {"problem": str}
@@ -187,6 +196,20 @@ def _calibrate(request: dict[str, Any]) -> Answers:
     yield from time_kernels(request)
 
 
+def _outside(_: dict[str, Any]) -> Answers:
+    from autotune.worker.calibrate.outside import outside
+
+    yield from outside()
+
+
+def _profile(request: dict[str, Any]) -> Answers:
+    import_adapters()
+
+    from autotune.worker.probe.profiled import profiled
+
+    yield profiled(request)
+
+
 def _as_it_comes(
     work: Callable[[Callable[[dict[str, Any]], None]], dict[str, Any]],
 ) -> Answers:
@@ -220,6 +243,8 @@ VERBS: dict[str, Verb] = {
     "loader": _loader,
     "pictures": _pictures,
     "calibrate": _calibrate,
+    "outside": _outside,
+    "profile": _profile,
 }
 
 

@@ -87,7 +87,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_predictions_stand_beside_measurements(recorded: Path) -> None:
     records = lines(recorded / "predicted_vs_measured.jsonl")
-    assert [r["capped_at_prediction"] for r in records] == [False, True, False]
+    assert [r["capped_at_prediction"] for r in records] == [False, False, True]
     for record in records:
         measurement = measurement_from_dict(record["measurement"])
         assert record["schema_version"] == SCHEMA_VERSION
@@ -95,7 +95,7 @@ def test_predictions_stand_beside_measurements(recorded: Path) -> None:
         assert record["prediction"]["config"] == measurement.config.to_dict()
         assert measurement.spec.backend == "cpu"
         assert record["wall_seconds"] > measurement.elapsed_seconds > 0
-    first, capped, _ = records
+    first, _, capped = records
     assert (
         capped["measurement"]["spec"]["memory_budget_bytes"]
         == (first["prediction"]["peak_device_bytes"])
@@ -171,7 +171,7 @@ def test_each_kernel_is_recorded_beside_its_prediction(recorded: Path) -> None:
     host = records.pop("host")
     assert set(host["host_seconds"]) == {"forward", "backward"}
     plan = kernels._usual(check_of(recorded)) + kernels._further(check_of(recorded))
-    assert list(records) == [name_of(kernel) for kernel in plan]
+    assert set(records) == {name_of(kernel) for kernel in plan}
     skipped = {name.split()[0] for name, record in records.items() if record["skipped"]}
     assert skipped == {
         *("adamw_bnb_8bit", "paged_adamw_8bit"),  # They need CUDA.
@@ -206,7 +206,8 @@ def test_a_kernel_that_ends_the_process_is_left_out_from_then_on(
     assert kernels.kernels(check)
     records = {record["key"]: record for record in lines(tmp_path / "kernels.jsonl")}
     assert [key.split()[0] for key, record in records.items() if record["skipped"]] == [guilty]
-    first, second = asked
+    of_host, first, second = asked
+    assert of_host == 0
     assert second < first == len(records) - 1
 
 

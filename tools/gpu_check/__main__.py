@@ -1,6 +1,6 @@
-"""Predictions held against a real card: what an owner of a CUDA machine runs. Not yet run on a GPU.
+"""Predictions held against a real card: what an owner of a CUDA machine runs.
 
-    python -m tools.gpu_check processes kernels predict techniques find sweep speedups
+    python -m tools.gpu_check processes predict operations kernels techniques find sweep speedups
                                                                             (or: make gpu-check)
 
 Each piece stops when its --minutes are over, and the next call goes on: what is recorded is not run
@@ -18,22 +18,24 @@ processes.jsonl
     {"schema_version", "key": what was tried, "fork": {Fork}, ...}: see processes.py
 kernels.jsonl, card.toml
     see kernels.py
+operations.jsonl, outside.jsonl
+    see operations.py
 speedups.jsonl
     see speedups.py
 README.md
     the summary, made anew from all of these
 
-`kernels` times what a step launches, one by one (three minutes); `predict` takes the cases of cases.py,
-`techniques` those of one more setting each, as far as the card and what is installed can run them (both
-write the same file); `sweep` every point of one small space (validation/sampler.py searches it); `find` is
-the command itself under several budgets; `processes` is what forking and killing leave on the card;
-`speedups` sets find's answers beside what people run. `repredict` needs no GPU: it puts the present
-version's predictions beside what was measured. --backend cpu --tiny tries the whole of it on a CPU, and is
-no measure of any card.
+`kernels` times what a step launches, one by one (three minutes); `operations` has PyTorch's profiler watch
+whole steps; `predict` takes the cases of cases.py, `techniques` those of one more setting each, as far as
+the card and what is installed can run them (both write the same file); `sweep` every point of one small space
+(validation/sampler.py searches it); `find` is the command itself under several budgets; `processes` is what
+forking and killing leave on the card; `speedups` sets find's answers beside what people run.
+`repredict` needs no GPU: it puts the present version's predictions beside what was measured. --backend cpu
+--tiny tries the whole of it on a CPU, and is no measure of any card.
 
-Where a card is lent for half an hour: `autotune doctor`, then `processes kernels predict`, then `find
-techniques`. --studies names a folder that stays when the machine goes; the next call goes on from a copy of
-it.
+Where a card is lent for a quarter of an hour: `autotune doctor`, then `processes predict operations find`,
+then `kernels techniques`. --studies names a folder that stays when the machine goes; the next call goes on
+from a copy of it.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", choices=BACKENDS, default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a few cases of a tiny model")
     parser.add_argument("--minutes", type=float, default=8.0, help="of each piece, at most")
+    parser.add_argument("--seconds", type=float, help="of timed steps of a probe, at most")
     parser.add_argument("--studies", type=Path, default=ROOT / "studies", metavar="FOLDER")
     parser.add_argument("--gpu", metavar="SLUG", help="for repredict: whose records")
     options = parser.parse_args(arguments)
@@ -81,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     folder=options.studies / card.slug,
                     deadline=Deadline(60 * options.minutes),
                     server=server,
+                    seconds=options.seconds,
                 )
                 try:
                     is_done = PIECES[name](check)

@@ -154,60 +154,61 @@ CASES: tuple[Case, ...] = (
     qlora(LLAMA_8, 1024, 2, 16, **CKPT, capped=True),
     lora(LLAMA_8, 1024, 1, 16, **CKPT, capped=True),
     full(LLAMA_3, 1024, 1, "bf16-true", **CKPT, capped=True),
+    # One of each kind of what follows, in sizes that the device bounds.
+    full(LLAMA_8, 1024, 2, "bf16-true", optimizer="adamw_bnb_8bit", **CKPT),
+    lora(LLAMA_3, 1024, 4, 16),
+    full(QWEN_15, 1024, 4, "bf16-true", **CKPT),
+    full(QWEN_05, 1024, 2, "fp32"),
+    full(SMOLLM, 4096, 2, "bf16-true"),
+    qlora(QWEN_15, 4096, 2, 16, **CKPT),
+    full(GPT2, 256, 8, "bf16-mixed"),
+    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adamw_bnb_8bit", capped=True),
+    lora(QWEN_15, 4096, 1, 16, **OFFLOAD),
+    full(QWEN_05, 1024, 4, "bf16-true", **EXPANDABLE, capped=True),
+    lora(LLAMA_8, 4096, 2, 16, optimizer="lion_8bit", **CKPT),
+    full(QWEN_05, 1024, 16, "bf16-true", accumulation=1, capped=True),
+    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_adamw_32bit", capped=True),
+    full(QWEN_05, 1024, 2, "fp16-mixed"),
+    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adafactor", capped=True),
     # Each optimizer, on 0.5B: state is a large part of its memory.
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adamw_torch", capped=True),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adamw_torch_fused"),
-    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adamw_bnb_8bit", capped=True),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_adamw_8bit"),
-    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_adamw_32bit", capped=True),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="lion_32bit"),
     full(QWEN_05, 1024, 1, "bf16-true", optimizer="adamw_torch_8bit"),
     full(QWEN_05, 1024, 1, "bf16-true", optimizer="adamw_torch_4bit"),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="lion_8bit"),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="paged_lion_8bit"),
-    full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="adafactor", capped=True),
     full(QWEN_05, 1024, 1, "bf16-mixed", optimizer="sgd"),
     # Checkpointing, offloading, attention, precision.
     full(QWEN_05, 1024, 8, "bf16-true", **EVERY_2, capped=True),
     full(QWEN_05, 1024, 8, "bf16-true", **OFFLOAD, capped=True),
     full(QWEN_05, 1024, 4, "bf16-true", **EAGER),
-    full(QWEN_05, 1024, 2, "fp16-mixed"),
-    full(QWEN_05, 1024, 2, "fp32"),
     full(QWEN_05, 1024, 2, "tf32"),
-    full(QWEN_05, 1024, 16, "bf16-true", accumulation=1, capped=True),
     full(SMOLLM, 1024, 4, "bf16-true", **EXPANDABLE, capped=True),
     lora(SMOLLM, 1024, 4, 16, **EXPANDABLE, capped=True),
     qlora(SMOLLM, 1024, 4, 16, **EXPANDABLE, capped=True),
-    full(QWEN_05, 1024, 4, "bf16-true", **EXPANDABLE, capped=True),
     lora(QWEN_05, 1024, 8, 16, **CKPT, **EXPANDABLE, capped=True),
     qlora(LLAMA_8, 1024, 2, 16, **CKPT, **EXPANDABLE, capped=True),
     # Another architecture: learned positions, fused projections, dropout.
-    full(GPT2, 256, 8, "bf16-mixed"),
     full(GPT2, 256, 8, "bf16-mixed", **EAGER),
     full(GPT2, 1024, 8, "bf16-true", **CKPT),
     lora(GPT2, 1024, 8, 16, lora_targets="attention"),
     # Lengths.
     full(SMOLLM, 256, 16, "bf16-mixed"),
     full(SMOLLM, 256, 1, "bf16-true", optimizer="adamw_torch"),
-    full(SMOLLM, 4096, 2, "bf16-true"),
     full(SMOLLM, 4096, 1, "bf16-true", **EAGER),
     lora(SMOLLM, 4096, 4, 16, **EVERY_2),
     # Between.
-    full(QWEN_15, 1024, 4, "bf16-true", **CKPT),
     full(QWEN_15, 1024, 1, "bf16-mixed", optimizer="adamw_bnb_8bit"),
     lora(QWEN_15, 1024, 4, 64, optimizer="paged_adamw_8bit"),
     qlora(QWEN_15, 1024, 4, 128, quantization="nf4", **EVERY_2),
-    lora(QWEN_15, 4096, 1, 16, **OFFLOAD),
-    qlora(QWEN_15, 4096, 2, 16, **CKPT),
     # Large.
     full(LLAMA_3, 1024, 4, "bf16-true", optimizer="adamw_bnb_8bit", **EVERY_2),
-    lora(LLAMA_3, 1024, 4, 16),
     qlora(LLAMA_3, 1024, 4, 16, lora_targets="attention", **CKPT),
-    full(LLAMA_8, 1024, 2, "bf16-true", optimizer="adamw_bnb_8bit", **CKPT),
     full(LLAMA_8, 1024, 1, "bf16-true", optimizer="adafactor", **CKPT),
     full(LLAMA_8, 1024, 1, "bf16-true", optimizer="sgd", **EVERY_2),
     qlora(LLAMA_8, 4096, 1, 64, **CKPT),
-    lora(LLAMA_8, 4096, 2, 16, optimizer="lion_8bit", **CKPT),
 )
 
 TECHNIQUES: tuple[Case, ...] = (
@@ -294,6 +295,20 @@ TECHNIQUES: tuple[Case, ...] = (
     ),
 )
 """One setting at a time beside the main roads. No SFTTrainer: a probe runs Transformers' Trainer."""
+
+PROFILED: tuple[Case, ...] = (
+    full(QWEN_05, 1024, 8, "bf16-true"),
+    lora(LLAMA_8, 1024, 2, 16, **CKPT),
+    qlora(LLAMA_8, 1024, 4, 16, **CKPT),
+    full(QWEN_15, 1024, 4, "bf16-mixed"),
+    lora(QWEN_15, 1024, 4, 16),
+    full(SMOLLM, 1024, 4, "bf16-true"),
+    full(QWEN_05, 1024, 4, "bf16-mixed", optimizer="adamw_bnb_8bit"),
+    full(GPT2, 256, 8, "bf16-mixed"),
+    full(SMOLLM, 4096, 2, "bf16-true"),
+    full(QWEN_05, 1024, 4, "bf16-true", liger=True),
+)
+"""Cases whose steps are profiled: one of each method, where the device and where the host bounds."""
 
 SWEEP_MODEL = SMOLLM
 SWEEP_LENGTH = 512

@@ -33,6 +33,8 @@ class Check:
     deadline: Deadline
     server: ForkServer
     """Of the probes of all pieces."""
+    seconds: float | None = None
+    """Of timed steps of a probe at most [default: the piece's own]."""
 
     def records(self, name: str) -> Records:
         return Records(self.folder / f"{name}.jsonl")

@@ -25,6 +25,7 @@ from tools.gpu_check.cases import Case
 from tools.gpu_check.check import ROOT, Check, say, shown
 from tools.gpu_check.deadline import run_until
 from tools.gpu_check.kernels import kernels
+from tools.gpu_check.operations import operations
 from tools.gpu_check.predictions import Predictions
 from tools.gpu_check.probes import Probes
 from tools.gpu_check.processes import processes
@@ -50,8 +51,7 @@ def worth_trying(check: Check, predictions: Predictions, case: Case) -> Estimate
 def predict(check: Check) -> bool:
     """Every case with all of the card; some with their own prediction as budget."""
     cases = gpu_cases.TINY_CASES if check.tiny else gpu_cases.CASES
-    num_first = 1 + max(i for i, case in enumerate(cases) if case.capped)
-    probes = Probes(check, check.records("predicted_vs_measured"), PREDICT_SECONDS)
+    probes = Probes(check, check.records("predicted_vs_measured"), check.seconds or PREDICT_SECONDS)
     predictions = Predictions(check.card, cases, check.budget_bytes)
 
     def uncapped(some: Sequence[Case]) -> bool:
@@ -77,18 +77,16 @@ def predict(check: Check) -> bool:
         )
 
     with predictions:
-        return (
-            uncapped(cases[:num_first])
-            and all(capped(case) for case in cases if case.capped)
-            and uncapped(cases[num_first:])
-        )
+        return uncapped(cases) and all(capped(case) for case in cases if case.capped)
 
 
 def techniques(check: Check) -> bool:
     """Every technique that this card and what is installed can run, with all of the card."""
     listed = gpu_cases.TINY_TECHNIQUES if check.tiny else gpu_cases.TECHNIQUES
     cases = [case for case in listed if can_run(check, case)]
-    probes = Probes(check, check.records("predicted_vs_measured"), TECHNIQUE_SECONDS)
+    probes = Probes(
+        check, check.records("predicted_vs_measured"), check.seconds or TECHNIQUE_SECONDS
+    )
     with Predictions(check.card, cases, check.budget_bytes) as predictions:
         return all(
             probes.measure(
@@ -239,6 +237,7 @@ def repredict(check: Check) -> bool:
 
 PIECES: dict[str, Callable[[Check], bool]] = {
     "kernels": kernels,
+    "operations": operations,
     "predict": predict,
     "techniques": techniques,
     "sweep": sweep,

@@ -1,6 +1,6 @@
 """What NVML sees of probes: the most that one holds, and what forking and killing leave behind.
 
-Not yet run on a GPU.
+On an H200 forks were seen; killing not yet.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Deadlines, answers and ends are isolate's; only the launch differs.
 Where forking would not be safe (not Linux; a library that starts threads or CUDA as it is
 imported), every job is a fresh process, and `unfit_reason` says why. While a server runs, orphans
 among this process's descendants become its children. To be used from one thread, whose end would
-end the server. On a machine with a GPU not yet run.
+end the server. Run on an H200 (studies/h200).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The parts of a confirmation beside training: an evaluation pass and a checkpoint, both the Trainer's own.
-
-Not yet run on a GPU.
-"""
+"""The parts of a confirmation beside training: an evaluation pass and a checkpoint, by the Trainer itself."""
 
 from __future__ import annotations
 

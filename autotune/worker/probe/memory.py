@@ -11,7 +11,7 @@ budget as its cap. Nothing is outside it. Compiled code passes the tracker by: t
 it allocates, and nothing is refused before those two steps are over.
 
 Known limitations
-- Not yet run on a GPU: CudaMemory.
+- CudaMemory has run on one card, an H200 (studies/h200).
 - Without NVML what other processes hold cannot be told apart and counts as this process's; the same
   when this process had a context before.
 - Other processes that grow or shrink meanwhile change what is measured.
@@ -118,7 +118,7 @@ def left_bytes(backend: str) -> int | None:
 
 
 class CudaMemory:
-    """Memory of one of the visible CUDA devices. Not yet run on a GPU."""
+    """Memory of one of the visible CUDA devices."""
 
     def __init__(
         self,

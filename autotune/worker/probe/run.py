@@ -6,7 +6,7 @@ enough (`probe_callback`). However many micro-batches the configuration accumula
 run: the others cost what the second does (`steps`). A confirmation (ProbeSpec.confirm_steps)
 runs all of them, and evaluates and saves a checkpoint.
 
-Not yet run on a GPU: everything that says CUDA.
+Run on one card, an H200 (studies/h200); several GPUs not yet.
 """
 
 from __future__ import annotations
