@@ -166,7 +166,11 @@ def _context(capability: tuple[int, int], num_sms: int | None) -> tuple[int, str
         num_sms = _most_sms(capability[0])
         source += "; multiprocessors of the largest card of the family"
     threads = num_sms * THREADS_PER_SM.get(capability, MOST_THREADS_PER_SM)
-    return CONTEXT_BYTES + CONTEXT_BYTES_PER_THREAD * threads, source
+    line_bytes = CONTEXT_BYTES + CONTEXT_BYTES_PER_THREAD * threads
+    library_mib = (_family(capability) or {}).get("library_mib", 0)
+    if library_mib:
+        source += ", and studies/h200"
+    return line_bytes + library_mib * MIB, source
 
 
 @functools.cache
@@ -181,24 +185,24 @@ def _most_sms(major: int) -> int:
 
 def pcie_lane_bytes_per_second(capability: tuple[int, int] | None) -> float | None:
     """Return what a PCIe lane of cards of this compute capability moves; None where that is unknown."""
-    for row in _tables()["family"]:
-        if capability is not None and row["compute_capability_major"] == capability[0]:
-            return _PCIE_LANE_BYTES_PER_SECOND[row["pcie_generation"]]
-    return None
+    family = _family(capability)
+    return None if family is None else _PCIE_LANE_BYTES_PER_SECOND[family["pcie_generation"]]
+
+
+def _family(capability: tuple[int, int] | None) -> dict[str, Any] | None:
+    """The row of the cards whose compute capability has the same major number."""
+    rows = _tables()["family"]
+    return next(
+        (row for row in rows if capability and row["compute_capability_major"] == capability[0]),
+        None,
+    )
 
 
 def family_facts(
     capability: tuple[int, int] | None, *, pcie_lanes: int = 16, num_sms: int | None = None
 ) -> dict[str, Any]:
     """Return the fields of Gpu that follow from the compute capability and the multiprocessors."""
-    family = next(
-        (
-            row
-            for row in _tables()["family"]
-            if capability is not None and row["compute_capability_major"] == capability[0]
-        ),
-        None,
-    )
+    family = _family(capability)
     if capability is None or family is None:
         return {
             "context_bytes": None,
