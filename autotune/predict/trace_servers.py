@@ -51,6 +51,13 @@ def block_ahead() -> contextlib.ExitStack | None:
     return _blocks[-1] if _blocks else None
 
 
+def end_what_runs_ahead() -> None:
+    """End what is traced beside the command: it would slow down the host of a step that is timed."""
+    block = block_ahead()
+    if block is not None:
+        block.close()
+
+
 def trace_server(specs: Iterable[TraceSpec]) -> ForkServer:
     """Return a server for traces alone, of these specs and others that ask for no other libraries."""
     libraries = asked_by(specs)

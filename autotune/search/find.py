@@ -15,6 +15,7 @@ from typing import Any
 
 from autotune.errors import ConfigError, HardwareError, StorageError, WorkerError
 from autotune.export.base.read import BaseRun
+from autotune.predict.trace_servers import end_what_runs_ahead
 from autotune.records.answer import Answer
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate
@@ -87,6 +88,7 @@ def find(
         if problem.backend is None:
             _note_unused(question, where, listener)
             return predicted(prediction.answer)
+        end_what_runs_ahead()
         # Optuna's samplers come with it, which a prediction does without.
         from autotune.search import measure_best
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import here
 import pytest
 
 from autotune.errors import NothingFitsError, StorageError
+from autotune.predict import trace_servers
 from autotune.probe import fingerprint
 from autotune.probe.fleet.fleet import CardsLostError
 from autotune.probe.fleet.one_card import OneCard
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.question import Question
-from autotune.search import predict_best
+from autotune.search import measure_best, predict_best
 from autotune.search.find import Finding, find
 from autotune.search.fleet import Cards
 from autotune.worker.client import forkserver, isolate, launching
@@ -96,6 +99,26 @@ def test_what_is_assumed_of_this_machine_is_what_its_probes_say(
     measured = first[1].answer.measured
     assert measured is not None
     assert fingerprint.assumed_fingerprint("cpu") == measured.best.fingerprint
+
+
+@pytest.mark.usefixtures("_no_process")
+def test_nothing_is_traced_beside_steps_that_are_timed(
+    first: tuple[str, Finding], options: Question, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host's share of a step would be longer beside them."""
+    url, _ = first
+    order, measured = list[str](), measure_best.measured
+
+    def measure(*arguments: Any, **rest: Any) -> Any:
+        order.append("measured")
+        return measured(*arguments, **rest)
+
+    with contextlib.ExitStack() as block:
+        block.callback(order.append, "ended")
+        monkeypatch.setattr(trace_servers, "_blocks", [block])
+        monkeypatch.setattr(measure_best, "measured", measure)
+        find(options, storage=url)
+    assert order == ["ended", "measured"]
 
 
 @pytest.mark.usefixtures("_no_process")

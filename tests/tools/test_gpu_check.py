@@ -25,7 +25,6 @@ from autotune.space.config import METHODS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import load
-from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import cases as gpu_cases
@@ -373,25 +372,23 @@ def test_every_technique_is_there_once_and_sound() -> None:
         assert broken_rules(config, context) == [], config
 
 
-def test_the_next_model_is_traced_while_one_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced: list[str] = []
-    is_done, is_closed = threading.Event(), threading.Event()
+def test_a_model_is_traced_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, with all its cases: in the background it would make the host of a probe slower."""
+    traced: list[tuple[str, int]] = []
 
-    def trace(source: Any, *_: Any, **__: Any) -> dict[Any, Any]:
-        traced.append(source.name)
-        if len(traced) == 2:
-            is_done.set()
+    def trace(source: Any, _task: Any, _length: Any, _card: Any, specs: Any, **_: Any) -> Any:
+        traced.append((source.name, len(specs)))
         return {}
 
     monkeypatch.setattr(predictions, "trace_all", trace)
-    monkeypatch.setattr(predictions, "ForkServer", ForkServer)
-    monkeypatch.setattr(ForkServer, "close", lambda _: is_closed.set())
-    full, models = gpu_cases.full, (gpu_cases.SMOLLM, gpu_cases.QWEN_05)
-    cases = [full(model, 64, 1, "fp32") for model in models]
-    with predictions.Predictions(find_gpu("h200"), cases, 10**9):
-        assert is_done.wait(10)
-    assert traced == ["HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B"]
-    assert is_closed.is_set()
+    full = gpu_cases.full
+    cases = [full(gpu_cases.SMOLLM, 64, 1, precision) for precision in ("fp32", "bf16-true")]
+    cases.append(full(gpu_cases.QWEN_05, 64, 1, "fp32"))
+    with predictions.Predictions(find_gpu("h200"), cases, 10**9) as predicted:
+        assert traced == []
+        for case in cases[:2]:
+            assert predicted.of(case.model, case.config) is None
+    assert traced == [("HuggingFaceTB/SmolLM2-135M", 2)]
 
 
 def test_the_most_that_the_card_holds_is_seen_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,9 @@
-"""Estimates of cases, traced in the background while the card runs what is predicted."""
+"""Estimates of cases. Nothing is traced while a probe runs: its host would have less of the machine."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from autotune.catalogue.gpus import Gpu
 from autotune.common.units import MIB
@@ -26,31 +24,23 @@ Group = tuple[str, int]
 class Predictions:
     """Estimates of cases; a context manager.
 
-    All is traced in the background, in the order of the cases, while the card runs what is predicted.
+    All cases of a model and length are traced when the first of them is asked for.
     """
 
     def __init__(self, card: Gpu, cases: Iterable[Case], budget_bytes: int) -> None:
         self._card = card
         self._budget_bytes = budget_bytes
         self._estimators: dict[Group, Estimator | None] = {}
-        specs: dict[Group, set[TraceSpec]] = defaultdict(set)
+        self._specs: dict[Group, set[TraceSpec]] = defaultdict(set)
         for case in cases:
-            specs[case.model, case.config.sequence_length].add(TraceSpec.of(case.config))
+            self._specs[case.model, case.config.sequence_length].add(TraceSpec.of(case.config))
         self._server = ForkServer()
-        # A fork server is used from one thread alone.
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._traces = {
-            group: self._thread.submit(self._trace, group, specs[group]) for group in specs
-        }
 
     def __enter__(self) -> Predictions:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for future in self._traces.values():
-            future.cancel()
-        self._thread.submit(self._server.close)
-        self._thread.shutdown()
+        self._server.close()
 
     def of(self, model: str, config: TrainConfig) -> Estimate | None:
         """None, and a line that says why, where it cannot be predicted."""
@@ -86,15 +76,18 @@ class Predictions:
         return estimator.with_budget(enough).estimate(config), enough
 
     def _make(self, group: Group) -> Estimator | None:
+        model, length = group
+        source = gpu_cases.source(model)
         try:
-            traces = self._traces[group].result()
+            traces = trace_all(
+                source,
+                gpu_cases.TASK,
+                length,
+                self._card,
+                self._specs[group],
+                server=self._server,
+            )
         except AutotuneError as error:
-            model, length = group
             say(f"{model} at {length} tokens: {error}")
             return None
         return Estimator(traces, self._card, memory_budget_bytes=self._budget_bytes)
-
-    def _trace(self, group: Group, specs: set[TraceSpec]) -> dict[TraceSpec, Any]:
-        model, length = group
-        source = gpu_cases.source(model)
-        return trace_all(source, gpu_cases.TASK, length, self._card, specs, server=self._server)
