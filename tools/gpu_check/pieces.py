@@ -30,6 +30,7 @@ from tools.gpu_check.predictions import Predictions
 from tools.gpu_check.probes import Probes
 from tools.gpu_check.processes import processes
 from tools.gpu_check.speedups import speedups, storage
+from tools.gpu_check.summary import QUANTITIES
 
 PREDICT_SECONDS = 5.0
 TECHNIQUE_SECONDS = 3.0
@@ -208,7 +209,7 @@ def find_commands(check: Check, scratch: Path) -> Iterator[tuple[str, str, list[
 
 
 def repredict(check: Check) -> bool:
-    """Put today's predictions beside what was measured.
+    """Put today's predictions beside what was measured; figures of the first ones are kept.
 
     Where the budget was a prediction, that prediction stays: the run survived it or did not.
     """
@@ -228,7 +229,10 @@ def repredict(check: Check) -> bool:
                 for record, case in pairs:
                     estimate = predictions.of(case.model, case.config)
                     if estimate is not None:
-                        record["prediction"] = estimate.to_dict(budget_bytes)
+                        before, now = record["prediction"], estimate.to_dict(budget_bytes)
+                        figures = {name: before.get(name) for name in QUANTITIES.values()}
+                        record.setdefault("first_prediction", figures)
+                        record["prediction"] = now
         whole = path.with_suffix(".new")
         whole.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         whole.replace(path)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +204,7 @@ def _predictions(title: str, records: Sequence[Record]) -> list[str]:
             f"{max(seconds):.1f} s (longest)"
         ]
     lines += [f"- NOT HELD: {breach}" for breach in breaches(records)]
-    return [*lines, "", *_table(records), *_failures(records)]
+    return [*lines, "", *_table(records), *_as_predicted_first(records), *_failures(records)]
 
 
 def _mended_by_one_probe(records: Sequence[Record]) -> list[str]:
@@ -266,6 +266,31 @@ def _overhead_seconds(record: Record) -> float:
     return float(record["wall_seconds"]) - seen.num_steps * step_seconds
 
 
+def _as_predicted_first(records: Sequence[Record]) -> list[str]:
+    """A table of the predictions that were made before the runs, where today's have replaced them."""
+    first = [r | {"prediction": r["first_prediction"]} for r in records if "first_prediction" in r]
+    if not first:
+        return []
+    names = NO_CARDS_QUANTITIES if _is_without_card(records) else tuple(QUANTITIES)
+    methods = sorted({knob_of(record, "method") for record in first})
+    return [
+        "The same of the predictions that were made before the runs:",
+        "",
+        *_head_of(names),
+        _row("all", "", first, names),
+        *(
+            _row("method", each, [r for r in first if knob_of(r, "method") == each], names)
+            for each in methods
+        ),
+        "",
+    ]
+
+
+def _head_of(names: Collection[str]) -> list[str]:
+    head = "| knob | value | runs | " + " | ".join(names) + " |"
+    return [head, "|---|---|---:|" + "---:|" * len(names)]
+
+
 def _table(records: Sequence[Record]) -> list[str]:
     """Per value of each knob: median of the absolute error, and the error that is furthest off."""
     names = NO_CARDS_QUANTITIES if _is_without_card(records) else tuple(QUANTITIES)
@@ -279,12 +304,10 @@ def _table(records: Sequence[Record]) -> list[str]:
                 rows += [
                     _row(knob, str(value), [r for r in records if knob_of(r, knob) == value], names)
                 ]
-    head = "| knob | value | runs | " + " | ".join(names) + " |"
     return [
         f"Median and worst error, predicted against {_theirs(records)}.",
         "",
-        head,
-        "|---|---|---:|" + "---:|" * len(names),
+        *_head_of(names),
         *rows,
         "",
     ]
