@@ -18,9 +18,9 @@ import time
 from typing import Any
 
 from autotune.records.measurement import ProbeSpec
-from autotune.worker.client import isolate
 from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check.check import Check, say, shown
+from tools.gpu_check.deadline import PunctualServer
 from tools.gpu_check.predictions import Predictions
 
 SECONDS = 120.0
@@ -33,6 +33,7 @@ def operations(check: Check) -> bool:
         return False
     cases = gpu_cases.TINY_CASES[:1] if check.tiny else gpu_cases.PROFILED
     records = check.records("operations")
+    server = PunctualServer(check.server, check.deadline)
     with Predictions(check.card, cases, check.budget_bytes) as predictions:
         for case in cases:
             key = f"{case.model} {shown(case.config)}"
@@ -57,7 +58,7 @@ def operations(check: Check) -> bool:
                 "spec": dataclasses.asdict(spec),
             }
             began = time.monotonic()
-            end = isolate.run("profile", request, deadline_seconds=check.deadline.of_job(SECONDS))
+            end = server.run("profile", request, deadline_seconds=SECONDS)
             if end.how == "timeout" and not check.deadline.allows_another():
                 return False
             found: dict[str, Any] = {"problem": end.stderr_tail}
@@ -76,7 +77,7 @@ def _outside(check: Check) -> bool:
         return True
     if not check.deadline.allows_another():
         return False
-    end = isolate.run("outside", {}, deadline_seconds=check.deadline.of_job(SECONDS))
+    end = PunctualServer(check.server, check.deadline).run("outside", {}, deadline_seconds=SECONDS)
     for answer in end.answers:
         records.add(answer.pop("did"), **answer)
     return True
