@@ -36,7 +36,7 @@ from tools.gpu_check.probes import Probes
 
 pytestmark = pytest.mark.slow  # probes, a command and servers that are killed
 
-PIECES = ["kernels", "predict", "sweep", "find", "processes", "speedups"]
+PIECES = ["kernels", "predict", "operations", "sweep", "find", "processes", "speedups"]
 
 
 def run_here(words: Sequence[str], _: Deadline, *, cwd: Path) -> tuple[int, str, str]:
@@ -210,9 +210,21 @@ def test_a_kernel_that_ends_the_process_is_left_out_from_then_on(
     assert second < first == len(records) - 1
 
 
+def test_a_step_is_profiled_beside_its_prediction(recorded: Path) -> None:
+    (record,) = lines(recorded / "operations.jsonl")
+    assert record["measurement"]["outcome"] == "ok"
+    assert record["measurement"]["config"] == record["prediction"]["config"]
+    assert record["num_micro_steps"] == 2
+    assert record["num_operations"] > 1000
+    assert record["wall_seconds"] > 0
+    assert (record["num_launches"], record["busy_seconds"]) == (0, 0)  # on a CPU
+
+
 def test_what_is_recorded_is_not_run_again(recorded: Path) -> None:
     before = {path.name: path.read_text(encoding="utf-8") for path in recorded.glob("*.jsonl")}
-    assert run("kernels", "find", "processes", "speedups", studies=recorded.parent) == 0
+    assert (
+        run("kernels", "operations", "find", "processes", "speedups", studies=recorded.parent) == 0
+    )
     for name, text in before.items():
         assert (recorded / name).read_text(encoding="utf-8") == text
 

@@ -5,17 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import here
 import pytest
 
+from autotune.catalogue.gpus import find_gpu
 from autotune.records.fingerprint import Fingerprint
-from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
-from tools.gpu_check import summary
+from tools.gpu_check import predictions, summary
+from tools.gpu_check.cases import Case
 
 ROOT = Path(__file__).parents[2]
 RECORDED = sorted((ROOT / "studies").glob("*/predicted_vs_measured.jsonl"))
+H200_RUNS = {
+    ("HuggingFaceTB/SmolLM2-135M", "full"),
+    ("HuggingFaceTB/SmolLM2-135M", "lora"),
+    ("openai-community/gpt2", "full"),
+    ("meta-llama/Llama-3.2-3B", "lora"),
+    ("meta-llama/Llama-3.2-3B", "full"),
+    ("Qwen/Qwen2.5-1.5B", "full"),
+}
+"""Model and method of those that are predicted anew here."""
 NO_CARDS = sorted((ROOT / "studies/no-card").glob("*/predicted_vs_measured.jsonl"))
 
 CONFIG = TrainConfig(
@@ -113,6 +126,33 @@ def test_recorded_gpus_hold_what_is_promised() -> None:
         pytest.skip("no GPU has been measured: studies/*/predicted_vs_measured.jsonl is not there")
     broken = [f"{name}: {line}" for name in by_gpu for line in summary.breaches(by_gpu[name])]
     assert broken == []
+
+
+@pytest.mark.worker
+def test_an_h200_held_what_this_version_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its probes, predicted anew: the records have today's predictions, and memory is the card's.
+
+    The card ran torch 2.11; a trace is by the version that is here.
+    """
+    here.workers.start("trace")
+    lent = SimpleNamespace(run=here.workers.run, close=lambda: None)
+    monkeypatch.setattr(predictions, "ForkServer", lambda: lent)
+    records = of_cuda(ROOT / "studies/h200/predicted_vs_measured.jsonl")
+    some = [r for r in records if (r["model"], r["measurement"]["config"]["method"]) in H200_RUNS]
+    some = [r for r in some if not r["measurement"]["config"]["liger"]]
+    cases = [Case(model=r["model"], config=TrainConfig(**r["measurement"]["config"])) for r in some]
+    assert len(cases) >= 12
+    budget_bytes = some[0]["measurement"]["spec"]["memory_budget_bytes"]
+    with predictions.Predictions(find_gpu("h200"), cases, budget_bytes) as predicted:
+        for case, record in zip(cases, some, strict=True):
+            estimate = predicted.of(case.model, case.config)
+            assert estimate is not None
+            seen, kept = measurement_from_dict(record["measurement"]), record["prediction"]
+            assert estimate.step_seconds == pytest.approx(kept["step_seconds"], rel=0.02)
+            assert estimate.peak_allocated_bytes == pytest.approx(
+                seen.peak_allocated_bytes, rel=0.003
+            )
+            assert estimate.peak_device_bytes == pytest.approx(seen.peak_device_bytes, rel=0.005)
 
 
 @pytest.mark.parametrize("path", NO_CARDS, ids=lambda path: path.parent.name)
