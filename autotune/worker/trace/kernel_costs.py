@@ -57,6 +57,12 @@ def shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
         return _rows_and_columns(args[0].numel(), _row_length(args, _ROW_LENGTHS[func]))
     if func in FILLS_A_COPY:
         return _strided_elements(out, args[:2], {})
+    if func in _INTO_ZEROS:
+        # A part along the first dimension lies as its gradient does.
+        is_alike = args[2] == 0 and args[0].is_contiguous()
+        return () if is_alike else (args[0].numel(),)
+    if func is aten.cat.default:
+        return () if all(part.is_contiguous() for part in args[0]) else (out.numel(),)
     if is_pointwise(func):
         return _strided_elements(out, args, kwargs)
     if func._overloadpacket in _REDUCTIONS and isinstance(out, torch.Tensor) and out.numel():
@@ -196,6 +202,9 @@ _ALIAS = {
 FILLS_A_COPY = {aten.masked_fill.Scalar, aten.masked_fill.Tensor}
 """Operations that copy their input, and write into the copy by a kernel that reads it too (torch 2.13
 native/cuda/Indexing.cu, native/TensorAdvancedIndexing.cpp)."""
+_INTO_ZEROS = {aten.slice_backward.default, aten.select_backward.default}
+"""Operations that make zeros, and copy their input into a part of them: two kernels by one call of the
+host, which count as one launch (torch 2.13 native/TensorShape.cpp)."""
 _GATHERS = {
     aten.embedding.default,
     aten.gather.default,
@@ -231,6 +240,8 @@ def tensor_bytes(
         return 2 * written
     if func is aten.nll_loss_backward.default:
         return written
+    if func in _INTO_ZEROS:
+        return written + 2 * tuple(map(moved_bytes, inputs))
     return written + tuple(map(moved_bytes, inputs))
 
 
