@@ -8,26 +8,30 @@ version 0.2.1, NVIDIA A100-SXM4-80GB). The kernels are written down by hand from
 those measurements run (those of rms_norm and rope are traced): for each the bytes of its inputs and
 outputs (a gather: the rows it takes).
 
-roofline.py's constants were chosen with the rows marked `chosen with`; the others test them.
+Constants were chosen with the rows marked `chosen with` (roofline.py's; with rope the rate of elements of 16
+bits that are found by their strides, with rms_norm that of sums: validation/kernels/fit_moving.py). Others
+test them.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from autotune.catalogue.gpus import find_gpu
+from autotune.common.dtypes import DTYPE_BYTES
 from autotune.speed.roofline import Kernel, ceilings, kind_of, seconds
 from autotune.worker.trace.tracker import Tracker
 
-CHOSEN_WITH = ("cross_entropy", "geglu")
+CHOSEN_WITH = ("geglu", "rms_norm", "rope, by length")
 
 
-def op(name: str, nbytes: float) -> Kernel:
-    return Kernel(name=name, kind=kind_of(name), dtype="float32", flops=0, bytes_moved=nbytes)
+def op(name: str, nbytes: float, shape: tuple[float, ...] = (), dtype: str = "float32") -> Kernel:
+    kind = kind_of(name)
+    return Kernel(name=name, kind=kind, dtype=dtype, flops=0, bytes_moved=nbytes, shape=shape)
 
 
 def matmul(m: int, n: int, k: int) -> Kernel:
@@ -42,9 +46,11 @@ def matmul(m: int, n: int, k: int) -> Kernel:
     )
 
 
-def traced(run: Callable[[], object]) -> list[Kernel]:
-    """The kernels of what runs on `meta`."""
+def traced(run: Callable[[], object], given: Sequence[torch.Tensor] = ()) -> list[Kernel]:
+    """The kernels of what runs on `meta`; `given`: tensors that are there, so that their views are none."""
     tracker = Tracker("meta")
+    for tensor in given:
+        tracker.index_of(tensor)
     with torch.device("meta"), tracker:
         run()
     return [
@@ -74,26 +80,27 @@ def layer_norm(width: int) -> list[Kernel]:
     """fp32, 4,096 rows; weight and bias gradients accumulate."""
     n = 4096 * width * 4
     return [
-        op("native_layer_norm", 2 * n),
-        op("native_layer_norm_backward", 3 * n),
+        op("native_layer_norm", 2 * n, (4096, width)),
+        op("native_layer_norm_backward", 3 * n, (4096, width)),
         op("add_", 12 * width),
         op("add_", 12 * width),
     ]
 
 
-def cross_entropy_kernels(logits_bytes: int) -> list[Kernel]:
+def cross_entropy_kernels(tokens: int, vocabulary: int, dtype: str) -> list[Kernel]:
+    shape, logits_bytes = (tokens, vocabulary), tokens * vocabulary * DTYPE_BYTES[dtype]
     return [
-        op("_log_softmax", 2 * logits_bytes),
+        op("_log_softmax", 2 * logits_bytes, shape, dtype),
         op("nll_loss_forward", 0),
         op("nll_loss_backward", logits_bytes),
-        op("_log_softmax_backward_data", 3 * logits_bytes),
+        op("_log_softmax_backward_data", 3 * logits_bytes, shape, dtype),
     ]
 
 
 def cross_entropy(vocabulary: int) -> list[Kernel]:
     """fp32, 16,384 tokens; the logits' gradient accumulates over calls."""
     logits_bytes = 16384 * vocabulary * 4
-    return [*cross_entropy_kernels(logits_bytes), op("add_", 3 * logits_bytes)]
+    return [*cross_entropy_kernels(16384, vocabulary, "float32"), op("add_", 3 * logits_bytes)]
 
 
 def lm_head_cross_entropy(tokens: int) -> list[Kernel]:
@@ -101,7 +108,7 @@ def lm_head_cross_entropy(tokens: int) -> list[Kernel]:
     hidden, vocabulary = 4096, 128256
     return [
         matmul(tokens, vocabulary, hidden),
-        *cross_entropy_kernels(tokens * vocabulary * 2),
+        *cross_entropy_kernels(tokens, vocabulary, "bfloat16"),
         matmul(tokens, hidden, vocabulary),
         matmul(vocabulary, hidden, tokens),
         op("add_", 6 * tokens * hidden),
@@ -140,7 +147,7 @@ def rope(length: int, width: int) -> list[Kernel]:
         out = apply_rotary_pos_emb(query, key, cos, cos)
         torch.autograd.grad(out, (query, key), (torch.empty_like(query), torch.empty_like(key)))
 
-    return traced(run)
+    return traced(run, (query, key, cos))
 
 
 def embedding(vocabulary: int, width: int) -> list[Kernel]:
@@ -158,6 +165,9 @@ def by_vocabulary(*milliseconds: float) -> dict[int, float]:
     """Eight rows, from 1,024 on, doubling."""
     return {1024 << index: value for index, value in enumerate(milliseconds)}
 
+
+ROPE_MS = {1024: 0.6059, 2048: 1.1327, 4096: 2.1762, 8192: 4.2483, 16384: 8.366}
+"""Milliseconds of rope by length."""
 
 PUBLISHED: list[tuple[str, Callable[[int], list[Kernel]], dict[int, float]]] = [
     (
@@ -184,7 +194,7 @@ PUBLISHED: list[tuple[str, Callable[[int], list[Kernel]], dict[int, float]]] = [
     (
         "rope, by length",
         lambda length: rope(length, 8192),
-        {1024: 0.6059, 2048: 1.1327, 4096: 2.1762, 8192: 4.2483, 16384: 8.366},
+        ROPE_MS,
     ),
     (
         "rope, by width",

@@ -2,12 +2,14 @@
 
 Elementwise work (casts, dropout, gathers, copies, optimizer steps) takes its bytes at a share of the
 datasheet's bandwidth. Softmax and norms take besides, for every row, some time of the SM that works on
-it. Kernels that read what is scattered or broadcast, and backward passes of norms and softmax,
-reach a share of that (data/moving.toml names them). A pointwise kernel whose operands do not lie alike
-(one is broadcast, transposed or a slice) finds each element by its strides, and takes instructions for
-that, or its bytes. Unpacking 4-bit weights takes instructions for every
-weight, or its bytes, whichever is longer. Copies to and from pinned host memory take a share of the PCIe
-link.
+it; rows of a softmax that are too long for shared memory are read anew for each pass over them. Kernels that
+read what is scattered or broadcast, and backward passes of norms and softmax, reach a share of that
+(data/moving.toml names them).
+
+Some kernels take instructions for every element, or their bytes, whichever is longer: pointwise ones whose
+operands do not lie alike (one is broadcast, transposed or a slice) and are found by their strides, updates
+with 8-bit state, and what unpacks 4-bit weights. Copies to and from pinned host memory take a share of the
+PCIe link.
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
@@ -18,8 +20,7 @@ read. A kernel's start and drain are not in it (roofline.CardRates.kernel_tail_s
 Known limitations
 - Measured with float32 on five cards from before 2021; others get their mean. Rows of 16 bits are taken
   to cost the SM as much as rows of float32.
-- Reductions without a shape, sums over columns and gradients of embeddings take a share of bandwidth, by
-  judgement; the optimizers' 8-bit kernels, which quantise besides, are taken as elementwise.
+- Sums and means, over rows and over columns alike, and gradients of embeddings take a share of bandwidth.
 - An operand that is broadcast counts once, though it is read again where the cache has lost it.
 - How much of a tensor is still in the L2 cache depends on what ran before: half of what fits is taken to be.
 """
@@ -48,6 +49,9 @@ SHORT_ROW = 1024
 """Longest row that PyTorch's softmax keeps in a warp's registers (aten/native/cuda/PersistentSoftmax.cuh).
 Layer norm's rows cost more beyond the same length (fp32_kernels.csv.gz)."""
 
+LONG_ROW_BYTES = 48 * 1024
+"""Longest row of a softmax that stays in shared memory (aten/native/cuda/SoftMax.cu, can_use_smem)."""
+
 _TABLED = FAMILIES[:3]
 
 ROWWISE = ("softmax", "short_softmax", "layer_norm", "short_layer_norm")
@@ -67,8 +71,9 @@ class MovingRates:
     """Time of a whole card for a row, and for each of its columns besides, by ROWWISE."""
     weights_per_second: float | None
     """4-bit weights that its instructions unpack."""
-    strided_per_second: float | None
-    """Elements that a pointwise kernel works through which finds each by its strides."""
+    elements_per_second: Mapping[str, float] = field(hash=False)
+    """Elements that its instructions work through, by kind of work: a key of [elements_per_sm_clock] in
+    data/moving.toml."""
     l2_bytes: float
     """Size of the L2 cache; 0 where it is not known."""
     rates_from: RatesFrom
@@ -100,11 +105,13 @@ def moving_seconds(
     bytes_moved: Numbers,
     rows: Numbers = 0.0,
     row_length: Numbers = 0.0,
-    strided_elements: Numbers = 0.0,
+    elements: Numbers = 0.0,
+    work: str = "strided",
 ) -> Numbers:
     """Seconds of one kernel: numbers or arrays. `rows` of 0: its shape is not known, and rows cost nothing.
 
-    `strided_elements`: of a pointwise kernel whose operands do not lie alike; 0 where they do.
+    `elements`: those that take instructions, as `work` names them: of a pointwise kernel whose operands do
+    not lie alike, of an update with 8-bit state; 0 of others.
 
     Raises KeyError where the card's bandwidth is not known.
     """
@@ -126,8 +133,8 @@ def moving_seconds(
             first + each * row_length,
         )
         seconds = seconds + rows * of_row
-    if rates.strided_per_second is not None:
-        seconds = larger(seconds, strided_elements / rates.strided_per_second)
+    if work in rates.elements_per_second:
+        seconds = larger(seconds, elements / rates.elements_per_second[work])
     return seconds
 
 
@@ -220,9 +227,10 @@ def rates_from_rows(
             row["share"] for row in rules["copy_host"] if pcie <= row["up_to_bytes_per_second"]
         )
     clock = gpu.boost_clock_hertz
-    weights_per_second = strided_per_second = None
+    weights_per_second, elements_per_second = None, dict[str, float]()
     if clock is not None and gpu.num_sms is not None:
-        strided_per_second = rules["strided"]["elements_per_sm_clock"] * gpu.num_sms * clock
+        for work, each in rules["elements_per_sm_clock"].items():
+            elements_per_second[work] = each * gpu.num_sms * clock
         weights_per_second = rules["dequantize"]["weights_per_sm_clock"] * gpu.num_sms * clock
     row_seconds = {}
     if gpu.num_sms is not None:
@@ -237,7 +245,7 @@ def rates_from_rows(
         bytes_per_second=bytes_per_second,
         row_seconds=row_seconds,
         weights_per_second=weights_per_second,
-        strided_per_second=strided_per_second,
+        elements_per_second=elements_per_second,
         l2_bytes=gpu.l2_bytes or 0,
         rates_from=rates_from,
         spread=rules["spread"][rates_from.name.lower()],

@@ -14,8 +14,10 @@ The constants here come from publications, named at each. Liger-Kernel's A100 ti
 
 Known limitations
 - Gathered access costs more than its bytes say: against the published A100 times embedding, forward and
-  backward, comes out a fifth to a half too fast; rope and lm_head with cross-entropy within 5 %,
-  layer_norm within 10 %.
+  backward, comes out a fifth to a half too fast; lm_head with cross-entropy within 6 %,
+  layer_norm within 13 %.
+- Kernels over lists of tensors, sums over columns and what runs beside attention's backward pass, on an H200:
+  studies/h200/OPERATIONS.md.
 - The shape of a convolution is not seen.
 - Whole published runs: studies/published-speed.
 - Price the micro-step and the optimizer step apart. Copies to and from the host are taken not to overlap
@@ -33,6 +35,7 @@ import numpy as np
 
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
 from autotune.catalogue.gpus import Gpu
+from autotune.common.dtypes import DTYPE_BYTES
 from autotune.speed import attention, host, moving
 from autotune.speed.attention import AttentionRates
 from autotune.speed.matmul import MatmulCard, matmul_seconds
@@ -111,8 +114,8 @@ class Kernel:
     shape: tuple[float, ...] = ()
     """Sizes that its speed depends on. A matmul: (batch, m, n, k), as y[m, n] = x[m, k] w[k, n] for each of a
     batch. Attention: (samples, heads, key heads, queries, keys, size of a head, 1 if causal or 0). A
-    reduction: (rows, columns). A pointwise kernel whose operands do not lie alike: (elements,). Others, and
-    kernels of which nobody knows: empty."""
+    reduction: (rows, columns). A pointwise kernel whose operands do not lie alike: (elements,). An update
+    with 8-bit state: (values of it,). Others, and kernels of which nobody knows: empty."""
     count: float = 1
     phase: str = "update"
     """One of PHASES."""
@@ -280,9 +283,17 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
         bytes_moved=kernel.bytes_moved,
         rows=rows,
         row_length=row_length,
-        strided_elements=kernel.shape[0] if len(kernel.shape) == 1 else 0.0,
+        elements=kernel.shape[0] if len(kernel.shape) == 1 else 0.0,
+        work=_work_of(kernel),
     )
     return float(seconds), "transfer" if kind == "copy_host" else "memory bandwidth"
+
+
+def _work_of(kernel: Kernel) -> str:
+    """Kind of work that each element is, where a kernel's shape says how many there are."""
+    if kernel.name == "optimizer":
+        return "quantized_state"
+    return "strided_16_bits" if DTYPE_BYTES.get(kernel.dtype) == 2 else "strided"
 
 
 def family_of(kernel: Kernel, rates: MovingRates) -> str:
@@ -291,6 +302,10 @@ def family_of(kernel: Kernel, rates: MovingRates) -> str:
         return kernel.kind
     family = moving.family_of(kernel.name)
     if kernel.kind == "reduction":
+        if family.startswith("softmax") and kernel.shape:
+            row_bytes = kernel.shape[-1] * DTYPE_BYTES[kernel.dtype]
+            if row_bytes >= moving.LONG_ROW_BYTES:
+                return f"long_{family}"
         is_known = kernel.shape and family in rates.row_seconds
         return family if is_known or family.endswith("_backward") else "reduction"
     return family if family not in rates.row_seconds else "elementwise"

@@ -28,7 +28,7 @@ RATES = MovingRates(
         "short_layer_norm": (2e-6, 0.0),
     },
     weights_per_second=1e8,
-    strided_per_second=1e8,
+    elements_per_second={"strided": 1e8, "strided_16_bits": 2e8},
     l2_bytes=0,
     rates_from=RatesFrom.THIS_CARD,
     spread={},
@@ -58,13 +58,15 @@ def test_4_bit_weights_take_instructions_or_bytes() -> None:
 
 
 def test_finding_each_element_takes_instructions_or_bytes() -> None:
-    def of(megabytes: float, millions: float) -> float:
+    def of(megabytes: float, millions: float, work: str = "strided") -> float:
         moved, elements = megabytes * 1e6, millions * 1e6
         return float(
-            moving_seconds(RATES, "elementwise", bytes_moved=moved, strided_elements=elements)
+            moving_seconds(RATES, "elementwise", bytes_moved=moved, elements=elements, work=work)
         )
 
     assert of(4, 1) == pytest.approx(1e-2)
+    assert of(4, 1, "strided_16_bits") == pytest.approx(5e-3)
+    assert of(4, 1, "unknown") == pytest.approx(4e-3)
     assert of(12, 1) == pytest.approx(1.2e-2)
     assert of(4, 0) == pytest.approx(4e-3)
 

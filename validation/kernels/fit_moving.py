@@ -16,13 +16,15 @@ from __future__ import annotations
 import functools
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autotune.speed import least_squares, moving
+from autotune.speed import least_squares, moving, roofline
 from autotune.speed.moving import MovingRates, moving_seconds, rates_from_rows
 from validation.kernels.public_tables import Columns, card, chosen, columns
 
@@ -186,6 +188,46 @@ def strided_elements_per_sm_clock() -> float:
     return float(np.median(rates)) / (gpu.num_sms * gpu.boost_clock_hertz)
 
 
+def strided_16_bits_per_sm_clock() -> float:
+    """The same of elements of 16 bits, of which a thread takes four and not two.
+
+    Solved from rope on an A100, in the middle of its lengths (validation/roofline_ops.py): half of its time
+    is of kernels that find elements by their strides. Cat of operands that do not lie together is one.
+    """
+    from validation.roofline_ops import ROPE_MS, rope  # Transformers takes seconds
+
+    gpu = card("NVIDIA A100-SXM4-80GB")
+    assert gpu.num_sms is not None
+    assert gpu.boost_clock_hertz is not None
+    machine = roofline.ceilings(gpu)
+    kernels = {length: rope(length, 8192) for length in ROPE_MS}
+
+    def ratio(rate: float) -> float:
+        rates = {**machine.moving.elements_per_second, "strided_16_bits": rate}
+        tried = replace(machine, moving=replace(machine.moving, elements_per_second=rates))
+        of_length = {n: roofline.seconds(each, tried) for n, each in kernels.items()}
+        return statistics.median(
+            time.total_seconds * 1e3 / ROPE_MS[n] for n, time in of_length.items() if time
+        )
+
+    clocks = gpu.num_sms * gpu.boost_clock_hertz
+    slow, quick = 0.2, 5.0
+    for _ in range(30):
+        middle = (slow + quick) / 2
+        slow, quick = (middle, quick) if ratio(middle * clocks) > 1 else (slow, middle)
+    return slow
+
+
+QUANTIZED_STATE_PER_SM_CLOCK = 0.27
+"""Values of 8-bit state that an SM updates in a clock by bitsandbytes' blockwise kernel: for each it looks up
+a code, takes the block's largest value and searches the new code.
+
+[chosen with one row] The update of Llama-3.1-8B by adamw_bnb_8bit on an H200, 257 ms for 15.0e9 values
+(studies/h200/predicted_vs_measured.jsonl): what is left once the host, clipping and the embedding's float32
+state are taken off as predicted. Rows of Qwen2.5-0.5B test it (studies/h200/OPERATIONS.md). Other cards: by
+their SMs and clocks, unmeasured."""
+
+
 RULES = """\
 # Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
 # Do not edit: what is not fitted is in that module, with its source.
@@ -198,8 +240,16 @@ RULES = """\
 # is elementwise: there it was timed as grad * (mask.type_as(grad) * scale), which autograd takes where
 # gradients of gradients are on: 25 bytes an element in place of 9, which its 0.26 and 0.28 are. Whole passes
 # say so too: with dropout on attention they take 3 to 8 % less than their operations. [judgement] cat as
-# contiguous, other gathers as embedding.
+# contiguous, other gathers as embedding. Long rows of a softmax, beyond shared memory: torch 2.13
+# native/cuda/SoftMax.cu reads them for the largest value, for the sum and for the result (four passes where
+# inputs and outputs are two), in the backward pass for the sum and for the result (four where they are
+# three). Liger-Kernel's cross_entropy on the A100 from 16,384 columns on says so too: 0.82 to 0.93
+# of bandwidth, every pass counted. [judgement] Gradients of embeddings: 0.55 of bandwidth, between what
+# steps_ops.csv.gz has (0.4 to 2 times as long) and Liger-Kernel (up to four times).
 [share_of_elementwise]
+long_softmax = 0.50
+long_softmax_backward = 0.75
+embedding_dense_backward = 0.61
 native_dropout = 0.82
 clone = 0.76
 cat = 0.76
@@ -210,11 +260,11 @@ gather = 0.50
 softmax_backward = 0.50
 layer_norm_backward = 0.39
 
-# Share of bandwidth of reductions whose shape is not known. [judgement] Liger-Kernel's cross_entropy on
-# the A100 (4,096 to
-# 131,072 wide) has softmax and its backward at 0.55.
+# Share of bandwidth of sums and means, and of norms and softmax of unknown shape. Liger-Kernel's rms_norm on
+# the A100, whatever else is in it taken as predicted: 0.20, 0.19, 0.29, 0.34 and 0.37 at widths of 2,048 to
+# 32,768.
 [reduction]
-share = 0.55
+share = 0.29
 
 # 4-bit weights that an SM unpacks in a clock, since bitsandbytes PR 1746: the geometric mean of two.
 # - B300, its PR 2051 before that change: 4096 x 4096 in 32.9 us and 11008 x 4096 in 68.8 us, a product
@@ -246,13 +296,16 @@ def written(rows: list[dict[str, Any]], spread: Mapping[str, Mapping[str, float]
         RULES,
         "# Standard deviation of ln(predicted / measured), by family: validation/kernels/moving.py.",
     ]
-    strided = [
-        "# Elements that a pointwise kernel finds by their strides: steps_ops.csv.gz, H100.",
-        "[strided]",
-        f"elements_per_sm_clock = {strided_elements_per_sm_clock():.3g}",
+    lines[1:1] = [
+        "# Elements for which instructions count. strided: found by their strides in float32,",
+        "# steps_ops.csv.gz, H100; strided_16_bits: the same in 16 bits, rope on an A100; quantized_state:",
+        "# values of 8-bit state in an update, one row of an H200.",
+        "[elements_per_sm_clock]",
+        f"strided = {strided_elements_per_sm_clock():.3g}",
+        f"strided_16_bits = {strided_16_bits_per_sm_clock():.3g}",
+        f"quantized_state = {QUANTIZED_STATE_PER_SM_CLOCK:.3g}",
         "",
     ]
-    lines[1:1] = strided
     for origin, by_family in spread.items():
         lines.append(f"[spread.{origin}]")
         lines += [f"{family} = {value:.2f}" for family, value in by_family.items()]
