@@ -207,15 +207,22 @@ def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
 
     `paged_out_bytes`: managed state that does not fit on the device.
     """
+    num_quantized, quantized_bytes, num_values = cost.quantized
     kernels = [
         roofline.Kernel(
             name="optimizer",
             kind="elementwise",
             dtype="float32",
             flops=0,
-            bytes_moved=cost.bytes_moved / cost.num_kernels,
-            count=cost.num_kernels,
+            bytes_moved=moved / count,
+            shape=shape,
+            count=count,
         )
+        for count, moved, shape in (
+            (cost.num_kernels - num_quantized, cost.bytes_moved - quantized_bytes, ()),
+            (num_quantized, quantized_bytes, (num_values / max(num_quantized, 1),)),
+        )
+        if count
     ]
     kernels += [
         roofline.Kernel(name="mm", kind="matmul", dtype=dtype, flops=flops, bytes_moved=0, count=1)

@@ -232,6 +232,8 @@ class StepTimes:
         if UPDATERS[name].updates:
             each_seconds += self._host.call_seconds
         host_seconds = found.launch_seconds + self._host.step_seconds + num_tensors * each_seconds
+        beside = optimizer.cost.host_operations
+        host_seconds += beside * self._machine.launch_seconds["forward"]
         waited = min(optimizer.cost.num_synchronizations / max(num_tensors, 1), 1.0)
         in_turn_seconds = waited * min(found.gpu_seconds, host_seconds)
         return replace(

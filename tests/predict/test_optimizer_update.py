@@ -52,6 +52,19 @@ def test_only_the_temporaries_of_an_update_pass_its_state() -> None:
     assert adamw >= 2 * 512 * 512
 
 
+def test_8_bit_state_is_updated_by_kernels_of_its_own() -> None:
+    row = OPTIMIZERS["adamw_bnb_8bit"]
+    cost = priced_update(row, SPECS, scaled=False).cost
+    plain, quantized = kernels_of(cost, 0)
+    assert plain.count + quantized.count == cost.num_kernels
+    assert plain.count * plain.bytes_moved + quantized.bytes_moved == cost.bytes_moved
+    assert (quantized.count, quantized.shape) == (1, (2 * 512 * 512,))
+    assert not plain.shape
+    assert cost.host_operations > 0
+    assert (cost + cost.times(2)).quantized == cost.times(3).quantized
+    assert not OPTIMIZERS["paged_adamw_32bit"].cost(SPECS).quantized[0]
+
+
 def test_what_is_paged_out_is_copied_both_ways() -> None:
     cost = StepCost(
         bytes_moved=1000, num_kernels=4, host_bytes=30, matmul_flops=(("bfloat16", 5.0),)

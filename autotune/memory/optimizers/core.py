@@ -63,6 +63,10 @@ class StepCost:
     """Bytes copied between device and host."""
     matmul_flops: tuple[tuple[str, float], ...] = ()
     """Operations of matrix products, as (dtype, operations)."""
+    quantized: tuple[int, int, int] = (0, 0, 0)
+    """What of it updates 8-bit state: kernels, bytes, and values of state, for which instructions count."""
+    host_operations: float = 0.0
+    """What the host does beside its launches, in operations of a forward pass."""
 
     def __add__(self, other: StepCost) -> StepCost:
         flops = dict(self.matmul_flops)
@@ -74,6 +78,12 @@ class StepCost:
             num_synchronizations=self.num_synchronizations + other.num_synchronizations,
             host_bytes=self.host_bytes + other.host_bytes,
             matmul_flops=tuple(flops.items()),
+            quantized=(
+                self.quantized[0] + other.quantized[0],
+                self.quantized[1] + other.quantized[1],
+                self.quantized[2] + other.quantized[2],
+            ),
+            host_operations=self.host_operations + other.host_operations,
         )
 
     def times(self, count: int) -> StepCost:
@@ -84,6 +94,12 @@ class StepCost:
             num_synchronizations=count * self.num_synchronizations,
             host_bytes=count * self.host_bytes,
             matmul_flops=tuple((dtype, count * flops) for dtype, flops in self.matmul_flops),
+            quantized=(
+                count * self.quantized[0],
+                count * self.quantized[1],
+                count * self.quantized[2],
+            ),
+            host_operations=count * self.host_operations,
         )
 
 

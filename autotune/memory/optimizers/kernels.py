@@ -25,6 +25,10 @@ from autotune.memory.optimizers.core import (
 _MIN_8BIT_ELEMENTS = 4096
 _BLOCK_ELEMENTS = 256
 _MIN_PAGED_ELEMENTS = 100_000
+# What the host does for a tensor beside its launches, in operations of a forward pass: Python of
+# bitsandbytes, torchao's compiled functions and their guards. studies/host-time/OPTIMIZERS.md, less the
+# launches that are in it, which are priced by themselves; bitsandbytes' wait for the GPU is as long as one.
+_HOST_OPERATIONS = {"bitsandbytes": 3.0, "torchao 8bit": 35.0, "torchao 4bit": 36.0}
 # functional.create_dynamic_map: 256 float32 code points; signed for state1, unsigned for state2.
 _QMAP_BYTES = 256 * 4
 
@@ -84,11 +88,22 @@ class BitsAndBytes(Algorithm):
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
         # In place: parameter and states are read and written, the gradient read. step() calls
         # torch.cuda.synchronize after every parameter, once more at the end when paged.
+        quantized = [spec for spec in specs if self.quantises(spec)]
+        num_values = sum(spec.num_elements for spec in quantized)
         return StepCost(
-            bytes_moved=3 * total_bytes(specs) + 2 * total_state_bytes(self, specs),
+            bytes_moved=self._bytes_moved(specs),
             num_kernels=len(specs),
             num_synchronizations=len(specs) + self.paged,
+            quantized=(
+                len(quantized),
+                self._bytes_moved(quantized),
+                (self.num_states + self.slow_average) * num_values,
+            ),
+            host_operations=_HOST_OPERATIONS["bitsandbytes"] * len(specs),
         )
+
+    def _bytes_moved(self, specs: Sequence[TensorSpec]) -> int:
+        return 3 * total_bytes(specs) + 2 * total_state_bytes(self, specs)
 
     def quantises(self, spec: TensorSpec) -> bool:
         spared = self.spares_embeddings and spec.embedding
@@ -108,8 +123,7 @@ class TorchAo(Algorithm):
     a byte, which is one more kernel's work, and it reads codes in 64 bits (quant_utils.py,
     quantize_4bit_with_qmap). As Inductor of torch 2.13 compiles it for an H200 under tools/no_card:
     514 and 1,538 MiB of one parameter of 64 Mi elements, whether of 16 bits or 32. Stochastic rounding
-    adds no kernel and 512 bytes. Not modelled: compiling, once for each shape, and the host's look at its
-    guards for each parameter.
+    adds no kernel and 512 bytes. Not modelled: compiling, once for each shape.
     """
 
     bits: int
@@ -164,6 +178,7 @@ class TorchAo(Algorithm):
             + total_state_bytes(self, again)
             + 2 * sum(map(sum, between.values())),
             num_kernels=len(specs) + (5 if self.bits == 4 else 3) * len(between),
+            host_operations=_HOST_OPERATIONS[f"torchao {self.bits}bit"] * len(specs),
         )
 
 
