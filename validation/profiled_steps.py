@@ -1,11 +1,13 @@
-"""Operations of real training steps as PyTorch's profiler saw them on a card, beside what is predicted of each.
+"""Operations of real training steps, as a card's profiler saw them, beside what is predicted of each.
 
     python -m validation.profiled_steps            (half a minute, no card)
 
-studies/h200/operations.jsonl, by `make gpu-check`, holds an optimizer step of each case: every operation with
-its shapes, dtypes, kernels and seconds on the device, and the kernels by their names. Here each case is traced
-and priced again. Writes the tables of studies/h200/OPERATIONS.md. No constant of the package is fitted
-to these records, but where the constant itself says so.
+studies/h200/operations.jsonl, by `make gpu-check`, holds an optimizer step of each case: every operation
+with its shapes, dtypes, kernels and seconds on the device, and the kernels by their names. Here each case is
+traced and priced again. Beside them: the updates of optimizers but PyTorch's fused one, as probes measured
+them (predicted_vs_measured.jsonl, and updates.jsonl, which a search's probes are in). Writes the tables of
+studies/h200/OPERATIONS.md. No constant of the package is fitted to these records but one: a row of updates
+says what a value of 8-bit state takes (validation/kernels/fit_moving.py).
 
 The profiler counts a kernel from its first instruction to its last. A prediction has some 3 us besides for
 every launch, in which a kernel begins and ends (roofline.CardRates.kernel_tail_seconds): the tables show that
@@ -92,7 +94,12 @@ _ONE_NAME = {
     "mul_": "mul",
 }
 """Names that the profiler and a trace have for the same work."""
-_BY_NAME_ALONE = ("update", "embedding_dense_backward", "_log_softmax", "_log_softmax_backward_data")
+_BY_NAME_ALONE = (
+    "update",
+    "embedding_dense_backward",
+    "_log_softmax",
+    "_log_softmax_backward_data",
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,22 +124,25 @@ Step = Sequence[tuple[roofline.Kernel, float, float]]
 """(a kernel, how often a step launches it, predicted seconds of a launch)."""
 
 
-def records() -> list[dict[str, Any]]:
-    """The recorded steps, in their order."""
-    lines = (STUDY / "operations.jsonl").read_text(encoding="utf-8").splitlines()
+def records(name: str = "operations") -> list[dict[str, Any]]:
+    """The records of a file, in their order."""
+    lines = (STUDY / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def _estimator(model: str, config: TrainConfig, gpu: Gpu, server: ForkServer | None) -> Estimator:
+    spec = TraceSpec.of(config)
+    traces = trace_all(resolve(model), TASK, config.sequence_length, gpu, [spec], server=server)
+    return Estimator(traces, gpu, memory_budget_bytes=gpu.capacity_bytes)
 
 
 def predicted(record: Mapping[str, Any], gpu: Gpu, server: ForkServer | None = None) -> Step:
     """The kernels of a recorded step as they are predicted: micro-steps, gradients added, the update."""
     config = TrainConfig(**record["prediction"]["config"])
-    spec = TraceSpec.of(config)
-    source, length = resolve(record["model"]), config.sequence_length
-    traces = trace_all(source, TASK, length, gpu, [spec], server=server)
-    estimator = Estimator(traces, gpu, memory_budget_bytes=gpu.capacity_bytes)
+    estimator = _estimator(record["model"], config, gpu, server)
     kernels = estimator.kernels(config)
     accumulation = config.gradient_accumulation_steps
-    trainable = traces[spec].trainable(config.lora_rank or 0)
+    trainable = estimator.trace_of(config).trainable(config.lora_rank or 0)
     added = [
         roofline.Kernel(
             name="add_",
@@ -275,6 +285,28 @@ def markdown(works: Mapping[str, Work], names: Iterable[str], tail_seconds: floa
     return "\n".join(lines)
 
 
+def updates(gpu: Gpu, server: ForkServer) -> str:
+    """A table of the measured updates of optimizers but PyTorch's fused one, beside predicted ones."""
+    lines = [
+        "| model | method | optimizer | micro-batch | measured, ms | predicted, ms | ratio |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for record in (*records("predicted_vs_measured"), *records("updates")):
+        measured = record["measurement"]
+        config = TrainConfig(**measured["config"])
+        if config.optimizer == "adamw_torch_fused" or config.update_in_backward:
+            continue
+        estimate = _estimator(record["model"], config, gpu, server).estimate(config)
+        seconds = estimate.optimizer_step_seconds
+        assert seconds is not None
+        ratio = seconds / measured["optimizer_step_seconds"]
+        lines.append(
+            f"| {record['model']} | {config.method} | {config.optimizer} | {config.micro_batch_size}"
+            f" | {1e3 * measured['optimizer_step_seconds']:.1f} | {1e3 * seconds:.1f} | {ratio:.2f} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     kinds, operations = list[str](), list[str]()
     with ForkServer() as server:
@@ -286,12 +318,16 @@ def main() -> None:
             kinds.append(f"{record['key']}\n\n{markdown(of_kind, KINDS, tail_seconds)}\n")
             most = sorted(
                 of_operation,
-                key=lambda name: -max(
-                    of_operation[name].seconds, of_operation[name].predicted_seconds
+                key=lambda name: (
+                    -max(of_operation[name].seconds, of_operation[name].predicted_seconds)
                 ),
             )[:MOST_ROWS]
             operations.append(f"{record['key']}\n\n{markdown(of_operation, most, tail_seconds)}\n")
-    texts = {"kinds": "\n".join(kinds), "operations": "\n".join(operations)}
+        texts = {
+            "kinds": "\n".join(kinds),
+            "updates": updates(find_gpu("NVIDIA H200"), server),
+            "operations": "\n".join(operations),
+        }
     write_sections(STUDY / "OPERATIONS.md", texts)
     print(*texts.values(), sep="\n")
 
