@@ -38,6 +38,7 @@ from typing import Any
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.own_rates import OwnMoving
 from autotune.speed.arrays import Numbers, either, larger
+from autotune.speed.matmul_cards import has_hbm
 from autotune.speed.origin import RatesFrom
 
 _TABLE = Path(__file__).with_name("data") / "moving.toml"
@@ -219,7 +220,8 @@ def rates_from_rows(
         bytes_per_second = dict.fromkeys(_TABLED, moving)
         for family, share in rules["share_of_elementwise"].items():
             bytes_per_second[family] = share * moving
-        bytes_per_second["reduction"] = rules["reduction"]["share"] * bandwidth
+        memory = "HBM" if has_hbm(gpu) else "GDDR"
+        bytes_per_second["reduction"] = rules["reduction"][memory] * bandwidth
         bytes_per_second["dequantize"] = rules["dequantize"]["share"] * bandwidth
     pcie = gpu.pcie_bandwidth_bytes_per_second
     if pcie is not None:

@@ -28,11 +28,11 @@ RATIOS = {
     "peft, L40S": (0.70, 1.04),
     "Qwen, A100": (0.95, 1.08),
     "DistilBERT, A100": (0.75, 0.91),
-    "BERT, V100": (0.76, 0.94),
+    "BERT, V100": (0.79, 1.0),  # the longest: bitsandbytes' kernel of 2022 was quicker than today's
     "litgpt, A10G": (0.42, 0.79),
 }
 """Predicted over published, smallest and largest, of the groups that run what a Trainer runs."""
-MEDIAN_RATIO = 0.91
+MEDIAN_RATIO = 0.92
 """Of all of these rows: too fast, by BERT's and litgpt's."""
 
 

@@ -260,11 +260,12 @@ gather = 0.50
 softmax_backward = 0.50
 layer_norm_backward = 0.39
 
-# Share of bandwidth of sums and means, and of norms and softmax of unknown shape. Liger-Kernel's rms_norm on
-# the A100, whatever else is in it taken as predicted: 0.20, 0.19, 0.29, 0.34 and 0.37 at widths of 2,048 to
-# 32,768.
+# Share of bandwidth of sums and means, and of norms and softmax of unknown shape. HBM: Liger-Kernel's
+# rms_norm on the A100, whatever else is in it taken as predicted, has 0.20, 0.19, 0.29, 0.34 and 0.37 at
+# widths of 2,048 to 32,768. [judgement] GDDR: an SM has less of it; PEFT's runs on an L40S say no less.
 [reduction]
-share = 0.29
+HBM = 0.29
+GDDR = 0.55
 
 # 4-bit weights that an SM unpacks in a clock, since bitsandbytes PR 1746: the geometric mean of two.
 # - B300, its PR 2051 before that change: 4096 x 4096 in 32.9 us and 11008 x 4096 in 68.8 us, a product
