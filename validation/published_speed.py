@@ -57,6 +57,14 @@ from validation.published_memory import describe
 TRAINERS = ("Qwen, A100", "BERT, V100")
 """Groups whose program is Transformers' Trainer; what it does beside the passes costs the others nothing."""
 
+REENTRANT = replace(
+    USUAL,
+    launch_seconds={**USUAL.launch_seconds, "recompute": 0.75 * USUAL.launch_seconds["forward"]},
+    region_seconds=38 * USUAL.launch_seconds["forward"],
+)
+"""The host of these programs, all older than transformers 5: they recompute with `use_reentrant`, where no
+tensor that is saved passes through Python (studies/host-time)."""
+
 ADAMW_PASSES = 18
 """Tensors that AdamW of transformers 4.16 reads or writes for each (optimization.py)."""
 
@@ -137,9 +145,7 @@ def row_of(name: str, timed: Timed) -> Row | None:
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None
     traces = {TraceSpec.of(plan.config): _trace(plan, gpu)}
-    host = USUAL
-    if timed.group not in TRAINERS:
-        host = replace(USUAL, module_seconds=0, micro_step_seconds=0, step_seconds=0)
+    host = REENTRANT if timed.group in TRAINERS else REENTRANT.without_trainer()
     estimator = Estimator(traces, gpu, memory_budget_bytes=gpu.capacity_bytes, host=host)
     seconds, parts = estimator.seconds(plan.config), estimator.parts(plan.config)
     if seconds is None or parts is None:
@@ -203,7 +209,9 @@ def _of_own_optimizer(plan: Plan, trace: Trace, gpu: Gpu, host: Host) -> Parts:
     each = roofline.kernel_seconds(kernels, machine)
     assert each is not None
     on_gpu = np.array([launches * seconds for seconds, _ in each])
-    on_host = np.full(len(specs), launches * host.launch_seconds["update"] + host.tensor_seconds)
+    on_host = np.full(
+        len(specs), launches * host.launch_seconds["update"] + host.update.tensor_seconds
+    )
     in_turn = Stretches(shares=np.eye(len(specs)), order=np.arange(len(specs)))
     late_seconds = late_seconds_of(on_gpu, on_host, in_turn)
     tails_seconds = launches * len(specs) * machine.kernel_tail_seconds

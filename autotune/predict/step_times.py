@@ -6,13 +6,16 @@ The kernels of a micro-step and of an optimizer step are priced apart, so that a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autotune.catalogue.gpus import Gpu
-from autotune.memory.traces import Launch, Trace
+from autotune.memory.traces import Trace
 from autotune.predict import generation
 from autotune.predict.kept_prices import KeptPrices
+from autotune.predict.launched_kernels import as_kernels, rate_dtype
 from autotune.predict.optimizer_update import Trainable, kernels_of
 from autotune.predict.priced_updates import PricedUpdates
 from autotune.predict.sharding.exchange import Exchange
@@ -23,7 +26,7 @@ from autotune.space.optimizers import UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.speed import links, roofline, step_parts
-from autotune.speed.host import Host, Stretches
+from autotune.speed.host import Host, Stretches, num_modules
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import Part, Parts, added, part
 
@@ -68,7 +71,8 @@ class StepTimes:
         self._updates = updates
         self._link = links.link_of(gpu)
         self._stretches = functools.cache(self._find_stretches)
-        self._between_micro_steps = functools.cache(self._find_between_micro_steps)
+        self._regions = functools.cache(self._find_regions)
+        self._modules = functools.cache(self._find_modules)
         self._update = functools.cache(self._price_update)
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
@@ -92,8 +96,11 @@ class StepTimes:
         update = self._update(spec, rank, config.updater, paged_out_bytes)
         if micro is None or added is None or update is None:
             return None
-        steps = accumulation * (micro.total_seconds + self._between_micro_steps(spec, rank))
-        steps += (accumulation - 1) * added.total_seconds
+        modules = self._modules(spec, rank)
+        steps = accumulation * (micro.total_seconds + self._host.before_micro_step.of(modules))
+        # What comes after the last micro-step is in the update.
+        between_seconds = added.total_seconds + self._host.after_micro_step.of(modules)
+        steps += (accumulation - 1) * between_seconds
         if config.torch_empty_cache_steps:
             steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
         bound = micro.bound
@@ -197,7 +204,7 @@ class StepTimes:
             model_flops=model_flops,
             step_seconds=step_seconds,
             gpu=self._gpu,
-            dtype=_rate_dtype(precision.compute_dtype, tf32=precision.tf32),
+            dtype=rate_dtype(precision.compute_dtype, tf32=precision.tf32),
         )
 
     def flops(self, config: TrainConfig) -> tuple[float, float]:
@@ -221,26 +228,32 @@ class StepTimes:
     ) -> roofline.StepTime | None:
         """Price the update, with what the host does beside its launches.
 
-        Where the host waits for the GPU after every tensor (bitsandbytes), neither runs ahead of the other.
+        The GPU has nothing to do until clipping is through but for small kernels. Where the host waits for it
+        after every tensor (bitsandbytes), neither runs ahead of the other.
         """
         optimizer = self._updates.of(spec, rank, name)
         found = roofline.seconds(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
         if found is None:
             return None
-        num_tensors = self._updates.trainable(spec, rank).num
-        each_seconds = self._host.tensor_seconds
+        num_trained = self._updates.trainable(spec, rank).num
+        modules = self._modules(spec, rank)
+        host = self._host
+        before_seconds = host.after_micro_step.of(modules)
+        waited = min(optimizer.cost.num_synchronizations / max(num_trained, 1), 1.0)
+        host_seconds = found.launch_seconds + host.update.of(modules, num_trained)
+        host_seconds += optimizer.cost.host_operations * host.launch_seconds["forward"]
         if UPDATERS[name].updates:
-            each_seconds += self._host.call_seconds
-        host_seconds = found.launch_seconds + self._host.step_seconds + num_tensors * each_seconds
-        beside = optimizer.cost.host_operations
-        host_seconds += beside * self._machine.launch_seconds["forward"]
-        waited = min(optimizer.cost.num_synchronizations / max(num_tensors, 1), 1.0)
+            host_seconds += num_trained * host.call_seconds
+        else:
+            before_seconds += host.before_update.of(modules, num_trained)
         in_turn_seconds = waited * min(found.gpu_seconds, host_seconds)
+        total_seconds = max(found.total_seconds, host_seconds) + in_turn_seconds + before_seconds
+        is_late = before_seconds + host_seconds >= found.total_seconds
         return replace(
             found,
-            launch_seconds=host_seconds,
-            total_seconds=max(found.total_seconds, host_seconds) + in_turn_seconds,
-            bound="launch" if host_seconds >= found.total_seconds else found.bound,
+            launch_seconds=before_seconds + host_seconds,
+            total_seconds=total_seconds,
+            bound="launch" if is_late else found.bound,
         )
 
     def _price_forward_backward(
@@ -326,7 +339,7 @@ class StepTimes:
         def seconds() -> float | None:
             total = 0.0
             for launches, count in generation.passes(trace, config):
-                kernels = _as_kernels(launches, config.precision)
+                kernels = as_kernels(launches, config.precision, self._host)
                 found = roofline.seconds(kernels, self._machine)
                 if found is None:
                     return None
@@ -350,13 +363,13 @@ class StepTimes:
         share = generation.scorings_per_micro_step(config)
         return None if found is None else share * found.total_seconds
 
-    def _find_between_micro_steps(self, spec: TraceSpec, rank: int) -> float:
+    def _find_modules(self, spec: TraceSpec, rank: int) -> float:
         num_adapter_weights = 0
         if spec.method != "full":
             num_adapter_weights = self._updates.trainable(spec, rank).num
         trace = self._traces[spec]
         num_weights = self._prices.price(int, trace.identity, "weights", lambda: trace.num_weights)
-        return self._host.between_micro_steps_seconds(num_weights, num_adapter_weights)
+        return num_modules(num_weights, num_adapter_weights)
 
     def _find_stretches(self, spec: TraceSpec) -> Stretches:
         shares, order = self._traces[spec].stretches
@@ -373,38 +386,20 @@ class StepTimes:
     ) -> list[roofline.Kernel]:
         trace = self._traces[spec]
         if not scores:
-            return _as_kernels(trace.launches(micro_batch, rank), precision)
+            launches, regions = trace.launches(micro_batch, rank), self._regions(spec)
+            return as_kernels(launches, precision, self._host, num_regions=regions)
         assert isinstance(trace, Trace)
-        return _as_kernels(trace.scoring_launches(micro_batch, rank), precision)
+        return as_kernels(trace.scoring_launches(micro_batch, rank), precision, self._host)
+
+    def _find_regions(self, spec: TraceSpec) -> int:
+        """Return how many regions checkpointing recomputes: a layer's backward pass has one, or none."""
+        if spec.is_compiled:
+            return 0
+        trace, stretches = self._traces[spec], self._stretches(spec)
+        again = [launch.kernel.phase == "recompute" for launch in trace.launches(1, 1)]
+        num_launched = stretches.shares[:, again].sum(axis=1)[stretches.order]
+        return int(np.count_nonzero(num_launched))
 
 
 def _times(parts: Parts, count: float) -> dict[str, Part]:
     return {cause: part.times(count) for cause, part in parts.items()}
-
-
-def _as_kernels(launches: Iterable[Launch], precision: str) -> list[roofline.Kernel]:
-    tf32 = PRECISIONS[precision].tf32
-    kernels = []
-    for launch in launches:
-        k = launch.kernel
-        kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
-        kernels.append(
-            roofline.Kernel(
-                name=k.name,
-                kind=kind,
-                dtype=_rate_dtype(k.dtype, tf32=tf32) if kind == "matmul" else k.dtype,
-                flops=launch.flops,
-                bytes_moved=launch.bytes_moved,
-                shape=launch.shape,
-                count=launch.count,
-                phase=k.phase,
-            )
-        )
-    return kernels
-
-
-def _rate_dtype(dtype: str, *, tf32: bool) -> str:
-    """The dtype whose rate a matrix product runs at."""
-    if dtype.startswith("float8"):  # e4m3 by e4m3 or by e5m2, at one rate
-        return "float8"
-    return "tf32" if tf32 and dtype == "float32" else dtype

@@ -10,12 +10,12 @@ head, a layer's backward pass with what it recomputes); within it, both are take
 The host waits for the GPU once a micro-step (transformers 5.23 Trainer, logging_nan_inf_filter), so that each
 micro-step begins with no lead, and what the host does between two of them is time in which the GPU idles.
 
-`Host` holds what was measured: validation/timing/host_time.py and host_causes.py on an AMD EPYC
-(studies/host-time). A factor makes a slower or faster machine of it.
+`Host` holds what validation/timing/host_causes.py measured (studies/host-time). A factor makes a slower
+or faster machine of it.
 
 Known limitations
 - One host for every prediction. Published programs take 0.8 to 2.2 times this one's time for an operation,
-  some 2.8 times (studies/host-time): a step that the host bounds may be off by as much. A probe or a
+  some 2.5 times (studies/host-time): a step that the host bounds may be off by as much. A probe or a
   calibration says.
 - CUDA's queue has an end: the host cannot run more than some 1,000 launches ahead.
 - Data loading that a worker process does not hide, logging, evaluation and checkpoints.
@@ -24,7 +24,7 @@ Known limitations
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,42 +39,87 @@ HOST_FACTORS = (0.8, 2.2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Seconds that the host spends at one moment of a step, beside what it launches."""
+
+    seconds: float
+    """Once."""
+    module_seconds: float
+    """For each module of the model: all are walked through, in Python."""
+    tensor_seconds: float = 0.0
+    """For each tensor that is trained."""
+
+    def of(self, num_modules: float, num_trained: int = 0) -> float:
+        """Seconds for a model of so many modules and trained tensors."""
+        walked_seconds = num_modules * self.module_seconds
+        return self.seconds + walked_seconds + num_trained * self.tensor_seconds
+
+    def times(self, factor: float) -> Work:
+        """The same on a host that takes `factor` times as long."""
+        return Work(
+            seconds=factor * self.seconds,
+            module_seconds=factor * self.module_seconds,
+            tensor_seconds=factor * self.tensor_seconds,
+        )
+
+
+NO_WORK = Work(seconds=0, module_seconds=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
     """Seconds that the host spends; see USUAL for where they are from."""
 
     launch_seconds: Mapping[str, float] = field(hash=False)
     """On one operation, by phase of the step (roofline.PHASES)."""
-    micro_step_seconds: float
-    """On a micro-step beside its operations and modules."""
-    module_seconds: float
-    """On a micro-step for each module: the Trainer puts all into training mode, and walks through them to
-    count floating-point operations (transformers 5.23 Trainer.training_step, floating_point_ops)."""
-    step_seconds: float
-    """On an optimizer step beside its launches."""
-    tensor_seconds: float
-    """On an optimizer step for each tensor that is trained."""
+    region_seconds: float
+    """On each region that is recomputed, beside its operations: torch.utils.checkpoint's states of random
+    numbers, contexts and hooks."""
+    unpack_seconds: float
+    """On unpacking a 4-bit weight, beside an operation: bitsandbytes' Python."""
+    triton_seconds: float
+    """On one of Liger's Triton kernels, beside an operation: its wrapper's Python, and Triton's."""
+    before_micro_step: Work
+    """In each micro-step: the batch is fetched, and all modules are put into training mode."""
+    after_micro_step: Work
+    """After each micro-step: the Trainer walks through all modules to count floating-point operations."""
+    before_update: Work
+    """In each optimizer step, before the optimizer's kernels: clipping, and what Accelerate asks."""
+    update: Work
+    """While they run: the optimizer's Python, zero_grad, the scheduler and callbacks."""
     call_seconds: float
-    """On a step of one tensor by itself, beside that."""
-
-    def between_micro_steps_seconds(self, num_weights: int, num_adapter_weights: int) -> float:
-        """Time of a micro-step in which the GPU has nothing to do.
-
-        `num_weights`: tensors, those of adapters among them.
-        """
-        num_modules = MODULES_PER_WEIGHT * (num_weights - num_adapter_weights)
-        num_modules += MODULES_PER_ADAPTER_WEIGHT * num_adapter_weights
-        return self.micro_step_seconds + num_modules * self.module_seconds
+    """On each tensor that is updated in the backward pass, beside `update`: a hook and a step of its own."""
 
     def times(self, factor: float) -> Host:
         """The same on a host that takes `factor` times as long."""
         return Host(
             launch_seconds={phase: factor * s for phase, s in self.launch_seconds.items()},
-            micro_step_seconds=factor * self.micro_step_seconds,
-            module_seconds=factor * self.module_seconds,
-            step_seconds=factor * self.step_seconds,
-            tensor_seconds=factor * self.tensor_seconds,
+            region_seconds=factor * self.region_seconds,
+            unpack_seconds=factor * self.unpack_seconds,
+            triton_seconds=factor * self.triton_seconds,
+            before_micro_step=self.before_micro_step.times(factor),
+            after_micro_step=self.after_micro_step.times(factor),
+            before_update=self.before_update.times(factor),
+            update=self.update.times(factor),
             call_seconds=factor * self.call_seconds,
         )
+
+    def without_trainer(self) -> Host:
+        """The same host under a plain loop: beside the operations it has the optimizer's Python alone."""
+        own = replace(self.update, seconds=0, module_seconds=0)
+        return replace(
+            self,
+            before_micro_step=NO_WORK,
+            after_micro_step=NO_WORK,
+            before_update=NO_WORK,
+            update=own,
+        )
+
+
+def num_modules(num_weights: int, num_adapter_weights: int) -> float:
+    """Modules of a model of so many weights, those of adapters among them."""
+    num_base_weights = num_weights - num_adapter_weights
+    return MODULES_PER_WEIGHT * num_base_weights + MODULES_PER_ADAPTER_WEIGHT * num_adapter_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,21 +143,29 @@ def late_seconds(
     return max(0.0, float(ahead[stretches.order].cumsum().max(initial=0.0)))
 
 
-# Python and dispatch of Llama's layers, full fine-tuning and LoRA: 10.7 us in the forward pass, 8.4 in the
-# backward pass (validation/timing/host_time.py on an idle AMD EPYC, torch 2.13, transformers 5.23, peft
-# 0.21); [judgement] 3 more for a launch on the GPU. Recomputed ones: chosen with Qwen 1's LoRA at 256
-# tokens on the A100, which the host bounds (studies/published-speed, the rows `chosen with`); on a CPU they
-# take 20 to 38, as each tensor that is saved passes through Python. What is beside the operations is in
-# multiples of a forward operation's 10.7 us (studies/host-time): 0.28 for a module, 14 to 44 for a
-# micro-step, 80 for an optimizer step, 0.55 to 1.2 for a trained tensor (the fused AdamW's state, zero_grad).
-# A step of one tensor of 338 takes 56 us (fused AdamW) to 102 us (foreach) more than its part of a step of
-# all (torch 2.13 on two shared cores): [judgement] about the fused one's.
+_UNIT_SECONDS = 14e-6
+"""An operation of the forward pass: 10.7 us of Python and dispatch on an idle AMD EPYC (torch 2.13), and
+[judgement] 3 for a real driver's launch. All else is a multiple of it (studies/host-time), rounded."""
+
+
+def _usual(units: float) -> float:
+    return units * _UNIT_SECONDS
+
+
 USUAL = Host(
-    launch_seconds={"forward": 14e-6, "backward": 11e-6, "recompute": 20e-6, "update": 10e-6},
-    micro_step_seconds=0.3e-3,
-    module_seconds=3.0e-6,
-    step_seconds=0.8e-3,
-    tensor_seconds=9e-6,
-    call_seconds=60e-6,
+    launch_seconds={
+        "forward": _usual(1),
+        "backward": _usual(0.9),
+        "recompute": _usual(1.6),
+        "update": _usual(0.7),
+    },
+    region_seconds=_usual(65),
+    unpack_seconds=_usual(6),
+    triton_seconds=_usual(9),
+    before_micro_step=Work(seconds=_usual(75), module_seconds=_usual(0.2)),
+    after_micro_step=Work(seconds=0, module_seconds=_usual(0.25)),
+    before_update=Work(seconds=_usual(90), module_seconds=_usual(0.1), tensor_seconds=_usual(0.45)),
+    update=Work(seconds=_usual(10), module_seconds=_usual(0.1), tensor_seconds=_usual(0.6)),
+    call_seconds=_usual(8.5),
 )
 """An idle server of some years ago, whatever the machine."""

@@ -119,6 +119,8 @@ class Kernel:
     count: float = 1
     phase: str = "update"
     """One of PHASES."""
+    host_seconds: float = 0.0
+    """Seconds that the host spends on one launch beside those of its phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -231,7 +233,8 @@ def seconds(
     for kernel, (one, bound) in zip(kernels, each, strict=True):
         spent[bound] += kernel.count * (one - machine.kernel_tail_seconds)
         on_gpu.append(kernel.count * one)
-        on_host.append(kernel.count * machine.launch_seconds[kernel.phase])
+        launch_seconds = machine.launch_seconds[kernel.phase] + kernel.host_seconds
+        on_host.append(kernel.count * launch_seconds)
     gpu_seconds, launch_seconds = sum(on_gpu), sum(on_host)
     late_seconds = max(launch_seconds - gpu_seconds, 0.0)
     if stretches is not None:

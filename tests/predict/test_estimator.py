@@ -24,13 +24,14 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Filling
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.speed.host import USUAL, Host
+from autotune.speed.host import NO_WORK, USUAL, Host, num_modules
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import STEP_SPREAD, spread_of
 
 pytestmark = pytest.mark.worker
 
 GB, MIB = 10**9, 2**20
+LAYERS = tiny_model.MODEL.config["num_hidden_layers"]
 ROOMY = 100 * GB
 
 FULL = TrainConfig(
@@ -118,6 +119,7 @@ def test_host_and_gpu_take_turns_where_every_tensor_is_waited_for(
     traces: Mapping[TraceSpec, Trace],
 ) -> None:
     """bitsandbytes 0.50 optim/optimizer.py: step() calls sync_gpu after each."""
+    bare = dataclasses.replace(USUAL, after_micro_step=NO_WORK, before_update=NO_WORK)
 
     def update_seconds(optimizer: str, host: Host) -> float:
         card = tiny_model.gpu()
@@ -128,9 +130,15 @@ def test_host_and_gpu_take_turns_where_every_tensor_is_waited_for(
 
     for optimizer, is_in_turn in (("adamw_bnb_8bit", True), ("adamw_torch_fused", False)):
         on_gpu = update_seconds(optimizer, USUAL.times(0))
-        on_host = update_seconds(optimizer, USUAL.times(1000)) / 1000
+        on_host = update_seconds(optimizer, bare.times(1000)) / 1000
         both = on_gpu + on_host if is_in_turn else max(on_gpu, on_host)
-        assert update_seconds(optimizer, USUAL) == pytest.approx(both, rel=0.02), optimizer
+        assert update_seconds(optimizer, bare) == pytest.approx(both, rel=0.02), optimizer
+        # Before the optimizer's kernels there is nothing to do on the GPU.
+        before = update_seconds(optimizer, USUAL) - update_seconds(optimizer, bare)
+        num_weights = LAYERS * 9 + 3
+        modules = num_modules(num_weights, 0)
+        walked = USUAL.after_micro_step.of(modules) + USUAL.before_update.of(modules, num_weights)
+        assert before == pytest.approx(walked, rel=0.02), optimizer
 
 
 def test_what_is_updated_in_the_backward_pass_keeps_no_gradients(roomy: Estimator) -> None:
@@ -380,7 +388,7 @@ def test_accumulation_keeps_gradients_through_the_next_micro_step(roomy: Estimat
 def test_a_short_micro_step_takes_what_the_host_takes(
     traces: Mapping[TraceSpec, Trace],
 ) -> None:
-    """Beside the launches: for 5 layers of 9 weights and 14 of adapters, 3 us a module (13 and 70)."""
+    """Beside the launches: once, and for each module of layers of 9 and 14 weights (13 and 70)."""
 
     def micro_step_seconds(host: Host) -> float:
         estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=ROOMY, host=host)
@@ -388,13 +396,35 @@ def test_a_short_micro_step_takes_what_the_host_takes(
         assert seconds is not None
         return seconds.micro_step_seconds
 
-    bare = dataclasses.replace(USUAL, module_seconds=0, micro_step_seconds=0)
+    bare = dataclasses.replace(USUAL, before_micro_step=NO_WORK)
     more = micro_step_seconds(USUAL) - micro_step_seconds(bare)
-    layers = tiny_model.MODEL.config["num_hidden_layers"]
-    assert more == pytest.approx(0.3e-3 + layers * 83 * 3e-6, rel=0.05)
+    fixed, walked = USUAL.before_micro_step.seconds, USUAL.before_micro_step.module_seconds
+    assert more == pytest.approx(fixed + LAYERS * 83 * walked, rel=0.05)
     # On a host that takes three times as long this small model is bound by it.
     slow, slower = (micro_step_seconds(USUAL.times(factor)) for factor in (3, 6))
     assert slower == pytest.approx(2 * slow, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("cause", "config", "count"),
+    [
+        ("region_seconds", dataclasses.replace(FULL, activation_checkpointing=1), LAYERS),
+        ("region_seconds", FULL, 0),
+        # The first query, key and value need no gradient of their input.
+        ("unpack_seconds", QLORA, 2 * 7 * LAYERS - 3),
+        ("unpack_seconds", dataclasses.replace(QLORA, activation_checkpointing=1), 3 * 7 * LAYERS),
+        ("unpack_seconds", LORA, 0),
+        ("triton_seconds", FULL, 0),
+    ],
+)
+def test_the_host_takes_longer_for_some_kernels(
+    traces: Mapping[TraceSpec, Trace], cause: str, config: TrainConfig, count: int
+) -> None:
+    host = dataclasses.replace(USUAL.times(0), **{cause: 1.0})
+    estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=ROOMY, host=host)
+    seconds = estimator.seconds(split(config, 1, 1))
+    assert seconds is not None
+    assert seconds.micro_step_seconds == pytest.approx(count, abs=0.5)
 
 
 @pytest.mark.parametrize("config", [split(LORA, 1, 4), split(FULL, 4, 2), PAGED], ids=str)
@@ -476,8 +506,10 @@ def test_a_larger_micro_batch_takes_more_memory_and_less_time_per_token(
     priced = [roomy.estimate(split(base, size, 8 // size)) for size in (1, 2, 4, 8)]
     peaks = [e.peak_allocated_bytes for e in priced]
     assert peaks == sorted(set(peaks))
-    micro_steps = [e.micro_step_seconds or 0.0 for e in priced]
-    assert micro_steps == sorted(micro_steps)
+    # At one accumulation: what comes between micro-steps comes once less often than they do.
+    alike = [roomy.estimate(split(base, size, 2)) for size in (1, 2, 4, 8)]
+    micro_steps = [e.micro_step_seconds or 0.0 for e in alike]
+    assert micro_steps == pytest.approx(sorted(micro_steps))
     speeds = [e.tokens_per_second or 0.0 for e in priced]
     assert speeds[0] < speeds[1] < speeds[-1]
     # The tensors of this small model outgrow the card's L2 cache meanwhile.

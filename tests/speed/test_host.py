@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.speed.host import USUAL, Stretches, late_seconds
+from autotune.speed.host import (
+    NO_WORK,
+    USUAL,
+    Host,
+    Stretches,
+    late_seconds,
+    num_modules,
+)
 
 
 def one_by_one(gpu: list[float], host: list[float]) -> float:
@@ -62,9 +71,29 @@ def test_nothing_launched_is_never_late() -> None:
     assert late_seconds(np.zeros(0), np.zeros(0), nothing) == 0
 
 
-def test_a_host_of_another_speed() -> None:
-    slow = USUAL.times(2)
-    assert slow.launch_seconds["forward"] == 2 * USUAL.launch_seconds["forward"]
-    assert slow.step_seconds == 2 * USUAL.step_seconds > 0
-    assert slow.tensor_seconds == 2 * USUAL.tensor_seconds > 0
-    assert slow.micro_step_seconds == 2 * USUAL.micro_step_seconds > 0
+def seconds_of(host: Host) -> list[float]:
+    """Every figure of a host."""
+    flat: list[float] = []
+    for value in dataclasses.asdict(host).values():
+        flat += value.values() if isinstance(value, dict) else [value]
+    return flat
+
+
+def test_a_host_of_another_speed_takes_longer_for_everything() -> None:
+    usual, slow = seconds_of(USUAL), seconds_of(USUAL.times(2))
+    assert slow == pytest.approx([2 * seconds for seconds in usual])
+    assert len(usual) > len(dataclasses.fields(Host))
+
+
+def test_a_plain_loop_walks_through_no_modules() -> None:
+    plain = USUAL.without_trainer()
+    assert plain.before_micro_step == plain.after_micro_step == plain.before_update == NO_WORK
+    assert plain.update.of(1000, 0) == 0
+    assert plain.update.of(0, 3) == pytest.approx(3 * USUAL.update.tensor_seconds)
+    assert plain.launch_seconds == USUAL.launch_seconds
+
+
+def test_modules_of_an_adapter_are_more_than_its_weights() -> None:
+    """A layer of Llama has 13 modules and 9 weights; LoRA of all linear layers adds 70 and 14 to it."""
+    assert num_modules(9, 0) == pytest.approx(13)
+    assert num_modules(23, 14) == pytest.approx(83)

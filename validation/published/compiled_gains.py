@@ -97,8 +97,9 @@ def _gain(model: str, card: str, config: TrainConfig) -> float:
         )
         for each in both.values()
     }  # fmt: skip
-    host = replace(USUAL, module_seconds=0, micro_step_seconds=0, step_seconds=0)
-    estimator = Estimator(traces, gpu, memory_budget_bytes=gpu.capacity_bytes, host=host)
+    estimator = Estimator(
+        traces, gpu, memory_budget_bytes=gpu.capacity_bytes, host=USUAL.without_trainer()
+    )
     seconds = {mode: estimator.seconds(each) for mode, each in both.items()}
     eager, compiled = seconds["none"], seconds["default"]
     assert eager is not None
