@@ -2,23 +2,23 @@
 
     python -m validation.timing.predicted_anew
 
-studies/h200/predicted_vs_measured.jsonl has the probes, and what was predicted of them then; kernels.jsonl
-has the time of an operation on that machine's host. No constant was chosen with either. Writes the table
-`h200` of studies/host-time/README.md: medians of predicted over measured, as it was, with the usual host, and
-with the machine's own.
+studies/h200/predicted_vs_measured.jsonl has the probes, and what was predicted of them before they ran;
+kernels.jsonl has the time of an operation on that machine's host. No constant was chosen with either. Writes
+the table `h200` of studies/host-time/README.md: predicted over measured with the usual host and with the
+machine's own, and whole steps as they were predicted first.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB
 from autotune.predict.estimator import Estimator
+from autotune.predict.step_times import StepSeconds
 from autotune.predict.tracing import trace_all
 from autotune.probe.calibrate import host_factor_of
 from autotune.records.estimate import TraceSpec
@@ -34,23 +34,24 @@ from validation.published.tables import write_sections
 STUDIES = Path(__file__).parents[2] / "studies"
 RECORDS = STUDIES / "h200"
 WITHIN = 1.25
+Ratios = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Seconds of a micro-step and of the rest of an optimizer step."""
-
-    micro_step: float
-    update: float
-
-    def ratios(self, seen: Measurement) -> tuple[float, float, float]:
-        """Of micro-step, update and whole step, over what was measured."""
-        micro_step, update = seen.micro_step_seconds, seen.optimizer_step_seconds
-        assert micro_step is not None
-        assert update is not None
-        count = seen.config.gradient_accumulation_steps
-        whole = (count * self.micro_step + self.update) / (count * micro_step + update)
-        return self.micro_step / micro_step, self.update / update, whole
+def ratios_of(found: StepSeconds, seen: Measurement) -> tuple[float, float, float]:
+    """Micro-step, update and whole step, each over what was measured."""
+    micro_step, update, whole = (
+        seen.micro_step_seconds,
+        seen.optimizer_step_seconds,
+        seen.step_seconds,
+    )
+    assert micro_step is not None
+    assert update is not None
+    assert whole is not None
+    return (
+        found.micro_step_seconds / micro_step,
+        found.optimizer_step_seconds / update,
+        found.total_seconds / whole,
+    )
 
 
 def group_of(config: TrainConfig) -> str:
@@ -62,18 +63,19 @@ def group_of(config: TrainConfig) -> str:
     return f"{method}, checkpointed" if config.activation_checkpointing else method
 
 
-def predicted() -> Iterator[tuple[Measurement, list[Times]]]:
-    """Each probe, and its times as they were predicted, with the usual host, and with its own."""
+def predicted() -> dict[str, list[Ratios]]:
+    """Ratios of each probe, by group: its step as first predicted, all with the usual host and its own."""
     own = next(r for r in read_records(RECORDS / "kernels.jsonl") if r["key"] == "host")
-    factor = host_factor_of(own["host_seconds"])
+    factor = host_factor_of(own["host_seconds"] or {})
     assert factor is not None
     card = find_gpu("H200")
-    groups = defaultdict(list)
+    by_model = defaultdict(list)
     for record in read_records(RECORDS / "predicted_vs_measured.jsonl"):
-        seen = measured(record)
-        groups[record["model"], seen.config.sequence_length].append((seen, record["prediction"]))
+        seen, first = measured(record), record.get("first_prediction") or record["prediction"]
+        by_model[record["model"], seen.config.sequence_length].append((seen, first["step_seconds"]))
+    found = defaultdict(list)
     with ForkServer() as server:
-        for (model, length), probes in groups.items():
+        for (model, length), probes in by_model.items():
             specs = {TraceSpec.of(seen.config) for seen, _ in probes}
             source = cases.source(model)
             traces = trace_all(source, cases.TASK, length, card, specs, server=server)
@@ -81,40 +83,41 @@ def predicted() -> Iterator[tuple[Measurement, list[Times]]]:
             estimators = [
                 Estimator(traces, card, memory_budget_bytes=1000 * GIB, host=host) for host in hosts
             ]
-            for seen, before in probes:
-                found = [estimator.seconds(seen.config) for estimator in estimators]
-                now = [
-                    Times(each.micro_step_seconds, each.optimizer_step_seconds)
-                    for each in found
-                    if each is not None
-                ]
-                then = Times(before["micro_step_seconds"], before["optimizer_step_seconds"])
-                yield seen, [then, *now]
+            for seen, first_seconds in probes:
+                now = [estimator.seconds(seen.config) for estimator in estimators]
+                assert seen.step_seconds is not None
+                ratios = [ratios_of(each, seen) for each in now if each is not None]
+                for group in (group_of(seen.config), "all"):
+                    found[group].append((first_seconds / seen.step_seconds, *ratios))
+    return found
 
 
-def markdown(probes: list[tuple[Measurement, list[Times]]]) -> str:
-    groups = defaultdict(list)
-    for seen, times in probes:
-        ratios = [each.ratios(seen) for each in times]
-        groups[group_of(seen.config)].append(ratios)
-        groups["all"].append(ratios)
+def markdown(found: dict[str, list[Ratios]]) -> str:
     lines = [
-        "| probes | | micro-step: before, usual host, its own | update | whole step within a quarter |",
-        "|---|---:|---:|---:|---:|",
+        "| probes | | micro-step, median | update, median | whole step, median | within a quarter |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    for name in sorted(groups, key=lambda name: (name == "all", name.lower())):
-        rows = groups[name]
-        micro, update = (
-            ", ".join(f"{statistics.median(column):.2f}" for column in zip(*of_part, strict=True))
-            for of_part in ([[ratios[part] for ratios in row] for row in rows] for part in (0, 1))
+    for name in sorted(found, key=lambda name: (name == "all", name.lower())):
+        rows = found[name]
+        first = [row[0] for row in rows]
+        micro, update, whole = (
+            [[ratios[part] for ratios in host] for host in list(zip(*rows, strict=True))[1:]]
+            for part in range(3)
         )
-        near = [sum(1 / WITHIN <= row[number][2] <= WITHIN for row in rows) for number in range(3)]
-        lines.append(f"| {name} | {len(rows)} | {micro} | {update} | {', '.join(map(str, near))} |")
+        near = (sum(1 / WITHIN <= ratio <= WITHIN for ratio in each) for each in (first, *whole))
+        lines.append(
+            f"| {name} | {len(rows)} | {_medians(micro)} | {_medians(update)} |"
+            f" {_medians([first, *whole])} | {', '.join(map(str, near))} |"
+        )
     return "\n".join(lines)
 
 
+def _medians(columns: list[list[float]]) -> str:
+    return ", ".join(f"{statistics.median(column):.2f}" for column in columns)
+
+
 def main() -> None:
-    table = markdown(list(predicted()))
+    table = markdown(predicted())
     print(table)
     write_sections(STUDIES / "host-time" / "README.md", {"h200": table})
 
