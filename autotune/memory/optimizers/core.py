@@ -64,9 +64,9 @@ class StepCost:
     matmul_flops: tuple[tuple[str, float], ...] = ()
     """Operations of matrix products, as (dtype, operations)."""
     quantized: tuple[int, int, int] = (0, 0, 0)
-    """What of it updates 8-bit state: kernels, bytes, and values of state, for which instructions count."""
+    """The part that updates 8-bit state: its kernels, bytes, and values of state."""
     host_operations: float = 0.0
-    """What the host does beside its launches, in operations of a forward pass."""
+    """Work of the host beside its launches, in operations of a forward pass."""
 
     def __add__(self, other: StepCost) -> StepCost:
         flops = dict(self.matmul_flops)
