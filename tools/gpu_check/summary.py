@@ -379,11 +379,18 @@ def _finds(records: Sequence[Record]) -> list[str]:
         predicted = of_probes.get("predicted_tokens_per_second")
         lines += [
             f"| {record['model']} | {record['gpu_mem']} | {record['exit_code']} | "
-            f"{record['wall_seconds']:.0f} s | {of_probes.get('num_run', '')} | "
-            f"{of_probes.get('num_reused', '')} | "
+            f"{record['wall_seconds']:.0f} s | {_probes_of(of_probes)} | "
             f"{_count(speed)} | {_count(predicted)} |"
         ]
     return [*lines, ""]
+
+
+def _probes_of(of_probes: Record) -> str:
+    """How many probes the study has, and how many of them an earlier call ran."""
+    if not of_probes:
+        return " | "
+    whole = sum(of_probes["outcomes"].values())
+    return f"{whole} | {max(whole - of_probes['num_run'], 0)}"
 
 
 def _processes(records: Sequence[Record]) -> list[str]:
