@@ -78,7 +78,7 @@ def test_a_search_asks_for_few_traces_in_few_requests_and_replays_little(tmp_pat
     for budget_bytes, *expected, most_replays in (
         (12_000 * MB, 3, 15, 6),
         (1100 * MB, 3, 9, 21),
-        (900 * MB, 1, 2, 16),
+        (900 * MB, 1, 2, 20),
     ):
         *asked, replays = counts(budget_bytes, cache)
         assert asked == expected
