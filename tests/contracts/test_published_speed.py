@@ -26,12 +26,15 @@ AGAIN = ("peft-015", "peft-033", "rasbt-004", "hfperf-005", "litgpt-ch-010")
 """Predicted anew, with those of Qwen's table: full, LoRA, eager attention, checkpointing, QLoRA."""
 RATIOS = {
     "peft, L40S": (0.70, 1.04),
-    "Qwen, A100": (0.98, 1.11),  # no constant is chosen with three of them any more
+    "Qwen, A100": (0.98, 1.11),
     "DistilBERT, A100": (0.75, 0.91),
-    "BERT, V100": (0.81, 1.02),  # the longest: bitsandbytes' kernel of 2022 was quicker than today's
+    "BERT, V100": (0.81, 1.02),
     "litgpt, A10G": (0.43, 0.79),
 }
-"""Predicted over published, smallest and largest, of the groups that run what a Trainer runs."""
+"""Predicted over published, smallest and largest, of the groups that run what a Trainer runs.
+
+No constant is chosen with three of Qwen's any more; BERT's longest ran bitsandbytes' kernel of 2022, quicker
+than today's."""
 MEDIAN_RATIO = 0.94
 """Of all of these rows: too fast, by BERT's and litgpt's."""
 
