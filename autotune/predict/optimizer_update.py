@@ -207,7 +207,8 @@ def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
 
     `paged_out_bytes`: managed state that does not fit on the device.
     """
-    num_quantized, quantized_bytes, num_values = cost.quantized
+    num_quantized, quantized_bytes = cost.num_quantized_kernels, cost.quantized_bytes
+    values_each = cost.num_quantized_values / max(num_quantized, 1)
     kernels = [
         roofline.Kernel(
             name="optimizer",
@@ -220,7 +221,7 @@ def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
         )
         for count, moved, shape in (
             (cost.num_kernels - num_quantized, cost.bytes_moved - quantized_bytes, ()),
-            (num_quantized, quantized_bytes, (num_values / max(num_quantized, 1),)),
+            (num_quantized, quantized_bytes, (values_each,)),
         )
         if count
     ]

@@ -61,8 +61,8 @@ def test_8_bit_state_is_updated_by_kernels_of_its_own() -> None:
     assert (quantized.count, quantized.shape) == (1, (2 * 512 * 512,))
     assert not plain.shape
     assert cost.host_operations > 0
-    assert (cost + cost.times(2)).quantized == cost.times(3).quantized
-    assert not OPTIMIZERS["paged_adamw_32bit"].cost(SPECS).quantized[0]
+    assert cost + cost.times(2) == cost.times(3)
+    assert not OPTIMIZERS["paged_adamw_32bit"].cost(SPECS).num_quantized_kernels
 
 
 def test_what_is_paged_out_is_copied_both_ways() -> None:

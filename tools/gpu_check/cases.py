@@ -5,11 +5,13 @@ A case that says `capped` is probed twice: with all of the card, and with its ow
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from autotune.catalogue.models import ModelSource, resolve
+from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.search_space import MethodSpace, SearchSpace
 
@@ -73,6 +75,15 @@ class Comparison:
 
 def source(model: str) -> ModelSource:
     return TINY if model == TINY.name else resolve(model)
+
+
+def request(case: Case, spec: ProbeSpec) -> dict[str, Any]:
+    """The request of a probe, as the worker's verbs `probe` and `profile` take it."""
+    return {
+        "config": source(case.model).config,
+        "train_config": case.config.to_dict(),
+        "spec": dataclasses.asdict(spec),
+    }
 
 
 def full(model: str, length: int, micro_batch: int, precision: str, **rest: Any) -> Case:

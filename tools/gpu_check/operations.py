@@ -13,7 +13,6 @@ The profiler makes the host slower: times of operations on the device are what t
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -52,11 +51,7 @@ def operations(check: Check) -> bool:
                 target_spread=0.0,
                 max_steps=8,
             )
-            request = {
-                "config": gpu_cases.source(case.model).config,
-                "train_config": case.config.to_dict(),
-                "spec": dataclasses.asdict(spec),
-            }
+            request = gpu_cases.request(case, spec)
             began = time.monotonic()
             end = server.run("profile", request, deadline_seconds=SECONDS)
             if end.how == "timeout" and not check.deadline.allows_another():

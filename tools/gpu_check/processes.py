@@ -73,11 +73,7 @@ def observe(
         target_spread=0.0,
         max_steps=2000 if victim else 5,
     )
-    request = {
-        "config": gpu_cases.source(case.model).config,
-        "train_config": case.config.to_dict(),
-        "spec": dataclasses.asdict(spec),
-    }
+    request = gpu_cases.request(case, spec)
     before_bytes, before_pids = device_state(check.backend)
     during: list[tuple[int | None, list[int]]] = []
 

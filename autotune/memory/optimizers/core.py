@@ -63,8 +63,12 @@ class StepCost:
     """Bytes copied between device and host."""
     matmul_flops: tuple[tuple[str, float], ...] = ()
     """Operations of matrix products, as (dtype, operations)."""
-    quantized: tuple[int, int, int] = (0, 0, 0)
-    """The part that updates 8-bit state: its kernels, bytes, and values of state."""
+    num_quantized_kernels: int = 0
+    """Number of kernels that update 8-bit state, among `num_kernels`."""
+    quantized_bytes: int = 0
+    """Bytes that those move, among `bytes_moved`."""
+    num_quantized_values: int = 0
+    """Number of values of 8-bit state that they update."""
     host_operations: float = 0.0
     """Work of the host beside its launches, in operations of a forward pass."""
 
@@ -78,11 +82,9 @@ class StepCost:
             num_synchronizations=self.num_synchronizations + other.num_synchronizations,
             host_bytes=self.host_bytes + other.host_bytes,
             matmul_flops=tuple(flops.items()),
-            quantized=(
-                self.quantized[0] + other.quantized[0],
-                self.quantized[1] + other.quantized[1],
-                self.quantized[2] + other.quantized[2],
-            ),
+            num_quantized_kernels=self.num_quantized_kernels + other.num_quantized_kernels,
+            quantized_bytes=self.quantized_bytes + other.quantized_bytes,
+            num_quantized_values=self.num_quantized_values + other.num_quantized_values,
             host_operations=self.host_operations + other.host_operations,
         )
 
@@ -94,11 +96,9 @@ class StepCost:
             num_synchronizations=count * self.num_synchronizations,
             host_bytes=count * self.host_bytes,
             matmul_flops=tuple((dtype, count * flops) for dtype, flops in self.matmul_flops),
-            quantized=(
-                count * self.quantized[0],
-                count * self.quantized[1],
-                count * self.quantized[2],
-            ),
+            num_quantized_kernels=count * self.num_quantized_kernels,
+            quantized_bytes=count * self.quantized_bytes,
+            num_quantized_values=count * self.num_quantized_values,
             host_operations=count * self.host_operations,
         )
 

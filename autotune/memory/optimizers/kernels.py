@@ -94,11 +94,9 @@ class BitsAndBytes(Algorithm):
             bytes_moved=self._bytes_moved(specs),
             num_kernels=len(specs),
             num_synchronizations=len(specs) + self.paged,
-            quantized=(
-                len(quantized),
-                self._bytes_moved(quantized),
-                (self.num_states + self.slow_average) * num_values,
-            ),
+            num_quantized_kernels=len(quantized),
+            quantized_bytes=self._bytes_moved(quantized),
+            num_quantized_values=(self.num_states + self.slow_average) * num_values,
             host_operations=_HOST_OPERATIONS["bitsandbytes"] * len(specs),
         )
 
