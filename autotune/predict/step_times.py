@@ -28,7 +28,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.speed import links, roofline, step_parts
 from autotune.speed.host import Host, Stretches, num_modules
 from autotune.speed.origin import RatesFrom
-from autotune.speed.sureness import Part, Parts, added, part
+from autotune.speed.sureness import Part, Parts, added, part, repeated
 
 # "about 10% slower" (transformers 5.23 TrainingArguments.torch_empty_cache_steps, its issue 31372):
 # what giving segments back and asking for them again adds to a step that does it.
@@ -165,7 +165,7 @@ class StepTimes:
         if whole is None or micro is None or update is None:
             return None
         accumulation = config.gradient_accumulation_steps
-        found = added(_times(micro, accumulation), update)
+        found = added(repeated(micro, accumulation), update)
         if config.max_completion_length is not None:
             scored = self._micro_parts(
                 spec, config.micro_batch_size, rank, config.precision, scores=True
@@ -174,7 +174,7 @@ class StepTimes:
             if written is None or scored is None:
                 return None
             num_scored = accumulation * generation.scorings_per_micro_step(config)
-            found = added(found, _times(scored, num_scored), {"generation": written})
+            found = added(found, repeated(scored, num_scored), {"generation": written})
         # What the host does between micro-steps, adding gradients, and emptying the cache.
         rest_seconds = whole.total_seconds - whole.communication_seconds
         rest_seconds -= sum(part.seconds for part in found.values())
@@ -399,7 +399,3 @@ class StepTimes:
         again = [launch.kernel.phase == "recompute" for launch in trace.launches(1, 1)]
         num_launched = stretches.shares[:, again].sum(axis=1)[stretches.order]
         return int(np.count_nonzero(num_launched))
-
-
-def _times(parts: Parts, count: float) -> dict[str, Part]:
-    return {cause: part.times(count) for cause, part in parts.items()}

@@ -83,6 +83,11 @@ def added(*times: Parts) -> dict[str, Part]:
     return total
 
 
+def repeated(parts: Parts, count: float) -> dict[str, Part]:
+    """The time of so many of the same, cause by cause."""
+    return {cause: part.times(count) for cause, part in parts.items()}
+
+
 def spread_of(parts: Parts) -> float:
     """Standard deviation of the logarithm of a whole time's factor: causes are off independently."""
     total = sum(part.seconds for part in parts.values())
