@@ -235,7 +235,6 @@ class _Search:
             predicted=self._predicted[found.best.config],
             baseline=self._base_told(found),
             num_run=prober.num_run,
-            num_reused=prober.num_reused,
             num_near=len(prober.near_seen),
             near_versions=prober.near_versions,
             num_tied=found.num_tied,

@@ -87,10 +87,6 @@ class Prober:
         self._fingerprint = assumed or fleet.fingerprint(spec.backend)
         self.num_run = 0
         """Number of probes that were run; confirmations are counted nowhere."""
-        self.num_reused = 0
-        """Number of measurements found in the table: made before, or by others meanwhile, and not by this
-        Prober itself."""
-        self._own: set[TrainConfig] = set()
         self._running: dict[Job, tuple[TrainConfig, ProbeSpec]] = {}
         self.near_seen: dict[TrainConfig, Measurement] = {}
         """Measurements of the same device with another driver or other libraries, which helped the order."""
@@ -120,11 +116,9 @@ class Prober:
         measurement = self._find(config, self.spec, slow_below=slow_below / share)
         if measurement is None:
             self.num_run += 1
-            self._own.add(config)
             self._start_probe(config, watch)
             return None
         log_run(measurement, "known probe")
-        self.num_reused += config not in self._own
         speed = measurement.tokens_per_second
         if measurement.outcome == "slow" and watch is not None and speed is not None:
             # What a trial that is stopped leaves to learn from.
@@ -145,7 +139,6 @@ class Prober:
         for config, spec in self._running.values():
             self._on_end(config, spec)
         self.num_run -= len(self._running)
-        self._own -= {config for config, _ in self._running.values()}
         self._running.clear()
 
     def again(self, config: TrainConfig, *, watch: Watch | None = None) -> Measurement:

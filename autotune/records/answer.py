@@ -56,8 +56,7 @@ class Measured:
     baseline: Measurement | None
     """The base, measured on the same machine."""
     num_run: int
-    num_reused: int
-    """Number of probes taken from the table of probes."""
+    """Number of probes that this search ran."""
     num_tied: int
     """Number of other configurations within the noise of the best."""
     outcomes: dict[str, int]
@@ -96,6 +95,11 @@ class Measured:
     def tokens_per_second_over_run(self) -> float | None:
         """Tokens per second of the winner, over `train_steps`."""
         return self.final.tokens_per_second_over(self.train_steps)
+
+    @property
+    def num_reused(self) -> int:
+        """Number of probes known from earlier: of this study, or of others on the same machine."""
+        return max(sum(self.outcomes.values()) - self.num_run, 0)
 
     @property
     def compile_pays_after_steps(self) -> int | None:

@@ -147,8 +147,7 @@ def off(predicted: float | None, seen: float | None) -> str:
 def probes(found: Measured) -> str:
     """How many probes, how they ended, and how far the prediction of the winner was off."""
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(found.outcomes.items()))
-    num_earlier = sum(found.outcomes.values()) - found.num_run
-    reused = f", {num_earlier} known from earlier" if num_earlier > 0 else ""
+    reused = f", {found.num_reused} known from earlier" if found.num_reused else ""
     best, estimate = found.final, found.predicted
     whose = "Eager's prediction" if estimate.is_bound else "The prediction of the answer"
     return (

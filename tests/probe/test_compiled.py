@@ -188,7 +188,6 @@ def found(eager: Measurement | None, best: Measurement | None, **changes: Any) -
         predicted=estimate,
         baseline=None,
         num_run=2,
-        num_reused=0,
         num_tied=0,
         outcomes={"ok": 2},
         eager=eager,

@@ -151,16 +151,6 @@ def test_what_was_measured_to_its_end_is_told_to_no_watch(table: ProbeTable) -> 
     assert known.outcome == "ok"
 
 
-def test_own_probes_are_not_counted_as_known_from_before(table: ProbeTable) -> None:
-    first = prober(table, Server(seen()))
-    first.measure(CONFIG)
-    first.measure(CONFIG)
-    assert (first.num_run, first.num_reused) == (1, 0)
-    second = prober(table, Server())
-    second.measure(CONFIG)
-    assert (second.num_run, second.num_reused) == (0, 1)
-
-
 def test_a_probe_may_take_three_times_its_timed_steps_and_its_set_up(table: ProbeTable) -> None:
     """7 s of steps; the last step that is begun may be long. SET_UP_SECONDS has the rest."""
     server = Server(seen())

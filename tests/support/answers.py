@@ -122,7 +122,6 @@ def measured(**changed: Any) -> Measured:
         "predicted": estimate(),
         "baseline": measurement(config=BASE, step_seconds=10.0),
         "num_run": 6,
-        "num_reused": 0,
         "num_tied": 0,
         "outcomes": {"ok": 5},
     }
