@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 # A format's fields: those of the text, the prompt or the messages, and those of the answer.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chat": (("messages", "conversations"), ()),
-    "prompt-completion": (("prompt",), ("completion", "response")),
-    "instruction": (("instruction",), ("output", "response")),
+    "prompt-completion": (("prompt",), ("completion", "response", "answer")),
+    "instruction": (("instruction", "question", "query"), ("output", "response", "answer")),
     "source-target": (("source", "text"), ("target",)),
     "labels": (("text",), ("label", "labels")),
     "tagged": (("tokens", "words"), ("ner_tags", "tags", "labels")),
@@ -155,8 +155,7 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
             texts = (columns.text_field,)
         if columns.answer_field and answers:
             answers = (columns.answer_field,)
-        text = next((each for each in texts if row.get(each) is not None), None)
-        answer = next((each for each in answers if row.get(each) is not None), None)
+        text, answer = field_of(row, texts), field_of(row, answers)
         is_chat = text is not None and isinstance(row[text], list) and not answers
         is_chat = is_chat and name != "prompts"
         if text and (answer or not answers) and is_chat == (name == "chat"):
@@ -176,6 +175,16 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     )
 
 
+def field_of(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The first field of these names that holds something, however its letters are written."""
+    held = [name for name, value in row.items() if value is not None]
+    for wanted in names:
+        alike = [name for name in held if str(name).lower() == wanted.lower()]
+        if alike:
+            return wanted if wanted in alike else alike[0]
+    return None
+
+
 def read_sample(
     row: Mapping[str, Any], name: str, text_field: str, answer_field: str | None, place: str
 ) -> Sample:
@@ -191,7 +200,8 @@ def read_sample(
             tools=read_json(row.get("tools")),
         )
     if name == "instruction":
-        more = row.get("input") or row.get("context")
+        others = (field_of(row, (each,)) for each in ("input", "context"))
+        more = next((row[each] for each in others if each is not None and row[each]), None)
         text = f"{text}\n\n{more}" if more else text
     for each, value in ((text_field, text), (answer_field, answer)):
         if name != "labels" or each == text_field:
@@ -205,7 +215,7 @@ def check_fields(row: Mapping[str, Any], names: Iterable[str | None], place: str
             fields = shown(", ".join(str(key) for key in row if row[key] is not None))
             raise UnusableData(
                 f"{place} has no {each}, which the first has; it has {fields or 'nothing'}",
-                "All samples of a dataset have one format",
+                "All samples of a dataset have one format: leave out those that lack a field",
             )
 
 
@@ -537,7 +547,7 @@ def load(datasets: Any, name: str, builder: str | None) -> tuple[Any, str | None
         # A library before version 4, which can run a dataset's own code.
         load_dataset = functools.partial(load_dataset, trust_remote_code=False)
     if builder is not None:
-        separator = {"sep": "\t"} if name.lower().endswith(".tsv") else {}
+        separator = {"sep": separator_of(name)} if builder == "csv" else {}
         return load_dataset(builder, data_files=name, **separator), None
     if not os.path.isdir(name) and not os.path.isdir(name.rpartition(":")[0]):
         match = HUB_NAME.fullmatch(name)
@@ -548,6 +558,12 @@ def load(datasets: Any, name: str, builder: str | None) -> tuple[Any, str | None
     is_saved = any(os.path.exists(os.path.join(folder, each)) for each in SAVED)
     read = datasets.load_from_disk if is_saved else load_dataset
     return read(folder), split or None
+
+
+def separator_of(name: str) -> str:
+    """The separator of a table's fields: spreadsheets of many languages write semicolons into a .csv."""
+    header = next(opened(name), "")
+    return "\t" if name.lower().endswith(".tsv") else max(",;\t", key=header.count)
 
 
 def one_split(loaded: Any, split: str | None) -> Iterable[Any]:

@@ -37,6 +37,7 @@ def in_folder(table: datasets.Dataset, path: Path) -> None:
 WRITERS: dict[str, Callable[[datasets.Dataset, Path], object]] = {
     "data.csv": lambda table, path: table.to_csv(path),
     "data.tsv": lambda table, path: table.to_csv(path, sep="\t"),
+    "of-a-spreadsheet.csv": lambda table, path: table.to_csv(path, sep=";", encoding="utf-8-sig"),
     "data.parquet": lambda table, path: table.to_parquet(path),
     "data.jsonl.gz": lambda table, path: table.to_json(path, compression="gzip"),
     "saved": lambda table, path: table.save_to_disk(path),

@@ -47,6 +47,9 @@ def test_the_formats_have_one_list() -> None:
         ({"instruction": "a", "input": "", "output": "b"}, "causal-lm", "instruction", "a", "b"),
         ({"instruction": "a", "input": "c", "output": "b"}, "seq2seq-lm", "instruction", "a\n\nc", "b"),
         ({"instruction": "a", "context": "c", "response": "b"}, "causal-lm", "instruction", "a\n\nc", "b"),
+        ({"question": "a", "answer": "b"}, "causal-lm", "instruction", "a", "b"),
+        ({"Question": "a", "Context": "c", "ANSWER": "b"}, "causal-lm", "instruction", "a\n\nc", "b"),
+        ({"Prompt": "x", "prompt": "a", "answer": "b"}, "causal-lm", "prompt-completion", "a", "b"),
         ({"source": "a", "target": "b"}, "seq2seq-lm", "source-target", "a", "b"),
         ({"text": "a", "target": "b"}, "seq2seq-lm", "source-target", "a", "b"),
         ({"text": "a", "label": 0}, "sequence-classification", "labels", "a", 0),
@@ -333,6 +336,7 @@ def test_an_older_library_runs_no_code_of_a_dataset(tmp_path: Path) -> None:
             told.append(trust_remote_code)
             return []
 
+    (tmp_path / "a.csv").write_text("text\n")
     load(Older, str(tmp_path), None)
     load(Older, str(tmp_path / "a.csv"), "csv")
     assert told == [False, False]
