@@ -220,7 +220,7 @@ def _phases(steps: Steps, num_further: int) -> tuple[TapePhase, ...]:
 def _tensors(steps: Steps, operations: list[str], layers: dict[int, int]) -> tuple[TapeTensor, ...]:
     phase_of: dict[int, str] = {}
     for part in steps.parts:
-        for event in part.events:
+        for event in part.events.tolist():
             if event >= 0:
                 phase_of.setdefault(event, part.phase)
 

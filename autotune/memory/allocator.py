@@ -24,10 +24,31 @@ Known limitations
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+import hashlib
+import operator
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from autotune.memory.pools import (
+    BLOCK_BYTES,
+    LARGE_SEGMENT_BYTES,
+    NO_LIMIT_BYTES,
+    SEGMENT_ROUNDING_BYTES,
+    SMALL_REQUEST_BYTES,
+    SMALL_SEGMENT_BYTES,
+    ExpandablePool,
+    Growth,
+    Pool,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Events = Sequence[int] | npt.NDArray[np.int64]
 
 CATEGORIES = (
     "parameter",
@@ -40,35 +61,19 @@ CATEGORIES = (
 )
 """The purposes that a tensor may serve."""
 
-_MIB = 1 << 20
-# c10/core/AllocatorConfig.h: kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kRoundLarge.
-_BLOCK_BYTES = 512
-_SMALL_REQUEST_BYTES = _MIB
-_SMALL_SEGMENT_BYTES = 2 * _MIB
-_OWN_SEGMENT_BYTES = 10 * _MIB
-_SEGMENT_ROUNDING_BYTES = 2 * _MIB
-_LARGE_SEGMENT_BYTES = 20 * _MIB
-# A remainder in the large pool is split off where it is larger (should_split).
-_LARGE_SLACK_BYTES = _MIB
-
-PAGE_BYTES = _LARGE_SEGMENT_BYTES
+PAGE_BYTES = LARGE_SEGMENT_BYTES
 """Bytes by which a segment for large blocks grows."""
-OVERSHOOT_BYTES = PAGE_BYTES - _SEGMENT_ROUNDING_BYTES
+OVERSHOOT_BYTES = PAGE_BYTES - SEGMENT_ROUNDING_BYTES
 """How far reserved bytes may pass a cap where segments grow: torch compares the cap with a segment of 22 MiB,
 say, and maps two pages of 20."""
 
-# A free block is one integer, size << _ADDRESS_BITS | address: sorted integers are then in torch's
-# best-fit order (size, address or age of the segment), and bisect compares them at C speed.
-_ADDRESS_BITS = 56
-_ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
-
-# Addresses of an expandable segment, one per pool; those of the two never touch.
-_RANGE_BYTES = _LARGE_SEGMENT_BYTES << 28
-
-_FIRST_ADDRESS = 1 << 55
-
 EMPTY_CACHE = -(1 << 62)
 """The event at which torch.cuda.empty_cache() runs: no tensor's allocation or free."""
+
+_MOST_REMEMBERED = 128
+"""Most stretches that a Replayer remembers. [judgement] One takes up to 1 MB."""
+_SUMMABLE_BYTES = 1 << 50
+"""Size beyond which the bytes of a tensor are not summed as 64 bits."""
 
 
 @dataclass(slots=True)
@@ -131,12 +136,12 @@ def together(size_bytes: int, num: int) -> list[int]:
 
     For tensors that are allocated one after the other and freed at once. Those of more than 1 MiB stay alone.
     """
-    block_bytes = -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
-    if not 0 < block_bytes <= _SMALL_REQUEST_BYTES:
+    block_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+    if not 0 < block_bytes <= SMALL_REQUEST_BYTES:
         return num * [size_bytes]
-    most = _SMALL_REQUEST_BYTES // block_bytes
-    segments, rest = divmod(num, _SMALL_SEGMENT_BYTES // block_bytes)
-    counts = segments * _parted(_SMALL_SEGMENT_BYTES // block_bytes, most) + _parted(rest, most)
+    most = SMALL_REQUEST_BYTES // block_bytes
+    segments, rest = divmod(num, SMALL_SEGMENT_BYTES // block_bytes)
+    counts = segments * _parted(SMALL_SEGMENT_BYTES // block_bytes, most) + _parted(rest, most)
     return [count * block_bytes for count in counts]
 
 
@@ -154,317 +159,318 @@ def replay(
     expandable_segments: bool = False,
     by_address: bool = False,
 ) -> Replay:
-    """Run a tape through the allocator, under a cap on reserved bytes if one is given.
-
-    `until_steady`: the events of further steps, which run until one ends with as much reserved as it began
-    with, and did not come to the cap. Where nothing is given back in between, it leaves what it found: all
-    others are alike.
-
-    A request whose segment would pass the cap releases cached segments and tries again; if that does not
-    help, the replay stops there and says so. A tensor may be allocated again after its free, so a steady step
-    can be repeated. Raises KeyError when a tensor is freed that is not allocated.
-
-    most_bytes: the replay ends, as if it had failed, at the request with which more than these are reserved:
-    what does not fit is not replayed to its end.
-
-    expandable_segments: as under PYTORCH_ALLOC_CONF=expandable_segments:True. Torch compares the cap with the
-    segment it would ask for otherwise and then maps whole pages: reserved bytes may pass it by
-    OVERSHOOT_BYTES.
-
-    by_address: of free blocks of equal size the one with the lowest address is taken, as before torch 2.12,
-    and later segments lie below earlier ones. Since then it is the one in the oldest segment, wherever that
-    lies. Both orders are those of PyTorch's own builds (studies/no-card); no document says where cudaMalloc
-    takes addresses, but steps on a T4 reserve what they did with falling ones alone (studies/published-t4).
-
-    One long function on purpose: it runs for every configuration near the budget, at about half a microsecond
-    an event, and a call per event would show. What is rare lives in _Heap.
-    """
-    rounded = [(nbytes + 511) & -512 for nbytes in sizes]
-    expandable = _ExpandableHeap(cap_bytes) if expandable_segments else None
-    heap = expandable or _Heap(cap_bytes, by_address=by_address)
-    most = 1 << _ADDRESS_BITS if most_bytes is None else most_bytes
-    large_slack = 0 if expandable_segments else _LARGE_SLACK_BYTES
-    small_free, large_free = heap.small_free, heap.large_free
-    end_of, start_of = heap.end_of, heap.start_of
-    used: dict[int, tuple[int, int]] = {}
-    allocated = peak_allocated = 0
-    peak_event = -1 if not events else 0
-    failed_event = failed_request = last_retry = None
-
-    for position, tensor in enumerate(chain.from_iterable(_steps(events, until_steady, heap))):
-        if tensor >= 0:
-            size = rounded[tensor]
-            if size <= _SMALL_REQUEST_BYTES:
-                if not size:
-                    continue
-                free = small_free
-                slack = 0
-            else:
-                free = large_free
-                slack = large_slack
-            index = bisect_left(free, size << _ADDRESS_BITS)
-            if index < len(free):
-                key = free[index]
-                address = key & _ADDRESS_MASK
-                end = address + (key >> _ADDRESS_BITS)
-                if expandable is not None and end in expandable.holes:
-                    index = expandable.best_fit(free, index)
-                    key = free[index]
-                    address = key & _ADDRESS_MASK
-                    end = address + (key >> _ADDRESS_BITS)
-                del end_of[address]
-            else:
-                index = -1
-                num_retries = heap.num_alloc_retries
-                block = heap.grow(size)
-                if heap.num_alloc_retries > num_retries:
-                    last_retry = position
-                if block is None or heap.reserved_bytes > most:
-                    failed_event = position
-                    failed_request = _segment_bytes(size)
-                    break
-                address, end = block
-            rest = end - address - size
-            if rest > slack:
-                middle = address + size
-                end_of[middle] = end
-                start_of[end] = middle
-                key = rest << _ADDRESS_BITS | middle
-                if index < 0:
-                    insort(free, key)
-                elif index == 0 or free[index - 1] < key:
-                    # The remainder often keeps the place of the block it was cut from.
-                    free[index] = key
-                else:
-                    del free[index]
-                    insort(free, key, 0, index)
-                end = middle
-            elif index >= 0:
-                del free[index]
-                del start_of[end]
-            used[tensor] = (address, end)
-            allocated += end - address
-            if allocated > peak_allocated:
-                peak_allocated = allocated
-                peak_event = position
-        else:
-            block = used.pop(~tensor, None)
-            if block is None:
-                if tensor == EMPTY_CACHE:
-                    heap.release_cached()
-                elif rounded[~tensor]:
-                    raise KeyError(~tensor)
-                continue
-            address, end = block
-            size = end - address
-            allocated -= size
-            # A block in use is over 1 MiB exactly when it belongs to the large pool.
-            free = small_free if size <= _SMALL_REQUEST_BYTES else large_free
-            if address in start_of:
-                before = start_of.pop(address)
-                del free[bisect_left(free, (address - before) << _ADDRESS_BITS | before)]
-                address = before
-            if end in end_of:
-                after = end_of.pop(end)
-                del free[bisect_left(free, (after - end) << _ADDRESS_BITS | end)]
-                end = after
-            end_of[address] = end
-            start_of[end] = address
-            insort(free, (end - address) << _ADDRESS_BITS | address)
-
-    return Replay(
-        peak_allocated_bytes=peak_allocated,
-        peak_reserved_bytes=heap.peak_reserved_bytes,
-        num_alloc_retries=heap.num_alloc_retries,
-        last_retry_event=last_retry,
-        failed_event=failed_event,
-        failed_request_bytes=failed_request,
-        peak_allocated_event=peak_event,
-        final_allocated_bytes=allocated,
-        final_reserved_bytes=heap.reserved_bytes,
+    """Run a tape through the allocator, as Replayer.replay does a tape in parts."""
+    return Replayer().replay(
+        sizes,
+        [events],
+        until_steady=[[step] for step in until_steady],
+        cap_bytes=cap_bytes,
+        most_bytes=most_bytes,
+        expandable_segments=expandable_segments,
+        by_address=by_address,
     )
 
 
-def _steps(
-    events: Sequence[int], until_steady: Sequence[Sequence[int]], heap: _Heap
-) -> Iterator[Sequence[int]]:
-    yield events
-    for step in until_steady:
-        before = heap.reserved_bytes, heap.num_alloc_retries
-        yield step
-        if (heap.reserved_bytes, heap.num_alloc_retries) == before:
-            return
+class Replayer:
+    """Replays tapes, and remembers what their parts did to a pool: tapes that are alike have much in common.
 
-
-def _segment_bytes(size: int) -> int:
-    """Bytes that cudaMalloc is asked for on behalf of a request (get_allocation_size)."""
-    if size <= _SMALL_REQUEST_BYTES:
-        return _SMALL_SEGMENT_BYTES
-    if size < _OWN_SEGMENT_BYTES:
-        return _LARGE_SEGMENT_BYTES
-    return -(-size // _SEGMENT_ROUNDING_BYTES) * _SEGMENT_ROUNDING_BYTES
-
-
-class _Heap:
-    """Segments and free blocks: what the allocator holds besides tensors, and its rare operations.
-
-    `small_free` and `large_free` are the two pools (sorted keys, see _ADDRESS_BITS). `end_of` and
-    `start_of` give the other border of a free block, for merging. Segments are 512 B apart, so that
-    blocks of two segments never touch.
+    Steps are alike to the pool of large blocks, and so are optimizers whose state is small.
     """
 
-    __slots__ = (
-        "_cap",
-        "_falls",
-        "_next_address",
-        "_segments",
-        "end_of",
-        "large_free",
-        "num_alloc_retries",
-        "peak_reserved_bytes",
-        "reserved_bytes",
-        "small_free",
-        "start_of",
-    )
+    def __init__(self) -> None:
+        self._remembered: OrderedDict[tuple[Any, ...], _Passage] = OrderedDict()
 
-    def __init__(self, cap_bytes: int | None, *, by_address: bool = False) -> None:
-        self._cap = 1 << _ADDRESS_BITS if cap_bytes is None else cap_bytes
-        self._segments: dict[int, int] = {}
-        self._falls = by_address
-        self._next_address = _FIRST_ADDRESS
-        self.small_free: list[int] = []
-        self.large_free: list[int] = []
-        self.end_of: dict[int, int] = {}
-        self.start_of: dict[int, int] = {}
-        self.reserved_bytes = 0
-        self.peak_reserved_bytes = 0
-        self.num_alloc_retries = 0
+    def replay(
+        self,
+        sizes: Sequence[int],
+        parts: Iterable[Events],
+        *,
+        until_steady: Iterable[Iterable[Events]] = (),
+        cap_bytes: int | None = None,
+        most_bytes: int | None = None,
+        expandable_segments: bool = False,
+        by_address: bool = False,
+    ) -> Replay:
+        """Run the parts of a tape through the allocator, under a cap on reserved bytes if one is given.
 
-    def grow(self, size: int) -> tuple[int, int] | None:
-        """A new block (start, end) of `size` bytes or more, in no pool; None when out of memory."""
-        segment = _segment_bytes(size)
-        if not self._has_room(segment):
-            return None
-        step = segment + _BLOCK_BYTES
-        start = self._next_address - step if self._falls else self._next_address
-        self._next_address += -step if self._falls else step
-        self._segments[start] = segment
-        self._reserve(segment)
-        return start, start + segment
+        `until_steady`: the parts of further steps, which run until one ends with as much reserved as it began
+        with, and did not come to the cap. Where nothing is given back in between, it leaves what it found:
+        all others are alike.
 
-    def release_cached(self) -> None:
-        """Give back every segment that is free as a whole."""
-        for start, nbytes in list(self._segments.items()):
-            end = start + nbytes
-            if self.end_of.get(start) == end:
-                free = self.small_free if nbytes == _SMALL_SEGMENT_BYTES else self.large_free
-                self._remove(free, start, end)
-                del self._segments[start]
-                self.reserved_bytes -= nbytes
+        A request whose segment would pass the cap releases cached segments and tries again; if that does not
+        help, the replay stops there and says so. A tensor may be allocated again after its free, so a steady
+        step can be repeated. Raises KeyError when a tensor is freed that is not allocated.
 
-    def _has_room(self, segment: int) -> bool:
-        """Whether the cap allows a segment, if need be without what is cached."""
-        room = self._cap - segment
-        if self.reserved_bytes > room:
-            self.release_cached()
-            self.num_alloc_retries += 1
-        return self.reserved_bytes <= room
+        most_bytes: the replay ends, as if it had failed, at the request with which more than these are
+        reserved: what does not fit is not replayed to its end.
 
-    def _reserve(self, nbytes: int) -> None:
-        self.reserved_bytes += nbytes
-        if self.reserved_bytes > self.peak_reserved_bytes:
-            self.peak_reserved_bytes = self.reserved_bytes
+        expandable_segments: as under PYTORCH_ALLOC_CONF=expandable_segments:True. Torch compares the cap with
+        the segment it would ask for otherwise and then maps whole pages: reserved bytes may pass it by
+        OVERSHOOT_BYTES.
 
-    def _remove(self, free: list[int], start: int, end: int) -> None:
-        """Take a free block out of its pool."""
-        del free[bisect_left(free, (end - start) << _ADDRESS_BITS | start)]
-        del self.end_of[start], self.start_of[end]
-
-
-class _ExpandableHeap(_Heap):
-    """Heap with expandable segments: a range of addresses per pool, of which whole pages are mapped."""
-
-    def __init__(self, cap_bytes: int | None) -> None:
-        super().__init__(cap_bytes)
-        # Free blocks, where the range starts, bytes of a page.
-        self._pools = (
-            (self.small_free, 0, _SMALL_SEGMENT_BYTES),
-            (self.large_free, 2 * _RANGE_BYTES, _LARGE_SEGMENT_BYTES),
-        )
-        # Start -> end of what is not mapped. What lies before none of them cannot grow.
-        self.holes = {base: base + _RANGE_BYTES for _, base, _ in self._pools}
-
-    def best_fit(self, free: list[int], index: int) -> int:
-        """Index of the block to take, from the smallest that is large enough and lies before a hole.
-
-        A block before a hole counts as large as it may grow: the next larger one that may grow to
-        less is taken in its place (get_free_block).
+        by_address: of free blocks of equal size the one with the lowest address is taken, as before torch
+        2.12, and later segments lie below earlier ones. Since then it is the one in the oldest segment,
+        wherever that lies. Both orders are those of PyTorch's own builds (studies/no-card); no document says
+        where cudaMalloc takes addresses, but steps on a T4 reserve what they did with falling ones alone
+        (studies/published-t4).
         """
-        room = self._room(free[index])
-        while index + 1 < len(free) and (next_room := self._room(free[index + 1])) < room:
-            index += 1
-            room = next_room
-        return index
+        pools: list[Pool] = [
+            ExpandablePool(is_small=is_small)
+            if expandable_segments
+            else Pool(is_small=is_small, falls=by_address)
+            for is_small in (True, False)
+        ]
+        running = _Running(
+            sizes,
+            pools,
+            self._remembered,
+            cap_bytes=NO_LIMIT_BYTES if cap_bytes is None else cap_bytes,
+            most_bytes=NO_LIMIT_BYTES if most_bytes is None else most_bytes,
+        )
+        if not all(map(running.goes_through, parts)):
+            return running.ended()
+        for step in until_steady:
+            before = running.reserved_bytes, running.num_alloc_retries
+            if not all(map(running.goes_through, step)):
+                break
+            if (running.reserved_bytes, running.num_alloc_retries) == before:
+                break
+        return running.ended()
 
-    def grow(self, size: int) -> tuple[int, int] | None:
-        """Return a new block of pages, mapped where the lowest room is (find_expandable_block, map_block)."""
-        if not self._has_room(_segment_bytes(size)):
-            return None
-        free, base, page = self._pools[size > _SMALL_REQUEST_BYTES]
-        start = end = self._lowest_room(base, size)
-        while end in self.end_of or end - start < size:
-            if end in self.end_of:
-                behind, end = end, self.end_of[end]
-                self._remove(free, behind, end)
-            else:
-                hole_end = self.holes.pop(end)
-                mapped_end = min(end + -(-(start + size - end) // page) * page, hole_end)
-                if mapped_end < hole_end:
-                    self.holes[mapped_end] = hole_end
-                self._reserve(mapped_end - end)
-                end = mapped_end
-        return start, end
 
-    def release_cached(self) -> None:
-        """Unmap every page that is free as a whole (unmap_block)."""
-        for free, _, page in self._pools:
-            for key in list(free):
-                start = key & _ADDRESS_MASK
-                end = start + (key >> _ADDRESS_BITS)
-                first, last = -(-start // page) * page, end // page * page
-                if first < last:
-                    self._remove(free, start, end)
-                    self._insert(free, start, first)
-                    self._insert(free, last, end)
-                    self.holes[first] = last
-                    self.reserved_bytes -= last - first
-        merged: dict[int, int] = {}
-        hole = -1
-        for start, end in sorted(self.holes.items()):
-            hole = hole if merged.get(hole) == start else start
-            merged[hole] = end
-        self.holes = merged
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """A pool before and after events, and what they did to it."""
 
-    def _lowest_room(self, base: int, size: int) -> int:
-        """Start of the first holes, free blocks between and before them included, of that size."""
-        for hole in sorted(self.holes):
-            if hole >= base:
-                start = end = self.start_of.get(hole, hole)
-                while end - start < size and (end in self.holes or end in self.end_of):
-                    end = self.holes.get(end) or self.end_of[end]
-                if end - start >= size:
-                    return start
-        raise AssertionError(size)
+    before: Pool
+    after: Pool
+    taken_bytes: npt.NDArray[Any]
+    """Bytes that each event took; negative: gave back."""
+    growths: list[Growth]
 
-    def _room(self, key: int) -> int:
-        """Bytes of a free block and of the hole behind it."""
-        size = key >> _ADDRESS_BITS
-        end = (key & _ADDRESS_MASK) + size
-        return size + self.holes.get(end, end) - end
 
-    def _insert(self, free: list[int], start: int, end: int) -> None:
-        """Put a free block into its pool, unless it is empty."""
-        if start < end:
-            insort(free, (end - start) << _ADDRESS_BITS | start)
-            self.end_of[start] = end
-            self.start_of[end] = start
+class _Stream:
+    """The events of a stretch that are of one pool."""
+
+    def __init__(
+        self, places: npt.NDArray[np.int64], order: npt.NDArray[np.int64], blocks: npt.NDArray[Any]
+    ) -> None:
+        """`places`: of the events in the stretch. `blocks`: bytes of each event of the stretch."""
+        self.places = places
+        self._order = order[places]
+        self._blocks = blocks
+
+    @cached_property
+    def events(self) -> list[int]:
+        listed: list[int] = self._order.tolist()
+        return listed
+
+    @cached_property
+    def key(self) -> bytes:
+        """A digest of all that the events do to a pool."""
+        digest = hashlib.blake2b(self._order.tobytes(), digest_size=16)
+        blocks = self._blocks[self.places]
+        digest.update(
+            repr(blocks.tolist()).encode() if blocks.dtype == object else blocks.tobytes()
+        )
+        return digest.digest()
+
+    def until(self, place: int) -> int:
+        """Return how many events come before a place in the stretch."""
+        return int(self.places.searchsorted(place))
+
+
+class _Running:
+    """A replay, as far as it has come."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        pools: list[Pool],
+        remembered: OrderedDict[tuple[Any, ...], _Passage],
+        *,
+        cap_bytes: int,
+        most_bytes: int,
+    ) -> None:
+        import numpy as np
+
+        self._np = np
+        self._sizes = [(nbytes + 511) & -512 for nbytes in sizes]
+        are_vast = max(self._sizes, default=0) > _SUMMABLE_BYTES
+        self._blocks = np.asarray(self._sizes, dtype=object if are_vast else np.int64)
+        self._pools = pools
+        self._remembered = remembered
+        self._cap_bytes, self._most_bytes = cap_bytes, most_bytes
+        self._num_events = 0
+        """Events that lie behind."""
+        self._allocated_bytes = self._peak_bytes = self._peak_reserved_bytes = 0
+        self._peak_event = -1
+        self.reserved_bytes = self.num_alloc_retries = 0
+        self._last_retry: int | None = None
+        self._failed: tuple[int, int] | None = None
+        """The event that failed, and the bytes of its request."""
+
+    def goes_through(self, events: Events) -> bool:
+        """Run a part; return whether it came to its end."""
+        np = self._np
+        if len(events) and self._peak_event < 0:
+            self._peak_event = 0
+        order = np.asarray(events, dtype=np.int64)
+        begin = 0
+        for end in (*np.flatnonzero(order == EMPTY_CACHE).tolist(), len(order)):
+            if not self._goes_on(order[begin:end], self._num_events + begin):
+                return False
+            if end < len(order):
+                self._release()
+            begin = end + 1
+        self._num_events += len(order)
+        return True
+
+    def ended(self) -> Replay:
+        failed_event, failed_request = self._failed or (None, None)
+        return Replay(
+            peak_allocated_bytes=self._peak_bytes,
+            peak_reserved_bytes=self._peak_reserved_bytes,
+            num_alloc_retries=self.num_alloc_retries,
+            last_retry_event=self._last_retry,
+            failed_event=failed_event,
+            failed_request_bytes=failed_request,
+            peak_allocated_event=self._peak_event,
+            final_allocated_bytes=self._allocated_bytes,
+            final_reserved_bytes=self.reserved_bytes,
+        )
+
+    def _goes_on(self, order: npt.NDArray[np.int64], first: int) -> bool:
+        """Run a stretch, whose first event has that number; return whether it came to its end."""
+        np = self._np
+        blocks = self._blocks[np.where(order < 0, ~order, order)]
+        is_small = blocks <= SMALL_REQUEST_BYTES
+        streams = [
+            _Stream(np.flatnonzero(places), order, blocks)
+            for places in (is_small & (blocks > 0), ~is_small)
+        ]
+        begin = 0
+        while True:
+            passages = self._passages(streams, begin, None)
+            stop, asked_bytes, is_at_cap = self._first_to_stop(streams, passages)
+            if stop is None:
+                self._take(streams, passages, first, begin, len(order))
+                return True
+            if is_at_cap and not _end_at(stop, streams, begin, passages):
+                passages = self._passages(streams, begin, stop)
+            self._take(streams, passages, first, begin, stop)
+            if is_at_cap:
+                self._release()
+                self.num_alloc_retries += 1
+                self._last_retry = first + stop
+            if not is_at_cap or self.reserved_bytes + asked_bytes > self._cap_bytes:
+                self._failed = first + stop, asked_bytes
+                return False
+            begin = stop
+
+    def _passages(self, streams: Sequence[_Stream], begin: int, stop: int | None) -> list[_Passage]:
+        """Run the streams from one place in the stretch to another, each to what stops its own pool at most.
+
+        The pool of large blocks first: the other need not go further than where that one stops.
+        """
+        found: list[_Passage] = []
+        for pool, stream in zip(reversed(self._pools), reversed(streams), strict=True):
+            start, end = stream.until(begin), None if stop is None else stream.until(stop)
+            passage = self._passage(pool, stream, start, end)
+            found.insert(0, passage)
+            num_run = start + len(passage.taken_bytes)
+            if num_run < (len(stream.places) if end is None else end):
+                stop = int(stream.places[num_run])
+        return found
+
+    def _passage(self, pool: Pool, stream: _Stream, start: int, stop: int | None) -> _Passage:
+        is_whole = start == 0 and stop is None
+        key = (stream.key, pool.reserved_bytes, *pool.free) if is_whole else ()
+        known = self._remembered.get(key)
+        if known is not None and (known.before is pool or known.before.is_like(pool)):
+            self._remembered.move_to_end(key)
+            return known
+        after = pool.copied()
+        others_bytes = self.reserved_bytes - pool.reserved_bytes
+        ran = after.run(
+            stream.events,
+            self._sizes,
+            start=start,
+            stop=stop,
+            cap_bytes=self._cap_bytes - others_bytes,
+            most_bytes=self._most_bytes - others_bytes,
+        )
+        taken_bytes = self._np.array(ran.taken_bytes, dtype=self._blocks.dtype)
+        passage = _Passage(pool, after, taken_bytes, ran.growths)
+        if is_whole and len(taken_bytes) == len(stream.places):
+            self._remembered[key] = passage
+            if len(self._remembered) > _MOST_REMEMBERED:
+                self._remembered.popitem(last=False)
+        return passage
+
+    def _first_to_stop(
+        self, streams: Sequence[_Stream], passages: Sequence[_Passage]
+    ) -> tuple[int | None, int, bool]:
+        """Return the first request that comes to a limit: its place, its bytes, whether it is the cap."""
+        reserved_bytes = self.reserved_bytes
+        for place, growth in _growths(streams, passages):
+            if reserved_bytes + growth.asked_bytes > self._cap_bytes:
+                return place, growth.asked_bytes, True
+            reserved_bytes += growth.reserved_bytes
+            if reserved_bytes > self._most_bytes:
+                return place, growth.asked_bytes, False
+        return None, 0, False
+
+    def _take(
+        self,
+        streams: Sequence[_Stream],
+        passages: Sequence[_Passage],
+        first: int,
+        begin: int,
+        stop: int,
+    ) -> None:
+        """Take what was run from one place in the stretch to another for done."""
+        np = self._np
+        self._pools = [passage.after for passage in passages]
+        for place, growth in _growths(streams, passages):
+            if place <= stop:
+                self.reserved_bytes += growth.reserved_bytes
+        self._peak_reserved_bytes = max(self._peak_reserved_bytes, self.reserved_bytes)
+        if begin == stop:
+            return
+        taken = np.zeros(stop - begin, dtype=self._blocks.dtype)
+        for stream, passage in zip(streams, passages, strict=True):
+            start, end = stream.until(begin), stream.until(stop)
+            taken[stream.places[start:end] - begin] = passage.taken_bytes[: end - start]
+        allocated = self._allocated_bytes + taken.cumsum()
+        at = int(allocated.argmax())
+        if allocated[at] > self._peak_bytes:
+            self._peak_bytes, self._peak_event = int(allocated[at]), first + begin + at
+        self._allocated_bytes = int(allocated[-1])
+
+    def _release(self) -> None:
+        """Give back what is cached."""
+        self._pools = [pool.copied() for pool in self._pools]
+        for pool in self._pools:
+            pool.release_cached()
+        self.reserved_bytes = sum(pool.reserved_bytes for pool in self._pools)
+
+
+def _end_at(
+    place: int, streams: Sequence[_Stream], begin: int, passages: Sequence[_Passage]
+) -> bool:
+    """Whether passages that begin at a place of the stretch ran what comes before another, and no more."""
+    return all(
+        len(passage.taken_bytes) == stream.until(place) - stream.until(begin)
+        for stream, passage in zip(streams, passages, strict=True)
+    )
+
+
+def _growths(streams: Sequence[_Stream], passages: Sequence[_Passage]) -> list[tuple[int, Growth]]:
+    """Return what grew, by place in the stretch, in order."""
+    found = [
+        (int(stream.places[growth.event]), growth)
+        for stream, passage in zip(streams, passages, strict=True)
+        for growth in passage.growths
+    ]
+    return sorted(found, key=operator.itemgetter(0))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 
-from autotune.memory.allocator import Replay
+import numpy as np
+
+from autotune.memory.allocator import EMPTY_CACHE, Replay
 from autotune.memory.traces import Trace
+from autotune.memory.traces.copies import numbers_of
 from autotune.predict.optimizer_update import Update
 from autotune.predict.sharding.shared_trace import SharedTrace
-from autotune.predict.steps import Steps
+from autotune.predict.steps import Order, Steps
 from autotune.records.estimate import Breakdown, ParameterCount, StateBytes
 
 _BREAKDOWN_OF_CATEGORY = {
@@ -45,13 +47,12 @@ def memory_of(
 ) -> Memory:
     """Return what is alive at the peak of a replay of these steps, and what their state takes."""
     sizes, categories = steps.sizes, steps.categories
-    events = chain.from_iterable(part.events for part in steps.parts)
     total, trainable = trace.num_parameters(rank)
     return Memory(
         breakdown=breakdown(
             sizes,
             categories,
-            islice(events, result.peak_allocated_event + 1),
+            steps.order()[: result.peak_allocated_event + 1],
             result.peak_allocated_bytes,
         ),
         state=StateBytes(
@@ -76,16 +77,15 @@ def sum_of(
 
 
 def breakdown(
-    sizes: Sequence[int], categories: Sequence[str], events: Iterable[int], peak_bytes: int
+    sizes: Sequence[int], categories: Sequence[str], events: Order, peak_bytes: int
 ) -> Breakdown:
     """Return what is alive after these events, by category; the rest of the peak is rounding."""
-    live: set[int] = set()
-    for event in events:
-        if event >= 0:
-            live.add(event)
-        else:
-            live.discard(~event)
+    events = events[events != EMPTY_CACHE]
+    made, freed = (
+        np.bincount(numbers_of(events[chosen]), minlength=len(sizes))
+        for chosen in (events >= 0, events < 0)
+    )
     totals = dict.fromkeys(_BREAKDOWN_OF_CATEGORY.values(), 0)
-    for number in live:
+    for number in np.flatnonzero(made > freed).tolist():
         totals[_BREAKDOWN_OF_CATEGORY[categories[number]]] += sizes[number]
     return Breakdown(**totals, rounding_bytes=peak_bytes - sum(totals.values()))

@@ -14,16 +14,16 @@ from itertools import chain
 
 import numpy as np
 
-from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES, Replay, replay
+from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES, Replay, Replayer
 from autotune.memory.traces.running import in_blocks, running
-from autotune.predict.steps import Steps
+from autotune.predict.steps import Order, Steps
 
 _NUM_STEADY = 2
 """Most steps that are replayed behind those in which all state is made: one, where it is steady."""
 
 
-def grown(steps: Steps, room_bytes: int) -> Replay:
-    """The replay of the steps within so many reserved bytes.
+def grown(steps: Steps, room_bytes: int, replayer: Replayer | None = None) -> Replay:
+    """The replay of the steps within so many reserved bytes. `replayer`: may know parts of it.
 
     Where the steps do not fit, the replay ends at the request that failed, but its peaks are those of all
     steps, and its reserved bytes pass the room: by what is live, or by what that request lacked, or by a page
@@ -31,7 +31,7 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
     """
     last_to_settle = max(steps.sure_step, 1)
     together, *further = steps.by_step(last_to_settle)[: 1 + _NUM_STEADY]
-    within = replay(
+    within = (replayer or Replayer()).replay(
         steps.sizes,
         together,
         until_steady=further,
@@ -44,7 +44,7 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
         within.failed_request_bytes is None and within.last_retry_event < settled
     ):
         return within
-    live_bytes, event = _live_peak(steps.sizes, list(chain(together, *further)))
+    live_bytes, event = _live_peak(steps.sizes, np.concatenate(list(chain(together, *further))))
     needed = room_bytes + PAGE_BYTES
     if within.failed_request_bytes is not None:
         needed = within.final_reserved_bytes + within.failed_request_bytes + OVERSHOOT_BYTES
@@ -56,9 +56,8 @@ def grown(steps: Steps, room_bytes: int) -> Replay:
     )
 
 
-def _live_peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
+def _live_peak(sizes: Sequence[int], order: Order) -> tuple[int, int]:
     """Peak of live bytes, and its event: of allocated ones, too, since every block is split that can be."""
-    order = np.asarray(events, dtype=np.int64)
     positions = np.flatnonzero(order != EMPTY_CACHE)
     live = running(order[positions], in_blocks(sizes))
     at = int(live.argmax())

@@ -73,7 +73,7 @@ def _digest(steps: Steps) -> str:
     digest.update(_bytes_of(steps.sizes))
     for part in steps.parts:
         digest.update(f" {part.step} {part.phase} {len(part.events)} ".encode())
-        digest.update(_bytes_of(part.events))
+        digest.update(part.events.data)
     return digest.hexdigest()
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.catalogue.installed import takes_lowest_address
-from autotune.memory.allocator import Replay
+from autotune.memory.allocator import Replay, Replayer
 from autotune.predict.expandable_segments import grown
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.kept_replays import KeptReplays
@@ -41,6 +41,7 @@ class Replays:
     def __init__(self, prices: KeptPrices, kept: KeptReplays) -> None:
         self._prices = prices
         self._kept = kept
+        self._replayer = Replayer()
         self._made: dict[tuple[TrainConfig, int | None], Replay] = {}
         """Replays by configuration, and by the room where segments grow."""
         self._misfits: set[tuple[TrainConfig, int | None, int]] = set()
@@ -80,7 +81,7 @@ class Replays:
                 int,
                 run.identity,
                 f"before update {run.name}",
-                lambda: len(run.steps().events_before_update()),
+                lambda: run.steps().num_events_before_update(),
             )
             passes = found.failed_event is not None and found.failed_event < num_before
             self._starts_of_misfits.setdefault((run.start, run.room_bytes, most_bytes), passes)
@@ -110,7 +111,9 @@ class Replays:
 
             def growing() -> Replay:
                 steps = run.steps()
-                return self._kept.growing(steps, room_bytes, lambda: grown(steps, room_bytes))
+                return self._kept.growing(
+                    steps, room_bytes, lambda: grown(steps, room_bytes, self._replayer)
+                )
 
             return self._prices.price(Replay, identity, f"growing {room_bytes} {name}", growing)
         whole, within = f"replay {name}", f"replay {most_bytes} {name}"
@@ -120,7 +123,9 @@ class Replays:
         known = self._prices.known(Replay, identity, within)
         if known is None:
             steps = run.steps()
-            known = self._kept.whole(steps, most_bytes, lambda: steps.replay(most_bytes))
+            known = self._kept.whole(
+                steps, most_bytes, lambda: steps.replay(most_bytes, self._replayer)
+            )
             is_whole = known.failed_event is None
             self._prices.note(identity, whole if is_whole else within, known)
         return known

@@ -6,14 +6,18 @@ more: they run until one does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, takewhile
 
+import numpy as np
+import numpy.typing as npt
+
 from autotune.catalogue.installed import takes_lowest_address
-from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, together
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Replayer, Tape, together
 from autotune.memory.optimizers.core import LOW_PRECISION, States
 from autotune.memory.traces import Trace
+from autotune.memory.traces.copies import numbers_of
 from autotune.predict.generation import generation_of
 from autotune.predict.optimizer_update import MOST_STEPS, Update
 from autotune.predict.sharding.shared_trace import SharedTrace
@@ -43,11 +47,19 @@ _WITHOUT_BACKWARD = (
     StepPhase.OPTIMIZER,
 )
 
+_HAS_UPDATE = (StepPhase.SETUP, StepPhase.BACKWARD_AND_OPTIMIZER, StepPhase.OPTIMIZER)
+
 _NUM_SCALARS, _NUM_SCALARS_OF_SCALER, _SCALAR_BYTES = 1, 2, 4
 """Number and size of the scalars that are kept for good: the sum of losses (Trainer._run_epoch); a scaler's
 factor, and the steps since it changed (torch 2.13 amp/grad_scaler.py)."""
 _NUM_ALONE = 64
 """Micro-batches of a step that have allocations of their own; those of all beyond stand together."""
+_LAST_NUMBERS = 1 << 40
+"""Numbers of the update's tensors from here on, until it is known how many others there are: those of the
+others do not depend on the optimizer, and what a Replayer remembers of them serves for all."""
+
+Order = npt.NDArray[np.int64]
+"""Events in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +69,7 @@ class StepPart:
     step: int
     """Number of the optimizer step, from 0; -1 before the first."""
     phase: StepPhase
-    events: list[int]
+    events: Order
 
     @property
     def is_repeated(self) -> bool:
@@ -78,20 +90,26 @@ class Steps:
     of_update: range = range(0)
     """Numbers of the tensors that clipping and the optimizer make."""
 
+    def order(self) -> Order:
+        """Return the events of all parts."""
+        return _joined(*(part.events for part in self.parts))
+
     def events(self) -> list[int]:
-        return _events_of(self.parts)
+        listed: list[int] = self.order().tolist()
+        return listed
 
-    def events_before_update(self) -> list[int]:
-        """Return the events that lead up to the first optimizer step."""
-        return _events_of(takewhile(lambda part: part.phase != StepPhase.OPTIMIZER, self.parts))
+    def num_events_before_update(self) -> int:
+        """Return how many events lead up to the first optimizer step."""
+        before = takewhile(lambda part: part.phase != StepPhase.OPTIMIZER, self.parts)
+        return sum(len(part.events) for part in before)
 
-    def replay(self, most_bytes: int | None = None) -> Replay:
+    def replay(self, most_bytes: int | None = None, replayer: Replayer | None = None) -> Replay:
         """Replay the steps through an allocator without a cap; it may not come to the last steps.
 
-        It ends at the request with which more than `most_bytes` are reserved.
+        It ends at the request with which more than `most_bytes` are reserved. `replayer`: may know parts.
         """
         sure, *further = self.by_step(self.sure_step)
-        return replay(
+        return (replayer or Replayer()).replay(
             self.sizes,
             sure,
             until_steady=further,
@@ -99,15 +117,17 @@ class Steps:
             by_address=takes_lowest_address(),
         )
 
-    def by_step(self, last: int) -> list[list[int]]:
-        """Return the events up to the step of that number, then those of each step behind it."""
+    def by_step(self, last: int) -> list[list[Order]]:
+        """Return the events of each part up to the step of that number, then those of each step behind it."""
         together = [part for part in self.parts if part.step <= last]
         further = groupby(self.parts[len(together) :], lambda part: part.step)
-        return [_events_of(together), *(_events_of(parts) for _, parts in further)]
+        found = [[part.events for part in together]]
+        found += ([part.events for part in parts] for _, parts in further)
+        return found
 
 
-def _events_of(parts: Iterable[StepPart]) -> list[int]:
-    return [event for part in parts for event in part.events]
+def _joined(*events: Sequence[int] | Order) -> Order:
+    return np.concatenate([np.asarray(each, dtype=np.int64) for each in events])
 
 
 def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update) -> Steps:
@@ -117,10 +137,10 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
         tape = Tape(multiprocessors=update.tape.multiprocessors)
-        parts = _updating_in_backward(trace, row, tape, len(sizes), config)
+        parts = _updating_in_backward(trace, row, tape, config)
     else:
-        tape, parts = update.tape, _updating_after(trace, update, len(sizes), config)
-    behind = len(sizes) + len(tape.sizes)
+        tape, parts = update.tape, _updating_after(trace, update, config)
+    behind = len(sizes)
     written = Tape()
     if config.max_completion_length is not None and isinstance(trace, Trace):
         written = generation_of(trace, config).tape
@@ -128,36 +148,41 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     behind += len(written.sizes)
     kept = _KeptByTrainer(trace, sizes, config, num_before=behind)
     prepared, own = trace.num_prepared_events, trace.num_own_events
-    setup = [
-        *trace.setup[:prepared],
+    of_trace = trace.order_of("setup")
+    setup = _joined(
+        of_trace[:prepared],
         # prepare_model_for_kbit_training empties the cache (peft 0.20 and later, utils/other.py).
-        *([EMPTY_CACHE] if config.kbit_preparation else []),
-        *trace.setup[prepared:own],
+        [EMPTY_CACHE] if config.kbit_preparation else [],
+        of_trace[prepared:own],
         # Accelerator.free_memory empties the cache before the Trainer makes the optimizer.
-        EMPTY_CACHE,
-        *_shifted(update.made, len(sizes)),
+        [EMPTY_CACHE],
+        _shifted(update.made, _LAST_NUMBERS),
         # Accelerator.prepare shares the model out with its optimizer.
-        *trace.setup[own:],
-        *kept.scalars(),
-    ]
+        of_trace[own:],
+        kept.scalars(),
+    )
     parts = [StepPart(-1, StepPhase.SETUP, setup), *map(kept.added_to, parts)]
+    behind += len(kept.tape.sizes)
     return Steps(
-        sizes=[*sizes, *tape.sizes, *written.sizes, *kept.tape.sizes],
+        sizes=[*sizes, *written.sizes, *kept.tape.sizes, *tape.sizes],
         categories=[
             *trace.categories,
-            *tape.categories,
             *written.categories,
             *kept.tape.categories,
+            *tape.categories,
         ],
-        of_update=range(len(sizes), len(sizes) + len(tape.sizes)),
-        parts=parts,
+        of_update=range(behind, behind + len(tape.sizes)),
+        parts=[
+            StepPart(part.step, part.phase, _numbered_behind(behind, part.events))
+            if part.phase in _HAS_UPDATE
+            else part
+            for part in parts
+        ],
         sure_step=_sure_step(config),
     )
 
 
-def _generating(
-    parts: Sequence[StepPart], events: list[int], config: TrainConfig
-) -> list[StepPart]:
+def _generating(parts: Sequence[StepPart], events: Order, config: TrainConfig) -> list[StepPart]:
     """Let completions be written before each step; where several times in one, beside gradients too.
 
     Also before each of several steps that train on the same ones.
@@ -199,7 +224,7 @@ class _KeptByTrainer:
         self._fetched: list[int] = []
         self._losses: list[int] = []
 
-    def scalars(self) -> list[int]:
+    def scalars(self) -> Order:
         """Events that make the scalars, before the first step."""
         is_scaled = PRECISIONS[self._config.precision].grad_scaler
         for _ in range(_NUM_SCALARS + is_scaled * _NUM_SCALARS_OF_SCALER):
@@ -208,19 +233,19 @@ class _KeptByTrainer:
 
     def added_to(self, part: StepPart) -> StepPart:
         """The part of a step with the events of the kept tensors in it."""
-        before, events, after = list[int](), part.events, list[int]()
+        pieces = [part.events]
         if part.step != self._step:
             self._step = part.step
             self._fetch()
-            before = self._written()
+            pieces.insert(0, self._written())
         if part.phase not in _WITHOUT_FORWARD and self._trace.loss is not None:
-            made = events.index(self._trace.loss)
+            made = int((part.events == self._trace.loss).argmax())
             self._losses.append(self.tape.alloc(_SCALAR_BYTES, "temporary"))
-            events = [*events[:made], *self._written(), *events[made + 1 :]]
+            pieces[-1:] = [part.events[:made], self._written(), part.events[made + 1 :]]
         if part.phase not in _WITHOUT_BACKWARD and len(self._losses) > 1:
             self.tape.free(self._losses.pop(0))
-            after = self._written()
-        return StepPart(part.step, part.phase, [*before, *events, *after])
+            pieces.append(self._written())
+        return StepPart(part.step, part.phase, _joined(*pieces))
 
     def _fetch(self) -> None:
         tape, sizes = self.tape, self._sizes
@@ -239,7 +264,7 @@ class _KeptByTrainer:
             tape.free(tensor)
         self._fetched = [*fetched, *counted.values()]
 
-    def _written(self) -> list[int]:
+    def _written(self) -> Order:
         events = _shifted(self.tape.events, self._num_before)
         self.tape.events.clear()
         return events
@@ -271,10 +296,10 @@ def _later_steps(config: TrainConfig) -> tuple[int, ...]:
 
 
 def _updating_after(
-    trace: Trace | SharedTrace, update: Update, num_tensors: int, config: TrainConfig
+    trace: Trace | SharedTrace, update: Update, config: TrainConfig
 ) -> list[StepPart]:
     def micro_step(
-        events: list[int],
+        events: Order,
         step: int,
         phases: tuple[StepPhase, StepPhase, StepPhase] = _FIRST,
         *,
@@ -289,28 +314,30 @@ def _updating_after(
         emptied = _emptied(config, step)
         return [
             StepPart(step, forward, events[:middle]),
-            StepPart(step, backward, [*emptied, *events[middle:]]),
+            StepPart(step, backward, _joined(emptied, events[middle:])),
         ]
 
     def optimizer_step(events: list[int], step: int) -> StepPart:
         before, after = list[int](), [~gradient for gradient in trace.gradients]
         if not isinstance(trace, Trace):
             before, after = trace.around_update()
-        written = _shifted(events, num_tensors)
-        return StepPart(step, StepPhase.OPTIMIZER, [*before, *written, *after])
+        written = _shifted(events, _LAST_NUMBERS)
+        return StepPart(step, StepPhase.OPTIMIZER, _joined(before, written, after))
+
+    first, again, further_ones = map(trace.order_of, ("first", "again", "next"))
 
     def further(step: int) -> list[StepPart]:
         is_more = config.gradient_accumulation_steps > 1
-        return micro_step(trace.next, step, _AGAIN) if is_more else []
+        return micro_step(further_ones, step, _AGAIN) if is_more else []
 
     parts = [
-        *micro_step(trace.first, 0, is_first=True),
+        *micro_step(first, 0, is_first=True),
         *further(0),
         optimizer_step(update.first, 0),
     ]
     for step, events in zip(_later_steps(config), update.later, strict=True):
         parts += [
-            *micro_step(trace.again, step),
+            *micro_step(again, step),
             *further(step),
             optimizer_step(events, step),
         ]
@@ -318,7 +345,7 @@ def _updating_after(
 
 
 def _updating_in_backward(
-    trace: Trace, row: Optimizer, tape: Tape, num_tensors: int, config: TrainConfig
+    trace: Trace, row: Optimizer, tape: Tape, config: TrainConfig
 ) -> list[StepPart]:
     """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped."""
     rank = config.lora_rank or 0
@@ -335,7 +362,7 @@ def _updating_in_backward(
         if row.updates == "one-behind":
             # A gradient in 16 bits when its float32 copy is there; one in 32 is its own.
             end = _first_temporary(tape, written) + (spec.dtype in LOW_PRECISION)
-        shifted = _shifted(written, num_tensors)
+        shifted = _shifted(written, _LAST_NUMBERS).tolist()
         return [*shifted[:end], ~gradient, *shifted[end:]]
 
     parts = list[StepPart]()
@@ -355,8 +382,8 @@ def _updating_in_backward(
                 waiting = ~event
         if waiting is not None:
             events += update(waiting)
-        parts.append(StepPart(step, StepPhase.FORWARD, micro_step[:middle]))
-        parts.append(StepPart(step, StepPhase.BACKWARD_AND_OPTIMIZER, events))
+        parts.append(StepPart(step, StepPhase.FORWARD, _joined(micro_step[:middle])))
+        parts.append(StepPart(step, StepPhase.BACKWARD_AND_OPTIMIZER, _joined(events)))
     return parts
 
 
@@ -364,6 +391,13 @@ def _first_temporary(tape: Tape, events: list[int]) -> int:
     return next(i for i, e in enumerate(events) if e >= 0 and tape.categories[e] == "temporary")
 
 
-def _shifted(events: Iterable[int], num_tensors: int) -> list[int]:
-    """Renumber a tape's events so that its tensors come behind the trace's."""
-    return [event + num_tensors if event >= 0 else event - num_tensors for event in events]
+def _shifted(events: Sequence[int] | Order, num_tensors: int) -> Order:
+    """Renumber a tape's events so that so many tensors come before its own."""
+    order = np.asarray(events, dtype=np.int64)
+    return np.where(order >= 0, order + num_tensors, order - num_tensors)
+
+
+def _numbered_behind(num_others: int, events: Order) -> Order:
+    """Give the update's tensors the numbers behind all others."""
+    is_of_update = (numbers_of(events) >= _LAST_NUMBERS) & (events != EMPTY_CACHE)
+    return np.where(is_of_update, _shifted(events, num_others - _LAST_NUMBERS), events)

@@ -15,8 +15,7 @@ from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, StepPhase, 
 
 def timeline_of(steps: Steps, peak_event: int) -> Timeline:
     """Memory during the step in which a replay of the steps says that allocated memory peaks."""
-    parts, events = steps.parts, steps.events()
-    order = np.asarray(events, dtype=np.int64)
+    parts, order = steps.parts, steps.order()
     is_of_tensor = order != EMPTY_CACHE
     order = np.where(is_of_tensor, order, 0)
     deltas = np.where(is_of_tensor, changes(order, in_blocks(steps.sizes)), 0)

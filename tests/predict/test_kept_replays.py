@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny_model
 
+from autotune.memory.allocator import Replayer
 from autotune.memory.traces import Trace
-from autotune.predict import expandable_segments, steps
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
@@ -36,14 +36,13 @@ def some() -> list[TrainConfig]:
 def num_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """As many entries as replays are made."""
     made: list[int] = []
-    for module in (steps, expandable_segments):
-        real = module.replay
+    real = Replayer.replay
 
-        def counted(*args: Any, real: Any = real, **rest: Any) -> Any:
-            made.append(1)
-            return real(*args, **rest)
+    def counted(*args: Any, **rest: Any) -> Any:
+        made.append(1)
+        return real(*args, **rest)
 
-        monkeypatch.setattr(module, "replay", counted)
+    monkeypatch.setattr(Replayer, "replay", counted)
     return made
 
 

@@ -55,8 +55,8 @@ def test_one_start_is_replayed_until_none_is_known_to_fit(
     made: list[str] = []
 
     class Steps:
-        def events_before_update(self) -> list[int]:
-            return [0]
+        def num_events_before_update(self) -> int:
+            return 1
 
     def run_of(name: str) -> Replayable:
         return Replayable(

@@ -47,7 +47,7 @@ PARTS = {
     "autotune.report.deliver:deliver": "writes files, study and report",
 }
 """Names of what a search's functions do, by module and function."""
-_REPLAYS = ("autotune.predict.steps:replay", "autotune.predict.replays:grown")
+_REPLAYS = ("autotune.predict.steps:Steps.replay", "autotune.predict.replays:grown")
 _REST = "imports, and the rest"
 
 

@@ -246,6 +246,11 @@ class Trace:
         """Return the events of `released_first` once workspaces exist."""
         return listed(self._released)
 
+    def order_of(self, events: str) -> npt.NDArray[np.int64]:
+        """Return the list of events of that name: `setup`, `first`, `again` or `next`."""
+        order: npt.NDArray[np.int64] = getattr(self, f"_{events}").astype(np.int64)
+        return order
+
     @property
     def step_buffers(self) -> list[int]:
         """Return tensors that live for the optimizer step alone; one GPU needs none."""

@@ -105,10 +105,13 @@ class SharedTrace:
         listed: list[int] = self._all_sizes(micro_batch, rank).tolist()
         return listed
 
+    def order_of(self, events: str) -> NDArray[np.int64]:
+        """Return the list of events of that name, as Trace.order_of."""
+        return np.asarray(getattr(self, events), dtype=np.int64)
+
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
         """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
-        order = np.asarray(getattr(self, events), dtype=np.int64)
-        return running(order, in_blocks(self._all_sizes(micro_batch, rank)))
+        return running(self.order_of(events), in_blocks(self._all_sizes(micro_batch, rank)))
 
     def left_bytes(self, events: str, micro_batch: int, rank: int) -> int:
         """Bytes that are left after the events."""
