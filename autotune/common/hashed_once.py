@@ -1,4 +1,7 @@
-"""Immutable records of many fields that are keys of many tables: each works its hash out once."""
+"""Immutable records of many fields that are keys of many tables: each works its hash out once.
+
+What is asked of each many times may be derived from it once, too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ class HashedOnce:
     The hash is in no copy and in no pickle: that of a text differs from process to process.
     """
 
-    __slots__ = ("_hash",)
+    __slots__ = ("_derived", "_hash")
+    _derived: Any
     _hash: int
 
     def __hash__(self) -> int:
@@ -26,6 +30,14 @@ class HashedOnce:
             found = hash(_values_of(kind)(self))
             object.__setattr__(self, "_hash", found)
             return found
+
+    def derived(self, make: Callable[[Any], Any]) -> Any:
+        """Return what `make` makes of this record, once: it is always the same function for a kind of record."""
+        try:
+            return self._derived
+        except AttributeError:
+            object.__setattr__(self, "_derived", made := make(self))
+            return made
 
 
 @functools.cache

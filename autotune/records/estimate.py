@@ -35,7 +35,6 @@ KEPT_RANK = 256
 """Smallest rank of an adapter whose products a plan of checkpointing may keep: the inner dimension that
 autotune.worker.build.checkpoint_plan calls long."""
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec(HashedOnce):
     """Settings that change the structure of a traced step: configurations that agree in it share a trace."""
@@ -98,12 +97,8 @@ class TraceSpec(HashedOnce):
 
     @classmethod
     def of(cls, config: TrainConfig) -> TraceSpec:
-        return _spec_of(
-            _traced_settings(config),
-            single=config.micro_batch_size == 1,
-            num_splits=config.num_splits,
-            is_compiled=config.is_compiled and not why_not_predicted(config),
-        )
+        found: TraceSpec = config.derived(_of_config)
+        return found
 
 
 def specs_for(config: TrainConfig, *, varied: bool) -> set[TraceSpec]:
@@ -127,6 +122,15 @@ _TRACED = tuple(
 )
 _traced_settings = operator.attrgetter(*_TRACED)
 """The values of a TrainConfig, in the order of _TRACED."""
+
+
+def _of_config(config: TrainConfig) -> TraceSpec:
+    return _spec_of(
+        _traced_settings(config),
+        single=config.micro_batch_size == 1,
+        num_splits=config.num_splits,
+        is_compiled=config.is_compiled and not why_not_predicted(config),
+    )
 
 
 @functools.cache
