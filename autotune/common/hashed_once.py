@@ -32,7 +32,7 @@ class HashedOnce:
             return found
 
     def derived(self, make: Callable[[Any], Any]) -> Any:
-        """Return what `make` makes of this record, once: it is always the same function for a kind of record."""
+        """Return what `make` makes of this record, once: of a kind of record it is always the same."""
         try:
             return self._derived
         except AttributeError:

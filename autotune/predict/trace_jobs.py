@@ -75,7 +75,7 @@ class TraceJobs:
                 self.refused[number] = refusal.unsupported
             else:
                 read = functools.partial(self._read, text)
-                self.traces[spec] = trace = LaterTrace(read, self._identity(number))
+                self.traces[spec] = trace = LaterTrace(read, self._identity(number), adds_up=True)
                 self._keep(spec, trace)
         if known:  # All at once: who looks at what is there so far need not look at a part of it.
             self._tell()

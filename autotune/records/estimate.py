@@ -35,6 +35,7 @@ KEPT_RANK = 256
 """Smallest rank of an adapter whose products a plan of checkpointing may keep: the inner dimension that
 autotune.worker.build.checkpoint_plan calls long."""
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TraceSpec(HashedOnce):
     """Settings that change the structure of a traced step: configurations that agree in it share a trace."""

@@ -317,7 +317,7 @@ def find(
             baseline is not None
             and reference not in supported
             and is_offered
-            and _is_possible(reference, model, workload)
+            and _is_possible(model, workload)(reference)
         )
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
 
@@ -479,13 +479,18 @@ def _possible(
     A little more memory counts too, since the answer says what it would bring. All of them where
     there is no such configuration, so that what is lacking can be said.
     """
-    return [config for config in configs if _is_possible(config, model, workload)] or configs
+    is_possible = _is_possible(model, workload)
+    return list(filter(is_possible, configs)) or configs
 
 
-def _is_possible(config: TrainConfig, model: ModelSource, workload: Workload) -> bool:
+def _is_possible(model: ModelSource, workload: Workload) -> Callable[[TrainConfig], bool]:
     count = model.num_parameters_known
     if count is None or model_task(workload.task) != model.task:
-        return True
+        return lambda _: True
+    return functools.partial(_has_room, count=count, workload=workload)
+
+
+def _has_room(config: TrainConfig, *, count: int, workload: Workload) -> bool:
     if PARALLELISMS[config.parallelism].deals_layers:
         # Where a GPU has room for all weights twice, all GPUs can work at the same time.
         return 2 * least_bytes(config, count) > workload.memory_budget_bytes

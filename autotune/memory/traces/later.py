@@ -11,9 +11,12 @@ from autotune.memory.traces.trace import Trace
 class LaterTrace(Trace):
     """The trace of an answer that is known to add up, read when it is needed."""
 
-    def __init__(self, read: Callable[[], dict[str, Any]], identity: str) -> None:
-        """`read`: gives the worker's answer. `identity`: as Trace.identity."""
+    def __init__(
+        self, read: Callable[[], dict[str, Any]], identity: str, *, adds_up: bool = False
+    ) -> None:
+        """`read`: gives the worker's answer. `identity`: as Trace.identity. `adds_up`: as for a Trace."""
         self._read = read
+        self._adds_up = adds_up
         self.identity = identity
 
     def __getattr__(self, name: str) -> Any:
@@ -21,7 +24,7 @@ class LaterTrace(Trace):
         read = self.__dict__.pop("_read", None)
         if read is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        super().__init__(read())
+        super().__init__(read(), adds_up=self._adds_up)
         return getattr(self, name)
 
 
