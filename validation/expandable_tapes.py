@@ -9,7 +9,7 @@ tape has tensors of few sizes, half of them over a page of 20 MiB, and empties t
 run under a memory fraction that is a little more than their tensors need. It ends at the first request that
 fails. Prints how many of autotune's replays say otherwise, and which; 1 is returned where one does.
 
---out: a JSON object per line {"sizes", "events", "cap_bytes"} (as memory.allocator.replay takes them) and
+--out: a JSON object per line {"sizes", "events", "cap_bytes"} (as memory.replayer.replay takes them) and
 {"peak_allocated_bytes", "peak_reserved_bytes", "num_alloc_retries", "failed_event",
 "failed_request_bytes", "final_allocated_bytes", "final_reserved_bytes"} as PyTorch said.
 """
@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from autotune.common.units import MIB
-from autotune.memory.allocator import EMPTY_CACHE, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Tape
+from autotune.memory.replayer import replay
 
 RANGES = ((1, 4096), (4096, MIB), (MIB, 10 * MIB), (10 * MIB, 20 * MIB), (20 * MIB, 90 * MIB))
 """Of sizes: within a page of either pool and over several."""

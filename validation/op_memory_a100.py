@@ -37,7 +37,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from autotune.common.units import MIB
-from autotune.memory.allocator import replay
+from autotune.memory.replayer import replay
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
 from autotune.worker.trace.kernel_buffers import hidden_buffers
 from autotune.worker.trace.tracker import Tracker

@@ -32,8 +32,9 @@ import torch
 import transformers
 
 from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.memory.allocator import EMPTY_CACHE, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Tape
 from autotune.memory.optimizers import TensorSpec, write_clip, write_unscale
+from autotune.memory.replayer import replay
 from autotune.memory.traces import FETCH_PHASES, FORWARD_PHASES, SETUP_PHASES, Trace
 from autotune.predict import steps
 from autotune.predict.estimator import Estimator

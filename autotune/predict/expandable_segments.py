@@ -14,7 +14,8 @@ from itertools import chain
 
 import numpy as np
 
-from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES, Replay, Replayer
+from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES, Replay
+from autotune.memory.replayer import Replayer
 from autotune.memory.traces.running import in_blocks, running
 from autotune.predict.steps import Order, Steps
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autotune.catalogue.installed import takes_lowest_address
-from autotune.memory.allocator import Replay, Replayer
+from autotune.memory.allocator import Replay
+from autotune.memory.replayer import Replayer
 from autotune.predict.expandable_segments import grown
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.kept_replays import KeptReplays

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from autotune.catalogue.installed import takes_lowest_address
-from autotune.memory.allocator import EMPTY_CACHE, Replay, Replayer, Tape, together
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, together
 from autotune.memory.optimizers.core import LOW_PRECISION, States
+from autotune.memory.replayer import Replayer
 from autotune.memory.traces import Trace
 from autotune.memory.traces.copies import numbers_of
 from autotune.predict.generation import generation_of

@@ -21,7 +21,7 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 
 from autotune.catalogue.liger import families
 from autotune.common.units import MIB
-from autotune.memory.allocator import replay
+from autotune.memory.replayer import replay
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models

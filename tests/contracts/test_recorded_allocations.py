@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autotune.memory.allocator import replay
+from autotune.memory.replayer import replay
 from autotune.memory.traces.terms import RULES
 from autotune.worker.trace.cuda import Device, Workspaces, device_choices
 from autotune.worker.trace.kernel_buffers import hidden_buffers

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay, together
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, together
+from autotune.memory.replayer import replay
 
 MIB = 1 << 20
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Replay, Tape
+from autotune.memory.replayer import replay
 
 MIB = 1 << 20
 RECORDED = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.memory.allocator import Tape, replay
+from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import (
     StepCost,
     TensorSpec,
@@ -14,6 +14,7 @@ from autotune.memory.optimizers import (
     write_unscale,
 )
 from autotune.memory.optimizers.low_rank import SvdProjection
+from autotune.memory.replayer import replay
 from autotune.space.optimizers import OPTIMIZERS
 
 CHUNK = 65_536

@@ -13,7 +13,7 @@ import pytest
 import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.memory.allocator import replay
+from autotune.memory.replayer import replay
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes

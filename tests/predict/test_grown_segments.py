@@ -8,7 +8,8 @@ import random
 import pytest
 
 from autotune.common.units import MIB
-from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES, replay
+from autotune.memory.allocator import EMPTY_CACHE, OVERSHOOT_BYTES, PAGE_BYTES
+from autotune.memory.replayer import replay
 from autotune.predict.expandable_segments import grown
 from autotune.predict.steps import StepPart, Steps
 

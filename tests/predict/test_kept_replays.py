@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_model
 
-from autotune.memory.allocator import Replayer
+from autotune.memory.replayer import Replayer
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec

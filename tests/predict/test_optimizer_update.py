@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from autotune.memory.allocator import replay
 from autotune.memory.optimizers import StepCost, TensorSpec, clip_cost, unscale_cost
+from autotune.memory.replayer import replay
 from autotune.predict.optimizer_update import MOST_STEPS, kernels_of, priced_update
 from autotune.space.optimizers import OPTIMIZERS, Optimizer, state_bytes
 

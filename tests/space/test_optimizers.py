@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 
-from autotune.memory.allocator import Tape, replay
+from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.optimizers.torch_lists import ScheduleFree, TensorLists
+from autotune.memory.replayer import replay
 from autotune.space.config import TRADEOFF_CLASSES
 from autotune.space.optimizers import OPTIMIZERS, Optimizer, state_bytes
 

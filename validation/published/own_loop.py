@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from autotune.catalogue.gpus import Gpu
-from autotune.memory.allocator import EMPTY_CACHE, Tape, replay
+from autotune.memory.allocator import EMPTY_CACHE, Tape
+from autotune.memory.replayer import replay
 from autotune.memory.traces import Trace
 from autotune.memory.traces.running import changes, in_blocks
 from autotune.records.estimate import TraceSpec

@@ -60,7 +60,7 @@ class AllocationProfile:
         self._profile.__exit__(None, None, None)
 
     def sizes_and_events(self) -> tuple[list[int], list[int]]:
-        """Sizes and events as autotune.memory.allocator.replay takes them.
+        """Sizes and events as autotune.memory.replayer.replay takes them.
 
         What was freed and is older is left out.
         """

@@ -40,7 +40,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autotune.catalogue.installed import takes_lowest_address
-from autotune.memory.allocator import OVERSHOOT_BYTES, Replay, replay
+from autotune.memory.allocator import OVERSHOOT_BYTES, Replay
+from autotune.memory.replayer import replay
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import tensor_parallel
@@ -395,7 +396,7 @@ class CappedTracker(Tracker):
             yield
 
     def sizes_and_events(self) -> tuple[list[int], list[int]]:
-        """Sizes and events as autotune.memory.allocator.replay takes them."""
+        """Sizes and events as autotune.memory.replayer.replay takes them."""
         sizes = [tensor.size_bytes for tensor in self.recording.tensors]
         return sizes, list(self.recording.events)
 

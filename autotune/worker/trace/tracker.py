@@ -3,7 +3,7 @@
 A TorchDispatchMode sees each ATen call once it has been decomposed by autograd. A storage that appears
 in an output for the first time is an allocation; a weak reference to it tells when it is freed. Both go
 to one ordered event list: `i >= 0` allocates tensor i, `~i` frees it (the form that
-`autotune.memory.allocator.replay` reads).
+`autotune.memory.replayer.replay` reads).
 
 On `meta` the calls cost no memory and no arithmetic, so the sizes may be those of any model. On `cpu` the
 same class watches a real step: the contract tests compare the two.
