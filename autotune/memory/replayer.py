@@ -26,8 +26,8 @@ from autotune.memory.pools import (
     Pool,
 )
 
-_MOST_REMEMBERED = 128
-"""Most stretches that a Replayer remembers. [judgement] One takes up to 1 MB."""
+_MOST_REMEMBERED = 256
+"""Most stretches that a Replayer remembers. [judgement] One takes up to half a MB."""
 _SUMMABLE_BYTES = 1 << 50
 """Size beyond which the bytes of a tensor are not summed as 64 bits."""
 

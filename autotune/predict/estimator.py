@@ -78,6 +78,8 @@ class Estimator:
         self._whole: Estimator | None = None
         """The estimator of all GPUs, where this one is of the layers of one of them."""
         self._stages = functools.cache(self._find_stages)
+        # An estimate asks for the steps that were replayed for it.
+        self._steps = functools.lru_cache(maxsize=2)(self._find_steps)
         self._estimates: dict[tuple[TrainConfig, int], Estimate] = {}
         """Estimates by configuration and budget."""
         self._replays = Replays(self._prices, KeptReplays(replays))
@@ -402,7 +404,7 @@ class Estimator:
             lambda: timeline_of(self._steps(config), peak_event),
         )
 
-    def _steps(self, config: TrainConfig) -> Steps:
+    def _find_steps(self, config: TrainConfig) -> Steps:
         return first_steps(self._traces[TraceSpec.of(config)], config, self._update(config))
 
     def _update(self, config: TrainConfig) -> Update:
