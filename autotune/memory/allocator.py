@@ -1,9 +1,9 @@
 """A model of PyTorch's CUDA caching allocator: a list of allocations and frees -> predicted peaks.
 
-A `Tape` lists what a training step allocates and frees, in order; `replay` runs it through the
-rules by which torch rounds, pools, splits, merges, caches and flushes, and says what torch's own
-counters would say: `max_memory_allocated`, `max_memory_reserved`, `num_alloc_retries`, or the
-request that failed.
+A `Tape` lists what a training step allocates and frees, in order; `autotune.memory.replayer` runs it
+through the rules by which torch rounds, pools, splits, merges, caches and flushes
+(`autotune.memory.pools`), and says in a `Replay` what torch's own counters would say:
+`max_memory_allocated`, `max_memory_reserved`, `num_alloc_retries`, or the request that failed.
 
 Source of every rule: pytorch c10/cuda/CUDACachingAllocator.cpp @001074d2 and
 c10/core/AllocatorConfig.h @007b9bc0.
