@@ -25,11 +25,10 @@ from autotune.memory.pools import (
     Growth,
     Pool,
 )
+from autotune.memory.traces.running import in_blocks
 
 _MOST_REMEMBERED = 256
 """Most stretches that a Replayer remembers. [judgement] One takes up to half a MB."""
-_SUMMABLE_BYTES = 1 << 50
-"""Size beyond which the bytes of a tensor are not summed as 64 bits."""
 
 Events = Sequence[int] | npt.NDArray[np.int64]
 
@@ -177,9 +176,8 @@ class _Running:
         cap_bytes: int,
         most_bytes: int,
     ) -> None:
-        self._sizes = [(nbytes + 511) & -512 for nbytes in sizes]
-        are_vast = max(self._sizes, default=0) > _SUMMABLE_BYTES
-        self._blocks = np.asarray(self._sizes, dtype=object if are_vast else np.int64)
+        self._blocks = in_blocks(sizes)
+        self._sizes: list[int] = self._blocks.tolist()
         self._pools = pools
         self._remembered = remembered
         self._cap_bytes, self._most_bytes = cap_bytes, most_bytes
