@@ -121,16 +121,21 @@ class TracesInTurn:
         return {spec for spec in self._passed_over if any(map(wanted, self._by_spec[spec]))}
 
     def left(self) -> list[TraceSpec]:
-        """Return the specs that are passed over, the highest bound first: less memory asks for that first.
+        """Return the specs that are passed over, of each method in turn.
 
-        Of those with the same bound what saves least is first.
+        Of a method the highest bound is first, which less memory asks for first, and of the same bound what
+        saves least. In turn, since a search wants the fastest of each form, however slow.
         """
         bounds = _Bounds(self._estimator, self._by_spec, self._faster)
         most = {
             spec: max((bound for _, bound in bounds.of(spec)), default=0.0)
             for spec in self._passed_over
         }
-        return sorted(most, key=lambda spec: (-most[spec], self._num_savers(spec), repr(spec)))
+        by_method: dict[str, list[TraceSpec]] = {}
+        for spec in sorted(most, key=lambda s: (-most[s], self._num_savers(s), repr(s))):
+            by_method.setdefault(spec.method, []).append(spec)
+        in_turn = itertools.zip_longest(*by_method.values())
+        return [spec for turn in in_turn for spec in turn if spec is not None]
 
     def _num_savers(self, spec: TraceSpec) -> int:
         """Return how many settings apart a step is from one that nothing bounds."""
