@@ -138,7 +138,7 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
         tape = Tape(multiprocessors=update.tape.multiprocessors)
-        parts = _updating_in_backward(trace, row, tape, config)
+        parts = _updating_in_backward(trace, row, tape, _LAST_NUMBERS, config)
     else:
         tape, parts = update.tape, _updating_after(trace, update, config)
     behind = len(sizes)
@@ -346,7 +346,7 @@ def _updating_after(
 
 
 def _updating_in_backward(
-    trace: Trace, row: Optimizer, tape: Tape, config: TrainConfig
+    trace: Trace, row: Optimizer, tape: Tape, num_tensors: int, config: TrainConfig
 ) -> list[StepPart]:
     """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped."""
     rank = config.lora_rank or 0
@@ -363,7 +363,7 @@ def _updating_in_backward(
         if row.updates == "one-behind":
             # A gradient in 16 bits when its float32 copy is there; one in 32 is its own.
             end = _first_temporary(tape, written) + (spec.dtype in LOW_PRECISION)
-        shifted = _shifted(written, _LAST_NUMBERS).tolist()
+        shifted = _shifted(written, num_tensors).tolist()
         return [*shifted[:end], ~gradient, *shifted[end:]]
 
     parts = list[StepPart]()
