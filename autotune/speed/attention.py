@@ -5,6 +5,7 @@ rows see, 64 columns at a time, and costs some columns more to begin and end. Al
 their columns at the card's rate (`busy`). The block with most columns takes them one after another
 (`longest`), however few blocks there are: that is what short batches with few heads wait for. The time is
 a power mean of both, so short sequences, few heads and windows cost more than their arithmetic says.
+Beside the main kernel of a backward pass run smaller ones, which memory bounds (BESIDE).
 
 `rates_of` gives the parameters of a kernel on a card, once per card; `attention_seconds` takes arrays of
 shapes. data/attention.toml holds the parameters, validation/kernels/fit_attention.py makes them from
@@ -34,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from autotune.catalogue.gpus import Gpu
+from autotune.speed import moving
 from autotune.speed.arrays import Numbers, Truths, either, larger, smaller
 from autotune.speed.origin import RatesFrom
 
@@ -65,6 +67,41 @@ _OF_PEAK_BY_MAJOR = {9: 1 / 2, 10: 1 / 4}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """Work of the kernels beside the main one of a backward pass, in 16 bits."""
+
+    query_bytes: float
+    """Bytes for each value of the queries: the output and its gradient are multiplied and summed (2 + 2), a
+    float32 gradient of the queries is cleared (4), and turned into 16 bits at the end (4 + 2)."""
+    expanded_bytes: float = 0.0
+    """Bytes for each value of keys and of values, once for each head of the queries, where heads share keys:
+    the gradients of every head are read."""
+    key_bytes: float = 0.0
+    """Bytes for each value of keys and of values, where heads share keys."""
+    num_kernels: int = 2
+    num_shared_kernels: int = 2
+    """Number of kernels besides, where heads share keys."""
+    sums_as: str = "elementwise"
+    """Family of moving.FAMILIES that the kernels for shared keys are as fast as."""
+
+
+BESIDE = {
+    "flash": Beside(query_bytes=14, expanded_bytes=2, key_bytes=2, sums_as="reduction"),
+    "cudnn": Beside(query_bytes=14, expanded_bytes=2, key_bytes=2),
+    "flash3": Beside(query_bytes=14, key_bytes=4 + 4 + 2, num_shared_kernels=4),
+}
+"""Kernels beside the main one, by kernel. The memory-efficient one does their work itself
+(kKernelComputesDelta, in 16 bits).
+
+flash: flash_bwd_dot_do_o_kernel<Clear_dQaccum> and flash_bwd_convert_dq_kernel (flash-attention 2.8
+flash_bwd_launch_template.h); torch 2.13 flash_api.cpp sums the gradients of heads that share a key by
+at::sum. cudnn: compute_dot_do_o_specialized<true>, convert_dq_to_16bits and two fmha_reduce_head, as cuDNN 9
+names them.
+flash3: hopper/flash_bwd_launch_template.h, which adds up the gradients of shared keys in float32.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionRates:
     """Parameters of one attention kernel in one direction on one card."""
 
@@ -83,6 +120,11 @@ class AttentionRates:
     rates_from: RatesFrom
     spread: Mapping[str, float] = field(hash=False)
     """Standard deviation of ln(predicted / measured), by regime_of."""
+    beside: Beside | None = None
+    """Kernels beside the main one; None where there are none, or their rates are not known."""
+    beside_bytes_per_second: float = math.inf
+    sums_bytes_per_second: float = math.inf
+    """Rate of the kernels that shared keys need."""
 
     def rate(self, head_dim: Numbers) -> Numbers:
         """FLOP/s of long sequences. Below the smallest known head_dim it falls with the root of it.
@@ -129,15 +171,41 @@ def attention_seconds(
     is_causal: Truths = True,
     window: Numbers = 0.0,
     is_backward: bool = False,
+    key_heads: Numbers = 0.0,
 ) -> Numbers:
-    """Seconds of one kernel, by shape: numbers or arrays that broadcast. A launch is not in it."""
+    """Seconds of one pass, by shape: numbers or arrays that broadcast. Its first launch is not in it.
+
+    `key_heads` of 0: as many as heads.
+    """
     num_blocks, total, longest = columns(query_length, key_length, window, is_causal)
     products = BACKWARD_PRODUCTS if is_backward else 1.0
     column_seconds = products * 4 * BLOCK_ROWS * head_dim / rates.rate(head_dim)
     busy = batch * heads * (total + num_blocks * rates.start_columns) * column_seconds
     chain = longest * rates.num_sms * rates.alone * column_seconds + rates.chain_seconds
     blend = rates.blend
-    return (busy**blend + chain**blend) ** (1 / blend)
+    seconds: Numbers = (busy**blend + chain**blend) ** (1 / blend)
+    if rates.beside is None:
+        return seconds
+    queries = batch * heads * query_length * head_dim
+    keys = batch * key_length * head_dim
+    return seconds + _beside_seconds(rates, rates.beside, queries, keys, heads, key_heads)
+
+
+def _beside_seconds(
+    rates: AttentionRates,
+    beside: Beside,
+    queries: Numbers,
+    keys: Numbers,
+    heads: Numbers,
+    key_heads: Numbers,
+) -> Numbers:
+    """Seconds of the kernels beside the main one: `queries` values, and `keys` of a head of keys."""
+    moved = beside.query_bytes * queries / rates.beside_bytes_per_second
+    summed = 2 * keys * (heads * beside.expanded_bytes + key_heads * beside.key_bytes)
+    is_shared = (key_heads > 0) & (key_heads < heads)
+    started = moving.KERNEL_TAIL_SECONDS * beside.num_kernels
+    shared = moving.KERNEL_TAIL_SECONDS * beside.num_shared_kernels
+    return moved + started + either(is_shared, summed / rates.sums_bytes_per_second + shared, 0.0)
 
 
 REGIMES = ("short", "few blocks", "many blocks")
@@ -230,7 +298,21 @@ def _own(gpu: Gpu, kernel: str, dtype: str, is_backward: bool) -> AttentionRates
         num_sms=gpu.num_sms or 0,
         rates_from=RatesFrom.THIS_CARD if scale == 1 else RatesFrom.CARDS_LIKE_IT,
         spread=dict(zip(REGIMES, own.spread, strict=True)),
+        **beside_of(gpu, stand_in, is_backward=is_backward),
     )
+
+
+def beside_of(gpu: Gpu, kernel: str, *, is_backward: bool) -> dict[str, Any]:
+    """Fields of AttentionRates about the kernels beside a pass of a kernel; empty where there are none."""
+    beside = BESIDE.get(kernel) if is_backward else None
+    rates = moving.rates_of(gpu).bytes_per_second
+    if beside is None or "elementwise" not in rates:
+        return {}
+    return {
+        "beside": beside,
+        "beside_bytes_per_second": rates["elementwise"],
+        "sums_bytes_per_second": rates[beside.sums_as],
+    }
 
 
 def rates_from_rows(
@@ -278,6 +360,7 @@ def rates_from_rows(
         num_sms=gpu.num_sms or 0,
         rates_from=rates_from,
         spread=dict(zip(REGIMES, spread, strict=True)),
+        **beside_of(gpu, kernel, is_backward=is_backward),
     )
 
 

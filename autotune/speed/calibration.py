@@ -152,7 +152,7 @@ def _attention(machine: CardRates, timed: Sequence[TimedKernel]) -> Iterable[Own
 def _attention_times(
     timed: Sequence[TimedKernel], tail_seconds: float, *, is_backward: bool
 ) -> AttentionTimes:
-    samples, heads, _, queries, keys, head_dim, is_causal = np.array(
+    samples, heads, key_heads, queries, keys, head_dim, is_causal = np.array(
         [each.kernel.shape for each in timed], float
     ).T
     return AttentionTimes(
@@ -164,6 +164,7 @@ def _attention_times(
             "head_dim": head_dim,
             "is_causal": is_causal.astype(bool),
             "is_backward": is_backward,
+            "key_heads": key_heads,
         },
         seconds=np.array([each.seconds for each in timed]),
         beside=tail_seconds,

@@ -16,8 +16,7 @@ Known limitations
 - Gathered access costs more than its bytes say: against the published A100 times embedding, forward and
   backward, comes out a fifth to a half too fast; lm_head with cross-entropy within 6 %,
   layer_norm within 13 %.
-- Kernels over lists of tensors, sums over columns and what runs beside attention's backward pass, on an H200:
-  studies/h200/OPERATIONS.md.
+- Sums over columns, and attention's backward pass, on an H200: studies/h200/OPERATIONS.md.
 - The shape of a convolution is not seen.
 - Whole published runs: studies/published-speed.
 - Price the micro-step and the optimizer step apart. Copies to and from the host are taken not to overlap
@@ -40,7 +39,7 @@ from autotune.speed import attention, host, moving
 from autotune.speed.attention import AttentionRates
 from autotune.speed.matmul import MatmulCard, matmul_seconds
 from autotune.speed.matmul_cards import attainable_flop_per_second, matmul_card
-from autotune.speed.moving import MovingRates
+from autotune.speed.moving import KERNEL_TAIL_SECONDS, MovingRates
 from autotune.speed.origin import RatesFrom
 
 KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
@@ -91,9 +90,6 @@ _MATMUL_OF_BANDWIDTH = 0.75
 # gradient, writes a 16-bit copy (30 bytes an element), on a desktop of two DDR5 channels (90 GB/s at
 # best). Servers are quicker.
 HOST_UPDATE_SECONDS_PER_ELEMENT = 30 / 50e9
-# A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows
-# with its width.
-_KERNEL_TAIL_SECONDS = 3e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +131,7 @@ class CardRates:
     """Parameters of what memory bounds."""
     matmul_bytes_per_second: float | None
     """Rate of the bytes of a matmul of unknown shape."""
-    kernel_tail_seconds: float = _KERNEL_TAIL_SECONDS
+    kernel_tail_seconds: float = KERNEL_TAIL_SECONDS
     """Seconds that the GPU spends on starting and ending any kernel."""
     launch_seconds: Mapping[str, float] = field(
         default_factory=lambda: host.USUAL.launch_seconds, hash=False
@@ -372,7 +368,7 @@ def _attention_seconds(
     """Seconds by the shape; where that is not known, by the operations at the rate of long sequences."""
     if not shape:
         return float(flops / rates.rate(_USUAL_HEAD))
-    samples, heads, _, queries, keys, head_dim, is_causal = shape
+    samples, heads, key_heads, queries, keys, head_dim, is_causal = shape
     return float(
         attention.attention_seconds(
             rates,
@@ -383,5 +379,6 @@ def _attention_seconds(
             head_dim=head_dim,
             is_causal=bool(is_causal),
             is_backward=is_backward,
+            key_heads=key_heads,
         )
     )

@@ -9,6 +9,7 @@ import pytest
 
 from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.speed.attention import (
+    BESIDE,
     KERNELS,
     REGIMES,
     AttentionRates,
@@ -20,6 +21,7 @@ from autotune.speed.attention import (
     share_at_half_rate,
     table,
 )
+from autotune.speed.moving import KERNEL_TAIL_SECONDS
 from autotune.speed.origin import RatesFrom
 
 # 1 TFLOP/s on 10 SMs: a column of keys for 64 rows of 128 takes 4 x 64 x 128 / 1e12 s.
@@ -69,6 +71,52 @@ def test_busy_and_the_longest_block() -> None:
     # The backward pass has two and a half times the products.
     backward = attention_seconds(RATES, batch=1, heads=1, **shape, is_backward=True)
     assert backward == pytest.approx(2.5 * one)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "key_heads", "moved_bytes", "num_kernels"),
+    [
+        # 2 x 8 x 256 x 64 values of the queries: two reads of 16 bits, 32 cleared, 32 read, 16 written.
+        ("flash", 8, 262144 * 14, 2),
+        # Gradients of keys and values: 8 heads are read, 2 written.
+        ("flash", 2, 262144 * (14 + 2 * 2) + 2 * 65536 * 2, 4),
+        ("cudnn", 2, 262144 * (14 + 2 * 2) + 2 * 65536 * 2, 4),
+        # Added up in float32: cleared, read and written in 16 bits.
+        ("flash3", 2, 262144 * 14 + 2 * 65536 * 10, 6),
+    ],
+)
+def test_kernels_beside_the_backward_pass(
+    kernel: str, key_heads: int, moved_bytes: int, num_kernels: int
+) -> None:
+    shape = {"batch": 2, "heads": 8, "query_length": 256, "key_length": 256, "head_dim": 64}
+    rates = dataclasses.replace(
+        RATES,
+        beside=BESIDE[kernel],
+        beside_bytes_per_second=1e12,
+        sums_bytes_per_second=1e12,
+    )
+    alone, both = (
+        float(attention_seconds(each, **shape, is_backward=True, key_heads=key_heads))
+        for each in (RATES, rates)
+    )
+    expected = moved_bytes / 1e12 + num_kernels * KERNEL_TAIL_SECONDS
+    assert both - alone == pytest.approx(expected)
+
+
+def test_only_backward_passes_in_several_kernels_have_kernels_beside() -> None:
+    a100 = find_gpu("NVIDIA A100-SXM4-80GB")
+    of = {
+        (kernel, is_backward): rates_of(a100, kernel, is_backward=is_backward)
+        for kernel in KERNELS
+        for is_backward in (False, True)
+    }
+    with_some = {key for key, rates in of.items() if rates is not None and rates.beside is not None}
+    # cudnn and flash3 run as flash there.
+    assert with_some == {(kernel, True) for kernel in ("flash", "flash3", "cudnn", "flex")}
+    flash = of["flash", True]
+    assert flash is not None
+    # torch sums heads' gradients by at::sum, which reaches less of the bandwidth.
+    assert flash.sums_bytes_per_second < flash.beside_bytes_per_second
 
 
 def test_a_block_s_start_weighs_more_in_short_sequences() -> None:

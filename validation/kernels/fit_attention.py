@@ -289,6 +289,7 @@ def fit_published(rows: list[Published], few_blocks: dict[str, float]) -> dict[s
     peak = attention.instruction_peak(gpu, first.kernel, "float16")
     assert peak is not None
     assert gpu.num_sms is not None
+    is_backward = first.direction == "backward"
     dims = sorted({row.head_dim for row in rows})
     shapes = shapes_of(rows)
     measured = np.log([row.seconds for row in rows])
@@ -303,9 +304,8 @@ def fit_published(rows: list[Published], few_blocks: dict[str, float]) -> dict[s
             num_sms=gpu.num_sms or 0,
             rates_from=RatesFrom.THIS_CARD,
             spread={},
+            **attention.beside_of(gpu, first.kernel, is_backward=is_backward),
         )
-
-    is_backward = first.direction == "backward"
 
     def residuals(p: NDArray) -> NDArray:
         off = np.log(attention_seconds(rates(p), **shapes, is_backward=is_backward)) - measured
