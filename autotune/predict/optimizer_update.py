@@ -209,6 +209,9 @@ def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
     """
     num_quantized, quantized_bytes = cost.num_quantized_kernels, cost.quantized_bytes
     values_each = cost.num_quantized_values / max(num_quantized, 1)
+    num_other = cost.num_kernels - num_quantized - sum(each.count for each in cost.lists)
+    other_bytes = cost.bytes_moved - quantized_bytes
+    other_bytes -= sum(each.bytes_moved for each in cost.lists)
     kernels = [
         roofline.Kernel(
             name="optimizer",
@@ -220,10 +223,26 @@ def kernels_of(cost: StepCost, paged_out_bytes: int) -> list[roofline.Kernel]:
             count=count,
         )
         for count, moved, shape in (
-            (cost.num_kernels - num_quantized, cost.bytes_moved - quantized_bytes, ()),
+            (num_other, other_bytes, ()),
             (num_quantized, quantized_bytes, (values_each,)),
         )
         if count
+    ]
+    kernels += [
+        roofline.Kernel(
+            name="optimizer",
+            kind="lists",
+            dtype="float32",
+            flops=0,
+            bytes_moved=each.bytes_moved / each.count,
+            shape=(
+                each.num_blocks / each.count,
+                each.num_rounds / each.count,
+                float(each.is_fused),
+            ),
+            count=each.count,
+        )
+        for each in cost.lists
     ]
     kernels += [
         roofline.Kernel(name="mm", kind="matmul", dtype=dtype, flops=flops, bytes_moved=0, count=1)

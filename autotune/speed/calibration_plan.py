@@ -65,22 +65,23 @@ BYTES_PER_ELEMENT = {
     "native_dropout_backward": 2 * HALF_BYTES + 1,
     "embedding": 2 * HALF_BYTES,
     "index_select": 2 * HALF_BYTES,
-    "_fused_adamw_": 7 * SINGLE_BYTES,
     "dequantize_4bit": BYTES_OF_4_BIT_WEIGHT,
     "copy_host": HALF_BYTES,
     PAGEABLE: HALF_BYTES,
 }
 """Bytes that a kernel reads and writes for each element: of a product by a row that all rows share, those of
-the rows; of a gather, the rows that it takes and writes; of a fused AdamW, weight, moments and gradient."""
+the rows; of a gather, the rows that it takes and writes."""
 FURTHER_BYTES_PER_ELEMENT = {
+    "_fused_adamw_": 7 * SINGLE_BYTES,
     "embedding_dense_backward": 2 * HALF_BYTES,
     "adamw_bnb_8bit": 2 * HALF_BYTES + HALF_BYTES + 4,
     "paged_adamw_8bit": 2 * HALF_BYTES + HALF_BYTES + 4,
     "liger_rms_norm": 2 * HALF_BYTES,
     "liger_swiglu": 3 * HALF_BYTES,
 }
-"""The same of kernels that no rate is fitted to: they are timed to be held against their predictions. Of an
-AdamW in 8 bits: a weight read and written, its gradient read, two moments of a byte read and written."""
+"""The same of kernels that no rate is fitted to: they are timed to be held against their predictions. Of a
+fused AdamW: weight, moments and gradient, in several launches (roofline's kind `lists`). Of an AdamW in 8
+bits: a weight read and written, its gradient read, two moments of a byte read and written."""
 _SINGLE = ("_fused_adamw_",)
 ROWWISE = {
     "_softmax": 2,

@@ -8,8 +8,10 @@ read what is scattered or broadcast, and backward passes of norms and softmax, r
 
 Some kernels take instructions for every element, or their bytes, whichever is longer: pointwise ones whose
 operands do not lie alike (one is broadcast, transposed or a slice) and are found by their strides, updates
-with 8-bit state, and what unpacks 4-bit weights. Copies to and from pinned host memory take a share of the
-PCIe link.
+with 8-bit state, and what unpacks 4-bit weights. A launch over lists of tensors has a block for each chunk
+of them. As many as fit on the SMs run at once and share the bandwidth, then the rest; none is through before
+it has loaded its chunk round by round (lists_seconds). Copies to and from pinned host memory take a share of
+the PCIe link.
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
@@ -85,6 +87,9 @@ class MovingRates:
     spread: Mapping[str, float] = field(hash=False)
     """Standard deviation of ln(predicted / measured), by family of FAMILIES or `named`: those of the
     table."""
+    lists: Mapping[bool, tuple[float, float]] = field(default_factory=dict, hash=False)
+    """Blocks of a launch over lists of tensors that run at once, and seconds of a round of loads of one, by
+    whether it is a fused optimizer's; empty where the SMs are not known."""
     own: frozenset[str] = frozenset()
     """Families that were measured on this very card."""
 
@@ -141,6 +146,23 @@ def moving_seconds(
     if work in rates.elements_per_second:
         seconds = larger(seconds, elements / rates.elements_per_second[work])
     return seconds
+
+
+def lists_seconds(
+    rates: MovingRates, *, bytes_moved: float, num_blocks: float, num_rounds: float, is_fused: bool
+) -> float:
+    """Seconds of one launch over lists of tensors.
+
+    `num_rounds`: rounds of loads of the longest block. Raises KeyError where the bandwidth is not known.
+    """
+    moved = float(moving_seconds(rates, "elementwise", bytes_moved=bytes_moved))
+    if is_fused not in rates.lists:
+        return moved
+    at_once, round_seconds = rates.lists[is_fused]
+    num_waves, rest = divmod(num_blocks, at_once)
+    alone = num_rounds * round_seconds
+    seconds = num_waves * max(at_once / num_blocks * moved, alone)
+    return seconds + (max(rest / num_blocks * moved, alone) if rest else 0.0)
 
 
 def evidence(rates: MovingRates, family: str) -> RatesFrom:
@@ -239,6 +261,13 @@ def rates_from_rows(
             elements_per_second[work] = each * gpu.num_sms * clock
         weights_per_second = rules["dequantize"]["weights_per_sm_clock"] * gpu.num_sms * clock
     row_seconds = {}
+    lists = dict[bool, tuple[float, float]]()
+    if clock is not None and gpu.num_sms is not None:
+        resident = _most_threads(gpu) // rules["lists"]["threads"]
+        for is_fused, name in ((False, "foreach"), (True, "fused")):
+            at_once = min(rules["lists"][f"{name}_blocks_per_sm"], resident)
+            clocks = rules["lists"][f"{name}_clocks_per_round"]
+            lists[is_fused] = at_once * gpu.num_sms, clocks / clock
     if gpu.num_sms is not None:
         # An SM's work takes clocks: those of another card last as long as its own.
         longer = 1.0 if own or clock is None else _mean(rows, "boost_clock_hertz") / clock
@@ -252,10 +281,19 @@ def rates_from_rows(
         row_seconds=row_seconds,
         weights_per_second=weights_per_second,
         elements_per_second=elements_per_second,
+        lists=lists,
         l2_bytes=gpu.l2_bytes or 0,
         rates_from=rates_from,
         spread=rules["spread"][rates_from.name.lower()],
     )
+
+
+def _most_threads(gpu: Gpu) -> int:
+    """Threads that an SM has at once (CUDA C++ Programming Guide, technical specifications)."""
+    capability = gpu.compute_capability or (0, 0)
+    if capability == (7, 5):
+        return 1024
+    return 1536 if capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12 else 2048
 
 
 def _dotted(gpu: Gpu) -> str:

@@ -42,9 +42,10 @@ from autotune.speed.matmul_cards import attainable_flop_per_second, matmul_card
 from autotune.speed.moving import KERNEL_TAIL_SECONDS, MovingRates
 from autotune.speed.origin import RatesFrom
 
-KINDS = ("matmul", "attention", "elementwise", "reduction", "dequantize", "copy_host")
-"""Limits that bound a kernel. `reduction`: rows are read more than once; `dequantize`: 4-bit weights are
-unpacked, which instructions bound; `copy_host`: over PCIe."""
+KINDS = ("matmul", "attention", "elementwise", "lists", "reduction", "dequantize", "copy_host")
+"""Limits that bound a kernel. `lists`: a launch over lists of tensors, chunk by chunk; `reduction`: rows are
+read more than once; `dequantize`: 4-bit weights are unpacked, which instructions bound; `copy_host`: over
+PCIe."""
 
 PHASES = ("forward", "backward", "recompute", "update")
 """Phases of a step. `recompute`: activation checkpointing's second forward pass, within the backward pass."""
@@ -110,7 +111,8 @@ class Kernel:
     shape: tuple[float, ...] = ()
     """Sizes that its speed depends on. A matmul: (batch, m, n, k), as y[m, n] = x[m, k] w[k, n] for each of a
     batch. Attention: (samples, heads, key heads, queries, keys, size of a head, 1 if causal or 0). A
-    reduction: (rows, columns). A pointwise kernel whose operands do not lie alike: (elements,). An update
+    reduction: (rows, columns). Lists of tensors: (blocks, rounds of loads of the longest block, 1 if it is a
+    fused optimizer's or 0). A pointwise kernel whose operands do not lie alike: (elements,). An update
     with 8-bit state: (values of it,). Others, and kernels of which nobody knows: empty."""
     count: float = 1
     phase: str = "update"
@@ -275,8 +277,18 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
     family = family_of(kernel, machine.moving)
     if family not in machine.moving.bytes_per_second:
         return None  # The card's bandwidth is not known.
+    if kind == "lists":
+        blocks, rounds, is_fused = kernel.shape
+        seconds = moving.lists_seconds(
+            machine.moving,
+            bytes_moved=kernel.bytes_moved,
+            num_blocks=blocks,
+            num_rounds=rounds,
+            is_fused=bool(is_fused),
+        )
+        return seconds, "memory bandwidth"
     rows, row_length = kernel.shape if len(kernel.shape) == 2 else (0.0, 0.0)
-    seconds = moving.moving_seconds(
+    moved_seconds = moving.moving_seconds(
         machine.moving,
         family,
         bytes_moved=kernel.bytes_moved,
@@ -285,7 +297,7 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
         elements=kernel.shape[0] if len(kernel.shape) == 1 else 0.0,
         work=_work_of(kernel),
     )
-    return float(seconds), "transfer" if kind == "copy_host" else "memory bandwidth"
+    return float(moved_seconds), "transfer" if kind == "copy_host" else "memory bandwidth"
 
 
 def _work_of(kernel: Kernel) -> str:

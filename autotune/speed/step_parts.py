@@ -21,6 +21,7 @@ _CAUSES = {
     "matmul": "matmul",
     "attention": "attention",
     "elementwise": "memory",
+    "lists": "memory",
     "reduction": "memory",
     "dequantize": "dequantize",
     "copy_host": "transfer",

@@ -14,6 +14,7 @@ from autotune.speed.moving import (
     MovingRates,
     evidence,
     family_of,
+    lists_seconds,
     moving_seconds,
     rates_of,
 )
@@ -197,3 +198,40 @@ def test_evidence_is_by_family() -> None:
     assert [evidence(card, family) for family in families] == [this, this, like, like, sheet, sheet]
     unknown = rates_of(find_gpu("rtx-4090"))
     assert {evidence(unknown, family) for family in families} == {sheet}
+
+
+def test_a_launch_over_lists_runs_in_waves() -> None:
+    # 40 blocks at once, 1 us a round, 1 GB/s.
+    rates = dataclasses.replace(
+        rates_of(find_gpu("H100 SXM")),
+        bytes_per_second={"elementwise": 1e9},
+        l2_bytes=0,
+        lists={True: (40, 1e-6)},
+    )
+
+    def seconds(num_blocks: float, bytes_each: float, *, is_fused: bool = True) -> float:
+        return lists_seconds(
+            rates,
+            bytes_moved=num_blocks * bytes_each,
+            num_blocks=num_blocks,
+            num_rounds=32,
+            is_fused=is_fused,
+        )
+
+    # One wave: its bytes, or the rounds of a block, whichever is longer.
+    assert seconds(40, 1000) == pytest.approx(40e-6)
+    assert seconds(40, 100) == pytest.approx(32e-6)
+    # Two waves and four blocks that begin late.
+    assert seconds(84, 1000) == pytest.approx(80e-6 + 32e-6)
+    # Of a kernel whose blocks are not known, the bytes.
+    assert seconds(84, 1000, is_fused=False) == pytest.approx(84e-6)
+
+
+@pytest.mark.parametrize(("card", "most"), [("L40S", 1.02), ("RTX 4090", 1.02), ("A100", 1.3)])
+def test_slow_memory_hides_the_end_of_a_launch(card: str, most: float) -> None:
+    gpu = find_gpu(card)
+    rates = rates_of(gpu)
+    moved = 320 * 65_536 * 14
+    alone = moved / rates.bytes_per_second["elementwise"]
+    found = lists_seconds(rates, bytes_moved=moved, num_blocks=320, num_rounds=32, is_fused=True)
+    assert 0.999 * alone < found < most * alone

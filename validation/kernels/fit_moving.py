@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autotune.memory.optimizers import TensorSpec
+from autotune.memory.optimizers.torch_lists import launches_over
 from autotune.speed import least_squares, moving, roofline
 from autotune.speed.moving import MovingRates, moving_seconds, rates_from_rows
 from validation.kernels.public_tables import Columns, card, chosen, columns
@@ -228,6 +230,67 @@ state are taken off as predicted. Rows of Qwen2.5-0.5B test it (studies/h200/OPE
 their SMs and clocks, unmeasured."""
 
 
+FUSED_MS = {"27 launches": 4.503, "one launch": 3.564}
+"""_fused_adamw_ of a 128th of Llama 2 70B in bfloat16 on an H100 of 2.4 TB/s, before and after a change that
+made one launch of them all (pytorch/pytorch pull request 119842, which torch does not have). The latter
+reaches 0.88 of the bandwidth."""
+FUSED_BLOCKS_PER_SM = 2
+"""58 registers for each of 512 threads: half of an SM's threads (pytorch/pytorch pull request 123566)."""
+FOREACH_BLOCKS_PER_SM = 4
+FOREACH_CLOCKS_PER_ROUND = 960
+"""Clocks of a round of loads of clipping and foreach kernels. [judgement] Twice the 479 that a load from an
+idle H100's memory takes (arXiv 2402.13499): no round begins before the one before it is stored."""
+
+
+def shard_of_llama_2_70b() -> list[TensorSpec]:
+    """Weights of Llama 2 70B, each a 128th."""
+    width, keys, inner, vocabulary, shards = 8192, 1024, 28672, 32000, 128
+    layer = [width * width, keys * width, keys * width, width * width, *(3 * [inner * width])]
+    sizes = [vocabulary * width, *(80 * [*layer, width, width]), width, vocabulary * width]
+    return [TensorSpec(shape=(size // shards,), dtype="bfloat16") for size in sizes]
+
+
+def fused_clocks_per_round() -> float:
+    """Clocks of a round of loads of a block of _fused_adamw_ that has its SM nearly to itself.
+
+    Solved from FUSED_MS: as one launch all blocks share the bandwidth; as 27, each ends in some blocks that
+    begin late, and has nothing else to do.
+    """
+    gpu = card("NVIDIA H100 80GB HBM3")
+    clock = gpu.boost_clock_hertz
+    assert gpu.num_sms is not None
+    assert clock is not None
+    passes = 7  # reads and writes of each value: weight and two moments, and the gradient
+    launches = [
+        (passes * moved, blocks, -(-longest // 2048))
+        for moved, blocks, longest in launches_over(shard_of_llama_2_70b(), 4)
+    ]
+    all_bytes = sum(moved for moved, _, _ in launches)
+    rate = all_bytes / (FUSED_MS["one launch"] * 1e-3 - moving.KERNEL_TAIL_SECONDS)
+    at_once = FUSED_BLOCKS_PER_SM * gpu.num_sms
+
+    def ms(clocks: float) -> float:
+        rates = replace(
+            moving.rates_of(gpu),
+            bytes_per_second={"elementwise": rate},
+            l2_bytes=0,
+            lists={True: (at_once, clocks / clock)},
+        )
+        return 1e3 * sum(
+            moving.KERNEL_TAIL_SECONDS
+            + moving.lists_seconds(
+                rates, bytes_moved=moved, num_blocks=blocks, num_rounds=rounds, is_fused=True
+            )
+            for moved, blocks, rounds in launches
+        )
+
+    low, high = 0.0, 20_000.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if ms(middle) < FUSED_MS["27 launches"] else (low, middle)
+    return low
+
+
 RULES = """\
 # Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
 # Do not edit: what is not fitted is in that module, with its source.
@@ -305,6 +368,15 @@ def written(rows: list[dict[str, Any]], spread: Mapping[str, Mapping[str, float]
         f"strided = {strided_elements_per_sm_clock():.3g}",
         f"strided_16_bits = {strided_16_bits_per_sm_clock():.3g}",
         f"quantized_state = {QUANTIZED_STATE_PER_SM_CLOCK:.3g}",
+        "",
+        "# Launches over lists of tensors: blocks of 512 threads on an SM at once, and clocks of a round of",
+        "# loads of one. fused: _fused_adamw_ on an H100 (pytorch/pytorch pull requests 119842, 123566).",
+        "[lists]",
+        "threads = 512",
+        f"foreach_blocks_per_sm = {FOREACH_BLOCKS_PER_SM}",
+        f"foreach_clocks_per_round = {FOREACH_CLOCKS_PER_ROUND}",
+        f"fused_blocks_per_sm = {FUSED_BLOCKS_PER_SM}",
+        f"fused_clocks_per_round = {fused_clocks_per_round():.0f}",
         "",
     ]
     for origin, by_family in spread.items():

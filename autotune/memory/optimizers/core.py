@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autotune.common.dtypes import DTYPE_BYTES
@@ -50,6 +50,55 @@ class StateTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ListLaunches:
+    """Sums over launches of multi_tensor_apply that are alike: each block works on one chunk of a tensor."""
+
+    is_fused: bool
+    """Whether it is a whole optimizer's kernel, of which fewer blocks fit on an SM."""
+    num_moved: int
+    """Number of values that are read or written for each of a list."""
+    is_full: bool
+    """Whether each launch has as many blocks as it may have."""
+    count: int
+    bytes_moved: int
+    num_blocks: int
+    num_rounds: int
+    """Rounds of loads of the block of each launch that has most, one after the other."""
+
+    @property
+    def alike(self) -> tuple[bool, int, bool]:
+        """A key of launches that are added up."""
+        return self.is_fused, self.num_moved, self.is_full
+
+    def __add__(self, other: ListLaunches) -> ListLaunches:
+        return replace(
+            self,
+            count=self.count + other.count,
+            bytes_moved=self.bytes_moved + other.bytes_moved,
+            num_blocks=self.num_blocks + other.num_blocks,
+            num_rounds=self.num_rounds + other.num_rounds,
+        )
+
+    def times(self, count: int) -> ListLaunches:
+        """Return the sums of so many times these launches."""
+        return replace(
+            self,
+            count=count * self.count,
+            bytes_moved=count * self.bytes_moved,
+            num_blocks=count * self.num_blocks,
+            num_rounds=count * self.num_rounds,
+        )
+
+
+def added_lists(launches: Iterable[ListLaunches]) -> tuple[ListLaunches, ...]:
+    """Return sums of launches that are alike."""
+    found: dict[tuple[bool, int, bool], ListLaunches] = {}
+    for each in launches:
+        found[each.alike] = found[each.alike] + each if each.alike in found else each
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
     """Cost of one call on the GPU, for a roofline."""
 
@@ -71,6 +120,8 @@ class StepCost:
     """Number of values of 8-bit state that they update."""
     host_operations: float = 0.0
     """Work of the host beside its launches, in operations of a forward pass."""
+    lists: tuple[ListLaunches, ...] = ()
+    """Launches over lists of tensors, among `num_kernels`; they move bytes of `bytes_moved`."""
 
     def __add__(self, other: StepCost) -> StepCost:
         flops = dict(self.matmul_flops)
@@ -86,6 +137,7 @@ class StepCost:
             quantized_bytes=self.quantized_bytes + other.quantized_bytes,
             num_quantized_values=self.num_quantized_values + other.num_quantized_values,
             host_operations=self.host_operations + other.host_operations,
+            lists=added_lists((*self.lists, *other.lists)),
         )
 
     def times(self, count: int) -> StepCost:
@@ -100,6 +152,7 @@ class StepCost:
             quantized_bytes=count * self.quantized_bytes,
             num_quantized_values=count * self.num_quantized_values,
             host_operations=count * self.host_operations,
+            lists=tuple(each.times(count) for each in self.lists),
         )
 
 

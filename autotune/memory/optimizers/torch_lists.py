@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers.core import (
     Algorithm,
+    ListLaunches,
     States,
     StateTensor,
     StepCost,
     TensorSpec,
+    added_lists,
     alloc_state,
     by_group,
     ceil_div,
@@ -25,6 +27,7 @@ from autotune.memory.optimizers.core import (
 # torch 2.13 ATen/native/cuda/MultiTensorApply.cuh: kChunkSize, depth_to_max_blocks and
 # depth_to_max_tensors of builds below CUDA 13 (above it 7 times as many fit, so fewer launches).
 _CHUNK_ELEMENTS = 65_536
+_ROUND_ELEMENTS = 512 * 4  # kBlockSize threads, of which each loads kILP values
 _MAX_BLOCKS = 320
 _MAX_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
 
@@ -70,7 +73,8 @@ class TensorLists(Algorithm):
             free_list(tape, last)
 
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
-        update = _foreach_cost(specs, self.passes)
+        # One kernel does it all where the count is on the device.
+        update = _foreach_cost(specs, self.passes, is_fused=self.step_on_device)
         if not self.step_on_device:
             return update
         counts = [TensorSpec(shape=(), dtype="float32", group=spec.group) for spec in specs]
@@ -182,7 +186,9 @@ def clip_cost(specs: Sequence[TensorSpec]) -> StepCost:
     # Zeroed partial sums and their reduction per dtype; stack, norm, add, reciprocal, mul, clamp.
     num_dtypes = len({spec.dtype for spec in specs})
     return StepCost(
-        bytes_moved=passes.bytes_moved, num_kernels=passes.num_kernels + 2 * num_dtypes + 6
+        bytes_moved=passes.bytes_moved,
+        num_kernels=passes.num_kernels + 2 * num_dtypes + 6,
+        lists=passes.lists,
     )
 
 
@@ -215,48 +221,73 @@ def unscale_cost(specs: Sequence[TensorSpec]) -> StepCost:
         bytes_moved=passes.bytes_moved,
         num_kernels=passes.num_kernels + 6,
         num_synchronizations=1,
+        lists=passes.lists,
     )
 
 
-def _foreach_cost(specs: Sequence[TensorSpec], passes: Iterable[tuple[int, int]]) -> StepCost:
+def _foreach_cost(
+    specs: Sequence[TensorSpec], passes: Iterable[tuple[int, int]], *, is_fused: bool = False
+) -> StepCost:
     """Cost of foreach kernels over parameters in their groups; for the passes see _lists_cost."""
     lists = [
         same_dtype for group in by_group(specs) for same_dtype in _by_dtype(specs[i] for i in group)
     ]
-    return _lists_cost(lists, passes)
+    return _lists_cost(lists, passes, is_fused=is_fused)
 
 
 def _lists_cost(
-    lists: Sequence[Sequence[TensorSpec]], passes: Iterable[tuple[int, int]]
+    lists: Sequence[Sequence[TensorSpec]],
+    passes: Iterable[tuple[int, int]],
+    *,
+    is_fused: bool = False,
 ) -> StepCost:
     """Cost of foreach kernels, each given as (tensor lists, tensors read or written)."""
     num_bytes = sum(map(total_bytes, lists))
-    bytes_moved = num_kernels = 0
+    launches = list[ListLaunches]()
+    bytes_moved = 0
     for depth, num_moved in passes:
         bytes_moved += num_moved * num_bytes
-        num_kernels += sum(_num_launches(tensors, depth) for tensors in lists)
-    return StepCost(bytes_moved=bytes_moved, num_kernels=num_kernels)
+        for tensors in lists:
+            for moved, num_blocks, longest in launches_over(tensors, depth):
+                launches.append(
+                    ListLaunches(
+                        is_fused=is_fused,
+                        num_moved=num_moved,
+                        is_full=num_blocks == _MAX_BLOCKS,
+                        count=1,
+                        bytes_moved=num_moved * moved,
+                        num_blocks=num_blocks,
+                        num_rounds=ceil_div(longest, _ROUND_ELEMENTS),
+                    )
+                )
+    return StepCost(bytes_moved=bytes_moved, num_kernels=len(launches), lists=added_lists(launches))
 
 
-def _num_launches(specs: Iterable[TensorSpec], depth: int) -> int:
+def launches_over(specs: Iterable[TensorSpec], depth: int) -> Iterator[tuple[int, int, int]]:
     """Launches of multi_tensor_apply over `depth` lists of such tensors.
 
-    A launch is full with _MAX_BLOCKS chunks, or when its last tensor slot's tensor is complete.
+    Of each: bytes of its part of one list, blocks, and elements of the longest chunk. A launch is full with
+    _MAX_BLOCKS chunks, or when its last tensor slot's tensor is complete.
     """
-    num_launches = num_blocks = num_tensors = 0
+    size_bytes = num_blocks = num_tensors = longest = 0
     for spec in specs:
-        num_chunks = ceil_div(spec.num_elements, _CHUNK_ELEMENTS)
-        num_tensors += num_chunks > 0
-        while num_chunks:
-            num_taken = min(num_chunks, _MAX_BLOCKS - num_blocks)
+        left = spec.num_elements
+        element_bytes = DTYPE_BYTES[spec.dtype]
+        num_tensors += left > 0
+        while left:
+            num_taken = min(ceil_div(left, _CHUNK_ELEMENTS), _MAX_BLOCKS - num_blocks)
+            taken = min(left, num_taken * _CHUNK_ELEMENTS)
             num_blocks += num_taken
-            num_chunks -= num_taken
-            slots_full = num_tensors == _MAX_TENSORS[depth] and not num_chunks
+            size_bytes += taken * element_bytes
+            longest = max(longest, min(taken, _CHUNK_ELEMENTS))
+            left -= taken
+            slots_full = num_tensors == _MAX_TENSORS[depth] and not left
             if num_blocks == _MAX_BLOCKS or slots_full:
-                num_launches += 1
-                num_blocks = 0
-                num_tensors = 1 if num_chunks else 0
-    return num_launches + (num_blocks > 0)
+                yield size_bytes, num_blocks, longest
+                size_bytes = num_blocks = longest = 0
+                num_tensors = 1 if left else 0
+    if num_blocks:
+        yield size_bytes, num_blocks, longest
 
 
 def _alloc_list(tape: Tape, specs: Sequence[TensorSpec]) -> list[int]:
