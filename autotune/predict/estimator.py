@@ -349,10 +349,13 @@ class Estimator:
     def _compile_seconds(
         self, config: TrainConfig, spec: TraceSpec, rank: int
     ) -> tuple[float, float] | None:
-        if not self.is_compiled_step(config):
+        num_updates, num_kernels = self._update(config).num_compiled, 0.0
+        if self.is_compiled_step(config):
+            launches = self._traces[spec].launches(config.micro_batch_size, rank)
+            num_kernels = sum(launch.count for launch in launches)
+        if not num_updates and not num_kernels:
             return None
-        launches = self._traces[spec].launches(config.micro_batch_size, rank)
-        return compiling.compile_seconds(sum(launch.count for launch in launches))
+        return compiling.compile_seconds(num_kernels=num_kernels, num_updates=num_updates)
 
     def _outside_bytes(self, spec: TraceSpec) -> int:
         """Device memory outside torch's allocator: the context, and NCCL's buffers."""

@@ -65,6 +65,8 @@ class UpdateCosts:
     cost: StepCost
     makes_at_once: bool
     """Whether its state is made as the optimizer is, before the first forward pass."""
+    num_compiled: int = 0
+    """Different updates that it compiles in its first step, one for each shape that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +160,7 @@ def priced_update(
         temporary_peak_bytes=int(temporaries.max(initial=0)),
         cost=sum(costs, NO_COST),
         makes_at_once=bool(made),
+        num_compiled=len({(spec.shape, spec.dtype) for spec in specs}) if row.compiles else 0,
     )
 
 

@@ -19,6 +19,7 @@ confirmation.
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -341,6 +342,7 @@ class _Search:
                 distributions,
                 tokens_per_second=estimate.tokens_per_second,
                 peak_device_bytes=estimate.peak_device_bytes,
+                compile_seconds=statistics.mean(estimate.compile_seconds or (0.0,)),
             )
             predicted[key_of(candidate.params)] = estimate
             candidates.append(candidate)

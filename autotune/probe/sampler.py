@@ -56,6 +56,10 @@ STOP_BELOW = 0.05
 """Chance below which a search stops: no candidate is more likely than this to fit and to be faster by more
 than the noise. [judgement] One probe in twenty that pays off is not worth the wait."""
 
+_USUAL_SECONDS = 10.0
+"""Seconds of a probe that compiles nothing: what one may bring is weighed by its seconds. [judgement] On an
+H200 they took 4 to 15 s, timed steps included."""
+
 # [judgement] The roofline is 35 % too fast for published kernels of an A100 (docs/evidence.md),
 # most of it alike for all configurations of a model; of what is left a knob may be a factor of 1.2.
 _TIME = Prior(bias=0.35, knob=0.15, residual=0.05)
@@ -92,6 +96,8 @@ class Candidate:
     """Predicted speed."""
     peak_device_bytes: int
     """Predicted peak on the device."""
+    compile_seconds: float = 0.0
+    """Predicted seconds that a probe compiles for, before its steps are timed."""
 
     @classmethod
     def of(
@@ -101,6 +107,7 @@ class Candidate:
         *,
         tokens_per_second: float,
         peak_device_bytes: int,
+        compile_seconds: float = 0.0,
     ) -> Candidate:
         """Make a Candidate from a TrainConfig; `names` are the fields that the study has as parameters."""
         settings = {name: getattr(config, name) for name in names}
@@ -109,6 +116,7 @@ class Candidate:
             knobs=knobs(config),
             tokens_per_second=tokens_per_second,
             peak_device_bytes=peak_device_bytes,
+            compile_seconds=compile_seconds,
         )
 
 
@@ -161,6 +169,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         self._design, self._is_bias = design_of([c.knobs for c in self._candidates])
         self._log_speed = np.log([c.tokens_per_second for c in self._candidates])
         self._log_bytes = np.log([c.peak_device_bytes for c in self._candidates])
+        self._seconds = np.array([_USUAL_SECONDS + c.compile_seconds for c in self._candidates])
         self._is_warm = False
         self._time = Correction(self._design, self._is_bias, _TIME)
         self._memory = Correction(self._design, self._is_bias, _MEMORY)
@@ -276,6 +285,7 @@ class PredictionSampler(optuna.samplers.BaseSampler):
         else:
             z = (log_speed - math.log(history.best_speed)) / sd
             worth = chance * sd * (density(z) + z * below(z))
+        worth = worth / self._seconds
         return self._candidates[int(free[worth[free].argmax()])]
 
     def _is_over(self, history: History) -> bool:

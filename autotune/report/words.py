@@ -110,7 +110,15 @@ def speed_range(estimate: Estimate) -> str:
     if tokens is None or spread is None:
         return speed(estimate)
     low, high = within(tokens, spread)
-    return f"{speed(estimate)} (with 80 % {_rounded(low)} to {_rounded(high)})"
+    return f"{speed(estimate)} (with 80 % {_rounded(low)} to {_rounded(high)}){_after_compiling(estimate)}"
+
+
+def _after_compiling(estimate: Estimate) -> str:
+    """How long the optimizer compiles itself; empty where it does not, or the whole step is compiled."""
+    if estimate.compile_seconds is None or estimate.config.torch_compile != "none":
+        return ""
+    low, high = estimate.compile_seconds
+    return f" once its optimizer has compiled itself for {low:.0f} to {high:.0f} s"
 
 
 _EVIDENCE = {

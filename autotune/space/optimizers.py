@@ -57,6 +57,8 @@ class Optimizer:
     keeps_rounding: bool = False
     """Whether updates too small for 16-bit weights count all the same: their error is kept, or they are
     rounded up or down at random (stochastic rounding)."""
+    compiles: bool = False
+    """Whether it compiles its update for each shape that is trained, in its first step (torch.compile)."""
     only_cuda: bool = False
     """Whether its code calls CUDA, or is compiled, which a probe's tracker cannot watch: none on a CPU."""
     arguments: tuple[tuple[str, object], ...] = ()
@@ -181,6 +183,7 @@ def _torchao(name: str, bits: int, summary: str) -> Optimizer:
         class_name=f"AdamW{bits}bit",
         moments=2,
         algorithm=TorchAo(bits=bits),
+        compiles=True,
         only_cuda=True,
         # Of weights in bfloat16 only (torchao 0.18, single_param_adam).
         arguments=(("optim_args", "bf16_stochastic_round=True"),),

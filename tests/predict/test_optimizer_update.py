@@ -12,6 +12,7 @@ from autotune.memory.replayer import replay
 from autotune.predict.optimizer_update import MOST_STEPS, kernels_of, priced_update
 from autotune.space.optimizers import OPTIMIZERS, Optimizer, state_bytes
 from autotune.speed import roofline
+from autotune.speed.compiling import compile_seconds
 
 # The second fills no block of 512 bytes.
 SPECS = [
@@ -86,6 +87,14 @@ def test_launches_over_lists_are_kernels_of_their_own() -> None:
     ]
     moved = [(kernel.count, kernel.bytes_moved / 2 / 320 / 65_536) for kernel in clipping]
     assert moved == [(2, 1), (2, 2)]
+
+
+def test_torchao_compiles_an_update_for_each_shape() -> None:
+    twice = [*SPECS, *SPECS, TensorSpec(shape=(77,), dtype="float32")]
+    assert priced_update(OPTIMIZERS["adamw_torch_4bit"], twice, scaled=False).num_compiled == 3
+    assert not priced_update(OPTIMIZERS["adamw_torch_fused"], twice, scaled=False).num_compiled
+    one, three = compile_seconds(num_updates=1), compile_seconds(num_updates=3)
+    assert all(0 < few < more for few, more in zip(one, three, strict=True))
 
 
 def test_what_is_paged_out_is_copied_both_ways() -> None:

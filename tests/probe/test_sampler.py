@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -116,6 +117,20 @@ def test_the_first_probe_is_the_fastest_that_is_predicted_to_fit() -> None:
     best = candidate(size=2, speed=200, peak_bytes=BUDGET_BYTES)
     slow = candidate(size=1, speed=100, peak_bytes=10)
     assert sampler_of(fastest, slow, best).propose(new_study()) == best
+
+
+def test_of_those_that_promise_the_same_what_compiles_long_is_tried_later() -> None:
+    first, quick = candidate(size=4, speed=100), candidate(size=2, speed=99)
+    slow = dataclasses.replace(candidate(size=1, speed=99.5), compile_seconds=40)
+    for listed in ((first, quick, slow), (slow, quick, first)):
+        sampler, study = sampler_of(*listed), new_study()
+        add(study, first, speed=100, excess_bytes=-5000)
+        assert sampler.propose(study) == quick
+    # It is tried all the same where it promises much more.
+    much = dataclasses.replace(candidate(size=1, speed=160), compile_seconds=40)
+    sampler, study = sampler_of(first, quick, much), new_study()
+    add(study, first, speed=100, excess_bytes=-5000)
+    assert sampler.propose(study) == much
 
 
 def test_where_nothing_is_predicted_to_fit_the_likeliest_is_tried() -> None:
