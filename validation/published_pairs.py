@@ -24,7 +24,7 @@ import transformers
 
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig
-from autotune.speed.sureness import Parts
+from autotune.speed.sureness import Parts, slow_share_of, spread_of
 from validation.published import ties
 from validation.published.plan import SPEED, STUDIES, Plan, Timed
 from validation.published.runs import chosen_with, model_of, timed_runs
@@ -97,6 +97,23 @@ class Side:
     @property
     def ratio(self) -> float:
         return self.predicted_seconds / self.timed.published_seconds
+
+    def recorded(self) -> dict[str, object]:
+        """What rows.json keeps of it; how sure its parts are is for validation/step_spread.py."""
+        host = self.parts["host"].seconds if "host" in self.parts else 0.0
+        return {
+            "id": self.id,
+            "group": self.group,
+            "card": self.timed.plan.gpu,
+            "evidence": self.timed.evidence,
+            "knows_length": self.knows_length,
+            "published_seconds": self.timed.published_seconds,
+            "predicted_seconds": self.predicted_seconds,
+            "ratio": self.ratio,
+            "parts_spread": spread_of(self.parts),
+            "slow_share": slow_share_of(self.parts),
+            "host_share": host / self.predicted_seconds,
+        }
 
     @property
     def fields(self) -> dict[str, object]:
@@ -391,15 +408,7 @@ def main() -> None:
     kinds = {"runs.csv": added, "published-speed": before}
     record = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "rows": [
-            {
-                "id": side.id,
-                "published_seconds": side.timed.published_seconds,
-                "predicted_seconds": side.predicted_seconds,
-                "ratio": side.ratio,
-            }
-            for side in new
-        ],
+        "rows": [side.recorded() for side in new],
         "pairs": {
             name: [{**asdict(pair), "is_ordered": pair.is_ordered} for pair in members]
             for name, members in kinds.items()

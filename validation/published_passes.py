@@ -34,7 +34,7 @@ from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import roofline, step_parts
-from autotune.speed.sureness import step_spread_of, within
+from autotune.speed.sureness import slow_share_of, spread_of, within_step
 from autotune.worker.build.model import load_config
 from autotune.worker.trace import meta_step
 from autotune.worker.trace.cuda import Device
@@ -178,7 +178,7 @@ def side_of(name: str, row: Mapping[str, str]) -> Side:
     assert whole is not None
     assert parts is not None
     seconds = float(row["seconds"])
-    low, high = within(whole.total_seconds, step_spread_of(parts))
+    low, high = within_step(whole.total_seconds, spread_of(parts), slow_share_of(parts))
     return Side(
         id=name,
         group=row["group"],
@@ -231,17 +231,7 @@ def main() -> None:
     found = pairs(sides)
     record = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "rows": [
-            {
-                "id": side.id,
-                "published_seconds": side.timed.published_seconds,
-                "predicted_seconds": side.predicted_seconds,
-                "ratio": side.ratio,
-                "is_within": side.is_within,
-                "host_share": side.parts["host"].seconds / side.predicted_seconds,
-            }
-            for side in sides
-        ],
+        "rows": [side.recorded() for side in sides],
         "pairs": [{**asdict(pair), "is_ordered": pair.is_ordered} for pair in found],
     }
     (STUDY / "rows.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -36,13 +35,13 @@ from autotune.speed import roofline, step_parts
 from autotune.speed.host import USUAL, Host, Stretches
 from autotune.speed.host import late_seconds as late_seconds_of
 from autotune.speed.sureness import (
-    STEP_SPREAD,
     Parts,
     TimedWork,
     added,
     odds_of,
+    slow_share_of,
     spread_of,
-    within,
+    within_step,
 )
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
@@ -94,12 +93,9 @@ class Row:
     @property
     def is_within(self) -> bool:
         """Whether the published time lies in the interval that should hold it with 80 %."""
-        return self.is_within_with(STEP_SPREAD)
-
-    def is_within_with(self, step_spread: float) -> bool:
-        """The same with another spread of whole steps."""
-        spread = math.hypot(spread_of(self.parts), step_spread)
-        low, high = within(self.predicted_seconds, spread)
+        low, high = within_step(
+            self.predicted_seconds, spread_of(self.parts), slow_share_of(self.parts)
+        )
         return low <= self.published_seconds <= high
 
     @property
@@ -369,11 +365,6 @@ def summary(rows: Sequence[Row]) -> str:
             f" {len(ratios)}, from {ratios[fastest]:.2f} ({fastest}) to {ratios[slowest]:.2f}"
             f" ({slowest}); {num_near} within a quarter, {num_within} within their 80 % interval"
         )
-    lines.append(
-        f"- spread of whole steps: {step_spread(tests):.3f} puts 80 % of a group of the latter into their"
-        " interval, on average over groups;"
-        f" with the figure that the other groups give, {within_left_out(tests):.0%}"
-    )
     per_group = groups(rows)
     num_pairs = sum(group.num_pairs for group in per_group)
     num_ordered = sum(group.num_ordered for group in per_group)
@@ -386,36 +377,6 @@ def summary(rows: Sequence[Row]) -> str:
         told = [sum(counts[name][i] for counts in by_odds) for i in (0, 1)]
         lines.append(f"- of pairs whose order is predicted with {name}: {told[1]} of {told[0]}")
     return "\n".join(lines)
-
-
-def step_spread(rows: Sequence[Row]) -> float:
-    """The least spread of whole steps, to 0.005, with which 80 % of runs of any group lie in their interval.
-
-    Every group counts alike, however many rows it has: runs of one program on one card are off together,
-    and what is asked for is the next program.
-    """
-    by_group = [
-        [row for row in rows if row.group == name]
-        for name in dict.fromkeys(row.group for row in rows)
-    ]
-    for tried in itertools.count(0, 5):
-        shares = [
-            sum(row.is_within_with(tried / 1000) for row in members) / len(members)
-            for members in by_group
-        ]
-        if statistics.mean(shares) >= 0.8:
-            return tried / 1000
-    raise AssertionError
-
-
-def within_left_out(rows: Sequence[Row]) -> float:
-    """Share of a group's rows within the interval that the other groups' step_spread gives, over groups."""
-    shares = []
-    for name in {row.group for row in rows}:
-        others = step_spread([row for row in rows if row.group != name])
-        members = [row for row in rows if row.group == name]
-        shares.append(sum(row.is_within_with(others) for row in members) / len(members))
-    return statistics.mean(shares)
 
 
 def markdown_groups(found: Sequence[Group]) -> str:

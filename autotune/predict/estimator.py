@@ -42,7 +42,7 @@ from autotune.space.optimizers import KEEPS_NOTHING, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.speed import compiling, roofline
 from autotune.speed.host import USUAL, Host
-from autotune.speed.sureness import Parts, step_spread_of
+from autotune.speed.sureness import Parts, slow_spread_of, step_spread_of
 from autotune.store.trace_cache import PriceCache, ReplayCache
 
 
@@ -324,6 +324,7 @@ class Estimator:
             else self._times.mfu(config, model_flops, seconds.total_seconds),
             bound=None if seconds is None else seconds.bound,
             step_spread=None if parts is None else step_spread_of(parts),
+            slow_spread=None if parts is None else slow_spread_of(parts),
             time_shares=() if parts is None else time_shares(parts),
             useful_share=self.useful_share(config),
             per_gpu=per_gpu(

@@ -323,7 +323,9 @@ class Estimate(Timed):
     bound: str | None
     """Limit of the step, one of autotune.speed.roofline.BOUNDS."""
     step_spread: float | None = None
-    """Standard deviation of the logarithm of real over predicted step seconds."""
+    """Standard deviation of the logarithm of real over predicted step seconds, where the step is shorter."""
+    slow_spread: float | None = None
+    """The same where it is longer, to which a slow host adds."""
     time_shares: tuple[TimeShare, ...] = ()
     """Evidence that the step's time rests on, largest share first; they add up to 1. Empty where unknown."""
     useful_share: float = 1.0
@@ -424,6 +426,7 @@ class Estimate(Timed):
             "mfu": self.mfu,
             "bound": self.bound,
             "step_spread": self.step_spread,
+            "slow_spread": self.slow_spread,
             "time_shares": [dataclasses.asdict(each) for each in self.time_shares],
             "per_gpu": None
             if self.per_gpu is None

@@ -109,7 +109,7 @@ def speed_range(estimate: Estimate) -> str:
     tokens, spread = estimate.tokens_per_second, estimate.step_spread
     if tokens is None or spread is None:
         return speed(estimate)
-    low, high = within(tokens, spread)
+    low, high = within(tokens, estimate.slow_spread or spread, spread)
     return f"{speed(estimate)} (with 80 % {_rounded(low)} to {_rounded(high)}){_after_compiling(estimate)}"
 
 

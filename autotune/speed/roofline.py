@@ -31,6 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
 from autotune.catalogue.gpus import Gpu
@@ -227,21 +228,45 @@ def seconds(
     if each is None:
         return None
     spent = dict.fromkeys(BOUNDS, 0.0)
-    on_gpu, on_host = list[float](), list[float]()
     for kernel, (one, bound) in zip(kernels, each, strict=True):
         spent[bound] += kernel.count * (one - machine.kernel_tail_seconds)
-        on_gpu.append(kernel.count * one)
-        launch_seconds = machine.launch_seconds[kernel.phase] + kernel.host_seconds
-        on_host.append(kernel.count * launch_seconds)
-    gpu_seconds, launch_seconds = sum(on_gpu), sum(on_host)
-    late_seconds = max(launch_seconds - gpu_seconds, 0.0)
-    if stretches is not None:
-        late_seconds = host.late_seconds(np.array(on_gpu), np.array(on_host), stretches)
+    queues = queued(kernels, each, machine)
+    gpu_seconds, launch_seconds = float(queues.on_gpu.sum()), float(queues.on_host.sum())
+    late_seconds = queues.late_seconds(stretches)
     return StepTime(
         gpu_seconds=gpu_seconds,
         launch_seconds=launch_seconds,
         total_seconds=gpu_seconds + late_seconds,
         bound="launch" if launch_seconds >= gpu_seconds else max(spent, key=lambda b: spent[b]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Queues:
+    """Seconds of all launches of each kernel, on the GPU and on the host."""
+
+    on_gpu: NDArray[np.float64]
+    on_host: NDArray[np.float64]
+
+    def late_seconds(
+        self, stretches: host.Stretches | None = None, *, host_factor: float = 1.0
+    ) -> float:
+        """Seconds that the GPU waits for a host that takes so many times as long."""
+        on_host = host_factor * self.on_host
+        if stretches is None:
+            return max(float(on_host.sum() - self.on_gpu.sum()), 0.0)
+        return host.late_seconds(self.on_gpu, on_host, stretches)
+
+
+def queued(
+    kernels: Sequence[Kernel], each: Sequence[tuple[float, str]], machine: CardRates
+) -> Queues:
+    """What host and GPU have to do for these kernels; `each` is kernel_seconds of them."""
+    launched = (machine.launch_seconds[kernel.phase] + kernel.host_seconds for kernel in kernels)
+    counts = np.array([kernel.count for kernel in kernels], float)
+    return Queues(
+        on_gpu=counts * np.array([seconds for seconds, _ in each], float),
+        on_host=counts * np.array(list(launched), float),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -44,11 +45,14 @@ def parts(
 ) -> Parts | None:
     """Parts of roofline.seconds of the same; None where that is None."""
     kernels = tuple(kernels)
-    whole = roofline.seconds(kernels, machine, stretches)
     each = roofline.kernel_seconds(kernels, machine)
-    if whole is None or each is None:
+    if each is None:
         return None
-    found: Parts = {"host": of_host(whole.total_seconds - whole.gpu_seconds, machine)}
+    queues = roofline.queued(kernels, each, machine)
+    late_seconds = queues.late_seconds(stretches)
+    slow_seconds = queues.late_seconds(stretches, host_factor=_slow_factor(machine))
+    late = replace(of_host(late_seconds, machine), slow_seconds=slow_seconds - late_seconds)
+    found: Parts = {"host": late}
     spreads = _spreads(kernels, machine)
     for kernel, (seconds, _), spread in zip(kernels, each, spreads, strict=True):
         its = part(kernel.count * seconds, spread, _evidence(kernel, machine))
@@ -59,7 +63,15 @@ def parts(
 def of_host(seconds: float, machine: CardRates) -> Part:
     """Seconds that the host takes."""
     is_own = machine.host_from is RatesFrom.THIS_CARD
-    return part(seconds, OWN_HOST_SPREAD if is_own else HOST_SPREAD, machine.host_from)
+    spread = OWN_HOST_SPREAD if is_own else HOST_SPREAD
+    slow_seconds = (_slow_factor(machine) - 1) * seconds
+    return replace(part(seconds, spread, machine.host_from), slow_seconds=slow_seconds)
+
+
+def _slow_factor(machine: CardRates) -> float:
+    """Times that a slow host takes: one in ten takes longer."""
+    is_own = machine.host_from is RatesFrom.THIS_CARD
+    return math.exp(Z_OF_80_PERCENT * OWN_HOST_SPREAD) if is_own else host.HOST_FACTORS[1]
 
 
 def of_links(seconds: float) -> Part:

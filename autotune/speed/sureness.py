@@ -6,6 +6,9 @@ rate is taken wrongly for all of them; the rest is of the shapes of one configur
 configurations that spend their time alike are told apart by a small difference, and two that do not are
 not, however precise the digits are.
 
+The host is another matter: a GPU that is busy hides it, until it is slower than was thought. So what a slow
+host adds is worked out (`Part.slow_seconds`), and the interval reaches further up than down.
+
 Not modelled: errors that several causes have in common, as of a card that throttles. For the interval of
 a whole step STEP_SPREAD stands for them.
 """
@@ -24,11 +27,11 @@ from autotune.speed.origin import RatesFrom
 COMMON_SHARE = 0.75
 """Share of a part's variance that configurations have in common. [judgement] studies/published-speed shows
 how often odds that rest on it come true."""
-STEP_SPREAD = 0.180
+STEP_SPREAD = 0.250
 """Spread of a whole step's time beside that of its parts: a program's own work, the machine, clocks. It is
-common to all configurations, so it changes no order. With it 80 % of a group's runs lie in their interval, on
-average over five programs, each of which counts alike (python -m validation.published_speed). Runs that it
-was not chosen with: studies/published-pairs."""
+common to all configurations, so it changes no order. With it 80 % of a source's published runs lie in their
+interval, on average over 49 programs and cards, each of which counts alike, and is held against the figure
+that the others give (studies/sureness, python -m validation.step_spread)."""
 Z_OF_80_PERCENT = 1.2816
 """Quantile of the normal distribution that 80 % lie within, both sides."""
 _NUM_DRAWS = 400
@@ -47,6 +50,8 @@ class Part:
     """Standard deviation of the logarithm of the factor by which they are off."""
     seconds_from: Mapping[RatesFrom, float] = field(default_factory=dict, hash=False)
     """The seconds by the evidence that they rest on."""
+    slow_seconds: float = 0.0
+    """Seconds besides, where the cause is as slow as one in ten: of the host, which the GPU hides else."""
 
     def __add__(self, other: Part) -> Part:
         """Both together, where one factor holds for both."""
@@ -56,13 +61,21 @@ class Part:
         for rates_from, its in other.seconds_from.items():
             seconds_from[rates_from] = seconds_from.get(rates_from, 0.0) + its
         return Part(
-            seconds=seconds, spread=off / seconds if seconds else 0.0, seconds_from=seconds_from
+            seconds=seconds,
+            spread=off / seconds if seconds else 0.0,
+            seconds_from=seconds_from,
+            slow_seconds=self.slow_seconds + other.slow_seconds,
         )
 
     def times(self, count: float) -> Part:
         """The part that many times."""
         seconds_from = {rates_from: count * its for rates_from, its in self.seconds_from.items()}
-        return Part(seconds=count * self.seconds, spread=self.spread, seconds_from=seconds_from)
+        return Part(
+            seconds=count * self.seconds,
+            spread=self.spread,
+            seconds_from=seconds_from,
+            slow_seconds=count * self.slow_seconds,
+        )
 
 
 Parts = Mapping[str, Part]
@@ -101,10 +114,33 @@ def step_spread_of(parts: Parts) -> float:
     return math.hypot(spread_of(parts), STEP_SPREAD)
 
 
-def within(value: float, spread: float) -> tuple[float, float]:
-    """The interval around a value that holds 80 % of what it may be."""
-    factor = math.exp(Z_OF_80_PERCENT * spread)
-    return value / factor, value * factor
+def slow_share_of(parts: Parts) -> float:
+    """Seconds that a slow host adds to a whole time, as a share of it."""
+    total = sum(part.seconds for part in parts.values())
+    return sum(part.slow_seconds for part in parts.values()) / total if total else 0.0
+
+
+def slow_spread_of(parts: Parts, step_spread: float = STEP_SPREAD) -> float:
+    """Spread of a whole step towards longer times, to which a slow host adds."""
+    of_host = math.log1p(slow_share_of(parts)) / Z_OF_80_PERCENT
+    return math.hypot(spread_of(parts), step_spread, of_host)
+
+
+def within_step(
+    seconds: float, parts_spread: float, slow_share: float, step_spread: float = STEP_SPREAD
+) -> tuple[float, float]:
+    """The interval of a whole step's seconds that holds 80 % of what they may be."""
+    below = math.hypot(parts_spread, step_spread)
+    return within(seconds, below, math.hypot(below, math.log1p(slow_share) / Z_OF_80_PERCENT))
+
+
+def within(value: float, below: float, above: float | None = None) -> tuple[float, float]:
+    """The interval around a value that holds 80 % of what it may be, by its spread below and above it.
+
+    `above`: None where it is the same.
+    """
+    over = below if above is None else above
+    return value / math.exp(Z_OF_80_PERCENT * below), value * math.exp(Z_OF_80_PERCENT * over)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,18 +173,23 @@ def odds_of(first: TimedWork, rivals: Sequence[TimedWork], *, tolerance: float) 
     table = [[timed.parts.get(cause, nothing) for cause in causes] for timed in times]
     seconds = np.array([[part.seconds for part in row] for row in table], float)
     spreads = np.array([[part.spread for part in row] for row in table], float)
-    seconds /= np.array([timed.work for timed in times])[:, None]
-    seconds /= seconds[0].sum()
-    _, kept = np.unique(seconds.round(_DIGITS), axis=0, return_index=True)
+    slow = np.array([[part.slow_seconds for part in row] for row in table], float)
+    work = np.array([timed.work for timed in times])[:, None]
+    seconds, slow = seconds / work, slow / work
+    seconds, slow = seconds / seconds[0].sum(), slow / seconds[0].sum()
+    both = np.concatenate([seconds, slow], axis=1).round(_DIGITS)
+    _, kept = np.unique(both, axis=0, return_index=True)
     kept = np.union1d(kept, 0)
     # The first's own likes have its time, so they are no rivals.
-    is_like_first = np.isclose(seconds[kept], seconds[0], rtol=0, atol=10.0**-_DIGITS).all(axis=1)
+    is_like_first = np.isclose(both[kept], both[0], rtol=0, atol=10.0**-_DIGITS).all(axis=1)
     kept = kept[~is_like_first | (kept == 0)]
     draws = np.random.default_rng(_SEED)
     common = draws.standard_normal((_NUM_DRAWS, 1, len(causes)))
     own = draws.standard_normal((_NUM_DRAWS, len(kept), len(causes)))
     off = math.sqrt(COMMON_SHARE) * common + math.sqrt(1 - COMMON_SHARE) * own
-    drawn = (seconds[kept] * np.exp(spreads[kept] * off)).sum(axis=2)
+    slower = seconds[kept] + slow[kept] * np.maximum(off, 0) / Z_OF_80_PERCENT
+    is_hidden = (slow[kept] > 0) & (off > 0)
+    drawn = np.where(is_hidden, slower, seconds[kept] * np.exp(spreads[kept] * off)).sum(axis=2)
     is_first = drawn[:, 0] <= (1 + tolerance) * drawn.min(axis=1)
     of_rivals = np.zeros(len(times))
     of_rivals[kept] = np.bincount(drawn[~is_first].argmin(axis=1), minlength=len(kept)) / _NUM_DRAWS

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from autotune.speed.sureness import STEP_SPREAD, Part
+from autotune.speed.sureness import Part
 from validation import published_speed
-from validation.published.runs import chosen_with
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "studies" / "published-speed"
@@ -110,9 +109,6 @@ def test_odds_and_intervals_hold(recorded: dict[str, Any]) -> None:
     assert shares == sorted(shares, reverse=True)
     assert shares[0] >= 0.95
     assert shares[1] >= 0.8
-    tests = [row for row in rows if row.evidence != "C" and row.id not in chosen_with()]
-    assert published_speed.step_spread(tests) == STEP_SPREAD
-    assert published_speed.within_left_out(tests) == pytest.approx(0.8, abs=0.05)
 
 
 def test_pairs_within_the_noise_are_no_pairs() -> None:

@@ -168,6 +168,12 @@ def test_how_sure_a_prediction_is() -> None:
     assert (
         "sure 72 % that nothing else is faster by more than 2 %; with 6 % the fastest is" in shown
     )
+    # A slow host makes steps longer, not shorter.
+    late = dataclasses.replace(best, slow_spread=0.3, compile_seconds=(12.6, 61.8))
+    shown = one_line(drawn(answers.answer(best=late, sureness=sure)))
+    assert (
+        "(with 80 % 2,800 to 4,700) once its optimizer has compiled itself for 13 to 62 s" in shown
+    )
     alone = Sureness(odds=1.0, rival=None)
     shown = one_line(drawn(answers.answer(sureness=alone)))
     assert "sure 100 % that nothing else is faster by more than 2 % " in shown

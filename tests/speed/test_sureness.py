@@ -5,7 +5,19 @@ import math
 import pytest
 
 from autotune.speed.origin import RatesFrom
-from autotune.speed.sureness import Odds, Part, TimedWork, added, odds_of, spread_of, within
+from autotune.speed.sureness import (
+    STEP_SPREAD,
+    Z_OF_80_PERCENT,
+    Odds,
+    Part,
+    TimedWork,
+    added,
+    odds_of,
+    slow_spread_of,
+    spread_of,
+    step_spread_of,
+    within,
+)
 from autotune.speed.sureness import part as of_one
 
 
@@ -76,3 +88,38 @@ def test_rivals_that_are_alike_count_once() -> None:
     many = odds(of("matmul", 1), rival, rival, rival, of("matmul", 1))
     assert many.of_first == alone.of_first
     assert many.of_rivals.tolist() == [alone.of_rivals[0], 0, 0, 0]
+
+
+def test_a_slow_host_widens_the_interval_upwards() -> None:
+    parts = {"matmul": part(1, 0.1), "host": Part(seconds=0, spread=0.4, slow_seconds=0.5)}
+    # The GPU hides the host: what it takes today says nothing of how slow it may be.
+    assert spread_of(parts) == pytest.approx(0.1)
+    assert step_spread_of(parts) == pytest.approx(math.hypot(0.1, STEP_SPREAD))
+    known = math.hypot(0.1, STEP_SPREAD)
+    assert slow_spread_of(parts) == pytest.approx(
+        math.hypot(known, math.log(1.5) / Z_OF_80_PERCENT)
+    )
+    assert slow_spread_of({"matmul": part(1, 0.1)}) == step_spread_of({"matmul": part(1, 0.1)})
+    low, high = within(1.0, 0.1, 0.3)
+    assert (math.log(low), math.log(high)) == pytest.approx(
+        (-0.1 * Z_OF_80_PERCENT, 0.3 * Z_OF_80_PERCENT)
+    )
+
+
+def test_what_a_slow_host_adds_is_added_up() -> None:
+    host = Part(seconds=1, spread=0.4, slow_seconds=2)
+    assert added({"host": host}, {"host": host.times(2)})["host"].slow_seconds == 6
+
+
+def test_a_time_that_a_slow_host_makes_longer_is_less_sure_to_be_the_shortest() -> None:
+    hidden = TimedWork(
+        parts={
+            "matmul": part(1, 0.05),
+            "host": Part(seconds=0, spread=0.4, slow_seconds=1),
+        }
+    )
+    # A quarter slower, and nothing that a slow host changes: the faster where the host is slow.
+    steady = of("matmul", 1.25, spread=0.05)
+    found = odds(hidden, steady)
+    assert found.of_rivals[0] == pytest.approx(0.37, abs=0.05)  # off > 0.25 x 1.28, of a normal
+    assert odds(of("matmul", 1, spread=0.05), steady).of_first == 1
