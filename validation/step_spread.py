@@ -24,7 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.speed.sureness import STEP_SPREAD, Part, slow_share_of, spread_of, within_step
+from autotune.speed.sureness import (
+    STEP_SPREAD,
+    Part,
+    slow_share_of,
+    spread_of,
+    within,
+    within_step,
+)
 from validation.published.plan import STUDIES
 from validation.published.tables import write_sections
 
@@ -118,6 +125,23 @@ def held_out(sources: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     }
 
 
+def probes_within() -> tuple[int, int]:
+    """Probes of the H200 within their interval, and how many there are; no figure is chosen with them."""
+    path = Path(STUDIES) / "h200" / "predicted_vs_measured.jsonl"
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        predicted, measured = record["prediction"], record["measurement"]
+        num_micro_steps = predicted["config"]["gradient_accumulation_steps"]
+        seconds = num_micro_steps * measured["micro_step_seconds"]
+        seconds += measured["optimizer_step_seconds"]
+        low, high = within(
+            predicted["step_seconds"], predicted["step_spread"], predicted["slow_spread"]
+        )
+        found.append(low <= seconds <= high)
+    return sum(found), len(found)
+
+
 def main() -> None:
     sources = by_source(runs())
     choosing = {name: its for name, its in sources.items() if its[0].chooses}
@@ -147,7 +171,8 @@ def main() -> None:
         " up and down, beside that of kernels)\n"
         f"- with the figure that the other sources give: {statistics.mean(shares.values()):.0%} of a"
         " source,"
-        f" {num_held_out:.0f} of {len(each)} runs ({num_held_out / len(each):.0%})"
+        f" {num_held_out:.0f} of {len(each)} runs ({num_held_out / len(each):.0%})\n"
+        "- probes of an H200, which choose nothing: {} of {}".format(*probes_within())
     )
     write_sections(
         STUDY / "README.md",

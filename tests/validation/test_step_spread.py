@@ -22,6 +22,11 @@ def test_80_percent_of_held_out_runs_lie_within() -> None:
     assert within / sum(map(len, choosing.values())) >= 0.78
 
 
+def test_probes_of_a_card_that_chose_nothing_lie_within() -> None:
+    num_within, num_probes = step_spread.probes_within()
+    assert num_within / num_probes >= 0.8
+
+
 def test_each_source_counts_alike() -> None:
     def runs(source: str, ratio: float, count: int) -> list[Run]:
         run = Run(source=source, chooses=True, ratio=ratio, parts_spread=0, slow_share=0)
