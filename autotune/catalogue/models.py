@@ -141,6 +141,7 @@ _RESERVED_POSITIONS = dict.fromkeys(
         "roc_bert",
         "roformer",
         "squeezebert",
+        "whisper",
         "xlm",
         "yoso",
     ],
@@ -194,7 +195,8 @@ class ModelSource:
         if isinstance(architectures, list) and architectures:
             architecture = str(architectures[0])
         for row in TASKS.values():
-            if row.name != CAUSAL and architecture.endswith(row.architecture):
+            is_its_class = row.name != CAUSAL and architecture.endswith(row.architecture)
+            if is_its_class or self.config["model_type"] in row.families:
                 return row.name
         if self.has_encoder_and_decoder:
             return "seq2seq-lm"
@@ -273,7 +275,7 @@ class ModelSource:
         ):  # DeBERTa's newer ones have relative positions alone.
             return None
         reserved = _RESERVED_POSITIONS.get(self.config["model_type"])
-        for key in ("max_position_embeddings", "n_positions"):
+        for key in ("max_position_embeddings", "n_positions", "max_target_positions"):
             positions = self.config.get(key)
             if reserved is not None and isinstance(positions, int) and positions > reserved:
                 return positions - reserved

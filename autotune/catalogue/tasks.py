@@ -24,8 +24,10 @@ class Task:
     """Modules that train in full beside an adapter, and so must not be quantised."""
     has_known_heads: bool = True
     """Whether PEFT's `all-linear` knows the heads, and takes them for no layers to adapt."""
-    reads: Literal["tokens", "pixels"] = "tokens"
-    """Kind of its samples: of pixels each has as many."""
+    reads: Literal["tokens", "pixels", "sound"] = "tokens"
+    """Kind of its samples: of pixels each has as many, of sound each has as much, and a text besides."""
+    families: tuple[str, ...] = ()
+    """Values of `model_type` that are trained for it alone, and it for them; empty: the class decides."""
     labels: tuple[str, ...] = ("labels",)
     """Tensors of a batch that hold what is to be learnt."""
     labels_of: Literal["tokens", "samples"] = "tokens"
@@ -50,6 +52,11 @@ class Task:
             if self.peft_type is None:
                 fields["modules_to_save"] = [*self.heads]
         return fields
+
+    @property
+    def has_lengths(self) -> bool:
+        """Whether samples are so many tokens long."""
+        return self.reads != "pixels"
 
     @property
     def architecture(self) -> str:
@@ -110,6 +117,14 @@ TASKS: dict[str, Task] = {
             name="seq2seq-lm",
             model_class="AutoModelForSeq2SeqLM",
             peft_type="SEQ_2_SEQ_LM",
+            has_two_stacks=True,
+        ),
+        Task(
+            # PEFT 0.21's class for SEQ_2_SEQ_LM hands on token ids, of which there are none.
+            name="automatic-speech-recognition",
+            model_class="AutoModelForSpeechSeq2Seq",
+            reads="sound",
+            families=("whisper",),
             has_two_stacks=True,
         ),
         Task(

@@ -45,6 +45,14 @@ def translated(data: Samples, tokenizer: Any, _: Sequence[Any], **limits: Any) -
         yield {**row, "labels": target["input_ids"]}
 
 
+def transcribed(data: Samples, tokenizer: Any, _: Sequence[Any], **__: Any) -> Iterator[Row]:
+    """Rows of what is said in a sound, whole, without the token that the model itself begins with."""
+    start = tokenizer.get_vocab().get("<|startoftranscript|>")
+    for row in tokenised([each.answer for each in data.samples], tokenizer):
+        ids = row["input_ids"]
+        yield {"labels": ids[1:] if ids[:1] == [start] else ids}
+
+
 def tagged(data: Samples, tokenizer: Any, classes: Sequence[Any], **limits: Any) -> Iterator[Row]:
     """Rows of words, the first token of each with the number of its tag."""
     numbers = {name: number for number, name in enumerate(classes)}
@@ -122,6 +130,7 @@ ROWS_OF_TASKS: dict[str, Callable[..., Iterator[Row]]] = {
     "token-classification": tagged,
     "question-answering": answered,
     "seq2seq-lm": translated,
+    "automatic-speech-recognition": transcribed,
 }
 
 

@@ -26,6 +26,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tagged": (("tokens", "words"), ("ner_tags", "tags", "labels")),
     "question-context": (("question",), ("answers", "answer")),
     "pictures": (("image", "img", "picture"), ("label", "labels")),
+    "sounds": (("audio", "sound"), ("text", "sentence", "transcription", "transcript")),
     "text": (("text",), ()),
     "preferences": (("chosen",), ("rejected",)),
     "unpaired": (("prompt",), ("completion",)),
@@ -39,6 +40,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "token-classification": ("tagged",),
     "question-answering": ("question-context",),
     "image-classification": ("pictures",),
+    "automatic-speech-recognition": ("sounds",),
     "seq2seq-lm": ("source-target", "prompt-completion", "instruction"),
     "dpo": ("preferences",),
     "reward": ("preferences",),
@@ -74,7 +76,7 @@ class Columns:
 class Sample:
     """A sample: a text and perhaps its answer, or the messages of a chat."""
 
-    text: Any = ""  # or its words, or a picture
+    text: Any = ""  # or its words, a picture or a sound
     answer: Any = None  # of a question, where it begins and ends in its context
     context: str = ""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -91,7 +93,7 @@ class Samples:
     text_field: str = ""
     answer_field: str | None = None
     is_sharegpt: bool = False  # messages have from and value
-    folder: str = ""  # where the paths of pictures begin
+    folder: str = ""  # where the paths of pictures and sounds begin
 
     def loss_on(self, asked: str | None) -> str:
         """Return what the loss is taken on: `answers` by default, where there are some."""
@@ -284,10 +286,17 @@ def read_picture(row: Mapping[str, Any], text_field: str, answer_field: str, pla
     return Sample(text=row[text_field], answer=row[answer_field])
 
 
+def read_spoken(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
+    """A sound (or its path, or its bytes) and what is said in it."""
+    check_text(row[answer_field], answer_field, place)
+    return Sample(text=row[text_field], answer=row[answer_field])
+
+
 READ_BY_FIELDS: dict[str, Callable[..., Sample]] = {
     "tagged": read_tagged,
     "question-context": read_question,
     "pictures": read_picture,
+    "sounds": read_spoken,
 }
 
 
@@ -579,10 +588,11 @@ def one_split(loaded: Any, split: str | None) -> Iterable[Any]:
 
 
 def undecoded(datasets: Any, split: Any) -> Iterable[Any]:
-    """The split, whose pictures stay as they are stored until someone looks at one."""
+    """The split, whose pictures and sounds stay as they are stored until someone asks for one."""
     for name, feature in (getattr(split, "features", None) or {}).items():
-        if isinstance(feature, datasets.Image):
-            split = split.cast_column(name, datasets.Image(decode=False))
+        for kind in (datasets.Image, datasets.Audio):
+            if isinstance(feature, kind):
+                split = split.cast_column(name, kind(decode=False))
     return split  # type: ignore[no-any-return]
 
 

@@ -37,6 +37,7 @@ _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
 _UPDATING = _EXPANDED.with_name("backward_update.py")
+_SOUND_ROWS = _EXPANDED.with_name("sound_rows.py")
 _BY_TOKENS = _EXPANDED.with_name("by_tokens.py")
 _CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
 _PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
@@ -49,6 +50,17 @@ _LOSS_IN_PARTS = """\
             chunk_loss(model)
         except ValueError as error:
             sys.exit(f"{error}. Set 'chunked_loss' to False in this file, or train the model it is for.")
+"""
+_PLACE_OF_SOUNDS = "        # {sounds}\n"
+_SOUNDS = """\
+        if RECIPE["reads"] == "sound":
+            return sounds_of(data, tokenizer, RECIPE["sequence_length"])
+"""
+_PLACE_OF_COLLATOR = "    # {batches of sounds}\n"
+_COLLATOR = """\
+    if RECIPE["reads"] == "sound":
+        dtype = torch.float32 if model is None else dtype_read_by(model)
+        return functools.partial(collate_sounds, dtype=dtype)
 """
 _PLACE_OF_PLAN = "    # {plan of checkpointing}\n"
 _PLAN = f"""\
@@ -101,6 +113,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     chunks = any(each.chunked_loss for each in rungs)
     plans = any(each.has_plan for each in rungs)
     updates = any(each.update_in_backward for each in rungs)
+    hears = row_of(workload.task).reads == "sound"
     cuts = any(each.batching == BY_TOKENS for each in rungs)
     pasted = [
         _pasted(),
@@ -109,10 +122,13 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         *([f"{_plans()}\n\n{plan_code()}"] if plans else []),
         *([update_code()] if updates else []),
         *([cutting_code()] if cuts else []),
+        *([_after_imports(_SOUND_ROWS.read_text(encoding="utf-8"))] if hears else []),
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
+    program = program.replace(_PLACE_OF_SOUNDS, _SOUNDS if hears else "")
+    program = program.replace(_PLACE_OF_COLLATOR, _COLLATOR if hears else "")
     program = program.replace(_PLACE_OF_BATCHES, _BATCHES if cuts else "")
     program = program.replace(_PLACE_OF_UPDATE, _UPDATE if updates else "")
     program = program.replace(_PLACE_WITHOUT_PLAN, _WITHOUT_TRAINERS if plans else "")

@@ -249,7 +249,7 @@ def check_task(source: ModelSource, task: str) -> None:
 
 def has_lengths(task: str, length: int | None) -> bool:
     """Return whether samples of a task are so many tokens long. Raises ConfigError where one has none."""
-    if row_of(task).reads == "tokens":
+    if row_of(task).has_lengths:
         return True
     if length is not None:
         raise ConfigError(

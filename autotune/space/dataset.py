@@ -13,6 +13,7 @@ FORMATS = (
     "tagged",
     "question-context",
     "pictures",
+    "sounds",
     "text",
     "preferences",
     "unpaired",

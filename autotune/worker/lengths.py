@@ -49,6 +49,8 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
     if row_of(request["task"]).reads == "pixels":
         _check_pictures(_of(data, some))
         return {**_recognised(data, loss_on), "counts": [(1, len(data.samples))], "longest": 1}
+    if row_of(request["task"]).reads == "sound":
+        _check_sounds(_of(data, some))
     tokenizer = load_tokenizer(request["tokenizer"])
     if loss_on == "answers":
         list(encode(_of(data, some[:NUM_TRIED]), tokenizer, loss_on))
@@ -78,6 +80,14 @@ def _check_pictures(data: Samples) -> None:
     """Read the headers of the pictures. Raises UnusableData."""
     for number, sample in enumerate(data.samples, start=1):
         open_picture(sample.text, data.folder, f"sample {number}").close()
+
+
+def _check_sounds(data: Samples) -> None:
+    """Look for the files of the sounds, and read the headers of those that are .wav. Raises UnusableData."""
+    from autotune.worker.build.sound_rows import seconds_of  # It needs torch, which takes seconds.
+
+    for number, sample in enumerate(data.samples, start=1):
+        seconds_of(sample.text, data.folder, f"sample {number}")
 
 
 def _of(data: Samples, samples: list[Sample]) -> Samples:
@@ -110,7 +120,7 @@ def _counted(data: Samples, tokenizer: Any, task: str) -> Counter[int]:
 def _longer(row: Row) -> int:
     """Return the tokens of a row: of a source or its target, where a model reads both apart, the more."""
     labels = row.get("labels")
-    return max(len(row["input_ids"]), len(labels) if isinstance(labels, list) else 0)
+    return max(len(row.get("input_ids", ())), len(labels) if isinstance(labels, list) else 0)
 
 
 def load_tokenizer(tokenizer: str) -> Any:
@@ -118,8 +128,10 @@ def load_tokenizer(tokenizer: str) -> Any:
     return _load("AutoTokenizer", "tokenizer", tokenizer)
 
 
-def load_processor(name: str) -> Any:
-    """Load a model's image processor from local files. Raises UnusableData."""
+def load_processor(name: str, reads: str) -> Any:
+    """Load what makes a model's samples of pixels or of sound, from local files. Raises UnusableData."""
+    if reads == "sound":
+        return _load("AutoProcessor", "processor", name)
     return _load("AutoImageProcessor", "image processor", name)
 
 

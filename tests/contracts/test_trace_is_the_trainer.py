@@ -36,6 +36,7 @@ from trainer_step import (
     canonical,
     ragged,
     run_trainer,
+    spoken,
     tokenizer,
 )
 
@@ -58,6 +59,8 @@ from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
+from autotune.worker.build.sound import shape_of
+from autotune.worker.build.sound_rows import collate_sounds, dtype_read_by
 from autotune.worker.trace import attention, liger, sdpa
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.autocast import POLICIES
@@ -226,6 +229,38 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_heads": [2, 4],
         "window_size": 4,
     },
+    "whisper": {
+        "model_type": "whisper",
+        "vocab_size": 512,
+        "d_model": 64,
+        "encoder_layers": 6,
+        "decoder_layers": 6,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "num_mel_bins": 16,
+        "max_source_positions": 20,
+        "max_target_positions": 48,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
+    "whisper, short decoder": {
+        "model_type": "whisper",
+        "vocab_size": 512,
+        "d_model": 64,
+        "encoder_layers": 7,
+        "decoder_layers": 4,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        "num_mel_bins": 16,
+        "max_source_positions": 20,
+        "max_target_positions": 48,
+        "pad_token_id": 0,
+        "decoder_start_token_id": 1,
+    },
     "bloom": {
         "model_type": "bloom",
         "hidden_size": 64,
@@ -288,6 +323,7 @@ class Case:
         return TraceSpec(**{**fields, **self.settings})
 
 
+SPEECH = "automatic-speech-recognition"
 IN_PARTS = {"chunked_loss": True}
 OF_HEADS = (
     ("bert", "token-classification"),
@@ -460,6 +496,14 @@ CASES = {
     "swin": Case(architecture="swin", task="image-classification", precision="fp32"),
     "vit sdpa": Case(architecture="vit", task="image-classification", attention="sdpa"),
     "vit micro-batch 1": Case(architecture="vit", task="image-classification", micro_batch=1),
+    "whisper full": Case(architecture="whisper", task=SPEECH, precision="fp32"),
+    "whisper full bf16 sdpa": Case(architecture="whisper", task=SPEECH, attention="sdpa"),
+    "whisper lora checkpointed": Case(
+        architecture="whisper", task=SPEECH, precision="fp32", method="lora", checkpointing=1
+    ),
+    "whisper, short decoder": Case(
+        architecture="whisper, short decoder", task=SPEECH, precision="fp32", micro_batch=1
+    ),
     "llama classification": Case(architecture="llama", task="sequence-classification"),
     "experts": Case(architecture="qwen3_moe, every second"),
     "experts fp32": Case(architecture="qwen3_moe, every second", precision="fp32", accumulation=1),
@@ -670,6 +714,16 @@ def run_case(case: Case, folder: Path) -> Run:
         num_missing = NUM_PADDED if case.batching == "padded" and case.micro_batch > 1 else 0
         rows = ragged(num_samples, SEQUENCE_LENGTH, num_missing)
         arguments["train_sampling_strategy"] = "sequential"
+    model = real_model(case)
+    more = collator(case)
+    if row_of(case.task).reads == "sound":
+        num_samples = NUM_STEPS * case.accumulation * case.micro_batch
+        num_missing = NUM_PADDED if case.micro_batch > 1 else 0
+        rows = spoken(num_samples, SEQUENCE_LENGTH, shape_of(case.config), num_missing)
+        dtype = dtype_read_by(model)
+        more = {"data_collator": functools.partial(collate_sounds, dtype=dtype)}
+        # The longest text of a micro-batch is whole.
+        arguments["train_sampling_strategy"] = "sequential"
     with contextlib.ExitStack() as stack:
         if case.device is None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
@@ -678,7 +732,7 @@ def run_case(case: Case, folder: Path) -> Run:
             pytest.importorskip("liger_kernel.transformers")
             stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
         return run_trainer(
-            real_model(case),
+            model,
             folder,
             case.task,
             sequence_length=SEQUENCE_LENGTH,
@@ -686,7 +740,7 @@ def run_case(case: Case, folder: Path) -> Run:
             accumulation=case.accumulation,
             decompositions=case.decompositions,
             rows=rows,
-            more=collator(case),
+            more=more,
             callbacks=[UpdateInBackward()] if case.updates_in_backward else [],
             **arguments,
         )

@@ -176,9 +176,9 @@ BREAKERS = {
         ADA,
     ),
     "pairs-without-noise": (dataclasses.replace(DPO_LORA, lora_dropout=0.1), ADA),
-    "pixels-are-not-batched-by-length": (
-        dataclasses.replace(FULL, batching="packed"),
-        dataclasses.replace(ADA, task="image-classification"),
+    "samples-of-one-size-are-not-batched-by-length": (
+        dataclasses.replace(FULL, batching="grouped"),
+        dataclasses.replace(ADA, task="automatic-speech-recognition"),
     ),
     "pictures-are-padded": (dataclasses.replace(SEES, batching="grouped"), OF_PICTURES),
     "pictures-need-tried-settings": (

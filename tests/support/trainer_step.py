@@ -127,6 +127,14 @@ def samples(num_samples: int, sequence_length: int, task: str) -> list[dict[str,
     ]
 
 
+def spoken(
+    num_samples: int, sequence_length: int, shape: tuple[int, int], num_missing: int
+) -> list[dict[str, Any]]:
+    """Make sounds, each with the tokens of a text: every second one is shorter."""
+    texts = ragged(num_samples, sequence_length, num_missing)
+    return [{"input_features": torch.rand(shape), "labels": row["input_ids"]} for row in texts]
+
+
 def run_trainer(
     model: Any,
     folder: Path,

@@ -299,11 +299,12 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        name="pixels-are-not-batched-by-length",
-        reason="each sample is a picture of the same size: nothing is packed, padded or sorted by length",
+        name="samples-of-one-size-are-not-batched-by-length",
+        reason="each sample is a picture of the same size, or as much sound: nothing is packed or sorted by "
+        "length",
         breaks=lambda c, context: (
             context.task_row is not None
-            and context.task_row.reads == "pixels"
+            and context.task_row.reads != "tokens"
             and c.batching != "padded"
         ),
     ),

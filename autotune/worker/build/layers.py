@@ -24,6 +24,8 @@ CONFIG = "config"
 ATTENDS = CONFIG, "layer_types"
 """The fact of a layer that says to what it attends, where layers differ in that."""
 
+DECODER_NUMBERS = ("num_decoder_layers", "decoder_layers")
+"""Names of the setting that says how many layers a decoder beside an encoder has."""
 TOWER_NUMBERS = ("num_hidden_layers", "depth")
 """Names of the setting that says how many layers a tower has."""
 
@@ -46,6 +48,12 @@ def num_layers(config: PretrainedConfig) -> int:
     return number if isinstance(number, int) else 0
 
 
+def num_decoder_layers(config: PretrainedConfig) -> int:
+    """The number of layers of a decoder beside an encoder; 0 where the configuration does not say."""
+    found = (getattr(text_part(config), name, None) for name in DECODER_NUMBERS)
+    return next((number for number in found if isinstance(number, int)), 0)
+
+
 def text_part(config: PretrainedConfig) -> Any:
     """The configuration of the part that reads text; for an encoder and decoder, the whole one.
 
@@ -59,8 +67,9 @@ def with_layers(config: PretrainedConfig, num: int) -> PretrainedConfig:
     small = copy.deepcopy(config)
     of_text = text_part(small)
     before = of_text.num_hidden_layers
-    if getattr(of_text, "num_decoder_layers", None) == before:
-        of_text.num_decoder_layers = num
+    for name in DECODER_NUMBERS:
+        if getattr(of_text, name, None) == before:
+            setattr(of_text, name, num)
     for name, value in list(vars(of_text).items()):
         if isinstance(value, list) and len(value) == before:
             setattr(of_text, name, value[:num])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ _OF_KIND: dict[str, Any] = {
 """Transformers' models by what they read beside text."""
 _REMEDIES = {
     PICTURED: "say which pictures each sample has (--images, --image-size)",
+    "speech": "say what it is trained for (--task automatic-speech-recognition)",
     "images": "say what it is trained for (--task image-classification)",
 }
 
@@ -110,6 +112,11 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
     """
     row = row_of(task)
     auto = getattr(transformers, row.model_class)
+    if row.families and config.model_type not in row.families:
+        raise UnsupportedModel(
+            f"models of the type {config.model_type} are not trained for {task} here: those of "
+            f"{', '.join(row.families)} are"
+        )
     config = copy.deepcopy(config)
     if task in BY_TASK and row.has_classes:
         config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
@@ -243,23 +250,24 @@ def asks_for_values(error: Exception) -> bool:
     return any(part in str(error) for part in _ASKS_FOR_VALUES)
 
 
-_READS_ITS_DTYPE = "Input type (float) and bias type"
-"""Part of torch 2.13's message where a convolution in 16 bits is given the float32 that a collator makes."""
+_READS_ITS_DTYPE = re.compile(r"Input type \(.+\) and bias type")
+"""Part of torch 2.13's message where a convolution is given another dtype than its own, such as the float32
+that a collator makes."""
 
 
 def is_refused(error: Exception) -> bool:
     """Whether an error says that no such step can be traced, and is no mistake."""
     said = str(error)
-    return asks_for_values(error) or _CHANGES_CODES in said or _READS_ITS_DTYPE in said
+    return asks_for_values(error) or _CHANGES_CODES in said or _READS_ITS_DTYPE.search(said) is not None
 
 
 def reason_of(error: Exception) -> str:
     """The reason why a library could not do it without data, short enough for a message."""
     if _CHANGES_CODES in str(error):
         return "it changes weights that are stored in 4 bits"
-    if _READS_ITS_DTYPE in str(error):
+    if _READS_ITS_DTYPE.search(str(error)):
         return (
-            "it reads pictures in the dtype of its weights alone, and Trainer gives them in float32"
+            "what reads its samples takes them in the dtype of its weights alone, and they come in another"
         )
     if asks_for_values(error):
         return (

@@ -176,7 +176,7 @@ class WatchCallback(TrainerCallback):
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take in the shape of a forward pass's batch, which the host knows, and once of a reference's."""
-        ids = kwargs.get("input_ids", args[0] if args else None)
+        ids = kwargs.get("input_ids", args[0] if args else kwargs.get("labels"))
         pixels = kwargs.get("pixel_values") if self._config.sequence_length == 1 else None
         if pixels is not None:
             ids = pixels.flatten(1)[:, :1]  # A sample counts as a token.

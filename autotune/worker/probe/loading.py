@@ -48,6 +48,7 @@ class _NoModel(nn.Module):
         attention_mask: Any = None,
         token_type_ids: Any = None,
         pixel_values: Any = None,
+        input_features: Any = None,
         labels: Any = None,
         start_positions: Any = None,
         end_positions: Any = None,
@@ -91,8 +92,9 @@ def _rows(program: Any, request: dict[str, Any]) -> tuple[Any, Any]:
     parser = argparse.ArgumentParser()
     program.add_data_options(parser)
     options = parser.parse_args(["--dataset", request["dataset"]])
-    if program.RECIPE["reads"] == "pixels":
-        reader = load_processor(request["tokenizer"])
+    reads = program.RECIPE["reads"]
+    if reads != "tokens":
+        reader = load_processor(request["tokenizer"], reads)
     else:
         reader = load_tokenizer(request["tokenizer"])
         if reader.pad_token is None:

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 from autotune.space.pictures import Pictures
 from autotune.worker.build.pictures import GRIDS, places_of
+from autotune.worker.build.sound_rows import FEATURES
 
 _PADDING = {"labels": -100}
 """Values of places without a token, where they are not 0."""
@@ -74,6 +75,22 @@ class PictureRows(torch.utils.data.Dataset[dict[str, Any]]):
         number = index % len(self._classes)
         seen = {name: values[number] for name, values in self._seen.items()}
         return {**seen, "labels": int(self._classes[number])}
+
+
+class SpokenRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """Rows of sound at random, each with the tokens of a text."""
+
+    def __init__(self, rows: Any, shape: tuple[int, int], kept: int) -> None:
+        random = np.random.default_rng(0)
+        self._rows = rows
+        self._heard = random.random((kept, *shape), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        labels = self._rows[index]["labels"]
+        return {FEATURES: self._heard[index % len(self._heard)], "labels": labels}
 
 
 def _token_of(config: Any) -> int:

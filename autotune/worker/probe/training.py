@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,9 +32,11 @@ from autotune.space.lengths import BY_TOKENS, draw
 from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
+from autotune.worker.build.sound import shape_of
+from autotune.worker.build.sound_rows import collate_sounds, dtype_read_by
 from autotune.worker.probe import confirm, trl_trainers
 from autotune.worker.probe.checks import Invalid
-from autotune.worker.probe.seen_rows import PictureRows, SeenRows, collate
+from autotune.worker.probe.seen_rows import PictureRows, SeenRows, SpokenRows, collate
 
 MAX_WARM_UP_STEPS = 8
 """Most warm-up steps. [judgement] Reserved bytes grow in the first two steps, seldom in a third."""
@@ -65,6 +68,8 @@ def build_trainer(
         more = trl_trainers.beside(model, spec.task, config)
         if spec.pictures is not None:
             more["data_collator"] = collate
+    elif row_of(spec.task).reads == "sound":
+        more["data_collator"] = functools.partial(collate_sounds, dtype=dtype_read_by(model))
     elif config.batching == "padding-free":
         more["data_collator"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
@@ -204,6 +209,8 @@ def _rows(
     rows = _Rows(hf_config, spec.task, config, per_sample * num_rows, per_sample * kept, lengths)
     if spec.pictures is not None:
         return SeenRows(rows, hf_config, spec.pictures)
+    if row_of(spec.task).reads == "sound":
+        return SpokenRows(rows, shape_of(hf_config), kept)
     return trl_trainers.dataset(rows, config) if TRAINERS[config.trainer].is_trl else rows
 
 

@@ -66,7 +66,8 @@ def train_varied(
     trainer.micro_step = lambda run: run()
     trainer.train_dataset = rows
     trainer.args.max_steps = num_steps
-    if config.trainer == "transformers" and config.batching != "padding-free":
+    has_own = config.batching == "padding-free" or "input_ids" not in rows[0]
+    if config.trainer == "transformers" and not has_own:
         trainer.data_collator = padded
     try:
         train(trainer)

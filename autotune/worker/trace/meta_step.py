@@ -22,10 +22,18 @@ from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
-from autotune.worker.build import adapters, fp8, loading, quantize, tensor_parallel
+from autotune.worker.build import (
+    adapters,
+    fp8,
+    loading,
+    quantize,
+    sound,
+    sound_rows,
+    tensor_parallel,
+)
 from autotune.worker.build import model as models
 from autotune.worker.build.alike_layers import built
-from autotune.worker.build.layers import layer_stacks, tower_layers
+from autotune.worker.build.layers import inner_of, layer_stacks, tower_layers
 from autotune.worker.build.pictures import GRIDS
 from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace import liger, pictures, sft, trl_steps
@@ -114,7 +122,12 @@ class MetaStep:
 
     def batch(self, micro_batch: int, sequence_length: int) -> dict[str, Any]:
         """The micro-batch that the step is run on."""
-        return batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
+        batch = batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
+        if row_of(self.task).reads != "sound":
+            return batch
+        shape, dtype = sound.shape_of(inner_of(self.model).config), sound_rows.dtype_read_by(self.model)
+        heard = torch.empty(micro_batch, *shape, dtype=dtype, device=META)
+        return {sound_rows.FEATURES: heard, **batch}
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Let tensors live as long as the Trainer does: its micro-batch, and the loss."""

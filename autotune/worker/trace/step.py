@@ -411,6 +411,8 @@ def _few(
         return _fewest(config, task, spec)
     num_periods = _num_periods(config, spec)
     num = pattern.num_traced(len(kinds), num_periods)
+    if num == layers.num_decoder_layers(config) != len(kinds):
+        num += pattern.period  # Of as many layers it would be taken for the encoder's other half.
     cut: dict[str, int] = {}
     if spec.has_plan:
         cut["cut"] = pattern.first + num_periods * pattern.period

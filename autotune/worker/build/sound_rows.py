@@ -1,0 +1,162 @@
+"""Recorded sound with the tokens of what is said in it: rows, and batches of them.
+
+What follows the imports is put into train.py as it stands (autotune.export.train_py). A .wav at the rate that
+the model reads needs Python and NumPy alone; other files are read by Transformers' load_audio, with torchcodec,
+or soundfile and soxr.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autotune.export.encode import IGNORED
+from autotune.export.rows_of_tasks import transcribed
+from autotune.export.samples import Samples, UnusableData, shown
+
+FEATURES = "input_features"
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A sample's number, from 1, where its sound is, and the tokens of its text."""
+
+    number: int
+    sound: Any
+    labels: list[int]
+
+
+class Sounds(torch.utils.data.Dataset[dict[str, Any]]):
+    """Sounds, each read when it is asked for, with the tokens of its text."""
+
+    def __init__(self, spoken: Sequence[Spoken], folder: str, extractor: Any) -> None:
+        self.spoken, self.folder, self.extractor = spoken, folder, extractor
+
+    def __len__(self) -> int:
+        return len(self.spoken)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        each, rate = self.spoken[index], self.extractor.sampling_rate
+        try:
+            heard = read_sound(each.sound, self.folder, f"sample {each.number}", rate)
+        except UnusableData as error:
+            sys.exit(f"{error}")
+        made = self.extractor(heard, sampling_rate=rate, return_tensors="np")
+        return {FEATURES: made[FEATURES][0], "labels": each.labels}
+
+
+def sounds_of(data: Samples, processor: Any, length: int) -> Sounds:
+    """The samples whose text has so many tokens at most, and whose sound is no longer than what is read.
+
+    What is longer would be cut off, and the text would say more than is heard.
+    """
+    extractor = processor.feature_extractor
+    seconds = extractor.n_samples / extractor.sampling_rate
+    rows = zip(data.samples, transcribed(data, processor.tokenizer, ()), strict=True)
+    kept = [
+        Spoken(number, sample.text, row["labels"])
+        for number, (sample, row) in enumerate(rows, start=1)
+        if len(row["labels"]) <= length
+        and seconds_of(sample.text, data.folder, f"sample {number}") <= seconds
+    ]
+    limits = f"{length} tokens of text and {seconds:g} s of sound"
+    if not kept:
+        raise UnusableData(f"no sample is within {limits}", "Cut them into shorter ones")
+    if len(kept) < len(data.samples):
+        print(f"{len(data.samples) - len(kept)} samples are left out: they are not within {limits}.")
+    return Sounds(kept, data.folder, extractor)
+
+
+def collate_sounds(rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
+    """A batch: sounds in the dtype of the weights that read them, texts as long as the longest of them."""
+    longest = max(len(row["labels"]) for row in rows)
+    labels = [[*row["labels"], *[IGNORED] * (longest - len(row["labels"]))] for row in rows]
+    heard = torch.stack([torch.as_tensor(row[FEATURES]) for row in rows])
+    return {FEATURES: heard.to(dtype), "labels": torch.tensor(labels)}
+
+
+def dtype_read_by(model: Any) -> torch.dtype:
+    """The dtype of the weights that read sound: a convolution takes no other."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    dtype: torch.dtype = inner.get_encoder().conv1.weight.dtype
+    return dtype
+
+
+def read_sound(found: Any, folder: str, place: str, rate: int) -> Any:
+    """The sound of a file, of its bytes or of its path, as numbers from -1 to 1: one channel at this rate."""
+    import numpy as np
+
+    source = source_of(found, folder, place)
+    file = wave_of(source, place)
+    if file is None:
+        return loaded(source, place, rate)
+    with file:
+        if (file.getsampwidth(), file.getframerate()) != (2, rate):
+            return loaded(source, place, rate)
+        values = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+        return values.reshape(-1, file.getnchannels()).mean(axis=1, dtype=np.float32) / 2**15
+
+
+def seconds_of(found: Any, folder: str, place: str) -> float:
+    """How long a .wav is, by its header; 0 for what is none."""
+    file = wave_of(source_of(found, folder, place), place)
+    if file is None:
+        return 0.0
+    with file:
+        return float(file.getnframes() / max(file.getframerate(), 1))
+
+
+def source_of(found: Any, folder: str, place: str) -> Any:
+    """The path of a sound, or its bytes, as `datasets` keeps them."""
+    if isinstance(found, Mapping):
+        data, path = found.get("bytes"), found.get("path")
+        found = data if isinstance(data, bytes) else path
+    if isinstance(found, str):
+        found = os.path.join(folder, found)
+    if not isinstance(found, str | bytes):
+        raise UnusableData(f"{place} has no sound: {shown(found)}", "Name its file")
+    return found
+
+
+def wave_of(source: Any, place: str) -> Any:
+    """A .wav, its header read; None for a file of another kind."""
+    import wave
+
+    try:
+        return wave.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+    except OSError as error:
+        raise unreadable(source, place, error.strerror or str(error)) from error
+    except (EOFError, wave.Error):
+        return None
+
+
+def loaded(source: Any, place: str, rate: int) -> Any:
+    """What Transformers reads of a sound that is no .wav of 16 bits at the rate that the model reads."""
+    import base64
+
+    from transformers.audio_utils import load_audio
+
+    text = base64.b64encode(source).decode() if isinstance(source, bytes) else source
+    try:
+        return load_audio(text, sampling_rate=rate)
+    except ImportError as error:
+        raise UnusableData(
+            f"the sound of {place} is no .wav of 16 bits at {rate:,} Hz, and nothing is installed that reads "
+            "others",
+            "pip install soundfile soxr",
+        ) from error
+    except Exception as error:
+        raise unreadable(source, place, f"{type(error).__name__}: {error}") from error
+
+
+def unreadable(source: Any, place: str, why: str) -> UnusableData:
+    name = shown(source) if isinstance(source, str) else "its bytes"
+    return UnusableData(
+        f"the sound of {place} cannot be read ({name}): {shown(why)}", "Leave such samples out"
+    )
