@@ -56,7 +56,10 @@ LIBRARIES = (
     "optuna-dashboard",
     "pillow",
     "safetensors",
+    "soundfile",
+    "soxr",
     "tokenizers",
+    "torchcodec",
     "triton",
 )
 

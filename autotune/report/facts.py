@@ -394,6 +394,8 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
     ]
     if workload.lengths is not None:
         rows.append(("data", words.data(workload)))
+    if text := words.heard(answer):
+        rows.append(("sound", text))
     if workload.pictures is not None:
         rows.append(("pictures", words.pictures(workload.pictures)))
     if found is not None:

@@ -97,6 +97,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
         ]
     rows += [
         ("speed", f"{words.speed_range(best)}; {words.against_baseline(answer)}"),
+        *([("", text)] if (text := words.heard(answer)) else []),
         ("step", words.step(best)),
         *rates_row(best),
         *([("epoch", words.epoch(answer))] if answer.workload.lengths else []),

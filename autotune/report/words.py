@@ -18,7 +18,7 @@ from autotune.space.lengths import Lengths
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
-from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.space.trainers import BY_TASK, TRAINERS, row_of
 from autotune.space.words import describe, difference
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
@@ -88,6 +88,16 @@ def samples(timed: Timed) -> str:
     """The speed in samples of full length, to stand behind that in tokens; empty for Trainer's tasks."""
     count, row = timed.samples_per_second, TRAINERS[timed.config.trainer]
     return f", {count:,.3g} {row.sample}s/s" if row.task and count is not None else ""
+
+
+def heard(answer: Answer) -> str:
+    """The speed in samples, each of as much sound as the model reads; empty where it reads none."""
+    if row_of(answer.workload.task).reads != "sound":
+        return ""
+    timed: Timed = answer.best if answer.measured is None else answer.measured.final
+    count = timed.samples_per_second
+    speed = "an unknown number of" if count is None else f"{count:,.3g}"
+    return f"{speed} samples/s, each of as much sound, however long its text is"
 
 
 def batch(config: TrainConfig) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import wave
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,60 @@ def make_vit(folder: Path) -> None:
     (folder / "vit" / "preprocessor_config.json").write_text(json.dumps(said), encoding="utf-8")
 
 
+RATE = 16_000
+
+
+def spoken(draw: random.Random, folder: Path) -> dict[str, Any]:
+    name = f"{draw.randrange(10**9)}.wav"
+    write_sound(folder / name, seconds=draw.uniform(0.2, 0.9), draw=draw)
+    return {"audio": name, "text": words(draw, 8)}
+
+
+def write_sound(path: Path, *, seconds: float, draw: random.Random, rate: int = RATE) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, rate, 0, "NONE", ""))
+        file.writeframes(draw.randbytes(2 * int(seconds * rate)))
+
+
+def make_whisper(folder: Path) -> None:
+    """A Whisper that hears one second, with a tokenizer of bytes."""
+    from tokenizers import pre_tokenizers
+    from transformers import (
+        WhisperConfig,
+        WhisperFeatureExtractor,
+        WhisperForConditionalGeneration,
+        WhisperProcessor,
+        WhisperTokenizer,
+    )
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = WhisperTokenizer(vocab={each: i for i, each in enumerate(letters)}, merges=[])
+    marks = ["<|startoftranscript|>", "<|transcribe|>", "<|notimestamps|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    end, start = tokenizer.convert_tokens_to_ids(["<|endoftext|>", marks[0]])
+    config = WhisperConfig(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        encoder_layers=4,
+        decoder_layers=4,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=64,
+        decoder_ffn_dim=64,
+        num_mel_bins=16,
+        max_source_positions=50,
+        max_target_positions=48,
+        pad_token_id=end,
+        bos_token_id=end,
+        eos_token_id=end,
+        decoder_start_token_id=start,
+        begin_suppress_tokens=None,
+    )
+    WhisperForConditionalGeneration(config).save_pretrained(folder / "whisper")
+    extractor = WhisperFeatureExtractor(feature_size=config.num_mel_bins, chunk_length=1)
+    WhisperProcessor(extractor, tokenizer).save_pretrained(folder / "whisper")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
     make: Callable[[random.Random, Path], dict[str, Any]]
@@ -77,17 +133,24 @@ CASES = {
         said=f"pictures, {NUM_SAMPLES} samples",
         unit="samples/s",
     ),
+    "automatic-speech-recognition": Case(
+        make=spoken,
+        model="whisper",
+        options=("--seq-len", "48"),
+        said=f"sounds, {NUM_SAMPLES} samples",
+        unit="samples/s, each of as much sound",
+    ),
 }
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {"vit": make_vit, "whisper": make_whisper}
 
 
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("task", CASES)
 def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     case = CASES[task]
-    if case.model == "vit":
-        make_vit(tmp_path)
-    else:
-        make_models(tmp_path)
+    MAKERS.get(case.model, make_models)(tmp_path)
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     draw = random.Random(0)
     dataset = tmp_path / "rows.jsonl"
@@ -131,6 +194,18 @@ BAD = {
         {"image": "none.png", "label": 1},
         "none.png): No such file or directory",
     ),
+    "no sound": (
+        "automatic-speech-recognition",
+        "whisper",
+        {"audio": "none.wav", "text": "w1"},
+        "none.wav): No such file or directory",
+    ),
+    "no text": (
+        "automatic-speech-recognition",
+        "whisper",
+        {"audio": "none.wav"},
+        "takes audio/sound and text/sentence",
+    ),
 }
 
 
@@ -139,6 +214,7 @@ def models_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     make_models(folder)
     make_vit(folder)
+    make_whisper(folder)
     return folder
 
 
@@ -155,3 +231,66 @@ def test_bad_data_is_said_in_one_line(name: str, models_here: Path, tmp_path: Pa
     assert ended.returncode == 2
     assert why in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stderr
+
+
+def heard(folder: Path, models: Path, rows: list[dict[str, Any]], length: int = 48) -> Any:
+    from transformers import AutoProcessor
+
+    from autotune.export.samples import Columns, read_samples
+    from autotune.worker.build.sound_rows import sounds_of
+
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = read_samples(str(folder / "rows.jsonl"), Columns(), "automatic-speech-recognition")
+    return sounds_of(data, AutoProcessor.from_pretrained(models / "whisper"), length)
+
+
+def test_what_is_longer_than_a_sample_is_left_out(
+    models_here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw = random.Random(0)
+    for name, seconds in {"short": 0.5, "long": 1.5}.items():
+        write_sound(tmp_path / f"{name}.wav", seconds=seconds, draw=draw)
+    rows = [
+        {"audio": "long.wav", "text": "hello"},
+        {"audio": "short.wav", "text": "hello you there"},
+        {"audio": "short.wav", "text": "hello"},
+    ]
+    kept = heard(tmp_path, models_here, rows, length=8)
+    assert [each.number for each in kept.spoken] == [3]
+    assert "2 samples are left out: they are not within 8 tokens of text and 1 s" in (
+        capsys.readouterr().out
+    )
+    row = kept[0]
+    assert row["input_features"].shape == (16, 100)
+    letters = row["labels"][1:-1]
+    assert len(letters) == len("hello"), "what the model begins with is no label"
+
+
+def test_a_sound_is_read_as_numbers_from_minus_1_to_1(tmp_path: Path) -> None:
+    from autotune.worker.build.sound_rows import read_sound
+
+    with wave.open(str(tmp_path / "two.wav"), "wb") as file:
+        file.setparams((2, 2, RATE, 0, "NONE", ""))
+        file.writeframes(
+            b"".join(v.to_bytes(2, "little", signed=True) for v in (2**14, 0, -(2**15), -(2**15)))
+        )
+    found = read_sound("two.wav", str(tmp_path), "sample 1", RATE)
+    assert found.tolist() == [0.25, -1.0]
+    as_stored = {"bytes": (tmp_path / "two.wav").read_bytes(), "path": "elsewhere"}
+    assert read_sound(as_stored, "", "sample 1", RATE).tolist() == found.tolist()
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("soundfile") is not None
+    or importlib.util.find_spec("torchcodec") is not None,
+    reason="what reads other sounds is installed here",
+)
+def test_another_sound_says_what_reads_it(models_here: Path, tmp_path: Path) -> None:
+    write_sound(tmp_path / "slow.wav", seconds=0.5, draw=random.Random(0), rate=8_000)
+    (tmp_path / "noise.flac").write_bytes(b"fLaC")
+    for name in ("slow.wav", "noise.flac"):
+        rows = heard(tmp_path, models_here, [{"audio": name, "text": "hello"}])
+        with pytest.raises(
+            SystemExit, match=r"no .wav of 16 bits at 16,000 Hz.*pip install soundfile"
+        ):
+            rows[0]

@@ -35,7 +35,12 @@ PLAIN = TrainConfig(
         (
             {"model_type": "whisper"},
             "seq2seq-lm",
-            "it is a model for speech, which is not trained here",
+            r"for speech: say what it is trained for \(--task automatic-speech-recognition\)",
+        ),
+        (
+            {"model_type": "moonshine"},
+            "automatic-speech-recognition",
+            "type moonshine are not trained for .* here: those of whisper are",
         ),
         (
             {"model_type": "wav2vec2"},

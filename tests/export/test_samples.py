@@ -58,6 +58,7 @@ def test_the_formats_have_one_list() -> None:
         ({**ASKED, "answers": NONE}, "question-answering", "question-context", "a", None),
         ({**ASKED, "answer": "c"}, "question-answering", "question-context", "a", (2, 3)),
         ({"img": "a.png", "label": "cat"}, "image-classification", "pictures", "a.png", "cat"),
+        ({"audio": "a.wav", "sentence": "b"}, "automatic-speech-recognition", "sounds", "a.wav", "b"),
     ],
 )  # fmt: skip
 def test_a_format_is_recognised_by_its_fields(
@@ -81,6 +82,7 @@ def test_a_format_is_recognised_by_its_fields(
         ({"question": "a", "context": "b", "answers": [{"text": "b"}]}, "question-answering", "not in its"),
         ({"image": "a.png", "label": [1]}, "image-classification", "no class in label"),
         ({"image": "a.png"}, "image-classification", "takes image/img/picture and label/labels"),
+        ({"audio": "a.wav", "text": 3}, "automatic-speech-recognition", "no text in text: 3"),
     ],
 )  # fmt: skip
 def test_a_row_that_no_such_task_can_have_is_one_line(

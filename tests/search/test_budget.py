@@ -145,6 +145,10 @@ def test_learned_positions_end_somewhere(config: dict[str, Any], limit: int | No
         ),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "seq2seq-lm"),
         ({"model_type": "marian", "is_encoder_decoder": True}, "seq2seq-lm"),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+            "automatic-speech-recognition",
+        ),
         ({"model_type": "bert", "is_decoder": True}, "causal-lm"),
         ({"model_type": "bart", "is_encoder_decoder": False}, "causal-lm"),
         (

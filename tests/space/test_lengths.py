@@ -111,6 +111,23 @@ def test_a_workload_without_a_dataset_pads_nothing() -> None:
     assert json.dumps(with_lengths.to_dict()["lengths"])
 
 
+def test_a_sound_takes_as_long_however_short_its_text_is() -> None:
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=2,
+        sequence_length=300,
+        precision="fp32",
+        optimizer="sgd",
+        batching="padded",
+    )
+    workload = Workload(model="m", memory_budget_bytes=1, lengths=HALF_AND_HALF)
+    of_text = workload.filling(config)
+    assert (of_text.useful_share, of_text.full_share) == (1.0, pytest.approx(200 / 300, rel=0.02))
+    of_sound = dataclasses.replace(workload, task="automatic-speech-recognition").filling(config)
+    assert (of_sound.useful_share, of_sound.full_share) == (of_text.full_share, 1.0)
+
+
 def test_samples_are_drawn_as_the_dataset_has_them() -> None:
     drawn = draw(HALF_AND_HALF.percentiles, 1000, 4000)
     assert drawn[0] == 300

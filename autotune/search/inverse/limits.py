@@ -48,7 +48,7 @@ def limits(
 
 def _check_sees_nothing(task: str | None) -> None:
     """Raise ConfigError for a task whose samples have pictures."""
-    if task is None or (task != PICTURES and row_of(task).reads == "tokens"):
+    if task is None or (task != PICTURES and row_of(task).has_lengths):
         return
     size = "--images 1 --image-size 1024x768" if task == PICTURES else "--image-size 224x224"
     raise ConfigError(

@@ -258,7 +258,11 @@ that a collator makes."""
 def is_refused(error: Exception) -> bool:
     """Whether an error says that no such step can be traced, and is no mistake."""
     said = str(error)
-    return asks_for_values(error) or _CHANGES_CODES in said or _READS_ITS_DTYPE.search(said) is not None
+    return (
+        asks_for_values(error)
+        or _CHANGES_CODES in said
+        or _READS_ITS_DTYPE.search(said) is not None
+    )
 
 
 def reason_of(error: Exception) -> str:
@@ -266,9 +270,7 @@ def reason_of(error: Exception) -> str:
     if _CHANGES_CODES in str(error):
         return "it changes weights that are stored in 4 bits"
     if _READS_ITS_DTYPE.search(str(error)):
-        return (
-            "what reads its samples takes them in the dtype of its weights alone, and they come in another"
-        )
+        return "what reads its samples takes them in the dtype of its weights alone, and they come in another"
     if asks_for_values(error):
         return (
             "it looks at values of weights or of what they make, and a prediction has shapes alone"

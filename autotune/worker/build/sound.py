@@ -14,7 +14,10 @@ _AT_RANDOM = ("apply_spec_augment", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def shape_of(config: Any) -> tuple[int, int]:
-    """Return the bands and frames of a sample. Raises UnsupportedModel for a model that leaves some to chance."""
+    """Return the bands and frames of a sample.
+
+    Raises UnsupportedModel for a model that leaves some to chance.
+    """
     chance = [name for name in _AT_RANDOM if getattr(config, name, False)]
     if chance:
         raise UnsupportedModel(

@@ -1,8 +1,8 @@
 """Recorded sound with the tokens of what is said in it: rows, and batches of them.
 
-What follows the imports is put into train.py as it stands (autotune.export.train_py). A .wav at the rate that
-the model reads needs Python and NumPy alone; other files are read by Transformers' load_audio, with torchcodec,
-or soundfile and soxr.
+What follows the imports is put into train.py as it stands (autotune.export.train_py). A .wav at the rate
+that the model reads needs Python and NumPy alone; other files are read by Transformers' load_audio, with
+torchcodec, or soundfile and soxr.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def sounds_of(data: Samples, processor: Any, length: int) -> Sounds:
     if not kept:
         raise UnusableData(f"no sample is within {limits}", "Cut them into shorter ones")
     if len(kept) < len(data.samples):
-        print(f"{len(data.samples) - len(kept)} samples are left out: they are not within {limits}.")
+        print(
+            f"{len(data.samples) - len(kept)} samples are left out: they are not within {limits}."
+        )
     return Sounds(kept, data.folder, extractor)
 
 
@@ -137,7 +139,7 @@ def wave_of(source: Any, place: str) -> Any:
 
 
 def loaded(source: Any, place: str, rate: int) -> Any:
-    """What Transformers reads of a sound that is no .wav of 16 bits at the rate that the model reads."""
+    """A sound that is no .wav of 16 bits at the rate that the model reads, as Transformers reads it."""
     import base64
 
     from transformers.audio_utils import load_audio

@@ -125,7 +125,10 @@ class MetaStep:
         batch = batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
         if row_of(self.task).reads != "sound":
             return batch
-        shape, dtype = sound.shape_of(inner_of(self.model).config), sound_rows.dtype_read_by(self.model)
+        shape, dtype = (
+            sound.shape_of(inner_of(self.model).config),
+            sound_rows.dtype_read_by(self.model),
+        )
         heard = torch.empty(micro_batch, *shape, dtype=dtype, device=META)
         return {sound_rows.FEATURES: heard, **batch}
 
