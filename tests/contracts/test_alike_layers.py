@@ -47,8 +47,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "laurel_rank": 26,
         "activation_sparsity_pattern": [0.95] * 5 + [0.0] * 20,
     },
+    # A pattern of six, three of which would be more layers.
+    "gemma3": {
+        **{name: SMALL[name] for name in SMALL if "per_layer" not in name and "glob" not in name},
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 26,
+    },
 }
-NUM_TRACED = {"gemma4": 9, "gemma4, shared": 14, "gemma3n": 16}
+NUM_TRACED = {"gemma4": (9, 14), "gemma4, shared": (14, 20), "gemma3n": (16, 19), "gemma3": (9, 14)}
+"""Layers that are traced: treated in one way, and where every second one is checkpointed."""
 ADAPTED = {**LORA, "precision": "bf16-autocast"}
 SPECS = {
     "full": spec_of(),
@@ -56,13 +63,21 @@ SPECS = {
     "full, checkpointed": spec_of(activation_checkpointing=1),
     "lora": spec_of(**ADAPTED),
     "lora, checkpointed, one": spec_of(**ADAPTED, activation_checkpointing=1, single=True),
+    "full, every second": spec_of(activation_checkpointing=2),
+    "lora, every second, offloaded": spec_of(
+        **ADAPTED, activation_checkpointing=2, activation_offloading=True
+    ),
 }
 CASES = [
     *(("gemma3n", name) for name in SPECS),
     ("gemma4", "full"),
     ("gemma4", "lora, checkpointed, one"),
+    ("gemma4", "lora, every second, offloaded"),
     ("gemma4, shared", "full"),
     ("gemma4, shared", "full, checkpointed"),
+    ("gemma4, shared", "full, every second"),
+    ("gemma3", "full, every second"),
+    ("gemma3", "lora, checkpointed, one"),
 ]
 
 
@@ -83,6 +98,6 @@ def traced(name: str, spec: TraceSpec, *, whole: bool) -> dict[str, Any]:
 def test_few_layers_make_the_events_of_all(name: str, treated: str) -> None:
     spec = SPECS[treated]
     few, all_of_them = (traced(name, spec, whole=whole) for whole in (False, True))
-    assert len(few["layers"]["own"]) == NUM_TRACED[name]
+    assert len(few["layers"]["own"]) == NUM_TRACED[name][spec.activation_checkpointing == 2]
     assert len(few["layers"]["sources"]) == CONFIGS[name]["num_hidden_layers"]
     assert_same_traces(Trace(few), Trace(all_of_them), spec)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from autotune.memory.traces import Trace
+from autotune.memory.traces import Stacks, Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker import __main__ as worker
 from autotune.worker.build import model as models
+from autotune.worker.build.alike_layers import built
 from autotune.worker.build.layers import Pattern, find_pattern, kinds_of, layer_stacks
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
@@ -96,12 +97,19 @@ def test_deepseek_v3_has_its_671_billion_parameters() -> None:
     assert round(total / 1e9) == 671
 
 
-def test_what_fewer_layers_cannot_stand_for_is_traced_whole() -> None:
-    """Gemma 3n's last layers take their keys from others, and what every second one leaves is unlike."""
+@pytest.mark.parametrize(
+    ("changes", "num_traced"),
+    [({}, 17), ({"activation_checkpointing": 2}, 21), ({"liger": True}, 35)],
+)
+def test_of_layers_without_a_pattern_few_are_built(
+    changes: dict[str, Any], num_traced: int
+) -> None:
+    """Gemma 3n's last layers take their keys from others. A gradient of two layers needs all of them."""
     config = models.load_config({"model_type": "gemma3n_text"})
-    spec = dataclasses.replace(FULL, activation_checkpointing=2)
-    answer = trace_step(config, "causal-lm", spec, sequence_length=64, device=HOPPER)
-    assert answer["layers"]["traced"] == answer["layers"]["full"] == config.num_hidden_layers
+    model, said = trace_module._few(config, "causal-lm", dataclasses.replace(FULL, **changes))
+    (stack,) = layer_stacks(model)
+    assert len(built(stack)) == num_traced
+    assert Stacks.of_answer(said).text.full == config.num_hidden_layers == len(stack)
 
 
 def test_a_model_may_ask_which_rows_have_a_label() -> None:

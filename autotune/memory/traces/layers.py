@@ -175,7 +175,7 @@ def _stretches_of(layers: Layers) -> tuple[_Stretch, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alike:
-    """The traced layers where no pattern repeats: layers that are alike are copies of one."""
+    """The traced layers in whatever order they come: layers that are alike are copies of one."""
 
     own: tuple[int, ...]
     """The whole model's layer that each traced one is."""

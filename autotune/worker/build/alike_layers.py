@@ -1,10 +1,12 @@
-"""Finds the layers that stand for all where no pattern repeats, and leaves the others out.
+"""Finds the layers that stand for all in whatever order they come, and leaves the others out.
 
 Layers of one kind are alike, whatever is beside them, but for the first two: what comes before may need no
 gradient. Nor is one like others that is the first that attends as it does, which is the last to need the
 positions that these share; or one of the last two of these: where many take the keys
 and values of one (Gemma 3n), the gradient of these begins there. The one that has them is the only one of its
 kind, and what it was given stays as long, so the layer before it is like no other either.
+
+Where every second layer is checkpointed, those that are and those that are not are kinds of their own.
 """
 
 from __future__ import annotations
@@ -67,14 +69,22 @@ def _check_is_one_tensor(_: nn.Module, __: Any, output: Any) -> None:
         raise NoStandIn("its layers hand on more than one tensor")
 
 
-def copies_of(kinds: Sequence[Kind]) -> dict[str, list[int]]:
-    """Return what autotune.memory.traces.layers.Alike is made of: the first layers that are as no other."""
+def copies_of(kinds: Sequence[Kind], every: int = 1) -> dict[str, list[int]]:
+    """Return what autotune.memory.traces.layers.Alike is made of: the first layers that are as no other.
+
+    `every`: of how many layers one is checkpointed. Their neighbours are then treated as in the whole model.
+    """
     numbers = range(len(kinds))
     only = {number for number in numbers if kinds.count(kinds[number]) == 1}
     before_only = [number if number + 1 in only else -1 for number in numbers]
-    seen = [*zip(kinds, _ends(kinds), before_only, strict=True)]
-    own = [number for number, each in enumerate(seen) if each not in seen[:number]]
-    number_of = {seen[layer]: number for number, layer in enumerate(own)}
+    turns = [number % every for number in numbers]
+    seen = [*zip(kinds, turns, _ends(kinds), before_only, strict=True)]
+    own: list[int] = []
+    for number, each in enumerate(seen):
+        if each not in seen[:number]:
+            after = own[-1] + 1 if own else 0
+            own += [*range(after, after + (number - after) % every), number]
+    number_of = {seen[layer]: number for number, layer in reversed([*enumerate(own)])}
     return {"own": own, "sources": [number_of[each] for each in seen]}
 
 

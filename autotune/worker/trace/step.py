@@ -402,17 +402,17 @@ def _few(
 ) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
     """Build a model with just the layers that stand for all; the whole one where there are none such."""
     kinds, of_tower = _kinds_of_whole(config, task, spec)
-    pattern = layers.find_pattern(
-        kinds,
-        step=max(spec.activation_checkpointing, 1),
-        num_periods=_num_periods(config, spec),
-    )
-    if pattern is None:
-        return _fewest(config, task, spec)
     num_periods = _num_periods(config, spec)
-    num = pattern.num_traced(len(kinds), num_periods)
-    if num == layers.num_decoder_layers(config) != len(kinds):
+    pattern = layers.find_pattern(
+        kinds, step=max(spec.activation_checkpointing, 1), num_periods=num_periods
+    )
+    num = len(kinds) if pattern is None else pattern.num_traced(len(kinds), num_periods)
+    if pattern is not None and num == layers.num_decoder_layers(config) != len(kinds):
         num += pattern.period  # Of as many layers it would be taken for the encoder's other half.
+    if (found := _fewest(config, task, spec, fewer_than=num)) is not None:
+        return found
+    if pattern is None:
+        return _whole(config, task, spec)
     cut: dict[str, int] = {}
     if spec.has_plan:
         cut["cut"] = pattern.first + num_periods * pattern.period
@@ -423,32 +423,35 @@ def _few(
     try:
         model = models.build_base(small, task, spec)
     except UnsupportedModel:  # Something in the configuration counts the layers.
-        return _fewest(config, task, spec)
+        return _fewest(config, task, spec) or _whole(config, task, spec)
     if _kinds_of(model, small, task) != (kinds[:num], [of_tower[number] for number in kept]):
         # What is special about the last layers comes too early.
-        return _fewest(config, task, spec)
+        return _fewest(config, task, spec) or _whole(config, task, spec)
     of_text = {"traced": num, "full": len(kinds), **dataclasses.asdict(pattern), **cut}
     return model, _said(of_text, of_tower, kept)
 
 
 def _fewest(
-    config: PretrainedConfig, task: str, spec: TraceSpec
-) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
+    config: PretrainedConfig, task: str, spec: TraceSpec, *, fewer_than: int | None = None
+) -> tuple[nn.Module, dict[str, dict[str, Any]]] | None:
     """Leave out of the whole model the layers that are as others are, in whatever order these come.
 
-    Not where layers are treated in two ways: by a plan, or every second one. Nor where a kernel or a gradient
-    is of two layers (_num_periods), or a weight of many.
+    None where that is not so few. Nor where layers are treated by a plan, or every second one beside a tower,
+    whose layers count, too; nor where a kernel or a gradient is of two layers (_num_periods), or a weight of
+    many.
     """
     kinds, of_tower = _kinds_of_whole(config, task, spec)
-    copies = alike_layers.copies_of(kinds)
-    is_in_one_way = not spec.has_plan and spec.activation_checkpointing < 2
-    if not is_in_one_way or _num_periods(config, spec) > 3 or len(copies["own"]) == len(kinds):
-        return _whole(config, task, spec)
+    every = max(spec.activation_checkpointing, 1)
+    if spec.has_plan or (every > 1 and of_tower) or _num_periods(config, spec) > 3:
+        return None
+    copies = alike_layers.copies_of(kinds, every)
+    if len(copies["own"]) >= (len(kinds) if fewer_than is None else fewer_than):
+        return None
     small, kept = _with_few_that_see(config, of_tower)
     model = models.build_base(small, task, spec)
     (stack,) = layers.layer_stacks(model)
     if alike_layers.share_weights(stack):
-        return _whole(config, task, spec)
+        return None
     alike_layers.leave_out(stack, copies["own"])
     return model, _said(copies, of_tower, kept)
 
