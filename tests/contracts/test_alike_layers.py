@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -101,3 +102,21 @@ def test_few_layers_make_the_events_of_all(name: str, treated: str) -> None:
     assert len(few["layers"]["own"]) == NUM_TRACED[name][spec.activation_checkpointing == 2]
     assert len(few["layers"]["sources"]) == CONFIGS[name]["num_hidden_layers"]
     assert_same_traces(Trace(few), Trace(all_of_them), spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "treated", "num_traced", "count"),
+    [
+        ("gemma4", "recompute-products", "full", 12, 20),
+        ("gemma3n", "recompute", "lora", 17, 22),
+    ],
+)
+def test_few_layers_tell_of_plans_of_all(
+    name: str, plan: str, treated: str, num_traced: int, count: int
+) -> None:
+    spec = dataclasses.replace(SPECS[treated], activation_checkpointing=1, checkpoint_plan=plan)
+    few = traced(name, spec, whole=False)
+    assert len(few["layers"]["own"]) == num_traced
+    derived = Trace(few).with_lean_layers(count)
+    planned = dataclasses.replace(spec, checkpoint_layers=count)
+    assert_same_traces(derived, Trace(traced(name, planned, whole=True)), spec)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.models import resolve
-from autotune.memory.traces import SETUP_PHASES, BrokenTrace, Trace, evaluate, on_card_with
+from autotune.memory.traces import SETUP_PHASES, BrokenTrace, Stacks, Trace, evaluate, on_card_with
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
@@ -223,7 +223,7 @@ def test_every_adapter_that_repeats_is_here() -> None:
 def test_few_layers_make_the_events_of_all(architecture: Architecture, spec: TraceSpec) -> None:
     micro_batch = 1 if spec.single else MICRO_BATCH
     few, all_of_them = traced_once(architecture, spec), traced(architecture, spec, whole=True)
-    assert few["layers"]["traced"] < layers_of(architecture, spec)
+    assert Stacks.of_answer(few).text.traced < layers_of(architecture, spec)
     extrapolated, whole = Trace(few), Trace(all_of_them)
 
     plain = as_traced(all_of_them, whole, micro_batch, RANK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autotune.memory.traces.layers import BrokenTrace, Layers
+from autotune.memory.traces.layers import Alike, BrokenTrace
 from autotune.memory.traces.unlike_layers import lean_counts, place_to_cut, sources
 
 GEMMA_3 = "aaaaab" * 4 + "aa"
@@ -48,7 +48,8 @@ def test_too_few_alike_have_no_plan(kinds: str) -> None:
 
 def test_another_number_of_lean_layers_is_broken() -> None:
     cut = place_to_cut(GEMMA_3)
-    of_any = {"traced": 26, "full": 26, "period": 1, "cut": cut, "kinds": GEMMA_3}
-    assert Layers(**of_any, begins=9).lean_counts == Layers(**of_any).lean_counts
+    every = [*range(26)]
+    of_any = {"own": every, "sources": every, "cut": cut, "kinds": GEMMA_3}
+    assert Alike.of_answer({**of_any, "begins": 9}).lean_counts == lean_counts(GEMMA_3, cut or 0)
     with pytest.raises(BrokenTrace, match="3 layers"):
-        Layers(**of_any, begins=3)
+        Alike.of_answer({**of_any, "begins": 3})

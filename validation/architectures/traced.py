@@ -45,27 +45,27 @@ def prepare() -> None:
 
 
 def compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
-    from autotune.memory.traces import BrokenTrace, Trace
+    from autotune.memory.traces import BrokenTrace, Stacks, Trace
     from autotune.worker.build.model import load_config
 
     config = load_config({"model_type": kind})
     began = time.monotonic()
     attention, few = _traced(config, changes)
-    layers = few["layers"]
+    layers = Stacks.of_answer(few).text
     said = {
         "attention": attention,
-        "traced": layers["traced"],
-        "layers": layers["full"],
+        "traced": layers.traced,
+        "layers": layers.full,
         "seconds": round(time.monotonic() - began, 2),
     }
     try:
         trace = Trace(few)
     except BrokenTrace:
         # As a search does: all layers, when a few do not add up.
-        said["traced"] = layers["full"]
+        said["traced"] = layers.full
         trace = Trace(_traced(config, changes, attention=attention, whole=True)[1])
     said["parameters"], said["trainable"] = trace.num_parameters(RANK)
-    if said["traced"] < layers["full"]:
+    if said["traced"] < layers.full:
         whole = Trace(_traced(config, changes, attention=attention, whole=True)[1])
         said["differs"] = [part for part in _PARTS if _PARTS[part](trace) != _PARTS[part](whole)]
     return said

@@ -67,14 +67,8 @@ class Layers:
     """The traced layer from which on layers are treated in the second way; None: all in one way."""
     begins: int | None = None
     """The whole model's layer from which on they are; None: as in what was traced."""
-    kinds: str = ""
-    """A letter for each layer, where all were traced for a plan: those of the same letter are alike."""
 
     def __post_init__(self) -> None:
-        if self.kinds:
-            if self._sources() is None:
-                raise BrokenTrace(f"{self.begins} layers end at none like those that were traced")
-            return
         for stretch in self._stretches():
             if not stretch.num_more >= 0 or stretch.num_more % self.period:
                 raise BrokenTrace(f"{self.begins} layers are not made of whole patterns")
@@ -89,14 +83,9 @@ class Layers:
         """Return the numbers of layers that may be treated in the first way: where the second begins."""
         if self.cut is None:
             return ()
-        if self.kinds:
-            return unlike_layers.lean_counts(self.kinds, self.cut)
         return range(self.cut, self.full - (self.traced - self.cut) + 1, self.period)
 
     def source(self, layer: int) -> int:
-        sources = self._sources()
-        if sources is not None:
-            return sources[layer]
         begins = self.cut if self.begins is None else self.begins
         stretch = self._stretches()[-1 if begins is not None and layer >= begins else 0]
         if layer < stretch.repeats + stretch.shift + self.period:
@@ -109,8 +98,6 @@ class Layers:
     def place_of(self, traced_layers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the layers of the whole model that traced ones are, where these stand for themselves."""
         found = traced_layers.copy()
-        if self.kinds:
-            return found
         for stretch in self._stretches():
             is_in = traced_layers >= stretch.starts
             is_late = traced_layers >= stretch.repeats + self.period
@@ -120,18 +107,9 @@ class Layers:
 
     def is_seen_first(self, homes: npt.NDArray[Any], layer: int) -> npt.NDArray[Any]:
         """Whether each layer is of the first period of a layer's stretch, and that layer of a later one."""
-        if self.kinds:
-            return np.zeros(homes.shape, dtype=bool)
         stretch = self._stretches()[-1 if self.cut is not None and layer >= self.cut else 0]
         begins = stretch.repeats - self.period
         return (homes >= begins) & (homes < stretch.repeats) & (layer >= stretch.repeats)
-
-    def _sources(self) -> tuple[int, ...] | None:
-        """Return the source of each layer where all were traced for a plan; None where there is none."""
-        if not self.kinds or self.cut is None:
-            return None
-        count = self.cut if self.begins is None else self.begins
-        return unlike_layers.sources(self.kinds, self.cut, count)
 
     def _stretches(self) -> tuple[_Stretch, ...]:
         return _stretches_of(self)
@@ -180,12 +158,22 @@ class Alike:
     own: tuple[int, ...]
     """The whole model's layer that each traced one is."""
     sources: tuple[int, ...]
-    """The traced layer that each of the whole model copies."""
+    """The traced layer that each of the whole model copies, where it is treated as in the trace."""
+    cut: int | None = None
+    """The whole model's layer from which on a trace for a plan treats them in the second way."""
+    begins: int | None = None
+    """The layer from which on they are; None: as in the trace."""
+    kinds: str = ""
+    """A letter for each layer of the whole model, for a plan: those of the same letter are alike."""
+
+    def __post_init__(self) -> None:
+        if self._moved() is None:
+            raise BrokenTrace(f"{self.begins} layers end at none like those that were traced")
 
     @classmethod
-    def of_answer(cls, said: Mapping[str, Sequence[int]]) -> Alike:
+    def of_answer(cls, said: Mapping[str, Any]) -> Alike:
         """Read them from a worker's answer."""
-        return cls(own=tuple(said["own"]), sources=tuple(said["sources"]))
+        return cls(**{**said, "own": tuple(said["own"]), "sources": tuple(said["sources"])})
 
     @property
     def traced(self) -> int:
@@ -201,10 +189,23 @@ class Alike:
 
     @property
     def as_traced(self) -> bool:
-        return self.traced == self.full
+        return self.traced == self.full and self.begins in (None, self.cut)
+
+    @property
+    def lean_counts(self) -> Sequence[int]:
+        """Return the numbers of layers that may be treated in the first way: where the second begins."""
+        return () if self.cut is None else unlike_layers.lean_counts(self.kinds, self.cut)
 
     def source(self, layer: int) -> int:
-        return self.sources[layer]
+        moved = self._moved()
+        assert moved is not None
+        return self.sources[moved[layer]]
+
+    def _moved(self) -> Sequence[int] | None:
+        """Return the layer that each one is treated like in the trace; None where there is none for some."""
+        if self.cut is None or self.begins is None:
+            return range(self.full)
+        return unlike_layers.sources(self.kinds, self.cut, self.begins)
 
     def place_of(self, traced_layers: npt.NDArray[Any]) -> npt.NDArray[Any]:
         found: npt.NDArray[Any] = np.array(self.own, dtype=traced_layers.dtype)[traced_layers]

@@ -15,7 +15,7 @@ from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces.blocks import TracedKernel, adding, cut, giving_up, keeping
 from autotune.memory.traces.copies import Copies, Events, numbers_of
 from autotune.memory.traces.launches import Chunks, Kernels, Launch, chunk_rows
-from autotune.memory.traces.layers import TOWER, BrokenTrace, Layers, Stacks
+from autotune.memory.traces.layers import TOWER, BrokenTrace, Stacks
 from autotune.memory.traces.phases import (
     FETCH_PHASES,
     FORWARD_PHASES,
@@ -160,7 +160,7 @@ class Trace:
     @property
     def lean_layers(self) -> Sequence[int]:
         """Return the numbers of lean layers that the trace of a plan tells of; none of another trace."""
-        return () if self._answer is None else Layers(**self._answer["layers"]).lean_counts
+        return () if self._answer is None else Stacks.of_answer(self._answer).text.lean_counts
 
     # Few of a search's traces are replayed: the others never become lists.
 

@@ -1,4 +1,4 @@
-"""Plans of checkpointing for layers that are unlike: all were traced, and some are treated otherwise.
+"""Plans of checkpointing for unlike layers: a trace with some lean layers tells of other numbers of them.
 
 A layer whose treatment is another than in the trace copies one of its kind, between the same kinds, that was
 treated so. The last lean layer copies the last one of the trace, since it knows how the next one is treated

@@ -69,15 +69,18 @@ def _check_is_one_tensor(_: nn.Module, __: Any, output: Any) -> None:
         raise NoStandIn("its layers hand on more than one tensor")
 
 
-def copies_of(kinds: Sequence[Kind], every: int = 1) -> dict[str, list[int]]:
+def copies_of(
+    kinds: Sequence[Kind], every: int = 1, cut: int | None = None
+) -> dict[str, list[int]]:
     """Return what autotune.memory.traces.layers.Alike is made of: the first layers that are as no other.
 
     `every`: of how many layers one is checkpointed. Their neighbours are then treated as in the whole model.
+    `cut`: the layer from which on they are checkpointed in another way.
     """
     numbers = range(len(kinds))
     only = {number for number in numbers if kinds.count(kinds[number]) == 1}
     before_only = [number if number + 1 in only else -1 for number in numbers]
-    turns = [number % every for number in numbers]
+    turns = [number % every if cut is None else _side_of(number - cut) for number in numbers]
     seen = [*zip(kinds, turns, _ends(kinds), before_only, strict=True)]
     own: list[int] = []
     for number, each in enumerate(seen):
@@ -86,6 +89,11 @@ def copies_of(kinds: Sequence[Kind], every: int = 1) -> dict[str, list[int]]:
             own += [*range(after, after + (number - after) % every), number]
     number_of = {seen[layer]: number for number, layer in reversed([*enumerate(own)])}
     return {"own": own, "sources": [number_of[each] for each in seen]}
+
+
+def _side_of(steps: int) -> tuple[bool, int]:
+    """On which side of the cut a layer is, so many steps on, and whether it is beside it."""
+    return steps < 0, steps if steps in (-1, 0) else 1
 
 
 def _ends(kinds: Sequence[Kind]) -> list[tuple[int, bool, int]]:

@@ -382,12 +382,13 @@ def _whole(
     config: PretrainedConfig, task: str, spec: TraceSpec
 ) -> tuple[nn.Module, dict[str, dict[str, Any]]]:
     num = layers.num_layers(config)
-    of_text: dict[str, Any] = {"traced": num, "full": num, "first": 0, "period": 1}
-    if spec.has_plan and not spec.checkpoint_layers and _num_periods(config, spec) == 3:
-        kinds = layers.letters_of(_kinds_of_whole(config, task, spec)[0])
-        cut = unlike_layers.place_to_cut(kinds)
-        if cut is not None:
-            of_text |= {"cut": cut, "kinds": kinds}
+    every = [*range(num)]
+    plan = _plan_of(config, task, spec)
+    of_text = (
+        {"own": every, "sources": every, **plan}
+        if plan
+        else {"traced": num, "full": num, "first": 0, "period": 1}
+    )
     said: dict[str, Any] = {"layers": of_text}
     model = models.build_base(config, task, spec)
     tower = layers.tower_layers(model) if task == PICTURES else None
@@ -395,6 +396,15 @@ def _whole(
         every = [*range(len(tower))]
         said["tower"] = {"own": every, "sources": every}
     return model, said
+
+
+def _plan_of(config: PretrainedConfig, task: str, spec: TraceSpec) -> dict[str, Any]:
+    """Return where a trace for plans of any number of lean layers treats unlike layers otherwise."""
+    if not spec.has_plan or spec.checkpoint_layers or _num_periods(config, spec) > 3:
+        return {}
+    kinds = layers.letters_of(_kinds_of_whole(config, task, spec)[0])
+    cut = unlike_layers.place_to_cut(kinds)
+    return {} if cut is None else {"cut": cut, "kinds": kinds}
 
 
 def _few(
@@ -408,17 +418,18 @@ def _few(
     )
     num = len(kinds) if pattern is None else pattern.num_traced(len(kinds), num_periods)
     if pattern is not None and num == layers.num_decoder_layers(config) != len(kinds):
-        num += pattern.period  # Of as many layers it would be taken for the encoder's other half.
-    if (found := _fewest(config, task, spec, fewer_than=num)) is not None:
-        return found
-    if pattern is None:
-        return _whole(config, task, spec)
+        # Of as many layers it would be taken for the encoder's other half.
+        num = min(num + pattern.period, len(kinds))
     cut: dict[str, int] = {}
-    if spec.has_plan:
+    if spec.has_plan and pattern is not None:
         cut["cut"] = pattern.first + num_periods * pattern.period
-        num += num_periods * pattern.period
-        if num >= len(kinds):
-            return _whole(config, task, spec)
+        num = min(num + num_periods * pattern.period, len(kinds))
+    # A pattern tells of more numbers of lean layers, so it is taken however many that are.
+    is_free = not spec.has_plan or num == len(kinds)
+    if is_free and (found := _fewest(config, task, spec, fewer_than=num)) is not None:
+        return found
+    if pattern is None or num == len(kinds):
+        return _whole(config, task, spec)
     small, kept = _with_few_that_see(layers.with_layers(config, num), of_tower)
     try:
         model = models.build_base(small, task, spec)
@@ -436,15 +447,15 @@ def _fewest(
 ) -> tuple[nn.Module, dict[str, dict[str, Any]]] | None:
     """Leave out of the whole model the layers that are as others are, in whatever order these come.
 
-    None where that is not so few. Nor where layers are treated by a plan, or every second one beside a tower,
-    whose layers count, too; nor where a kernel or a gradient is of two layers (_num_periods), or a weight of
-    many.
+    None where that is not so few. Nor where every second is checkpointed beside a tower, whose layers count,
+    too; nor where a kernel or a gradient is of two layers (_num_periods), or a weight of many.
     """
     kinds, of_tower = _kinds_of_whole(config, task, spec)
+    plan = _plan_of(config, task, spec)
     every = max(spec.activation_checkpointing, 1)
-    if spec.has_plan or (every > 1 and of_tower) or _num_periods(config, spec) > 3:
+    if (spec.has_plan and not plan) or (every > 1 and of_tower) or _num_periods(config, spec) > 3:
         return None
-    copies = alike_layers.copies_of(kinds, every)
+    copies = alike_layers.copies_of(kinds, every, plan.get("cut"))
     if len(copies["own"]) >= (len(kinds) if fewer_than is None else fewer_than):
         return None
     small, kept = _with_few_that_see(config, of_tower)
@@ -453,7 +464,7 @@ def _fewest(
     if alike_layers.share_weights(stack):
         return None
     alike_layers.leave_out(stack, copies["own"])
-    return model, _said(copies, of_tower, kept)
+    return model, _said({**copies, **plan}, of_tower, kept)
 
 
 def _with_few_that_see(
