@@ -34,6 +34,8 @@ class Symbols:
     ) -> None:
         self._micro_batch = micro_batch
         self._rank = rank
+        self._terms: dict[int, Term] = {}
+        """Terms that were found: layers are alike, so there are few."""
         row = micro_batch * sequence_length
         trainer = TRAINERS[spec.trainer]
         rows = trainer.rows_per_sample * micro_batch
@@ -48,8 +50,11 @@ class Symbols:
 
     def term(self, number: int) -> Term:
         """The term of a number; of a number that is near a term, that one."""
-        base, factor, _ = self._near_term(number)
-        return self._monomial(base * factor)
+        found = self._terms.get(number)
+        if found is None:
+            base, factor, _ = self._near_term(number)
+            found = self._terms[number] = self._monomial(base * factor)
+        return found
 
     def beyond(self, number: int) -> int:
         """The difference between a number and its term; it has no factors beside."""
@@ -196,6 +201,7 @@ def _blocks(
     marks = recording.marks
     ends = [*((m[0], m[1]) for m in marks[1:]), (len(recording.events), len(recording.kernels))]
     handed_over = step.handed_over
+    known: dict[_KernelKey, list[Any]] = {}
     blocks = []
     for (first, first_kernel, (phase, place)), (last, last_kernel) in zip(marks, ends, strict=True):
         last_position = last + (last == len(recording.events))
@@ -206,7 +212,7 @@ def _blocks(
         ]
         events = recording.events[first:last]
         launched = recording.kernels[first_kernel:last_kernel]
-        kernels = _count_kernels(launched, chunks, symbols)
+        kernels = _count_kernels(launched, chunks, symbols, known)
         if events or kernels or accumulate:
             blocks.append(
                 {
@@ -221,34 +227,57 @@ def _blocks(
     return blocks
 
 
-def _count_kernels(kernels: list[TrackedKernel], chunks: Chunks, symbols: Symbols) -> list[Any]:
+_KernelKey = tuple[Any, ...]
+"""All that tells kernels of a trace apart."""
+
+
+def _count_kernels(
+    kernels: list[TrackedKernel],
+    chunks: Chunks,
+    symbols: Symbols,
+    known: dict[_KernelKey, list[Any]],
+) -> list[Any]:
     """Count equal kernels of a block: [name, dtype, flops, [bytes ...], recomputed, count, [shape ...]].
 
     One that handles a chunk of tokens has two parts more: the bytes per token of it, apart from the
     others (its operations are per token too), and whether it stands for all chunks but the first. A
     size of a shape is a term and whether it is per token of a chunk. One that is launched so many times for
-    each sample has `each` more.
+    each sample has `each` more. `known`: one launch of each kernel that other blocks have.
     """
-    counts: dict[tuple[Any, ...], int] = {}
+    counts: dict[_KernelKey, int] = {}
     for k in kernels:
         sizes = tuple(sorted(k.tensor_bytes))
         key = (k.name, k.dtype, k.num_flops, sizes, k.recomputed, k.repeated, k.shape, k.pieces)
         counts[key] = counts.get(key, 0) + 1
     encoded = []
-    for (name, dtype, flops, sizes, recomputed, repeated, shape, pieces), count in counts.items():
-        parts = [_per_row(size, chunks) for size in sizes]
-        moved = _sum_of([size for size, per_row in parts if not per_row], symbols)
-        flops_term = symbols.term(_per_row(flops, chunks)[0])
-        of_shape = [_size_of_shape(size, chunks, symbols) for size in shape]
-        of_sample, is_of_each = symbols.launches_of(pieces)
-        entry = [name, dtype, flops_term, moved, recomputed, count * of_sample, of_shape]
-        if is_of_each:
-            entry.append("each")
-        of_chunk = [size for size, per_row in parts if per_row]
-        if of_chunk or repeated:
-            entry += [_sum_of(of_chunk, symbols), repeated]
+    for key, count in counts.items():
+        if key not in known:
+            known[key] = _encode_kernel(key, chunks, symbols)
+        entry = known[key].copy()
+        entry[_COUNT] *= count
         encoded.append(entry)
     return encoded
+
+
+_COUNT = 5
+"""Place of the number of launches in a kernel's entry."""
+
+
+def _encode_kernel(key: _KernelKey, chunks: Chunks, symbols: Symbols) -> list[Any]:
+    """Return the entry of one launch of a kernel, as _count_kernels has it."""
+    name, dtype, flops, sizes, recomputed, repeated, shape, pieces = key
+    parts = [_per_row(size, chunks) for size in sizes]
+    moved = _sum_of([size for size, per_row in parts if not per_row], symbols)
+    flops_term = symbols.term(_per_row(flops, chunks)[0])
+    of_shape = [_size_of_shape(size, chunks, symbols) for size in shape]
+    of_sample, is_of_each = symbols.launches_of(pieces)
+    entry = [name, dtype, flops_term, moved, recomputed, of_sample, of_shape]
+    if is_of_each:
+        entry.append("each")
+    of_chunk = [size for size, per_row in parts if per_row]
+    if of_chunk or repeated:
+        entry += [_sum_of(of_chunk, symbols), repeated]
+    return entry
 
 
 def _size_of_shape(size: int, chunks: Chunks, symbols: Symbols) -> tuple[int, int, int, int]:
