@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -112,7 +113,7 @@ def top(module: str) -> str:
 
 def imports(path: Path, modules: set[str]) -> Iterator[tuple[str, int]]:
     """Yield what a file imports, wherever in it, with the line; "." for a relative import."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in statements(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -122,10 +123,21 @@ def imports(path: Path, modules: set[str]) -> Iterator[tuple[str, int]]:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield (name if name in modules else node.module), node.lineno
-        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"):
+        else:
             argument = node.args[0] if node.args else None
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 yield argument.value, node.lineno
+
+
+@functools.cache
+def statements(path: Path) -> tuple[ast.Import | ast.ImportFrom | ast.Call, ...]:
+    """Return what may import something."""
+    return tuple(
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.Call) and called(node) in ("import_module", "__import__"))
+    )
 
 
 def called(node: ast.Call) -> str:

@@ -223,7 +223,9 @@ def test_an_option_names_another_file(main: Main, tmp_path: Path) -> None:
     assert ran.log == ""
 
 
-def test_it_is_turned_over(tmp_path: Path) -> None:
+def test_it_is_turned_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert log.MAX_BYTES <= 2**20
+    monkeypatch.setattr(log, "MAX_BYTES", 10_000)
     file = tmp_path / "x.log"
     problems: list[str] = []
     log.set_up(file, verbosity=0, warn=problems.append)
@@ -236,7 +238,7 @@ def test_it_is_turned_over(tmp_path: Path) -> None:
         "x.log.2",
         "x.log.3",
     ]
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4 * 2**20
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4 * log.MAX_BYTES
     assert ": 5 x" in file.read_text(encoding="utf-8")
     assert ": 2 x" in (tmp_path / "x.log.3").read_text(encoding="utf-8")
     assert not problems

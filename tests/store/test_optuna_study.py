@@ -361,14 +361,14 @@ def test_full_disk(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # An empty study database has 40 pages; Optuna tries five times with pauses.
     monkeypatch.setattr(database, "SQLITE_PRAGMAS", [*database.SQLITE_PRAGMAS, "max_page_count=45"])
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    many = [estimate(tokens_per_second=1.0 + i) for i in range(200)]
+    many = [estimate(tokens_per_second=1.0 + i) for i in range(60)]
     with refused(StorageError, "disk is full", "Free some space"):
         fill(url, many)
     monkeypatch.undo()
     stored = optuna.load_study(study_name="s", storage=unpooled(url)).trials
     assert len(stored) >= 1
     assert all(trial.state.is_finished() for trial in stored)
-    assert fill(url, many) == 201 - len(stored)
+    assert fill(url, many) == 61 - len(stored)
 
 
 @pytest.mark.parametrize(("version", "said"), [("v99.0.0.a", "newer"), ("v2.6.0.a", "older")])
