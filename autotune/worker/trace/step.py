@@ -106,6 +106,7 @@ def begun(request: dict[str, Any]) -> Device:
     # What is imported stays: without it, collecting a traced model takes a millisecond.
     gc.collect()
     gc.freeze()
+    gc.disable()  # Each answer's garbage is collected when it is given.
     return device
 
 
