@@ -219,7 +219,8 @@ def test_an_edit_drops_traces_where_it_may_change_them(
 @pytest.mark.slow  # imports torch
 def test_all_that_a_tracing_process_imports_is_in_the_key() -> None:
     code = (
-        "import sys, autotune.worker.trace.imports, autotune.worker.trace.step; print(*sys.modules)"
+        "import sys; from autotune.worker.trace import imports; imports.import_libraries([]); "
+        "import autotune.worker.trace.step; print(*sys.modules)"
     )
     loaded = names(PACKAGE.rglob("*.py")).intersection(said_by(code, path=PACKAGE.parent).split())
     assert "autotune.worker.trace.encode" in loaded
