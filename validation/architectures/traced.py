@@ -52,7 +52,7 @@ def compare(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     attention, few = _traced(config, changes)
     layers = Stacks.of_answer(few).text
-    said = {
+    said: dict[str, Any] = {
         "attention": attention,
         "traced": layers.traced,
         "layers": layers.full,
