@@ -131,11 +131,9 @@ class TracesInTurn:
             spec: max((bound for _, bound in bounds.of(spec)), default=0.0)
             for spec in self._passed_over
         }
-        by_method: dict[str, list[TraceSpec]] = {}
-        for spec in sorted(most, key=lambda s: (-most[s], self._num_savers(s), repr(s))):
-            by_method.setdefault(spec.method, []).append(spec)
-        in_turn = itertools.zip_longest(*by_method.values())
-        return [spec for turn in in_turn for spec in turn if spec is not None]
+        return of_each_method(
+            sorted(most, key=lambda spec: (-most[spec], self._num_savers(spec), repr(spec)))
+        )
 
     def _num_savers(self, spec: TraceSpec) -> int:
         """Return how many settings apart a step is from one that nothing bounds."""
@@ -172,6 +170,15 @@ class TracesInTurn:
             for config in configs
             if self._estimator.supports(config)
         ]
+
+
+def of_each_method(specs: Iterable[TraceSpec]) -> list[TraceSpec]:
+    """Return the first spec of each method, then the second of each, and so on."""
+    by_method: dict[str, list[TraceSpec]] = {}
+    for spec in specs:
+        by_method.setdefault(spec.method, []).append(spec)
+    turns = itertools.zip_longest(*by_method.values())
+    return [spec for turn in turns for spec in turn if spec is not None]
 
 
 def _faster(spec: TraceSpec, base: TrainConfig) -> Iterator[TraceSpec]:

@@ -18,7 +18,7 @@ from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.search import predict_best
 from autotune.search.predict_best import Prediction
-from autotune.search.traced_in_turn import SAVERS, _faster
+from autotune.search.traced_in_turn import SAVERS, _faster, of_each_method
 from autotune.space.config import TrainConfig
 from autotune.space.enumeration import enumerate_configs
 from autotune.space.search_space import MethodSpace, SearchSpace
@@ -218,6 +218,17 @@ def test_what_is_passed_over_is_what_less_memory_asks_for(
     # What saves less comes before what saves more.
     for number, spec in enumerate(after):
         assert {*_faster(spec, FULL)}.isdisjoint(after[number:])
+
+
+def test_methods_are_traced_ahead_in_turn() -> None:
+    specs = list(dict.fromkeys(map(TraceSpec.of, CONFIGS)))
+    full = [spec for spec in specs if spec.method == "full"][:2]
+    qlora = [spec for spec in specs if spec.method == "qlora"][:4]
+    assert of_each_method([*qlora, *full]) == [
+        *(qlora[0], full[0]),
+        *(qlora[1], full[1]),
+        *qlora[2:],
+    ]
 
 
 def test_what_saves_memory_is_never_faster(traces: Mapping[TraceSpec, Trace]) -> None:
