@@ -58,7 +58,7 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ran:
-    """What events did to a pool."""
+    """The change that events made to a pool."""
 
     taken_bytes: list[int]
     """Bytes that each event took, negative where it gave some back; of events that ran alone."""

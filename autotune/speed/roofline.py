@@ -261,7 +261,7 @@ class Queues:
 def queued(
     kernels: Sequence[Kernel], each: Sequence[tuple[float, str]], machine: CardRates
 ) -> Queues:
-    """What host and GPU have to do for these kernels; `each` is kernel_seconds of them."""
+    """Return the work of host and GPU for these kernels; `each` is kernel_seconds of them."""
     launched = (machine.launch_seconds[kernel.phase] + kernel.host_seconds for kernel in kernels)
     counts = np.array([kernel.count for kernel in kernels], float)
     return Queues(
