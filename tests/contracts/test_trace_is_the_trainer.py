@@ -714,14 +714,11 @@ def run_case(case: Case, folder: Path) -> Run:
         num_missing = NUM_PADDED if case.batching == "padded" and case.micro_batch > 1 else 0
         rows = ragged(num_samples, SEQUENCE_LENGTH, num_missing)
         arguments["train_sampling_strategy"] = "sequential"
-    model = real_model(case)
-    more = collator(case)
-    if row_of(case.task).reads == "sound":
+    is_sound = row_of(case.task).reads == "sound"
+    if is_sound:
         num_samples = NUM_STEPS * case.accumulation * case.micro_batch
         num_missing = NUM_PADDED if case.micro_batch > 1 else 0
         rows = spoken(num_samples, SEQUENCE_LENGTH, shape_of(case.config), num_missing)
-        dtype = dtype_read_by(model)
-        more = {"data_collator": functools.partial(collate_sounds, dtype=dtype)}
         # The longest text of a micro-batch is whole.
         arguments["train_sampling_strategy"] = "sequential"
     with contextlib.ExitStack() as stack:
@@ -731,6 +728,11 @@ def run_case(case: Case, folder: Path) -> Run:
         if case.liger:
             pytest.importorskip("liger_kernel.transformers")
             stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
+        model = real_model(case)
+        more = collator(case)
+        if is_sound:
+            of_model = functools.partial(collate_sounds, dtype=dtype_read_by(model))
+            more = {"data_collator": of_model}
         return run_trainer(
             model,
             folder,
