@@ -37,7 +37,7 @@ _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
 _UPDATING = _EXPANDED.with_name("backward_update.py")
-_SOUND_ROWS = _EXPANDED.with_name("sound_rows.py")
+_SOUND = tuple(map(_EXPANDED.with_name, ("sound_input.py", "sound_rows.py")))
 _BY_TOKENS = _EXPANDED.with_name("by_tokens.py")
 _CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
 _PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
@@ -122,7 +122,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         *([f"{_plans()}\n\n{plan_code()}"] if plans else []),
         *([update_code()] if updates else []),
         *([cutting_code()] if cuts else []),
-        *([_after_imports(_SOUND_ROWS.read_text(encoding="utf-8"))] if hears else []),
+        *([_after_imports(each.read_text(encoding="utf-8")) for each in _SOUND] if hears else []),
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")

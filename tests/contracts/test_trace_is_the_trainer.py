@@ -60,7 +60,8 @@ from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.build.sound import shape_of
-from autotune.worker.build.sound_rows import collate_sounds, dtype_read_by
+from autotune.worker.build.sound_input import dtype_read_by
+from autotune.worker.build.sound_rows import collate_sounds
 from autotune.worker.trace import attention, liger, sdpa
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.autocast import POLICIES

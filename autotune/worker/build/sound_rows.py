@@ -19,8 +19,7 @@ import torch
 from autotune.export.encode import IGNORED
 from autotune.export.rows_of_tasks import transcribed
 from autotune.export.samples import Samples, UnusableData, shown
-
-FEATURES = "input_features"
+from autotune.worker.build.sound_input import FEATURES
 
 
 @dataclass(frozen=True)
@@ -81,13 +80,6 @@ def collate_sounds(rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> dic
     labels = [[*row["labels"], *[IGNORED] * (longest - len(row["labels"]))] for row in rows]
     heard = torch.stack([torch.as_tensor(row[FEATURES]) for row in rows])
     return {FEATURES: heard.to(dtype), "labels": torch.tensor(labels)}
-
-
-def dtype_read_by(model: Any) -> torch.dtype:
-    """The dtype of the weights that read sound: a convolution takes no other."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    dtype: torch.dtype = inner.get_encoder().conv1.weight.dtype
-    return dtype
 
 
 def read_sound(found: Any, folder: str, place: str, rate: int) -> Any:

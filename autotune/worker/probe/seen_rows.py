@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 
 from autotune.space.pictures import Pictures
 from autotune.worker.build.pictures import GRIDS, places_of
-from autotune.worker.build.sound_rows import FEATURES
+from autotune.worker.build.sound_input import FEATURES
 
 _PADDING = {"labels": -100}
 """Values of places without a token, where they are not 0."""

@@ -33,7 +33,8 @@ from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.build.sound import shape_of
-from autotune.worker.build.sound_rows import collate_sounds, dtype_read_by
+from autotune.worker.build.sound_input import dtype_read_by
+from autotune.worker.build.sound_rows import collate_sounds
 from autotune.worker.probe import confirm, trl_trainers
 from autotune.worker.probe.checks import Invalid
 from autotune.worker.probe.seen_rows import PictureRows, SeenRows, SpokenRows, collate

@@ -28,7 +28,7 @@ from autotune.worker.build import (
     loading,
     quantize,
     sound,
-    sound_rows,
+    sound_input,
     tensor_parallel,
 )
 from autotune.worker.build import model as models
@@ -127,10 +127,10 @@ class MetaStep:
             return batch
         shape, dtype = (
             sound.shape_of(inner_of(self.model).config),
-            sound_rows.dtype_read_by(self.model),
+            sound_input.dtype_read_by(self.model),
         )
         heard = torch.empty(micro_batch, *shape, dtype=dtype, device=META)
-        return {sound_rows.FEATURES: heard, **batch}
+        return {sound_input.FEATURES: heard, **batch}
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Let tensors live as long as the Trainer does: its micro-batch, and the loss."""
