@@ -256,10 +256,12 @@ def damage_explained(url: URL) -> Iterator[None]:
         yield
     except (
         ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+        AssertionError,  # Optuna asserts what it reads.
     ) as error:  # fmt: skip
+        said = f" ({str(error)[:200]})" if str(error) else ""
         raise StorageError(
             f"The database {named(url)} cannot be read",
-            why=f"Something in it is damaged, and was left as it is ({str(error)[:200]})",
+            why=f"Something in it is damaged, and was left as it is{said}",
             remedy=f"Restore it from a copy, {ELSEWHERE}",
         ) from error
 

@@ -689,6 +689,10 @@ _READ = (
 )
 
 
+def _lost_value(connection: sqlite3.Connection) -> None:
+    connection.execute("UPDATE trial_values SET value = NULL, value_type = 'FINITE'")
+
+
 @pytest.mark.parametrize(
     ("command", "damage"),
     [
@@ -697,6 +701,7 @@ _READ = (
         (("report", "one"), _endless_number),
         (("studies", "export", "--out", "out.jsonl"), _no_end),
         (("studies", "list"), _deep_value),
+        (("studies", "list"), _lost_value),
     ],
 )
 def test_a_damaged_database(
@@ -716,6 +721,14 @@ def test_a_damaged_database(
     assert code == 6
     assert "was left as it is" in err
     assert path.read_bytes()[100:] == content[100:]
+
+
+def test_a_task_of_an_adapter_that_is_no_text(fail: Fail, tmp_path: Path) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text('{"peft_type": "LOHA", "r": 4, "target_modules": ["q_proj"], "task_type": {}}')
+    code, err = fail("find", "--model", "gpt2", "--gpu", "rtx-4070", "--base", str(path))
+    assert code == 2
+    assert path.name in err
 
 
 def test_a_database_of_another_optuna(fail: Fail, tmp_path: Path, stored: bytes) -> None:

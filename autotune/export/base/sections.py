@@ -137,7 +137,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             fixed["num_virtual_tokens"] = max(1, len(tokens))
         if fixed["method"] == "peft":
             # What follows from the task is no choice.
-            if fields.get("task_type") in {row.peft_type for row in TASKS.values()}:
+            if fields.get("task_type") in [row.peft_type for row in TASKS.values()]:
                 fields = {key: value for key, value in fields.items() if key != "task_type"}
             fixed["peft"] = read_peft(fields)
     elif not shape.is_part:
