@@ -19,7 +19,7 @@ class HashedOnce:
     """
 
     __slots__ = ("_derived", "_hash")
-    _derived: Any
+    _derived: tuple[Callable[[Any], Any], Any]
     _hash: int
 
     def __hash__(self) -> int:
@@ -32,12 +32,12 @@ class HashedOnce:
             return found
 
     def derived(self, make: Callable[[Any], Any]) -> Any:
-        """Return what `make` makes of this record, once: of a kind of record it is always the same."""
-        try:
-            return self._derived
-        except AttributeError:
-            object.__setattr__(self, "_derived", made := make(self))
-            return made
+        """Return what `make` makes of this record, once for as long as nothing else is asked for."""
+        kept = getattr(self, "_derived", None)
+        if kept is None or kept[0] is not make:
+            kept = make, make(self)
+            object.__setattr__(self, "_derived", kept)
+        return kept[1]
 
 
 @functools.cache

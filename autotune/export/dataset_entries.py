@@ -64,7 +64,7 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
 
 def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     """Name a dataset of three fields, which none of the builders here takes."""
-    if dataset is None or dataset.format != "instruction":
+    if dataset is None or dataset.input_field is None:
         return ()
     return (Unsaid("dataset", f"{dataset.name}: its instructions and inputs are two fields"),)
 
@@ -95,8 +95,11 @@ def axolotl(dataset: Dataset, task: str) -> dict[str, Any]:
             "format": shape,
             "no_input_format": shape,
         }
-        if dataset.format == "instruction":
-            entry["type"] |= {"field_input": "input", "format": "{instruction}\n\n{input}"}
+        if dataset.input_field is not None:
+            entry["type"] |= {
+                "field_input": dataset.input_field,
+                "format": "{instruction}\n\n{input}",
+            }
     return {"datasets": [entry], **keys}
 
 
@@ -159,15 +162,15 @@ def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:
             }
         return entry
     columns = {"prompt": dataset.text_field, "response": dataset.answer_field}
-    if dataset.format == "instruction":
-        columns["query"] = "input"
+    if dataset.input_field is not None:
+        columns["query"] = dataset.input_field
     return {**entry, "columns": {name: field for name, field in columns.items() if field}}
 
 
 def torchtune(dataset: Dataset | None) -> dict[str, Any]:
     """Return torchtune's builder of the dataset with its arguments (torchtune 0.6.1 datasets/)."""
     component = "torchtune.datasets.text_completion_dataset"
-    if dataset is None or dataset.format == "instruction":
+    if dataset is None or dataset.input_field is not None:
         return {
             "_component_": component,
             "source": "json",

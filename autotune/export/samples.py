@@ -48,6 +48,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "grpo": ("prompts",),
     "rloo": ("prompts",),
 }
+INPUTS = ("input", "context")  # fields of what an instruction is about
 LOSS_ON = ("answers", "all")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -92,6 +93,7 @@ class Samples:
     samples: list[Sample]
     text_field: str = ""
     answer_field: str | None = None
+    input_field: str | None = None  # what an instruction is about
     is_sharegpt: bool = False  # messages have from and value
     folder: str = ""  # where the paths of pictures and sounds begin
 
@@ -118,6 +120,7 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
         if recognised is None:
             recognised = recognise(row, columns, task)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
+            about = field_of(row, INPUTS) if recognised[0] == "instruction" else None
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
         if recognised[0] == "preferences":
             read += read_pair(row, place)
@@ -134,7 +137,7 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
         raise UnusableData("it is empty")
     form, text_field, answer_field = recognised
     folder = os.path.dirname(os.path.abspath(name))
-    return Samples(form, read, text_field, answer_field, is_sharegpt, folder)
+    return Samples(form, read, text_field, answer_field, about, is_sharegpt, folder)
 
 
 def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
@@ -202,7 +205,7 @@ def read_sample(
             tools=read_json(row.get("tools")),
         )
     if name == "instruction":
-        others = (field_of(row, (each,)) for each in ("input", "context"))
+        others = (field_of(row, (each,)) for each in INPUTS)
         more = next((row[each] for each in others if each is not None and row[each]), None)
         text = f"{text}\n\n{more}" if more else text
     for each, value in ((text_field, text), (answer_field, answer)):

@@ -61,7 +61,7 @@ def read_dataset(
         num_samples=answer["num_samples"],
         longest=answer["longest"] + beside,
     )
-    recognised = {name: answer[name] for name in (*_READ_AS, "is_sharegpt")}
+    recognised = {name: answer[name] for name in (*_READ_AS, "input_field", "is_sharegpt")}
     return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths
 
 

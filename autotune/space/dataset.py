@@ -38,6 +38,8 @@ class Dataset:
     """Field of the text, the prompt or the messages."""
     answer_field: str | None = None
     """Field of the answer or the label; None: the format has none."""
+    input_field: str | None = None
+    """Field of what an instruction is about; None: it has none."""
     is_sharegpt: bool = False
     """Whether messages have `from` and `value`, not role and content."""
     tokenizer: str

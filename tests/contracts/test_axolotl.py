@@ -103,6 +103,7 @@ DATASETS = {
         loss_on="all",
         text_field="instruction",
         answer_field="output",
+        input_field="input",
         tokenizer="mine",
     ),
 }

@@ -44,8 +44,14 @@ PAIRS = Dataset(
     tokenizer="mine",
 )
 ALPACA = dataclasses.replace(
-    PAIRS, format="instruction", loss_on="answers", text_field="instruction", answer_field="output"
+    PAIRS,
+    format="instruction",
+    loss_on="answers",
+    text_field="instruction",
+    answer_field="output",
+    input_field="input",
 )
+ASKED = dataclasses.replace(ALPACA, text_field="question", answer_field="answer", input_field=None)
 
 TEXT = Dataset(name="a.txt", format="text", loss_on="all", text_field="text", tokenizer="mine")
 GZIPPED = dataclasses.replace(TEXT, name="x.jsonl.gz")
@@ -141,3 +147,16 @@ def test_torchtune_builds_it() -> None:
     pairs = values("torchtune", PAIRS)["dataset"]
     assert pairs["column_map"] == {"input": "prompt", "output": "completion"}
     assert "Not in this file: dataset: pairs.csv" in written("torchtune", ALPACA)
+
+
+def test_an_instruction_without_more_names_no_further_field() -> None:
+    """LLaMA-Factory reads each field that is named from each sample."""
+    columns = dataset_entries.dataset_info(ASKED)["columns"]
+    assert columns == {"prompt": "question", "response": "answer"}
+    assert dataset_entries.dataset_info(ALPACA)["columns"] == {
+        "prompt": "instruction", "response": "output", "query": "input",
+    }  # fmt: skip
+    assert "field_input" not in values("axolotl", ASKED)["datasets"][0]["type"]
+    assert values("axolotl", ALPACA)["datasets"][0]["type"]["field_input"] == "input"
+    columns = values("torchtune", ASKED)["dataset"]["column_map"]
+    assert columns == {"input": "question", "output": "answer"}

@@ -70,6 +70,21 @@ def test_a_format_is_recognised_by_its_fields(
 
 
 @pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"instruction": "a", "input": "", "output": "b"}, "input"),
+        ({"instruction": "a", "Context": "c", "response": "b"}, "Context"),
+        ({"question": "a", "answer": "b"}, None),
+        ({"prompt": "a", "input": "c", "completion": "b"}, None),
+    ],
+)
+def test_the_field_of_what_an_instruction_is_about_is_known(
+    tmp_path: Path, row: dict[str, str], found: str | None
+) -> None:
+    assert read(tmp_path, row).input_field == found
+
+
+@pytest.mark.parametrize(
     ("row", "task", "why"),
     [
         ({"tokens": ["a"]}, "token-classification", "takes tokens/words and ner_tags/tags/labels"),
