@@ -47,11 +47,23 @@ def micro_step_of(
     )
 
 
-def least_bytes(config: TrainConfig, num_parameters: int) -> int:
+def least_bytes(config: TrainConfig, num_parameters: int, vocab_size: int = 0) -> int:
     """Bytes that are there however the step runs: the weights, and the gradients of full fine-tuning.
 
-    A lower bound of peak_device_bytes that needs no trace.
+    A lower bound of peak_device_bytes that needs no trace. `vocab_size`: of a model that makes all logits of
+    a micro-batch, which are there together with their gradient; 0: they are not counted.
     """
+    return _weights_bytes(config, num_parameters) + 2 * _logits_bytes(config, vocab_size)
+
+
+def _logits_bytes(config: TrainConfig, vocab_size: int) -> int:
+    if config.liger or config.chunked_loss or config.trainer != "transformers":
+        return 0
+    item_bytes = DTYPE_BYTES[PRECISIONS[config.precision].compute_dtype]
+    return item_bytes * vocab_size * config.micro_batch_size * config.sequence_length
+
+
+def _weights_bytes(config: TrainConfig, num_parameters: int) -> int:
     weight_bytes = DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
     if config.quantization != "none":
         return num_parameters * QUANTIZATIONS[config.quantization].bits // 8

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import CAUSAL
 from autotune.common import log
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
@@ -308,6 +309,11 @@ def find(
             *map(TraceSpec.of, baselines),
             is_crowded=functools.partial(_is_crowded, model=model, workload=workload),
         )
+        if _num_said(model, workload) is None:
+            is_possible = _is_possible(model, workload, _num_traced(traces))
+            if with_room := list(filter(is_possible, possible)):
+                in_turn.leave_out(is_possible)
+                possible = with_room
         baseline = _baseline(estimator, baselines)
         if baseline is not None:
             reference = baseline.config
@@ -483,20 +489,45 @@ def _possible(
     return list(filter(is_possible, configs)) or configs
 
 
-def _is_possible(model: ModelSource, workload: Workload) -> Callable[[TrainConfig], bool]:
-    count = model.num_parameters_known
-    if count is None or model_task(workload.task) != model.task:
+def _is_possible(
+    model: ModelSource, workload: Workload, count: int | None = None
+) -> Callable[[TrainConfig], bool]:
+    """`count`: how many parameters a trace has, where the model does not say."""
+    if (said := _num_said(model, workload)) is not None:
+        count = said
+    if count is None:
         return lambda _: True
-    return functools.partial(_has_room, count=count, workload=workload)
+    vocab_size = model.text_config.get("vocab_size") if workload.task == CAUSAL else None
+    return functools.partial(
+        _has_room,
+        count=count,
+        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+        workload=workload,
+    )
 
 
-def _has_room(config: TrainConfig, *, count: int, workload: Workload) -> bool:
+def _num_said(model: ModelSource, workload: Workload) -> int | None:
+    """Return how many parameters the model says that it has for this task; None where it does not."""
+    return model.num_parameters_known if model_task(workload.task) == model.task else None
+
+
+def _has_room(config: TrainConfig, *, count: int, vocab_size: int, workload: Workload) -> bool:
     if PARALLELISMS[config.parallelism].deals_layers:
         # Where a GPU has room for all weights twice, all GPUs can work at the same time.
         return 2 * least_bytes(config, count) > workload.memory_budget_bytes
     if workload.num_gpus > 1:
         return True
-    return least_bytes(config, count) <= workload.memory_budget_bytes + MORE_MEMORY_BYTES
+    most_bytes = workload.memory_budget_bytes + MORE_MEMORY_BYTES
+    return least_bytes(config, count, vocab_size) <= most_bytes
+
+
+def _num_traced(traces: Mapping[TraceSpec, Trace | SharedTrace]) -> int | None:
+    """Return how many parameters the model has by one of its traces, adapters apart; None by none of them."""
+    for spec, trace in traces.items():
+        if spec.quantization == "none":
+            total, num_trained = trace.num_parameters(1)
+            return total if spec.method == "full" else total - num_trained
+    return None
 
 
 def _is_crowded(config: TrainConfig, *, model: ModelSource, workload: Workload) -> bool:

@@ -64,6 +64,7 @@ class TracesInTurn:
         }
         self._waiting = {spec for spec, faster in self._faster.items() if faster}
         self._passed_over: set[TraceSpec] = set()
+        self._hopeless: set[TraceSpec] = set()
 
     @property
     def num_passed_over(self) -> int:
@@ -88,6 +89,15 @@ class TracesInTurn:
         self._trace(specs)
         return self._priced(specs | self._come_along())
 
+    def leave_out(self, is_possible: Callable[[TrainConfig], bool]) -> None:
+        """Go on with the configurations that are possible; trace nothing for the others."""
+        for spec, configs in self._by_spec.items():
+            if possible := list(filter(is_possible, configs)):
+                self._by_spec[spec] = possible
+            else:
+                self._hopeless.add(spec)
+        self._waiting -= self._hopeless
+
     def rest(
         self, candidates: Candidates, besides: Callable[[Candidates], set[TraceSpec]]
     ) -> Candidates:
@@ -100,6 +110,8 @@ class TracesInTurn:
         while self._waiting:
             turn = {spec for spec in self._waiting if self._waiting.isdisjoint(self._faster[spec])}
             self._waiting -= turn
+            # A step that a model cannot do is none that it can do with less memory.
+            turn = {spec for spec in turn if not any(map(self._is_refused, self._faster[spec]))}
             bests = _Bests(candidates)
             self._passed_over |= {
                 spec
@@ -147,6 +159,11 @@ class TracesInTurn:
         except ConfigError:  # The model supports none of them.
             return candidates
         return candidates.with_more(self._priced(specs | self._come_along()))
+
+    def _is_refused(self, spec: TraceSpec) -> bool:
+        """Whether a spec was asked for, or would have been, and the model does not support it."""
+        others = self._waiting | self._passed_over | self._hopeless
+        return spec not in others and not self._estimator.supports(self._by_spec[spec][0])
 
     def _come_along(self) -> set[TraceSpec]:
         """Take specs that were traced beside others from those that are not traced.

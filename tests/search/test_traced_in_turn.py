@@ -14,6 +14,7 @@ import tiny_model
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
+from autotune.predict.floors import least_bytes
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.search import predict_best
@@ -218,6 +219,56 @@ def test_what_is_passed_over_is_what_less_memory_asks_for(
     # What saves less comes before what saves more.
     for number, spec in enumerate(after):
         assert {*_faster(spec, FULL)}.isdisjoint(after[number:])
+
+
+def test_a_step_that_is_refused_is_not_asked_for_with_less_memory(
+    traces: Mapping[TraceSpec, Trace],
+    asked: list[set[TraceSpec]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Gemma 3n clamps weights that QLoRA stores in 4 bits: checkpointing them does not help."""
+    for spec in [spec for spec in traces if spec.method == "qlora"]:
+        monkeypatch.delitem(traces, spec)  # type: ignore[arg-type]
+    prediction = searched(1100 * MB, FULL)
+    of_qlora = [spec for spec in set().union(*asked) if spec.method == "qlora"]
+    assert len(of_qlora) == 2, "with one sample at a time and with more"
+    assert not any(spec.activation_checkpointing for spec in of_qlora)
+    assert prediction.answer.best.config.method == "full"
+    assert prediction.answer.counts.unsupported == sum(c.method == "qlora" for c in CONFIGS)
+
+
+def test_no_step_is_traced_whose_weights_leave_no_room(
+    asked: list[set[TraceSpec]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many parameters a model has is known from its first trace, where nothing else says it."""
+    assert tiny_model.MODEL.num_parameters_known is None
+    # Of so small a model the context takes most.
+    context_bytes = tiny_model.gpu().context_bytes
+    assert context_bytes is not None
+    monkeypatch.setattr(predict_best, "MORE_MEMORY_BYTES", -context_bytes)
+    base = dataclasses.replace(QLORA, activation_checkpointing=0, activation_offloading=False)
+    every = searched(700 * MB, base, traces_all=True)
+    asked.clear()
+    prediction = searched(700 * MB, base)
+    assert told(prediction) == told(every)
+    of_full = [spec for spec in set().union(*asked) if spec.method == "full"]
+    assert len(of_full) == 2, "the first alone"
+    assert prediction.answer.counts.passed_over < sum(c.method == "qlora" for c in CONFIGS)
+    assert prediction.answer.counts.unsupported == 0
+
+
+def test_what_is_there_however_a_step_runs_is_a_lower_bound(
+    traces: Mapping[TraceSpec, Trace],
+) -> None:
+    estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=1 << 60)
+    vocab_size = tiny_model.MODEL.text_config["vocab_size"]
+    count = max(
+        trace.num_parameters(1)[0] for spec, trace in traces.items() if spec.method == "full"
+    )
+    for config in CONFIGS:
+        least = least_bytes(config, count, vocab_size)
+        assert least > least_bytes(config, count)
+        assert least < estimator.floor_bytes(config)
 
 
 def test_methods_are_traced_ahead_in_turn() -> None:

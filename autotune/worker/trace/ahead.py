@@ -6,6 +6,7 @@ command that they are made beside has a core for itself.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,6 +28,7 @@ def traces_ahead(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         each = wanted[number]
         shared = models.setdefault(group_of[each["id"]], {})
         answer = answer_with(request, each, device, shared)
+        gc.collect(0)  # The models stay.
         packed = json_lines.packed(answer)
         is_final = "unsupported" in answer or _adds_up(answer.get("trace"), device.num_sms)
         return {"id": each["id"], "packed": packed} if is_final else {}

@@ -140,8 +140,14 @@ def _prepare(request: dict[str, Any], spec: TraceSpec) -> None:
 def _answers(request: dict[str, Any], group: Group, device: Device) -> Iterator[dict[str, Any]]:
     """The answers for a group, whose model is built anew only after a step that failed."""
     shared: SharedModels = {}
-    for each in group:
-        yield answer_with(request, each, device, shared)
+    for number, each in enumerate(group, 1):
+        answer = answer_with(request, each, device, shared)
+        if number == len(group):
+            shared.clear()
+            gc.collect()
+        else:  # The model and what it imported are looked through once, as it is given up.
+            gc.collect(0)
+        yield answer
 
 
 def answer_with(
@@ -170,8 +176,6 @@ def _answer(
         raise
     except Exception as error:  # of a family that nobody has tried: the others go on
         return _crashed(wanted["id"], f"tracing it failed ({models.reason_of(error)})")
-    finally:
-        gc.collect()
     return {"id": wanted["id"], "trace": trace}
 
 
