@@ -21,7 +21,10 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chat": (("messages", "conversations"), ()),
     "prompt-completion": (("prompt",), ("completion", "response", "answer")),
     "instruction": (("instruction", "question", "query"), ("output", "response", "answer")),
-    "source-target": (("source", "text"), ("target",)),
+    "source-target": (
+        ("source", "text", "input", "document", "article", "dialogue"),
+        ("target", "output", "summary", "highlights"),
+    ),
     "labels": (("text",), ("label", "labels")),
     "tagged": (("tokens", "words"), ("ner_tags", "tags", "labels")),
     "question-context": (("question",), ("answers", "answer")),
@@ -41,7 +44,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "question-answering": ("question-context",),
     "image-classification": ("pictures",),
     "automatic-speech-recognition": ("sounds",),
-    "seq2seq-lm": ("source-target", "prompt-completion", "instruction"),
+    "seq2seq-lm": ("prompt-completion", "instruction", "source-target"),
     "dpo": ("preferences",),
     "reward": ("preferences",),
     "kto": ("unpaired", "preferences"),
@@ -155,28 +158,42 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
             "Leave --text-field and --answer-field out, and rename the dataset's",
         )
     for name in possible if columns.format is None else (columns.format,):
-        texts, answers = FORMATS[name]
-        if columns.text_field:
-            texts = (columns.text_field,)
-        if columns.answer_field and answers:
-            answers = (columns.answer_field,)
-        text, answer = field_of(row, texts), field_of(row, answers)
-        is_chat = text is not None and isinstance(row[text], list) and not answers
-        is_chat = is_chat and name != "prompts"
-        if text and (answer or not answers) and is_chat == (name == "chat"):
-            return name, text, answer
+        if (found := fields_of(row, name, columns)) is not None:
+            return name, *found
     wanted = "; ".join(" and ".join(map("/".join, filter(None, FORMATS[n]))) for n in possible)
     if columns.format is not None:
         wanted = " and ".join(map("/".join, filter(None, FORMATS[columns.format])))
     remedy = "--text-field and --answer-field name other fields, --format what they are"
     if is_of_trl:
         remedy = "Rename its fields: TRL reads no other names"
-    elif {"chosen", "rejected"} <= row.keys():
-        of_pairs = [name for name, of_task in FORMATS_OF_TASKS.items() if "preferences" in of_task]
-        remedy = f"Pairs of answers are for the tasks {', '.join(of_pairs)}"
-    raise UnusableData(
-        f"sample 1 has the fields {shown(', '.join(map(str, row)))}, and {task} takes {wanted}",
-        remedy,
+    elif others := [other for other in FORMATS_OF_TASKS if is_of_task(row, other)]:
+        remedy = f"Such samples are for --task {' or '.join(others)}"
+    held = [str(name) for name, value in row.items() if value is not None]
+    empty = [str(name) for name, value in row.items() if value is None]
+    has = f"the fields {shown(', '.join(held))}" if held else "no field that holds something"
+    without = f" (nothing in {shown(', '.join(empty))})" if empty else ""
+    raise UnusableData(f"sample 1 has {has}{without}, and {task} takes {wanted}", remedy)
+
+
+def fields_of(row: Mapping[str, Any], name: str, columns: Columns) -> tuple[str, str | None] | None:
+    """The fields of a row that hold a format; None where they do not."""
+    texts, answers = FORMATS[name]
+    if columns.text_field:
+        texts = (columns.text_field,)
+    if columns.answer_field and answers:
+        answers = (columns.answer_field,)
+    text, answer = field_of(row, texts), field_of(row, answers)
+    is_chat = text is not None and isinstance(row[text], list) and not answers
+    is_chat = is_chat and name != "prompts"
+    if text and (answer or not answers) and is_chat == (name == "chat"):
+        return text, answer
+    return None
+
+
+def is_of_task(row: Mapping[str, Any], task: str) -> bool:
+    """Whether a row has a text and an answer as a task takes them."""
+    return any(
+        FORMATS[name][1] and fields_of(row, name, Columns()) for name in FORMATS_OF_TASKS[task]
     )
 
 
