@@ -89,6 +89,9 @@ class TraceJobs:
         on_card_with(self._shared["num_sms"], answer["tensors"])
         return answer
 
+    def why_refused(self) -> dict[TraceSpec, str]:
+        return {self._specs[number]: why for number, why in self.refused.items()}
+
     def log_refused(self) -> None:
         """Log what cannot be traced, counted by the reason."""
         for reason, count in Counter(self.refused.values()).most_common():

@@ -53,6 +53,7 @@ def trace_all(
     cache: TraceCache | None = None,
     operations: bool = False,
     found: dict[TraceSpec, Trace | SharedTrace] | None = None,
+    refused: dict[TraceSpec, str] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> dict[TraceSpec, Trace | SharedTrace]:
     """Trace a step per spec; `on_trace(done, all)` is called as they arrive.
@@ -61,7 +62,8 @@ def trace_all(
     `cache`: what was traced before is taken from it, and what is new is kept there.
     `operations`: with what made each tensor, which is kept in no cache.
     `found`: the result, for who looks at it before all of it is there; a trace is in it before `on_trace`
-    tells of it. `meanwhile`: called while a server that is needed starts.
+    tells of it. `refused`: takes the reasons why others have none. `meanwhile`: called while a server that is
+    needed starts.
     One GPU's step is traced; what several make of it follows from that. A spec that the model does
     not support is left out of the result. Raises ConfigError when it supports none, WorkerError when
     a worker failed, HardwareError for a card without CUDA.
@@ -130,6 +132,8 @@ def trace_all(
         if cache is not None:
             jobs.keep_new(cache)
     jobs.log_refused()
+    if refused is not None:
+        refused |= {spec: why for one, why in jobs.why_refused().items() for spec in sharing[one]}
     if jobs.crash is not None and (jobs.left() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
@@ -182,7 +186,8 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
         remedy = "Give --attention eager"
     elif any(spec.lora_targets not in (None, "all-linear", "attention") for spec in specs):
         remedy = "Name modules that it has with --targets, or another model or method"
-    return ConfigError(f"{model.name} cannot be traced", why=reason, remedy=remedy)
+    why = reason[:1].upper() + reason[1:]
+    return ConfigError(f"{model.name} cannot be traced", why=why, remedy=remedy)
 
 
 def of_card(gpu: Gpu) -> dict[str, Any]:

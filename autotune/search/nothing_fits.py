@@ -12,6 +12,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.records.estimate import Estimate
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.requirements import LeftOut, Reason
 from autotune.space.words import describe
 
 
@@ -60,6 +61,7 @@ def nothing_fits(
     model: ModelSource,
     workload: Workload,
     best_by_class: dict[str, Estimate],
+    left_out: Sequence[LeftOut] = (),
 ) -> NothingFitsError:
     """The smallest configuration, and the one change that lowers it most."""
     budget = format_bytes(estimator.memory_budget_bytes)
@@ -71,6 +73,8 @@ def nothing_fits(
     )
     room_bytes = estimator.headroom.room_bytes(smallest.peak_reserved_bytes, smallest.config)
     why = f"The smallest, {describe(smallest.config)}, {needs(smallest, room_bytes)}"
+    refused = [each for each in left_out if each.reason is Reason.NOT_TRACED]
+    why = "; ".join([why, *(f"no {each.words}: {each.details}" for each in refused)])
     if best_by_class:
         remedy = _higher_class(best_by_class)
     elif smaller := _smaller_step(estimator, smallest.config):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
@@ -44,10 +44,12 @@ from autotune.search.traced_in_turn import TracesInTurn
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.enumeration import enumerate_configs
+from autotune.space.knobs import METHOD_WORDS
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.requirements import predictable
+from autotune.space.requirements import LeftOut, Reason, predictable
 from autotune.space.rules import Context
 from autotune.space.search_space import (
+    MethodSpace,
     SearchSpace,
     for_gpus,
     with_attentions,
@@ -254,6 +256,7 @@ def find(
     baselines = [base] if base is not None else larger_micro_batches(reference)
     possible = _possible(points.configs, model, workload)
     traces: dict[TraceSpec, Trace | SharedTrace] = {}
+    refused: dict[TraceSpec, str] = {}
     varied = workload.lengths is not None
     estimator = Estimator(
         traces,
@@ -293,6 +296,7 @@ def find(
             server=server,
             cache=cache,
             found=traces,
+            refused=refused,
             meanwhile=None if traces else meanwhile,
         )
 
@@ -311,7 +315,8 @@ def find(
         )
         if _num_said(model, workload) is None:
             is_possible = _is_possible(model, workload, _num_traced(traces))
-            if with_room := list(filter(is_possible, possible)):
+            with_room = list(filter(is_possible, possible))
+            if any(map(estimator.supports, with_room)):
                 in_turn.leave_out(is_possible)
                 possible = with_room
         baseline = _baseline(estimator, baselines)
@@ -372,6 +377,7 @@ def find(
         num_added += len(of_compiled)
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
         chosen, best = _chosen(candidates, allow)
+    left_out = (*left_out, *_refused_methods(asked_for, supported, refused))
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))
 
@@ -386,7 +392,7 @@ def find(
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
             raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
-        raise nothing_fits(estimator, allowed, model, workload, best_by_class)
+        raise nothing_fits(estimator, allowed, model, workload, best_by_class, left_out)
     is_in_form = candidates.in_form_of(best.config)
     context = _context(workload, gpu, model)
     progress("replayed", candidates.num_replayed, num_possible)
@@ -453,6 +459,19 @@ def find(
         num_considered=EFFORTS[effort].num_recorded,
         context=context,
     )
+
+
+def _refused_methods(
+    asked_for: Sequence[MethodSpace],
+    supported: Sequence[TrainConfig],
+    refused: Mapping[TraceSpec, str],
+) -> Iterator[LeftOut]:
+    """Yield the methods of which nothing could be traced, and why."""
+    of_supported = {config.method for config in supported}
+    for name in dict.fromkeys(section.method for section in asked_for):
+        reasons = sorted({why for spec, why in refused.items() if spec.method == name})
+        if reasons and name not in of_supported:
+            yield LeftOut(METHOD_WORDS[name], Reason.NOT_TRACED, "; ".join(reasons))
 
 
 def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, Estimate | None]:

@@ -28,6 +28,7 @@ class Reason(StrEnum):
     NOT_PREDICTED = "not predicted"
     NOT_INSTALLED = "not installed"
     NOT_COMPILED = "not compiled"
+    NOT_TRACED = "not traced"
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
     monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "has no layers"}))
     with pytest.raises(ConfigError, match="tiny-llama cannot be traced") as caught:
         trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
-    assert "has no layers" in str(caught.value)
+    assert "Has no layers" in str(caught.value)
 
 
 def test_an_attention_that_the_model_lacks_is_an_error_with_one_that_it_has(
@@ -117,14 +117,14 @@ def test_targets_that_the_model_lacks_are_an_error_with_the_option_to_change(
 ) -> None:
     monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "it has q_proj, v_proj"}))
     lora = dataclasses.replace(FULL, method="lora", lora_rank=8, lora_targets="wrong")
-    with pytest.raises(ConfigError, match=r"it has q_proj, v_proj.*with --targets"):
+    with pytest.raises(ConfigError, match=r"It has q_proj, v_proj.*with --targets"):
         trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(lora)})
 
 
 def test_another_reason_is_not_taken_for_the_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "has no layers"}))
     gemma = dataclasses.replace(tiny_model.MODEL, name="gemma", config={"model_type": "gemma2"})
-    with pytest.raises(ConfigError, match="has no layers"):
+    with pytest.raises(ConfigError, match="Has no layers"):
         trace_all(gemma, "causal-lm", 512, find_gpu("t4"), {SDPA, EAGER})
 
 
@@ -295,7 +295,7 @@ def test_what_a_worker_answered_is_not_asked_for_again(
         monkeypatch.setattr(installed, "versions", lambda version=version: (("torch", version),))
         worker = Worker({"unsupported": "has no layers"})
         monkeypatch.setattr(tracing, "run_many", worker)
-        with pytest.raises(ConfigError, match="has no layers"):
+        with pytest.raises(ConfigError, match="Has no layers"):
             trace_all(
                 tiny_model.MODEL,
                 "causal-lm",
@@ -342,7 +342,7 @@ def test_cards_that_differ_in_their_multiprocessors_share_what_is_kept_but_for_l
         for card in cards:
             worker = Worker({"unsupported": "has no layers"})
             monkeypatch.setattr(tracing, "run_many", worker)
-            with pytest.raises(ConfigError, match="has no layers"):
+            with pytest.raises(ConfigError, match="Has no layers"):
                 trace_all(
                     tiny_model.MODEL, "causal-lm", 512, card, {spec}, cache=TraceCache(tmp_path)
                 )

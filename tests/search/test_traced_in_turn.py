@@ -100,9 +100,12 @@ def asked(
     """The specs that a search asks traces of, turn by turn; it gets those that were made before."""
     turns: list[set[TraceSpec]] = []
 
-    def trace_all(*args: Any, found: dict[TraceSpec, Trace], **_: Any) -> None:
+    def trace_all(
+        *args: Any, found: dict[TraceSpec, Trace], refused: dict[TraceSpec, str], **_: Any
+    ) -> None:
         turns.append(args[4])
         found |= {spec: traces[spec] for spec in turns[-1] if spec in traces}
+        refused |= {spec: "it changes codes" for spec in turns[-1] if spec not in traces}
 
     monkeypatch.setattr(predict_best, "trace_all", trace_all)
     return turns
@@ -235,6 +238,9 @@ def test_a_step_that_is_refused_is_not_asked_for_with_less_memory(
     assert not any(spec.activation_checkpointing for spec in of_qlora)
     assert prediction.answer.best.config.method == "full"
     assert prediction.answer.counts.unsupported == sum(c.method == "qlora" for c in CONFIGS)
+    assert str(prediction.answer.left_out[-1]) == "QLoRA (it changes codes)"
+    with pytest.raises(NothingFitsError, match="; no QLoRA: it changes codes"):
+        searched(400 * MB, FULL)
 
 
 def test_no_step_is_traced_whose_weights_leave_no_room(

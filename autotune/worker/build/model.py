@@ -265,10 +265,15 @@ def is_refused(error: Exception) -> bool:
     )
 
 
+def refusal_of(error: Exception) -> str:
+    """Say why a training step cannot be run, short enough for a message."""
+    if _CHANGES_CODES in str(error):
+        return "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
+    return f"its training step cannot be run without data ({reason_of(error)})"
+
+
 def reason_of(error: Exception) -> str:
     """The reason why a library could not do it without data, short enough for a message."""
-    if _CHANGES_CODES in str(error):
-        return "it changes weights that are stored in 4 bits"
     if _READS_ITS_DTYPE.search(str(error)):
         return "what reads its samples takes them in the dtype of its weights alone, and they come in another"
     if asks_for_values(error):

@@ -337,9 +337,7 @@ def trace_step(
             AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError
         ) as error:  # fmt: skip
             kind = UnsupportedModel if models.is_refused(error) else CrashedStep
-            raise kind(
-                f"its training step cannot be run without data ({models.reason_of(error)})"
-            ) from error
+            raise kind(models.refusal_of(error)) from error
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
     # What is generated at a time is of many rows, even where it is trained on one by one.
