@@ -238,6 +238,40 @@ def test_a_model_that_changes_its_weights_cannot_have_them_in_four_bits() -> Non
         torch.zeros(2, dtype=torch.uint8).clamp_(-1.0, 1.0)
 
 
+def test_layers_that_a_step_drops_at_random_are_all_traced() -> None:
+    """M2M100 leaves out one layer of twenty in a step; the step that leaves none out takes the most."""
+    layers = {"encoder_layers": 4, "decoder_layers": 4, "d_model": 64, "vocab_size": 512}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    request = {
+        "task": "seq2seq-lm",
+        "sequence_length": 64,
+        "compute_capability": (9, 0),
+        "cublas_workspace_bytes": 1,
+        "num_sms": 132,
+        "backend": "cuda",
+        "traces": [{"id": 0, "spec": dataclasses.asdict(FULL), "whole": False}],
+    }
+    every, some = (
+        list(
+            worker.VERBS["trace"](
+                {
+                    **request,
+                    "config": {
+                        "model_type": "m2m_100",
+                        **layers,
+                        **heads,
+                        "encoder_layerdrop": share,
+                        "decoder_layerdrop": share,
+                    },
+                }
+            )
+        )
+        for share in (0.0, 0.9)
+    )
+    assert some == every
+    assert "trace" in every[0]
+
+
 def test_a_machine_without_memory_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryError):
         _asked(monkeypatch, MemoryError())

@@ -65,6 +65,25 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
         raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
 
 
+_LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "speech_encoder_layerdrop")
+"""Names in configurations of the share of layers that a step leaves out at random."""
+
+
+def with_every_layer(config: PretrainedConfig) -> PretrainedConfig:
+    """Have a step run every layer, whatever share of them it would leave out at random: it needs the most.
+
+    The configuration itself is changed, and returned.
+    """
+    for name in _LAYERDROP:
+        if getattr(config, name, 0):
+            setattr(config, name, 0.0)
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PretrainedConfig):
+            with_every_layer(part)
+    return config
+
+
 def _with_floats(value: Any) -> Any:
     """Return a value of a config.json with what it writes as `{"__float__": "Infinity"}` as a number.
 

@@ -9,8 +9,8 @@ from autotune.worker.build.model import UnsupportedModel
 _STRIDES = 2
 """Frames of which one position is made (transformers 5.23 WhisperEncoder: conv1 has a stride of 1, conv2 of
 2). It refuses any other number of them."""
-_AT_RANDOM = ("apply_spec_augment", "encoder_layerdrop", "decoder_layerdrop")
-"""Settings that leave out parts of the sound, or layers, by chance."""
+_AT_RANDOM = ("apply_spec_augment",)
+"""Settings that leave out parts of the sound by chance."""
 
 
 def shape_of(config: Any) -> tuple[int, int]:
@@ -21,7 +21,6 @@ def shape_of(config: Any) -> tuple[int, int]:
     chance = [name for name in _AT_RANDOM if getattr(config, name, False)]
     if chance:
         raise UnsupportedModel(
-            f"it leaves out parts of a sample or of itself at random ({', '.join(chance)}), and a prediction "
-            "is of all of it"
+            f"it leaves out parts of a sample at random ({', '.join(chance)}), and a prediction is of all"
         )
     return config.num_mel_bins, config.max_source_positions * _STRIDES

@@ -24,8 +24,9 @@ _COMMON_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 # A trace runs on `meta` and must not create a CUDA context, which takes memory from a real run.
-# It computes nothing either: threads would only get in the way of the other child.
-_OF_TRACES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+# It computes nothing either: threads would only get in the way of the other child. Gemma 4 makes two tables
+# in the order of a set of texts, which is another one in each process unless the seed of hashes is given.
+_OF_TRACES = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 VERB_ENVIRONMENT = {
     "trace": _OF_TRACES,
     # Asked of the server that will trace, where there is one.

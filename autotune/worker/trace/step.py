@@ -134,7 +134,8 @@ def _forked(
 def _prepare(request: dict[str, Any], spec: TraceSpec) -> None:
     """Import the model's code and look at its layers: once for all processes that trace it."""
     with without_values():
-        _kinds_of_whole(models.load_config(request["config"]), request["task"], spec)
+        config = models.with_every_layer(models.load_config(request["config"]))
+        _kinds_of_whole(config, request["task"], spec)
 
 
 def _answers(request: dict[str, Any], group: Group, device: Device) -> Iterator[dict[str, Any]]:
@@ -189,7 +190,7 @@ def _compiled_or_eager(
     def trace(spec: TraceSpec, shared: SharedModels) -> dict[str, Any]:
         trace_this = functools.partial(
             trace_step,
-            models.load_config(request["config"]),
+            models.with_every_layer(models.load_config(request["config"])),
             request["task"],
             spec,
             sequence_length=request["sequence_length"],
