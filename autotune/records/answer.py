@@ -199,6 +199,7 @@ class Tip(StrEnum):
     LIGER = "liger"
     CHUNKED_LOSS = "chunked loss"
     FLASH_ATTENTION = "flash attention"
+    EXPANDED_HEADS = "expanded heads"
     EXPANDABLE_SEGMENTS = "expandable segments"
     COMPILE = "torch.compile"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autotune.common.units import counted, format_bytes, format_seconds
 from autotune.common.user_text import printable
-from autotune.records.answer import Answer, Measured
+from autotune.records.answer import TRAINER_DEFAULTS, Answer, Measured
 from autotune.records.loader_times import LoaderTime
 from autotune.records.measurement import Measurement
-from autotune.report.words import samples
+from autotune.report.words import samples, the_base_itself
 from autotune.space.knobs import KNOBS
 from autotune.space.words import describe
 
@@ -126,11 +126,12 @@ def rejected(measurement: Measurement) -> str:
 def against_measured_baseline(found: Measured, base_name: str) -> str:
     """The measured speed-up over the measured base, or why there is none."""
     if found.baseline is None:
-        return f"{base_name} are predicted not to fit at any micro-batch"
+        at_any = " at any micro-batch" if base_name == TRAINER_DEFAULTS else ""
+        return f"{base_name} are predicted not to fit{at_any}"
     if found.speedup is None:
         return f"{base_name}: {found.baseline.outcome}"
     if found.baseline.config == found.best.config:
-        return f"{base_name}, at the largest micro-batch that fits"
+        return the_base_itself(base_name)
     return f"{found.speedup:.2f} x {measured_baseline_speed(found.baseline, base_name)}"
 
 

@@ -27,6 +27,11 @@ def tip(answer: Answer) -> str:
                 "eager attention keeps all scores, of the length squared; FlashAttention keeps none: "
                 f"{_installed('flash-attn')}attention: [flash_attention_2] in a --space searches it."
             )
+        case Tip.EXPANDED_HEADS:
+            return (
+                "this card has no fused attention for grouped key heads, and has one once they are expanded: "
+                "attention: [sdpa_expanded] in a --space, without --base."
+            )
         case Tip.EXPANDABLE_SEGMENTS:
             idle_bytes = best.peak_reserved_bytes - best.peak_allocated_bytes
             return (

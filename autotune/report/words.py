@@ -7,7 +7,7 @@ import math
 from autotune.catalogue.tasks import CAUSAL
 from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.common.user_text import printable
-from autotune.records.answer import MORE_MEMORY_BYTES, Answer, Change
+from autotune.records.answer import MORE_MEMORY_BYTES, TRAINER_DEFAULTS, Answer, Change
 from autotune.records.estimate import Estimate, Timed
 from autotune.records.measurement import NOISE
 from autotune.space import learning_rates, requirements
@@ -268,14 +268,24 @@ def against_baseline(answer: Answer) -> str:
     """The speed-up over the base, or that there is none to speak of."""
     baseline = answer.baseline
     if baseline is None:
-        return f"{answer.base_name} ({describe_base(answer.base)}) do not fit at any micro-batch"
+        said = describe_base(answer.base)
+        if answer.base_name == TRAINER_DEFAULTS:
+            return f"{answer.base_name} ({said}) do not fit at any micro-batch"
+        return f"{answer.base_name} ({said}, micro-batch {answer.base.micro_batch_size}) do not fit"
     if baseline.config == answer.best.config:
-        return f"{answer.base_name}, at the largest micro-batch that fits"
+        return the_base_itself(answer.base_name)
     assert answer.speedup is not None
     said = f"{answer.speedup:.2f} x {baseline_speed(answer, baseline)}"
     if answer.speedup < 1 and not answer.is_base_offered:
         return f"{said}, which this --space does not offer"
     return said
+
+
+def the_base_itself(base_name: str) -> str:
+    """An answer that is the base."""
+    if base_name == TRAINER_DEFAULTS:
+        return f"{base_name}, at the largest micro-batch that fits"
+    return f"{base_name}, unchanged"
 
 
 def baseline_speed(answer: Answer, baseline: Estimate) -> str:

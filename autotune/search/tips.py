@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CAUSAL
 from autotune.records.answer import Tip
 from autotune.records.estimate import Estimate
+from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace
 from autotune.space.tradeoffs import LEVEL, tradeoff_class
@@ -25,7 +27,7 @@ class _Candidate:
     tip: Tip
     changes: dict[str, Any]
     """Settings of TrainConfig that it stands for."""
-    pays: Callable[[Estimate], bool]
+    pays: Callable[[Estimate, Context], bool]
     others: tuple[tuple[str, Any], ...] = ()
     """Settings that do as much, of which nothing more needs to be said where the space has them."""
     model_has_it: Callable[[ModelSource], bool] = lambda _: True
@@ -38,13 +40,23 @@ _CANDIDATES = (
     _Candidate(
         tip=Tip.FLASH_ATTENTION,
         changes={"attention": "flash_attention_2"},
-        pays=lambda best: best.config.attention == "eager",
+        pays=lambda best, _: best.config.attention == "eager",
         model_has_it=lambda model: "flash_attention_2" in model.attentions,
+    ),
+    _Candidate(
+        tip=Tip.EXPANDED_HEADS,
+        changes={"attention": EXPANDED},
+        pays=lambda best, context: (
+            best.config.attention == "sdpa"
+            and context.compute_capability is not None
+            and fuses_grouped_heads(best.config.precision, context.compute_capability) is False
+        ),
+        model_has_it=lambda model: EXPANDED in model.attentions,
     ),
     _Candidate(
         tip=Tip.LIGER,
         changes={"liger": True},
-        pays=lambda best: (
+        pays=lambda best, _: (
             best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
             and best.config.trainer == "transformers"
             and not best.config.chunked_loss
@@ -56,7 +68,7 @@ _CANDIDATES = (
         tip=Tip.CHUNKED_LOSS,
         changes={"chunked_loss": True},
         others=(("liger", True),),
-        pays=lambda best: (
+        pays=lambda best, _: (
             best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
             and not best.config.liger
         ),
@@ -66,7 +78,7 @@ _CANDIDATES = (
     _Candidate(
         tip=Tip.EXPANDABLE_SEGMENTS,
         changes={"expandable_segments": True},
-        pays=lambda best: (
+        pays=lambda best, _: (
             best.peak_reserved_bytes - best.peak_allocated_bytes
             >= LARGE_SHARE * best.peak_device_bytes
         ),
@@ -74,7 +86,7 @@ _CANDIDATES = (
     _Candidate(
         tip=Tip.COMPILE,
         changes={"torch_compile": "default"},
-        pays=lambda best: best.bound in ("memory bandwidth", "launch"),
+        pays=lambda best, _: best.bound in ("memory bandwidth", "launch"),
     ),
 )
 """Tips in the order of what they save, most first."""
@@ -99,7 +111,7 @@ def best_tip(
         if (
             config != best.config
             and offered.isdisjoint({*candidate.changes.items(), *candidate.others})
-            and candidate.pays(best)
+            and candidate.pays(best, context)
             and candidate.model_has_it(model)
             and context.task in candidate.tasks
             and LEVEL[tradeoff_class(config, best.config)] <= LEVEL[allow]

@@ -140,11 +140,18 @@ def test_a_winner_that_was_not_confirmed_is_said_to_be_none() -> None:
 def test_the_base_that_never_fits_is_said() -> None:
     shown = one_line(drawn(answers.answer(baseline=None)))
     assert "defaults (full, bf16-true, adamw_torch_fused) do not fit at any micro-batch" in shown
+    answer = answers.answer(baseline=None, base_name=USERS_BASE)
+    shown = one_line(drawn(answer))
+    size = answer.base.micro_batch_size
+    assert f"settings (full, bf16-true, adamw_torch_fused, micro-batch {size}) do not fit" in shown
+    assert "at any micro-batch" not in shown
 
 
 def test_an_answer_that_is_the_base_claims_no_gain() -> None:
     shown = one_line(drawn(answers.answer(baseline=answers.estimate())))
     assert "4,096 tokens/s; the Trainer's defaults, at the largest micro-batch that fits" in shown
+    shown = one_line(drawn(answers.answer(baseline=answers.estimate(), base_name=USERS_BASE)))
+    assert "4,096 tokens/s; your base's settings, unchanged" in shown
 
 
 def test_an_answer_slower_than_a_base_outside_the_space_says_so() -> None:

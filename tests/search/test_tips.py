@@ -38,10 +38,16 @@ def spending(
 
 
 def tip_of(
-    best: Estimate, *, model_type: str = "llama", context: Context = CONTEXT, **offered: Any
+    best: Estimate,
+    *,
+    model_type: str = "llama",
+    context: Context = CONTEXT,
+    config: dict[str, Any] | None = None,
+    **offered: Any,
 ) -> Tip | None:
     model = dataclasses.replace(
-        tiny_model.MODEL, config={**tiny_model.MODEL.config, "model_type": model_type}
+        tiny_model.MODEL,
+        config={**tiny_model.MODEL.config, "model_type": model_type, **(config or {})},
     )
     sections = [
         dataclasses.replace(section, domains={**section.domains, **offered})
@@ -63,11 +69,11 @@ def test_liger_where_logits_are_a_large_share_and_nothing_else_stands_against_it
 
 def test_a_loss_in_parts_where_liger_cannot_be() -> None:
     large = spending(logits=0.11)
-    half = spending(logits=0.11, precision="fp16-mixed")
+    half = spending(logits=0.11, precision="fp16-mixed", attention="sdpa_expanded")
     assert tip_of(half, context=T4) is Tip.CHUNKED_LOSS
     assert tip_of(large, model_type="gpt2") is Tip.CHUNKED_LOSS
     assert tip_of(half, context=T4, chunked_loss=(False, True)) is None
-    in_parts = spending(logits=0.5, precision="fp16-mixed", chunked_loss=True)
+    in_parts = dataclasses.replace(half, config=dataclasses.replace(half.config, chunked_loss=True))
     assert tip_of(in_parts, context=T4) is None
     capped = dataclasses.replace(
         tiny_model.MODEL, config={**tiny_model.MODEL.config, "final_logit_softcapping": 30.0}
@@ -81,6 +87,17 @@ def test_flash_attention_instead_of_eager() -> None:
     assert tip_of(eager, context=T4) is None
     # gpt_oss has sinks, which no trace has seen.
     assert tip_of(eager, model_type="gpt_oss") is Tip.LIGER
+
+
+def test_grouped_heads_are_expanded_where_the_card_fuses_nothing_else() -> None:
+    usual = spending(attention="sdpa", precision="fp16-mixed")
+    assert tip_of(usual, context=T4) is Tip.EXPANDED_HEADS
+    assert tip_of(usual, context=T4, attention=("sdpa_expanded",)) is None
+    assert tip_of(usual) is None, "FlashAttention takes groups"
+    assert tip_of(usual, context=dataclasses.replace(T4, compute_capability=None)) is None
+    assert tip_of(spending(attention="sdpa_expanded", precision="fp16-mixed"), context=T4) is None
+    every_head = {"num_key_value_heads": tiny_model.MODEL.config["num_attention_heads"]}
+    assert tip_of(usual, context=T4, config=every_head) is None
 
 
 def test_segments_that_grow_and_torch_compile() -> None:
