@@ -101,18 +101,23 @@ def _parted(
         if what.allow is not None and LEVEL[name] > LEVEL[what.allow]:
             continue
         best = candidates.best(candidates.exactly(name))
-        common = _common
-        if best is None:
-            of_class = [config for config in configs if candidates.class_of(config) == name]
-            nearest = _nearest_to_fit(candidates, of_class, estimator)
-            # What needs least is not the fastest of what fits then: others of its trace may be.
-            common = _common_but_optimizer
-        else:
-            nearest = [best.config]
-        commons = {common(config) for config in nearest if config.method in what.parting}
-        alike = [config for config in configs if common(config) in commons]
-        if best is not None and not _may_pay(best, alike, estimator):
-            continue
+        parting = [config for config in configs if config.method in what.parting]
+        alike: list[TrainConfig] = []
+        if best is not None:
+            common = _common(best.config)
+            alike = [config for config in parting if _common(config) == common]
+            if not _may_pay(best, alike, estimator):
+                alike = []
+        # Nothing of these forms fits: a loss in parts may let LoRA fit where only QLoRA does.
+        unfit = [
+            config
+            for config in parting
+            if candidates.class_of(config) == name
+            and (best is None or candidates.form_of(config) < candidates.form_of(best.config))
+        ]
+        # What needs least is not the fastest of what fits then: others of its trace may be.
+        commons = set(map(_common_but_optimizer, _nearest_to_fit(candidates, unfit, estimator)))
+        alike += [config for config in unfit if _common_but_optimizer(config) in commons]
         for config in alike:
             parted = dataclasses.replace(config, chunked_loss=True)
             is_allowed = what.allow is None or candidates.at_most(what.allow)(parted)

@@ -154,6 +154,49 @@ def test_what_no_loss_at_once_lets_fit_is_found() -> None:
     assert searched(budget_bytes).best.config.chunked_loss
 
 
+def test_a_loss_in_parts_lets_adapters_fit_where_only_quantised_weights_do() -> None:
+    """LoRA is the better form, however fast QLoRA is."""
+    domains = {
+        "micro_batch_size": (2,),
+        "precision": ("bf16-autocast",),
+        "optimizer": (BASE.optimizer,),
+        "lora_rank": (16,),
+        "lora_targets": ("all-linear",),
+        "activation_checkpointing": (0, 1),
+        "chunked_loss": (False, True),
+    }
+    lora = MethodSpace(method="lora", domains=domains)
+    qlora = MethodSpace(method="qlora", domains={**domains, "quantization": ("nf4",)})
+
+    def best(budget_bytes: int, *methods: MethodSpace) -> TrainConfig:
+        names = tuple(each.method for each in methods)
+        workload = Workload(
+            model=MODEL.name,
+            sequence_length=LENGTH,
+            effective_batch_size=8,
+            methods=names,
+            memory_budget_bytes=budget_bytes,
+            headroom=NO_HEADROOM,
+        )
+        asked = SearchSpace(name="s", description="", methods=methods)
+        found = predict_best.find(
+            MODEL, workload, asked, tiny_model.gpu(), allow="recipe", base=BASE
+        )
+        if budget_bytes < 10**12:
+            assert found.answer.best.peak_device_bytes <= budget_bytes
+        peaks.append(found.answer.best.peak_device_bytes)
+        return found.answer.best.config
+
+    peaks: list[int] = []
+    at_once = {**domains, "chunked_loss": (False,), "activation_checkpointing": (1,)}
+    best(10**12, dataclasses.replace(qlora, domains={**qlora.domains, **at_once}))
+    budget_bytes = peaks[-1]
+    best(10**12, dataclasses.replace(lora, domains=at_once))
+    assert peaks[-1] > budget_bytes, "LoRA with all logits at once does not fit"
+    config = best(budget_bytes, lora, qlora)
+    assert (config.method, config.chunked_loss) == ("lora", True)
+
+
 def test_nothing_is_tried_where_it_may_not_be_the_answer_or_cannot_pay() -> None:
     budget_bytes = budgets()[-1]
     exact = searched(budget_bytes, allow="exact")
