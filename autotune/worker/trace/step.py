@@ -323,7 +323,7 @@ def trace_step(
                 if is_split:
                     # DTensors work out the layout of each operation's result once, by running it on
                     # tensors of their own, which are none of the step's.
-                    unseen = make_tracker()
+                    unseen = make_tracker(at_launch=None)
                     learning = MetaStep(step.model, task, spec, unseen, rank=RANK)
                     learning.go_on_from(step.ready())
                     with device_choices(device), unseen:
