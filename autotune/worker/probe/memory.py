@@ -38,6 +38,7 @@ from typing import Any, Protocol, Self
 import pynvml
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import OVERSHOOT_BYTES, Replay
@@ -351,6 +352,10 @@ class CpuMemory:
         return False
 
 
+_EMPTY = FakeTensor, AsyncCollectiveTensor
+"""Kinds of tensors that have no memory of their own."""
+
+
 class CappedTracker(Tracker):
     """A tracker that refuses an allocation when the storages alive, rounded to 512 B, pass a cap."""
 
@@ -360,15 +365,17 @@ class CappedTracker(Tracker):
         self._cap_bytes = cap_bytes
         self._live_bytes = 0
         self._num_counted_events = 0
-        self._resizes = contextlib.ExitStack()
+        self._resizes: list[contextlib.AbstractContextManager[None]] = []
+        """One for each time that the tracker was entered: within an operation it enters itself again."""
 
     def __enter__(self) -> Self:
-        if self._wrappers:
-            self._resizes.enter_context(self._seeing_resizes())
+        seen = contextlib.nullcontext() if self._resizes else self._seeing_resizes()
+        self._resizes.append(seen if self._wrappers else contextlib.nullcontext())
+        self._resizes[-1].__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._resizes.close()
+        self._resizes.pop().__exit__(None, None, None)
         super().__exit__(*error)
 
     def take_stock(self, model: Any) -> None:
@@ -401,9 +408,9 @@ class CappedTracker(Tracker):
         return sizes, list(self.recording.events)
 
     def _tensors_here(self, value: Any) -> list[torch.Tensor]:
-        """Leave out what DTensors work out shapes with."""
+        """Leave out what DTensors work out shapes with, and what stands for the result of a collective."""
         found = super()._tensors_here(value)
-        return [t for t in found if not isinstance(t, FakeTensor)] if self._wrappers else found
+        return [t for t in found if not isinstance(t, _EMPTY)] if self._wrappers else found
 
     def _cost(self, *_: object) -> None:
         """Leave kernels out: nobody asks a probe for them, and they take a third of a tracker's time."""
