@@ -139,6 +139,11 @@ def _content(config: TrainConfig) -> dict[str, object]:
             "parallelism_config_dp_replicate_size": row.num_replicas,
             "parallelism_config_dp_shard_size": config.num_gpus // row.num_replicas,
         }
+    if row.splits_sequences:
+        content["parallelism_config"] = {
+            "parallelism_config_cp_size": config.num_gpus,
+            "parallelism_config_cp_comm_strategy": "allgather",
+        }
     return content
 
 

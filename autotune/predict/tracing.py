@@ -184,6 +184,8 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
     if all(family in without().get(name, ()) for name in attentions):
         reason = f"Transformers has no {' and no '.join(attentions)} attention for {family}"
         remedy = "Give --attention eager"
+    elif all(PARALLELISMS[spec.parallelism].splits_sequences for spec in specs):
+        remedy = "Take another way to share (--parallelism fsdp2), or another precision"
     elif any(spec.lora_targets not in (None, "all-linear", "attention") for spec in specs):
         remedy = "Name modules that it has with --targets, or another model or method"
     why = reason[:1].upper() + reason[1:]

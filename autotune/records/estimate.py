@@ -56,6 +56,8 @@ class TraceSpec(HashedOnce):
     """Key of PARALLELISMS. A worker traces one GPU's step; what several share is worked out from it."""
     num_splits: int = 1
     """GPUs among which each layer's products are split, as they run in the traced step."""
+    sequence_parts: int = 1
+    """GPUs among which each sequence is split."""
     single: bool
     """Whether the micro-batch is 1, which takes other code paths than 2 and more."""
     lora_rank: int | None = None
@@ -119,7 +121,7 @@ def and_several(spec: TraceSpec) -> set[TraceSpec]:
 _TRACED = tuple(
     field.name
     for field in dataclasses.fields(TraceSpec)
-    if field.name not in ("single", "num_splits", "is_compiled")
+    if field.name not in ("single", "num_splits", "sequence_parts", "is_compiled")
 )
 _traced_settings = operator.attrgetter(*_TRACED)
 """The values of a TrainConfig, in the order of _TRACED."""
@@ -130,13 +132,19 @@ def _of_config(config: TrainConfig) -> TraceSpec:
         _traced_settings(config),
         single=config.micro_batch_size == 1,
         num_splits=config.num_splits,
+        sequence_parts=config.sequence_parts,
         is_compiled=config.is_compiled and not why_not_predicted(config),
     )
 
 
 @functools.cache
 def _spec_of(
-    values: tuple[Any, ...], *, single: bool, num_splits: int, is_compiled: bool
+    values: tuple[Any, ...],
+    *,
+    single: bool,
+    num_splits: int,
+    sequence_parts: int,
+    is_compiled: bool,
 ) -> TraceSpec:
     shared = dict(zip(_TRACED, values, strict=True))
     precision, method = shared["precision"], shared["method"]
@@ -170,7 +178,13 @@ def _spec_of(
     # Its largest micro-batch is that of as many samples of full length; others have more, shorter samples.
     if shared["batching"] == BY_TOKENS:
         shared["batching"] = "padded"
-    return TraceSpec(**shared, single=single, num_splits=num_splits, is_compiled=is_compiled)
+    return TraceSpec(
+        **shared,
+        single=single,
+        num_splits=num_splits,
+        sequence_parts=sequence_parts,
+        is_compiled=is_compiled,
+    )
 
 
 def _keeps_products(plan: str) -> bool:

@@ -268,6 +268,11 @@ class TrainConfig(HashedOnce):
         return self.num_gpus if PARALLELISMS[self.parallelism].splits else 1
 
     @property
+    def sequence_parts(self) -> int:
+        """Number of GPUs among which each sequence is split."""
+        return self.num_gpus if PARALLELISMS[self.parallelism].splits_sequences else 1
+
+    @property
     def effective_batch_size(self) -> int:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
 

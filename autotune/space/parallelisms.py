@@ -28,6 +28,9 @@ class Parallelism:
     """Whether each layer's products are split among the GPUs, which have the same micro-batches; otherwise
     every GPU has its own."""
 
+    splits_sequences: bool = False
+    """Whether each sequence is split among the GPUs, which share out weights as fsdp2 does."""
+
     deals_layers: bool = False
     """Whether each GPU has whole layers of its own, and one process has them work one after the other."""
 
@@ -58,7 +61,7 @@ class Parallelism:
 
     def data_parallel_size(self, num_gpus: int) -> int:
         """Number of micro-batches that so many GPUs work on at the same time."""
-        return 1 if self.splits or self.deals_layers else num_gpus
+        return 1 if self.splits or self.splits_sequences or self.deals_layers else num_gpus
 
 
 # accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model: float32 shards, gathered in 16 bits.
@@ -133,6 +136,15 @@ PARALLELISMS: dict[str, Parallelism] = {
             optimizers=_TP_OPTIMIZERS,
             splits=True,
             summary="each layer's products split, the same samples on every GPU",
+        ),
+        Parallelism(
+            name="cp",
+            library="torch",
+            stage=3,
+            traced_as=_FSDP2_TRACED_AS,
+            optimizers=_FSDP2_OPTIMIZERS,
+            splits_sequences=True,
+            summary="each sequence split, weights shared out as in fsdp2",
         ),
         Parallelism(
             name="device-map",

@@ -54,7 +54,7 @@ def of_config(config: TrainConfig) -> tuple[str, ...]:
     )
 
 
-ON_CPUS = ("ddp", "fsdp2", "hsdp", "tp", "zero1", "zero2", "zero3")
+ON_CPUS = ("ddp", "fsdp2", "hsdp", "tp", "cp", "zero1", "zero2", "zero3")
 """Ways to share a run that processes on CPUs run, too, over gloo. Offloading pins host memory for a card."""
 
 

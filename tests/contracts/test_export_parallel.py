@@ -72,7 +72,7 @@ def test_accelerate_loads_its_file(tmp_path: Path, name: str) -> None:
     assert (folder / "deepspeed.json").exists() == (row.library == "deepspeed")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp", "cp"])
 @pytest.mark.usefixtures("clean_environment")
 def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -110,6 +110,10 @@ def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
         sizes = ParallelismConfig()
         assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (replicas, 2)
         assert sizes.total_size == config.num_gpus
+    if PARALLELISMS[name].splits_sequences:
+        sizes = ParallelismConfig()
+        assert (sizes.cp_size, sizes.total_size) == (2, 2)
+        assert sizes.cp_handler.cp_comm_strategy == "allgather"
     assert type(plugin.cpu_offload).__name__ == (
         "CPUOffloadPolicy" if name == "fsdp2-offload" else "OffloadPolicy"
     )
@@ -239,6 +243,11 @@ def test_what_is_split_trains_with_two(tmp_path: Path, models: Path) -> None:
     config = dataclasses.replace(
         FULL, num_gpus=2, parallelism="tp", optimizer="adamw_torch", attention="sdpa"
     )
+    launched(exported(tmp_path / "out", config, str(models / "llama")), as_on_gpus=True)
+
+
+def test_what_shares_sequences_trains_with_two(tmp_path: Path, models: Path) -> None:
+    config = dataclasses.replace(FULL, num_gpus=2, parallelism="cp", attention="sdpa")
     launched(exported(tmp_path / "out", config, str(models / "llama")), as_on_gpus=True)
 
 

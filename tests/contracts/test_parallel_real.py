@@ -20,13 +20,18 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError
 from autotune.export.quantization_config import quantization_fields
+from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.library_rules import Weight, ddp_buckets
-from autotune.predict.tracing import trace_all
+from autotune.predict.tracing import of_one_gpu, trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.speed.links import COLLECTIVES
+from autotune.worker.build import model as models
+from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.cuda import Device
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +103,8 @@ CONFIGS |= {
 }
 CONFIGS["tp-tied"] = TP
 TIED = dataclasses.replace(SOURCE, config={**MODEL, "tie_word_embeddings": True})
+CP = dataclasses.replace(FSDP2, parallelism="cp", precision="fp32", sequence_length=24)
+RINGS = {"cp": CP, "cp-of-3": dataclasses.replace(CP, num_gpus=3)}
 SHAPES = [
     ((1000, 100), "float32"),
     ((3000, 1000), "float32"),
@@ -137,6 +144,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     cases = {
         name: {**case(config), "config": source_of(name).config} for name, config in CONFIGS.items()
     }
+    cases |= {name: {**case(ring), "length": ring.sequence_length} for name, ring in RINGS.items()}
     cases["fsdp2-8bit"] = {**case(FSDP2), "optimizer": "adamw_bnb_8bit"}
     cases["fsdp2-8bit"]["config"] = {**MODEL, "hidden_size": 96}
     by_rows = dataclasses.replace(CONFIGS["tp-lora"], lora_targets="o_proj")
@@ -201,6 +209,51 @@ def assert_same_activations_and_messages(
         for _ in range(message.count)
     ]
     assert sorted(sent) == real["sent"]
+
+
+def test_a_step_that_is_split_has_both_workspaces_of_cublas() -> None:
+    answer = trace_module.trace_step(
+        models.load_config(MODEL),
+        "causal-lm",
+        of_one_gpu(TraceSpec.of(TP)),
+        sequence_length=8,
+        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=7 * 512),
+    )
+    trace = Trace(json.loads(json.dumps(answer)))
+    sizes = trace.sizes(TP.micro_batch_size, 0)
+    assert [sizes[number] for number in trace.workspaces] == 2 * [7 * 512]
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_a_ring_keeps_and_sends_what_is_predicted_and_learns_as_one_process(
+    name: str, reports: dict[str, list[dict[str, Any]]]
+) -> None:
+    """The first process has the most; the last takes no mask for needed."""
+    config = RINGS[name]
+    spec, size = TraceSpec.of(config), config.micro_batch_size
+    answer = trace_module.trace_step(
+        models.load_config(MODEL),
+        "causal-lm",
+        of_one_gpu(spec),
+        sequence_length=config.sequence_length,
+        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0, backend="cpu"),
+    )
+    trace = Trace(json.loads(json.dumps(answer)))
+    first, *others = reports[name]
+    running = trace.running_bytes("again", size, 0)
+    assert running[trace.num_forward_events - 1] == first["activations"]
+    sent = [
+        [launch.kernel.name, launch.bytes_moved]
+        for launch in trace.launches(size, 0)
+        if launch.kernel.name in COLLECTIVES
+        for _ in range(launch.count)
+    ]
+    assert sorted(sent) == first["sent"]
+    assert {name for name, _ in sent} == {"all_gather", "permute"}
+    for other in others:
+        assert other["activations"] <= first["activations"]
+        assert other["sent"] == first["sent"]
+    assert all(report["error"] < 1e-5 for report in reports[name])
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

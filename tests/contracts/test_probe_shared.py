@@ -92,6 +92,14 @@ CONFIGS = {
         TP, activation_checkpointing=1, neftune_noise_alpha=5.0
     ),
 }
+CP = dataclasses.replace(DDP, parallelism="cp", attention="sdpa")
+CONFIGS |= {
+    "cp": CP,
+    "cp lora bf16-autocast": dataclasses.replace(CP, precision="bf16-autocast", **LORA),
+    "cp of 4, checkpointed": dataclasses.replace(
+        CP, num_gpus=4, precision="bf16-true", activation_checkpointing=1
+    ),
+}
 NUM_WEIGHTS = 9 * MODEL["num_hidden_layers"] + 3
 NUM_ADAPTERS = 2 * 2 * MODEL["num_hidden_layers"]
 """LoRA's weights on two projections of each layer."""
@@ -128,7 +136,12 @@ def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
         "causal-lm",
         of_one_gpu(spec),
         sequence_length=LENGTH,
-        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),
+        device=Device(
+            compute_capability=(8, 9),
+            cublas_workspace_bytes=0,
+            # Other attention than eager has the CPU's own kernel.
+            backend="cuda" if config.attention == "eager" else "cpu",
+        ),
     )
     trace: Trace | RankTrace = Trace(json.loads(json.dumps(answer)))
     if config.num_gpus > 1:

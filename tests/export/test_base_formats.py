@@ -125,8 +125,8 @@ FORMATS: dict[str, list[tuple[TrainConfig, dict[str, Any]]]] = {
     "accelerate": [
         (DDP, {"parallelism": name, "precision": "bf16-mixed"})
         for name, row in PARALLELISMS.items()
-        # HSDP's sizes are no choice apart from the number of GPUs.
-        if row.stage and row.num_replicas == 1
+        # HSDP's and cp's sizes are no choice apart from the number of GPUs.
+        if row.stage and row.num_replicas == 1 and not row.splits_sequences
     ] + [(DDP, {"precision": "fp16-mixed"})],
     "deepspeed": [
         (dataclasses.replace(DDP, precision="bf16-mixed", parallelism="zero2"), {"parallelism": name})

@@ -78,9 +78,9 @@ def one_gpu_traces() -> Mapping[TraceSpec, Trace | SharedTrace]:
         for precision in PRECISIONS_TRACED
     ]
     specs = {TraceSpec.of(config) for config in configs}
-    for config in (DDP, lora_on("tp")):
+    for name, config in ((n, c) for n in ("tp", "cp") for c in (DDP, lora_on(n))):
         for precision in PRECISIONS_TRACED:
-            split = dataclasses.replace(config, parallelism="tp", precision=precision)
+            split = dataclasses.replace(config, parallelism=name, precision=precision)
             specs.add(dataclasses.replace(TraceSpec.of(split), parallelism="none"))
     length = tiny_model.SEQUENCE_LENGTH
     return trace_all(tiny_model.MODEL, "causal-lm", length, A100, specs, server=here.workers)
@@ -186,6 +186,20 @@ def test_pcie_takes_longer_than_nvlink(name: str) -> None:
     assert fast is not None
     assert slow is not None
     assert slow.communication_seconds > 3 * fast.communication_seconds > 0
+
+
+def test_cp_shares_weights_as_fsdp2_and_a_fourth_of_the_work() -> None:
+    config = dataclasses.replace(FSDP2, parallelism="cp")
+    (alone, whole), (estimate, share) = predicted(FSDP2), predicted(config)
+    assert share.parameters_bytes == whole.parameters_bytes
+    assert share.gradients_bytes == whole.gradients_bytes
+    assert config.effective_batch_size * 4 == FSDP2.effective_batch_size
+    assert 4 * estimate.flops_per_step == pytest.approx(alone.flops_per_step, rel=0.02)
+    # Weights go as in FSDP2. In each layer keys and values of all go round twice (8 heads of 64), and the
+    # part that is the GPU's own of their gradients four times, in float32.
+    tokens, width = FSDP2.micro_batch_size * tiny_model.SEQUENCE_LENGTH, 2 * 8 * 64
+    ring = 5 * (2 * 3 * width * tokens // 4 * 2 + 4 * width * tokens // 4 * 4)
+    assert share.sent_bytes_per_step == whole.sent_bytes_per_step + ring
 
 
 def test_fsdp2_reduces_in_every_micro_step() -> None:

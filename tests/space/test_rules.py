@@ -26,6 +26,7 @@ ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_acc
 SPLIT = dataclasses.replace(
     FULL, parallelism="tp", num_gpus=2, optimizer="adamw_torch", gradient_accumulation_steps=8
 )
+RING = dataclasses.replace(FULL, parallelism="cp", num_gpus=2, attention="sdpa")
 DEALT = dataclasses.replace(FULL, parallelism="device-map", num_gpus=2)
 ON_TWO_QLORA = dataclasses.replace(
     QLORA, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4
@@ -403,6 +404,10 @@ BREAKERS = {
     "layers-for-every-gpu": (dataclasses.replace(DEALT, num_gpus=17), ADA),
     "dealing-needs-packed-causal-lm": (dataclasses.replace(DEALT, batching="padded"), ADA),
     "dealing-needs-tried-settings": (dataclasses.replace(DEALT, neftune_noise_alpha=5.0), ADA),
+    "ring-needs-sdpa": (dataclasses.replace(RING, attention="eager"), ADA),
+    "ring-needs-even-stretches": (dataclasses.replace(RING, sequence_length=1022), ADA),
+    "ring-needs-packed-causal-lm": (dataclasses.replace(RING, batching="padded"), ADA),
+    "ring-needs-tried-settings": (dataclasses.replace(RING, neftune_noise_alpha=5.0), ADA),
     "splitting-needs-float-weights": (
         dataclasses.replace(
             SPLIT, method="qlora", lora_rank=8, lora_targets="q_proj", quantization="nf4"
@@ -495,7 +500,10 @@ def test_bitsandbytes_rmsprop_steps_on_float32(changes: dict[str, Any], is_broke
         ({"trainer": "trl-sft"}, ("ddp", "fsdp2", "hsdp", "zero2")),
         ({"neftune_noise_alpha": 5.0}, ("ddp", "fsdp2", "hsdp", "tp", "zero2")),
         ({"torch_empty_cache_steps": 4}, ("ddp", "fsdp2", "hsdp", "tp", "zero2")),
-        ({"expandable_segments": True}, ("ddp", "fsdp2", "hsdp", "tp", "device-map", "zero2")),
+        (
+            {"expandable_segments": True},
+            ("ddp", "fsdp2", "hsdp", "tp", "cp", "device-map", "zero2"),
+        ),
     ],
     ids=lambda value: next(iter(value), ""),
 )
@@ -507,7 +515,7 @@ def test_how_several_gpus_may_share_it(changes: dict[str, Any], ways: tuple[str,
         batch_size = config.effective_batch_size
         return not broken_rules(config, dataclasses.replace(ADA, effective_batch_size=batch_size))
 
-    all_ways = ("ddp", "fsdp2", "hsdp", "tp", "device-map", "zero2")
+    all_ways = ("ddp", "fsdp2", "hsdp", "tp", "cp", "device-map", "zero2")
     found = (way for way in all_ways if is_allowed(dataclasses.replace(four, parallelism=way)))
     assert tuple(found) == ways
     assert is_allowed(dataclasses.replace(four, num_gpus=1))

@@ -46,6 +46,20 @@ def test_a_large_all_reduce_is_as_fast_as_published(
     assert found == pytest.approx(published, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("num_bytes", "microseconds"),
+    [(4_980_736, 28.0), (13_107_200, 55.0), (34_603_008, 161.0), (67_108_864, 294.0)],
+)
+def test_what_goes_to_the_next_gpu_takes_as_long_as_published(
+    num_bytes: int, microseconds: float
+) -> None:
+    """A100 SXM, one GPU to another (vidur; collectives.csv.gz): no row of it chose a constant."""
+    message = [Message(operation=links.PERMUTE, num_bytes=num_bytes)]
+    assert links.sent_bytes(message, 2) == num_bytes
+    found = links.seconds(message, link("a100"), 2)
+    assert found * 1e6 == pytest.approx(microseconds, rel=0.2)
+
+
 def test_eight_cards_over_pcie_share_what_there_is() -> None:
     # L40S: 1.45 GB/s at most sizes, 2.1 at 64 MiB.
     assert 1.3 < bus_gb_per_second("l40s", "all_reduce", 64 * MIB, 8) < 2.2

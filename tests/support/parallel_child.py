@@ -3,7 +3,8 @@
     python parallel_child.py CASES.json REPORT.json
 
 CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "optimizer",
-"parallelism", "quantization"} (see run_case) or to {"shapes", "find_unused"} (see run_buckets).
+"parallelism", "quantization"} (see run_case; run_ring where sequences are split) or to
+{"shapes", "find_unused"} (see run_buckets).
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
-from autotune.speed.links import RINGS
-from autotune.worker.build import tensor_parallel
+from autotune.speed.links import COLLECTIVES
+from autotune.worker.build import context_parallel, tensor_parallel
 from autotune.worker.trace.tracker import Tracker
 
 
@@ -150,33 +153,82 @@ def share(model: Any, case: dict[str, Any]) -> Any:
     return fsdp2_prepare_model(accelerator, model)
 
 
-def forward_watched(model: Any, case: dict[str, Any], report: dict[str, Any]) -> Any:
-    """Compute the loss, and report what is left for the backward pass, in blocks of 512 bytes."""
-    watch = Tracker(
+class Watch(Tracker):
+    """A tracker that leaves out what stands for the result of a collective."""
+
+    def _tensors_here(self, value: Any) -> list[torch.Tensor]:
+        found = super()._tensors_here(value)
+        return [t for t in found if not isinstance(t, (FakeTensor, AsyncCollectiveTensor))]
+
+
+def watch_of(model: Any, *inputs: torch.Tensor) -> Watch:
+    """Return a tracker that knows the model's tensors and its inputs."""
+    watch = Watch(
         "cpu",
         wrappers=tensor_parallel.wrappers(),
         decompositions=tensor_parallel.DECOMPOSITIONS,
-        kernel_names=tensor_parallel.KERNEL_NAMES,
+        kernel_names={**tensor_parallel.KERNEL_NAMES, **context_parallel.KERNEL_NAMES},
     )
-    tokens = torch.randint(0, 60, (2, 8))
-    for held in (*model.parameters(), *model.buffers(), tokens):
+    for held in (*model.parameters(), *model.buffers(), *inputs):
         watch.index_of(tensor_parallel.local(held))
+    return watch
+
+
+def forward_watched(model: Any, case: dict[str, Any], report: dict[str, Any]) -> Any:
+    """Compute the loss, and report what is left for the backward pass, in blocks of 512 bytes."""
+    tokens = torch.randint(0, 60, (2, 8))
+    watch = watch_of(model, tokens)
     with watch, torch.autocast("cpu", torch.bfloat16, enabled=case["mixed_precision"] != "no"):
         # As the Trainer calls it.
         num_items = (tokens[:, 1:] != -100).sum()
         known = len(watch.recording.tensors) - 1
         loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=num_items).loss
-    alive = settled(watch)
-    left = [watch.recording.tensors[index].size_bytes for index in alive if index >= known]
-    report["activations"] = sum(-(-size // 512) * 512 for size in left)
+    report["activations"] = left_by(watch, known)
     with watch:
         loss.backward()
-    report["sent"] = sorted(
+    report["sent"] = sent_by(watch)
+    return loss
+
+
+def left_by(watch: Tracker, known: int) -> int:
+    """Bytes of tensors behind the first `known` ones that are alive."""
+    left = [watch.recording.tensors[index].size_bytes for index in settled(watch) if index >= known]
+    return sum(-(-size // 512) * 512 for size in left)
+
+
+def sent_by(watch: Tracker) -> list[list[Any]]:
+    """The collectives, each with its bytes as a trace has them."""
+    return sorted(
         [kernel.name, sum(kernel.tensor_bytes)]
         for kernel in watch.recording.kernels
-        if kernel.name in RINGS
+        if kernel.name in COLLECTIVES
     )
-    return loss
+
+
+def run_ring(case: dict[str, Any]) -> dict[str, Any]:
+    """Compute a loss and gradients alone, and in a ring of processes, as the Trainer shares out a batch."""
+    model = build(case)
+    tokens = torch.randint(0, 60, (2, case["length"]))
+    dist.broadcast(tokens, 0)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    alone = [weight.grad for weight in model.parameters()]
+    model.zero_grad()
+    context_parallel.prepare(model)
+    inputs = context_parallel.whole_inputs({"input_ids": tokens, "labels": tokens.clone()})
+    inputs["shift_labels"] = nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+    num_items = torch.tensor(2 * (case["length"] - 1))
+    watch = watch_of(model, *inputs.values(), num_items)
+    known = len(watch.recording.tensors)
+    with watch, context_parallel.shared_out(inputs, dist.get_world_size()):
+        loss = model(**inputs, num_items_in_batch=num_items).loss
+        activations = left_by(watch, known)
+        loss.backward()
+    error = 0.0
+    for weight, gradient in zip(model.parameters(), alone, strict=True):
+        dist.all_reduce(weight.grad)
+        error = max(error, float((weight.grad - gradient).abs().max()))
+    largest = max(float(gradient.abs().max()) for gradient in alone)
+    return {"activations": activations, "sent": sent_by(watch), "error": error / largest}
 
 
 def settled(watch: Tracker) -> set[int]:
@@ -273,7 +325,8 @@ def worker(rank: int, num_gpus: int, cases: dict[str, Any], folder: str) -> None
     reports = {}
     for name, case in cases.items():
         try:
-            reports[name] = run_buckets(case) if "shapes" in case else run_case(case)
+            run = run_ring if case.get("parallelism") == "cp" else run_case
+            reports[name] = run_buckets(case) if "shapes" in case else run(case)
         except RuntimeError as error:
             # Alike in every process: the next case begins in all of them.
             reports[name] = {"problem": f"{type(error).__name__}: {error}"}

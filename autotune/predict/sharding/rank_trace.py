@@ -16,6 +16,9 @@ within each group of GPUs; each part of the gradients is then averaged between t
 
 Under tensor parallelism the trace itself is of the first GPU: a worker splits the model as Transformers does
 (autotune.worker.build.tensor_parallel), so that parts, activations and collectives are those of its step.
+So is it under context parallelism (autotune.worker.build.context_parallel), where FSDP2 shares out the
+weights besides. The first GPU has the most there: of the last GPU's stretches one follows the other, so that
+it makes no mask, and its merges in attention need less.
 
 Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py;
 accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/ (zero_step).
@@ -35,7 +38,9 @@ Known limitations
 - Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
 - Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
   sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.
-- Several machines, unlike GPUs, and context, sequence, expert or pipeline parallelism.
+- Context parallelism: what DTensors cost the host in each attention. What goes round the ring is not taken
+  to overlap either, though keys and values are gathered while a GPU works on its own.
+- Several machines, unlike GPUs, and Ulysses', expert or pipeline parallelism.
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.predict.sharding.zero_step import Blocks, ZeroMicroStep, ZeroUpdate, positions_of
 from autotune.records.estimate import TraceSpec
-from autotune.speed.links import RINGS, Message
+from autotune.speed.links import COLLECTIVES, Message
 
 # deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
 _ZERO_GATHERED_ELEMENTS = 500_000_000
@@ -164,7 +169,7 @@ class RankTrace(SharedTrace):
     def launches(self, micro_batch: float, rank: int) -> list[Launch]:
         """The kernels of a micro-step; of collectives what they cost beside sending."""
         return [
-            replace(launch, bytes_moved=0.0) if launch.kernel.name in RINGS else launch
+            replace(launch, bytes_moved=0.0) if launch.kernel.name in COLLECTIVES else launch
             for launch in self._trace.launches(micro_batch, rank)
         ]
 
@@ -208,7 +213,7 @@ class RankTrace(SharedTrace):
                 count=launch.count,
             )
             for launch in self._trace.launches(micro_batch, rank)
-            if launch.kernel.name in RINGS
+            if launch.kernel.name in COLLECTIVES
         )
 
     def _messages_per_micro_step(self, rank: int) -> tuple[Message, ...]:

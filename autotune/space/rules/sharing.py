@@ -45,7 +45,11 @@ def _deals_layers(config: TrainConfig) -> bool:
     return PARALLELISMS[config.parallelism].deals_layers
 
 
-def _is_untried_in_turn(config: TrainConfig) -> bool:
+def _splits_sequences(config: TrainConfig) -> bool:
+    return PARALLELISMS[config.parallelism].splits_sequences
+
+
+def _is_untried(config: TrainConfig) -> bool:
     return bool(
         config.method not in ("full", "lora", "qlora")
         or config.lora_variant not in ("plain", "rslora")
@@ -99,7 +103,35 @@ RULES: tuple[Rule, ...] = (
         name="dealing-needs-tried-settings",
         reason="device-map was tried with full fine-tuning, LoRA and QLoRA in Transformers' Trainer: other "
         "adapters, TRL, Liger, offloading, noise on embeddings and an emptied cache were not",
-        breaks=lambda c, _: _deals_layers(c) and _is_untried_in_turn(c),
+        breaks=lambda c, _: _deals_layers(c) and _is_untried(c),
+    ),
+    Rule(
+        name="ring-needs-sdpa",
+        reason="under cp attention goes round a ring of GPUs, which PyTorch's own alone does: take sdpa",
+        breaks=lambda c, _: _splits_sequences(c) and c.attention != "sdpa",
+    ),
+    Rule(
+        # torch 2.13 _load_balancer.py, _create_default_load_balancer: else the last GPU has the most to do.
+        name="ring-needs-even-stretches",
+        reason="cp gives every GPU two stretches of each sequence, all as long: take a --seq-len that twice "
+        "the number of GPUs divides",
+        breaks=lambda c, _: _splits_sequences(c) and c.sequence_length % (2 * c.num_gpus) > 0,
+    ),
+    Rule(
+        # accelerate 1.15 big_modeling.py, _attach_context_parallel_hooks; trl 1.16 SFTTrainer.__init__.
+        name="ring-needs-packed-causal-lm",
+        reason="cp knows no masks, so runs are of causal language models on packed samples",
+        breaks=lambda c, context: (
+            _splits_sequences(c) and (c.batching != "packed" or context.task not in (None, CAUSAL))
+        ),
+    ),
+    Rule(
+        name="ring-needs-tried-settings",
+        reason="cp was tried with full fine-tuning and LoRA in Transformers' Trainer: other adapters, TRL, "
+        "plans of checkpointing, offloading, noise, an emptied cache and torch.compile were not",
+        breaks=lambda c, _: (
+            _splits_sequences(c) and (_is_untried(c) or c.has_plan or c.is_compiled)
+        ),
     ),
     Rule(
         name="splitting-needs-float-weights",

@@ -34,6 +34,7 @@ from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import TRAINERS
+from autotune.worker.build import context_parallel
 from autotune.worker.build import model as models
 from autotune.worker.build.real_model import build
 from autotune.worker.fingerprint import fingerprint
@@ -146,6 +147,7 @@ def _run(
     if has_mesh(config):
         if spec.backend == "cpu":
             as_gpus()
+            context_parallel.add_cpu_kernel()
         # The processes meet before weights are split.
         PartialState(cpu=spec.backend == "cpu")
     is_on_host = is_made_on_host(config)

@@ -36,7 +36,7 @@ def is_made_on_host(config: TrainConfig) -> bool:
 def has_mesh(config: TrainConfig) -> bool:
     """Whether processes form groups of their own, for which accelerate has a ParallelismConfig."""
     row = PARALLELISMS[config.parallelism]
-    return row.splits or row.num_replicas > 1
+    return row.splits or row.splits_sequences or row.num_replicas > 1
 
 
 def name_layers(model: Any) -> None:

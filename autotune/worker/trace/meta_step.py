@@ -24,6 +24,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build import (
     adapters,
+    context_parallel,
     fp8,
     loading,
     quantize,
@@ -123,6 +124,8 @@ class MetaStep:
     def batch(self, micro_batch: int, sequence_length: int) -> dict[str, Any]:
         """The micro-batch that the step is run on."""
         batch = batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
+        if self.spec.sequence_parts > 1:
+            batch = context_parallel.whole_inputs(batch)
         if row_of(self.task).reads != "sound":
             return batch
         shape, dtype = (
@@ -180,6 +183,8 @@ class MetaStep:
             models.enable_checkpointing(self.model, spec)
         if spec.neftune_noise_alpha:
             activate_neftune(self.model, spec.neftune_noise_alpha)
+        if spec.sequence_parts > 1:
+            context_parallel.prepare(self.model)
         self.model.train()
         precision = PRECISIONS[spec.precision]
         if precision.fp8:
@@ -257,7 +262,6 @@ class MetaStep:
 
     def forward_backward(self, micro_batch: int, sequence_length: int) -> None:
         """Run Trainer.training_step: loss under autocast, scaled, backward."""
-        precision = PRECISIONS[self.spec.precision]
         handles = self._hook_gradients()
         model: Any = self.model
         self.mark(Phase.BATCH)
@@ -273,6 +277,15 @@ class MetaStep:
         for each in filter(None, (model, self.reference)):
             handles += self.hook_passes(each)
         self.mark(Phase.EMBED)
+        with context_parallel.shared_out(inputs, self.spec.sequence_parts):
+            self._loss_and_gradients(inputs, accepts=accepts)
+        del inputs
+        # Hooks in C++ keep what they refer to from ever being collected.
+        for handle in handles:
+            handle.remove()
+
+    def _loss_and_gradients(self, inputs: dict[str, Any], *, accepts: bool) -> None:
+        precision = PRECISIONS[self.spec.precision]
         loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
@@ -291,10 +304,6 @@ class MetaStep:
         self.mark(Phase.END)
         self.keep(loss.detach())
         self.loss = self.tracker.index_of(loss)
-        del scaled, loss, inputs
-        # Hooks in C++ keep what they refer to from ever being collected.
-        for handle in handles:
-            handle.remove()
 
     def _loss(self, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
         """Compute the loss as Trainer.compute_loss does, divided as in training_step."""

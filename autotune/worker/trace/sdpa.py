@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotune.worker.build import context_parallel
 from autotune.worker.trace.autocast import HALF
 
 aten = torch.ops.aten
@@ -46,6 +47,7 @@ def attention(
         enable_gqa=enable_gqa,
     )
     kernel = attention_kernel(compute_capability, call)
+    context_parallel.check_kernel(kernel, query)
     if kernel == "flash":
         return flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     if kernel == "math":

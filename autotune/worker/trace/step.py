@@ -38,6 +38,7 @@ from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build import (
     alike_layers,
     checkpoint_plan,
+    context_parallel,
     fp8,
     layers,
     quantize,
@@ -242,8 +243,9 @@ def trace_step(
     may be a mistake.
     """
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
-    is_split = spec.num_splits > 1
-    tensor_parallel.begin(spec.num_splits)
+    num_processes = max(spec.num_splits, spec.sequence_parts)
+    is_split = num_processes > 1
+    tensor_parallel.begin(num_processes)
     base = _base({} if shared is None else shared, config, task, spec, whole=whole)
     if spec.has_plan:
         count = base.layers["layers"].get("cut", spec.checkpoint_layers)
@@ -269,10 +271,11 @@ def trace_step(
             **(_OF_LABELS if row_of(task).reads_to_end else {}),
             **attention.decompositions(spec, sequence_length),
             **(tensor_parallel.stand_ins() if is_split else {}),
+            **(context_parallel.stand_ins() if spec.sequence_parts > 1 else {}),
         },
         kernel_names={
             **(attention.KERNEL_NAMES.get(spec.attention) or {}),
-            **(tensor_parallel.KERNEL_NAMES if is_split else {}),
+            **(tensor_parallel.KERNEL_NAMES | context_parallel.KERNEL_NAMES if is_split else {}),
         },
         wrappers=(
             *(fp8.wrappers() if PRECISIONS[spec.precision].fp8 else ()),
