@@ -27,8 +27,6 @@ from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import Update
 from autotune.predict.priced_updates import PricedUpdates
 from autotune.predict.replays import Replayable, Replays, name_of
-from autotune.predict.sharding.dealt_layers import DealtTrace
-from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.step_times import StepSeconds, StepTimes
 from autotune.predict.steps import Steps, first_steps
@@ -263,7 +261,7 @@ class Estimator:
             stages = self._stages(spec, self.memory_budget_bytes)
             return tuple(stage.with_budget(memory_budget_bytes) for stage in stages)
         trace = self._traces[spec]
-        assert isinstance(trace, DealtTrace)
+        assert isinstance(trace, SharedTrace)
         found = []
         for stage in trace.stages:
             estimator = Estimator(
@@ -360,7 +358,8 @@ class Estimator:
 
     def _outside_bytes(self, spec: TraceSpec) -> int:
         """Device memory outside torch's allocator: the context, and NCCL's buffers."""
-        is_shared = isinstance(self._traces[spec], RankTrace)
+        is_shared = isinstance(self._traces[spec], SharedTrace)
+        is_shared = is_shared and PARALLELISMS[spec.parallelism].is_launched
         return self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
 
     def replayed(self, config: TrainConfig) -> tuple[Steps, Replay]:

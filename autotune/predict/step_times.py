@@ -19,6 +19,7 @@ from autotune.predict.launched_kernels import as_kernels, rate_dtype
 from autotune.predict.optimizer_update import Trainable, kernels_of
 from autotune.predict.priced_updates import PricedUpdates
 from autotune.predict.sharding.exchange import Exchange
+from autotune.predict.sharding.pipeline import PipelineTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
@@ -97,10 +98,11 @@ class StepTimes:
         if micro is None or added is None or update is None:
             return None
         modules = self._modules(spec, rank)
-        steps = accumulation * (micro.total_seconds + self._host.before_micro_step.of(modules))
+        rounds = self._rounds(config, micro.total_seconds, accumulation)
+        steps = rounds * (micro.total_seconds + self._host.before_micro_step.of(modules))
         # What comes after the last micro-step is in the update.
         between_seconds = added.total_seconds + self._host.after_micro_step.of(modules)
-        steps += (accumulation - 1) * between_seconds
+        steps += (rounds - 1) * between_seconds
         if config.torch_empty_cache_steps:
             steps *= 1 + _EMPTY_CACHE_SHARE / config.torch_empty_cache_steps
         bound = micro.bound
@@ -124,6 +126,28 @@ class StepTimes:
         )
         exchange = self.exchange(spec, config.micro_batch_size, rank)
         return alone if exchange is None else self._shared(alone, exchange, accumulation)
+
+    def _rounds(self, config: TrainConfig, micro_seconds: float, accumulation: float) -> float:
+        """Number of micro-steps one after the other that a step takes as long as.
+
+        In a pipeline the first goes through all GPUs; each further one takes as long as the slowest of them.
+        """
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        trace = self._traces[spec]
+        if not isinstance(trace, PipelineTrace):
+            return accumulation
+        outside = [0.0, 0.0]
+        for number, launches in enumerate(
+            trace.launches_outside_layers(config.micro_batch_size, rank)
+        ):
+            kernels = as_kernels(launches, config.precision, self._host)
+            found = roofline.seconds(kernels, self._machine)
+            outside[number] = 0.0 if found is None else found.total_seconds
+        each = max(micro_seconds - sum(outside), 0.0) / sum(trace.counts)
+        seconds = [count * each for count in trace.counts]
+        seconds[0] += outside[0]
+        seconds[-1] += outside[1]
+        return 1 + (accumulation - 1) * min(max(seconds) / micro_seconds, 1.0)
 
     def _shared(
         self, alone: StepSeconds, exchange: Exchange, accumulation: float
@@ -165,7 +189,12 @@ class StepTimes:
         if whole is None or micro is None or update is None:
             return None
         accumulation = config.gradient_accumulation_steps
-        found = added(repeated(micro, accumulation), update)
+        forward_backward = self._forward_backward(
+            spec, config.micro_batch_size, rank, config.precision, 1.0
+        )
+        assert forward_backward is not None
+        rounds = self._rounds(config, forward_backward.total_seconds, accumulation)
+        found = added(repeated(micro, rounds), update)
         if config.max_completion_length is not None:
             scored = self._micro_parts(
                 spec, config.micro_batch_size, rank, config.precision, scores=True

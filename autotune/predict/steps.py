@@ -254,6 +254,11 @@ class _KeptByTrainer:
         num_further = self._config.gradient_accumulation_steps - num_alone
         batch = [sizes[tensor] for tensor in self._trace.batch]
         further = chain.from_iterable(together(size, num_further) for size in batch)
+        if not self._step and isinstance(self._trace, SharedTrace):
+            for tensor in self._trace.of_micro_batches:
+                sizes_of_all = (*num_alone * [sizes[tensor]], *together(sizes[tensor], num_further))
+                for size in sizes_of_all:
+                    tape.alloc(size, "activation")
         fetched = [tape.alloc(size, "activation") for size in (*num_alone * batch, *further)]
         counted = {}
         for event in self._trace.count:

@@ -21,7 +21,9 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import BrokenTrace, Trace
 from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.sharding.layer_counts import can_deal
+from autotune.predict.sharding.pipeline import PipelineTrace
 from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shards import is_tied
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.trace_jobs import TraceJobs
 from autotune.records.estimate import TraceSpec
@@ -88,7 +90,10 @@ def trace_all(
     def keep(of_one_gpu: TraceSpec, of_any: Trace) -> None:
         for spec in sharing[of_one_gpu]:
             trace = of_any
-            if PARALLELISMS[spec.parallelism].deals_layers and not can_deal(trace, num_gpus):
+            row = PARALLELISMS[spec.parallelism]
+            if row.deals_layers and not can_deal(trace, num_gpus):
+                continue
+            if row.schedules and is_tied(trace.parameters()):
                 continue
             if spec.checkpoint_layers:
                 try:
@@ -148,7 +153,8 @@ def trace_all(
     if not found:
         raise ConfigError(
             f"The layers of {model.name} cannot be dealt out over {num_gpus} GPUs",
-            why="They are fewer, or in several stacks, or not alike enough to be told apart",
+            why="They are fewer, or in several stacks, or not alike enough to be told apart; or the last "
+            "stage of a pipeline has the first one's embedding as its head",
             remedy="Take another way to share: --parallelism fsdp2",
         )
     return found
@@ -171,7 +177,10 @@ def shared_trace(
     trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
 ) -> SharedTrace:
     """Return what several GPUs make of one GPU's step."""
-    if PARALLELISMS[spec.parallelism].deals_layers:
+    row = PARALLELISMS[spec.parallelism]
+    if row.schedules:
+        return PipelineTrace(trace, spec, num_gpus=num_gpus)
+    if row.deals_layers:
         return DealtTrace(trace, spec, num_gpus=num_gpus)
     return RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size)
 

@@ -15,6 +15,7 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import DEFAULT_ODDS
 from autotune.space.knobs import KNOBS, METHOD_WORDS
 from autotune.space.lengths import Lengths
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
@@ -386,12 +387,19 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
     if share.layers:
         counts = " + ".join(map(str, share.layers))
         idle = f"{100 * (1 - 1 / share.num_gpus):.0f} %"
+        how = f"while one GPU works the others wait: {idle} of the time idle"
+        name = "in turn"
+        if PARALLELISMS[share.parallelism].schedules:
+            num_micro_batches = estimate.config.gradient_accumulation_steps
+            waits = (share.num_gpus - 1) / (num_micro_batches + share.num_gpus - 1)
+            how = (
+                f"1F1B of {num_micro_batches} micro-batches, {100 * waits:.0f} % of the time idle; "
+            )
+            how += "no installed trainer runs it, so nothing is exported"
+            name = "pipeline"
         rows = [
             ("per GPU", f"all figures of memory are of the fullest GPU. It keeps {held}"),
-            (
-                "in turn",
-                f"{counts} layers; while one GPU works the others wait: {idle} of the time idle",
-            ),
+            (name, f"{counts} layers; {how}"),
         ]
     seconds, best = share.communication_seconds, estimate.overlapped_step_seconds
     if seconds is not None and best is not None:

@@ -330,9 +330,18 @@ def methods_for(source: ModelSource, methods: tuple[str, ...]) -> tuple[str, ...
 
 
 def check_rules(
-    config: TrainConfig, workload: Workload, card: Gpu, source: ModelSource, *, what: str
+    config: TrainConfig,
+    workload: Workload,
+    card: Gpu,
+    source: ModelSource,
+    *,
+    what: str,
+    is_estimate: bool = False,
 ) -> None:
-    """Raise ConfigError with the reason of each rule of the space that is broken."""
+    """Raise ConfigError with the reason of each rule of the space that is broken.
+
+    `is_estimate`: of those of what is only priced.
+    """
     context = Context(
         effective_batch_size=workload.effective_batch_size,
         num_layers=source.num_layers,
@@ -342,6 +351,7 @@ def check_rules(
         head_size=source.head_size,
         task=workload.task,
         checkpoint=source.checkpoint,
+        is_estimate=is_estimate,
     )
     rules = broken_rules(config, context)
     if rules:

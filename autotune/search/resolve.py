@@ -296,7 +296,9 @@ def resolve_configuration(
         checked = dataclasses.replace(
             config, activation_checkpointing=1, checkpoint_plan="recompute", checkpoint_layers=1
         )
-    budget.check_rules(checked, workload, card.gpu, source, what="This configuration")
+    budget.check_rules(
+        checked, workload, card.gpu, source, what="This configuration", is_estimate=True
+    )
     return Configuration(source=source, card=card, workload=workload, config=config)
 
 

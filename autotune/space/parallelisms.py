@@ -34,6 +34,10 @@ class Parallelism:
     deals_layers: bool = False
     """Whether each GPU has whole layers of its own, and one process has them work one after the other."""
 
+    schedules: bool = False
+    """Whether these work at the same time, each in a process of its own, on micro-batches one behind the
+    other. No trainer that is installed runs that."""
+
     @property
     def is_fsdp(self) -> bool:
         """Whether FSDP2 shares out weights, and gathers them layer by layer."""
@@ -57,7 +61,7 @@ class Parallelism:
     @property
     def is_launched(self) -> bool:
         """Whether every GPU has a process of its own, as `accelerate launch` starts them."""
-        return bool(self.library) and not self.deals_layers
+        return bool(self.library) and (self.schedules or not self.deals_layers)
 
     def data_parallel_size(self, num_gpus: int) -> int:
         """Number of micro-batches that so many GPUs work on at the same time."""
@@ -152,6 +156,14 @@ PARALLELISMS: dict[str, Parallelism] = {
             optimizers=_DEALT_OPTIMIZERS,
             deals_layers=True,
             summary="whole layers dealt out; the GPUs work in turn, one at a time",
+        ),
+        Parallelism(
+            name="pp",
+            library="torch",
+            optimizers=_DEALT_OPTIMIZERS,
+            deals_layers=True,
+            schedules=True,
+            summary="whole layers dealt out, the GPUs work on micro-batches one behind the other (estimate)",
         ),
         _zero(1, False, "optimizer state shared out"),
         _zero(1, True, "optimizer state in host memory"),

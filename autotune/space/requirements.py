@@ -90,6 +90,8 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
 
 def of_probe(config: TrainConfig, backend: str) -> tuple[str, ...]:
     """Return the parts of a configuration that no probe on that backend can run, for people."""
+    if PARALLELISMS[config.parallelism].schedules:
+        return (f"{config.parallelism} is predicted alone: no trainer runs it",)
     if PARALLELISMS[config.parallelism].deals_layers:
         return (f"{config.parallelism} is predicted alone: a probe has one GPU in each process",)
     lacks: tuple[str, ...] = ()

@@ -18,7 +18,6 @@ import tiny_model
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
-from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import shared_trace, trace_all
@@ -202,6 +201,37 @@ def test_cp_shares_weights_as_fsdp2_and_a_fourth_of_the_work() -> None:
     assert share.sent_bytes_per_step == whole.sent_bytes_per_step + ring
 
 
+def test_a_pipeline_fills_and_then_goes_as_its_slowest_gpu() -> None:
+    """Five layers on four GPUs: the first has two of them, the last the head, of 1.4 layers' weights."""
+    config = dataclasses.replace(DDP, parallelism="pp", gradient_accumulation_steps=8)
+    shared = estimator(config)
+    in_turn = dataclasses.replace(config, parallelism="device-map")
+    alone = [
+        estimator(in_turn).seconds(dataclasses.replace(in_turn, gradient_accumulation_steps=n))
+        for n in (4, 8)
+    ]
+    steps = [
+        shared.seconds(dataclasses.replace(config, gradient_accumulation_steps=n)) for n in (4, 8)
+    ]
+    assert None not in (*alone, *steps)
+    each = (alone[1].total_seconds - alone[0].total_seconds) / 4
+    slowest = (steps[1].total_seconds - steps[0].total_seconds) / 4
+    assert 2 / 7 < slowest / each < 1 / 2
+    # There and back between neighbours: the first micro-batch all the way, the others once.
+    _, share = predicted(config)
+    hidden_bytes = 2 * config.micro_batch_size * tiny_model.SEQUENCE_LENGTH * 1024
+    assert share.sent_bytes_per_step == (2 * 8 + 2 * 2) * hidden_bytes
+    assert share.layers == (2, 1, 1, 1)
+    assert shared.fits(shared.estimate(config))
+
+
+def test_gpus_of_a_pipeline_hold_their_layers() -> None:
+    config = dataclasses.replace(DDP, parallelism="pp", gradient_accumulation_steps=8)
+    states = [each.state.parameters_bytes for each in estimator(config).of_each_gpu(config)]
+    of_layers = [2 * LAYER + EMBEDDING, LAYER, LAYER, LAYER + TAIL]
+    assert states == [2 * elements + BUFFERS_BYTES for elements in of_layers]
+
+
 def test_fsdp2_reduces_in_every_micro_step() -> None:
     once, twice = FSDP2, dataclasses.replace(FSDP2, gradient_accumulation_steps=2)
     assert predicted(twice)[1].sent_bytes_per_step == 2 * predicted(once)[1].sent_bytes_per_step
@@ -304,7 +334,7 @@ def test_every_event_list_adds_up(name: str, method: str, accumulation: int) -> 
     priced = estimator(config)
     trace = priced._traces[TraceSpec.of(config)]
     rank = config.lora_rank or 0
-    parts_of_it = trace.stages if isinstance(trace, DealtTrace) else (trace,)
+    parts_of_it = getattr(trace, "stages", ()) or (trace,)
     losses = 0
     for part in parts_of_it:
         again, later = (part.running_bytes(events, 2, rank) for events in ("again", "next"))

@@ -27,6 +27,7 @@ SPLIT = dataclasses.replace(
     FULL, parallelism="tp", num_gpus=2, optimizer="adamw_torch", gradient_accumulation_steps=8
 )
 RING = dataclasses.replace(FULL, parallelism="cp", num_gpus=2, attention="sdpa")
+PIPELINE = dataclasses.replace(FULL, parallelism="pp", num_gpus=2)
 DEALT = dataclasses.replace(FULL, parallelism="device-map", num_gpus=2)
 ON_TWO_QLORA = dataclasses.replace(
     QLORA, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4
@@ -402,6 +403,15 @@ BREAKERS = {
     "parallelism-needs-gpus": (dataclasses.replace(FULL, parallelism="zero2"), ADA),
     "replicas-divide-gpus": (dataclasses.replace(ON_TWO, parallelism="hsdp"), ADA),
     "layers-for-every-gpu": (dataclasses.replace(DEALT, num_gpus=17), ADA),
+    "pipeline-has-no-trainer": (PIPELINE, ADA),
+    "pipeline-needs-micro-batches": (
+        dataclasses.replace(PIPELINE, gradient_accumulation_steps=1),
+        dataclasses.replace(ADA, is_estimate=True, effective_batch_size=4),
+    ),
+    "pipeline-needs-float-weights": (
+        dataclasses.replace(QLORA, parallelism="pp", num_gpus=2),
+        dataclasses.replace(ADA, is_estimate=True),
+    ),
     "dealing-needs-packed-causal-lm": (dataclasses.replace(DEALT, batching="padded"), ADA),
     "dealing-needs-tried-settings": (dataclasses.replace(DEALT, neftune_noise_alpha=5.0), ADA),
     "ring-needs-sdpa": (dataclasses.replace(RING, attention="eager"), ADA),

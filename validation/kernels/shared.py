@@ -23,7 +23,7 @@ from autotune.predict.sharding.library_rules import Weight, ddp_buckets
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import links, roofline
-from autotune.speed.links import RINGS, Message
+from autotune.speed.links import PERMUTE, RINGS, Message
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
@@ -86,10 +86,10 @@ def _passes(row: steps.Row) -> float:
     return sum(steps.predicted_seconds(row, name) for name in ("forward", "backward"))
 
 
-def _sent(row: steps.Row, messages: list[Message], num_gpus: int = NUM_GPUS) -> float:
+def _sent(row: steps.Row, messages: list[Message]) -> float:
     link = links.link_of(card(row.card))
     assert link is not None
-    return links.seconds(messages, link, num_gpus)
+    return links.seconds(messages, link, NUM_GPUS)
 
 
 def _data_parallel(row: steps.Row) -> tuple[float, float]:
@@ -103,13 +103,13 @@ def _data_parallel(row: steps.Row) -> tuple[float, float]:
 
 
 def _pipeline(row: steps.Row) -> tuple[float, float]:
-    # From one stage to the next is half of a ring of two: what an all-gather of twice the bytes sends.
+    # As autotune.predict.sharding.pipeline has it.
     handed_on = Message(
-        operation="all_gather",
-        num_bytes=2 * row.batch * row.seq * _WIDTH * 4,
+        operation=PERMUTE,
+        num_bytes=row.batch * row.seq * _WIDTH * 4,
         count=2 * (NUM_GPUS - 1),
     )
-    return _passes(row), _sent(row, [handed_on], 2)
+    return _passes(row), _sent(row, [handed_on])
 
 
 def _tensor_parallel(row: steps.Row) -> tuple[float, float]:

@@ -136,6 +136,7 @@ class Trace:
             return Kernels(of_phases, stacks, self._chunks)
 
         self._own = kernels_of([phase for phase in step if phase not in SCORING_PHASES])
+        self._of_phases = functools.cache(kernels_of)
         self._scoring = functools.cache(lambda: kernels_of(SCORING_PHASES))
         self._generates = functools.cache(
             lambda phase: (listed(whole([phase], traced)[0]), kernels_of([phase]))
@@ -371,6 +372,10 @@ class Trace:
     def launches(self, micro_batch: float, rank: int) -> list[Launch]:
         """The kernels of a micro-step but for those that score completions, as Kernels.launches."""
         return self._own.launches(micro_batch, rank)
+
+    def launches_of(self, phases: tuple[Phase, ...], micro_batch: float, rank: int) -> list[Launch]:
+        """The kernels of these phases of a micro-step."""
+        return self._of_phases(phases).launches(micro_batch, rank)
 
     def scoring_launches(self, micro_batch: float, rank: int) -> list[Launch]:
         """The kernels that score a micro-batch of completions: once, however often it is trained on."""

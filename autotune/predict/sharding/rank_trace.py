@@ -40,7 +40,7 @@ Known limitations
   sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.
 - Context parallelism: what DTensors cost the host in each attention. What goes round the ring is not taken
   to overlap either, though keys and values are gathered while a GPU works on its own.
-- Several machines, unlike GPUs, and Ulysses', expert or pipeline parallelism.
+- Several machines, unlike GPUs, and Ulysses' or expert parallelism. Pipelines are in pipeline.py.
 """
 
 from __future__ import annotations

@@ -27,6 +27,10 @@ class SharedTrace:
     left: Sequence[int] = ()
     """Tensors that a step's first micro-step leaves, beside gradients and the loss."""
     workspaces: list[int]
+    stages: tuple[SharedTrace, ...] = ()
+    """One of each GPU, where they hold different layers."""
+    of_micro_batches: Sequence[int] = ()
+    """Tensors of which there is one for each micro-batch of a step, from the first step on."""
     batch: list[int]
     count: list[int]
     loss: int | None

@@ -36,6 +36,9 @@ class Context:
     checkpoint: Checkpoint | None = None
     """Choices that a checkpoint which is quantised already leaves."""
 
+    is_estimate: bool = False
+    """Whether the configuration is only priced: nobody asks for a program that trains with it."""
+
     @property
     def task_row(self) -> Task | None:
         """The row of the task's model."""

@@ -49,6 +49,10 @@ def _splits_sequences(config: TrainConfig) -> bool:
     return PARALLELISMS[config.parallelism].splits_sequences
 
 
+def _schedules(config: TrainConfig) -> bool:
+    return PARALLELISMS[config.parallelism].schedules
+
+
 def _is_untried(config: TrainConfig) -> bool:
     return bool(
         config.method not in ("full", "lora", "qlora")
@@ -86,10 +90,27 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="layers-for-every-gpu",
-        reason="device-map gives every GPU a layer at least, and the model has fewer layers",
+        reason="every GPU gets a layer at least, and the model has fewer layers",
         breaks=lambda c, context: (
             _deals_layers(c) and context.num_layers is not None and context.num_layers < c.num_gpus
         ),
+    ),
+    Rule(
+        name="pipeline-has-no-trainer",
+        reason="no trainer that is installed runs a pipeline's schedule (pp): autotune estimate prices it",
+        breaks=lambda c, context: _schedules(c) and not context.is_estimate,
+    ),
+    Rule(
+        # torch 2.13 distributed/pipelining/schedules.py, Schedule1F1B.
+        name="pipeline-needs-micro-batches",
+        reason="a pipeline's schedule (1F1B) begins with a micro-batch for every GPU: take an "
+        "--accumulation of as many or more",
+        breaks=lambda c, _: _schedules(c) and c.gradient_accumulation_steps < c.num_gpus,
+    ),
+    Rule(
+        name="pipeline-needs-float-weights",
+        reason="stages of a pipeline (pp) were run with weights that are not quantised",
+        breaks=lambda c, _: _schedules(c) and c.quantization != "none",
     ),
     Rule(
         name="dealing-needs-packed-causal-lm",

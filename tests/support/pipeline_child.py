@@ -1,0 +1,135 @@
+"""Processes that run a schedule of torch.distributed.pipelining over gloo on the CPU, and report their peaks.
+
+    python pipeline_child.py CASES.json REPORT.json
+
+CASES maps names to {"config", "counts", "micro_batches", "micro_batch", "length", "dtype",
+"checkpointing"}: a Llama's layers, in modules of so many each.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from autotune.memory.replayer import replay
+from autotune.worker.trace.tracker import Tracker
+
+NUM_STEPS = 3
+
+
+class Layers(nn.Module):
+    """Some layers of a model, behind its embedding where they are the first, its head behind the last."""
+
+    def __init__(self, model: Any, first: int, count: int) -> None:
+        super().__init__()
+        layers = model.model.layers
+        self.rotary_emb = model.model.rotary_emb
+        self.embed_tokens = model.model.embed_tokens if first == 0 else None
+        self.layers = nn.ModuleList(layers[first : first + count])
+        is_last = first + count == len(layers)
+        self.norm, self.lm_head = (model.model.norm, model.lm_head) if is_last else (None, None)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        hidden = given if self.embed_tokens is None else self.embed_tokens(given)
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
+        embeddings = self.rotary_emb(hidden, position_ids=positions)
+        for layer in self.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_embeddings=embeddings,
+                position_ids=positions,
+            )
+        return hidden if self.lm_head is None else self.lm_head(self.norm(hidden))
+
+
+def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Run a few optimizer steps; report the peaks of this process's storages."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**{k: v for k, v in case["config"].items() if k != "model_type"})
+    config.use_cache = False
+    model: Any = LlamaForCausalLM._from_config(config, dtype=getattr(torch, case["dtype"]))
+    counts = case["counts"]
+    layers = Layers(model, sum(counts[:rank]), counts[rank]).train()
+    if case["checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    del model
+    gc.collect()
+    gc.disable()  # A storage dies with its last reference, not when the collector comes by.
+    num_micro_batches = case["micro_batches"]
+    schedule = Schedule1F1B(
+        PipelineStage(layers, rank, len(counts), torch.device("cpu")),
+        num_micro_batches,
+        loss_fn=lambda logits, labels: ForCausalLMLoss(logits, labels, config.vocab_size),
+        scale_grads=False,
+    )
+    optimizer = torch.optim.AdamW(layers.parameters(), fused=True)
+    watch = Tracker("cpu")
+    shape = (num_micro_batches * case["micro_batch"], case["length"])
+    losses: list[torch.Tensor] = []
+    with watch:
+        for held in (*layers.parameters(), *layers.buffers()):
+            watch.index_of(held)
+        tokens = torch.zeros(shape, dtype=torch.int64) if rank in (0, len(counts) - 1) else None
+        for _ in range(NUM_STEPS):
+            if rank == 0:
+                schedule.step(tokens, return_outputs=False)
+            elif rank == len(counts) - 1:
+                losses.clear()
+                schedule.step(target=tokens, losses=losses, return_outputs=False)
+            else:
+                schedule.step(return_outputs=False)
+            optimizer.step()
+            optimizer.zero_grad()
+    gc.enable()
+    sizes = [tensor.size_bytes for tensor in watch.recording.tensors]
+    return {"allocated": replay(sizes, watch.recording.events).peak_allocated_bytes}
+
+
+def worker(rank: int, num_gpus: int, cases: dict[str, Any], folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous-{num_gpus}",
+        rank=rank,
+        world_size=num_gpus,
+        timeout=timedelta(seconds=120),
+    )
+    reports = {name: run_case(case, rank) for name, case in cases.items()}
+    Path(folder, f"{num_gpus}-{rank}.json").write_text(json.dumps(reports), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    found: dict[str, list[Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for num_gpus in sorted({len(case["counts"]) for case in cases.values()}):
+            own = {name: case for name, case in cases.items() if len(case["counts"]) == num_gpus}
+            # Forked, so that this process imports for all of them.
+            mp.start_processes(
+                worker, args=(num_gpus, own, folder), nprocs=num_gpus, start_method="fork"
+            )
+            for rank in range(num_gpus):
+                text = Path(folder, f"{num_gpus}-{rank}.json").read_text(encoding="utf-8")
+                for name, report in json.loads(text).items():
+                    found.setdefault(name, []).append(report)
+    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
