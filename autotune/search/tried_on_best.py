@@ -108,12 +108,13 @@ def _parted(
             alike = [config for config in parting if _common(config) == common]
             if not _may_pay(best, alike, estimator):
                 alike = []
-        # Nothing of these forms fits: a loss in parts may let LoRA fit where only QLoRA does.
         unfit = [
             config
             for config in parting
             if candidates.class_of(config) == name
-            and (best is None or candidates.form_of(config) < candidates.form_of(best.config))
+            and (
+                best is None or _would_be_chosen(config, best, candidates, estimator, what.context)
+            )
         ]
         # What needs least is not the fastest of what fits then: others of its trace may be.
         commons = set(map(_common_but_optimizer, _nearest_to_fit(candidates, unfit, estimator)))
@@ -133,6 +134,26 @@ def _parted(
     except AutotuneError as error:
         _log.info("no loss in parts can be traced: %s", error)
     return [config for config in tried if estimator.supports(config)]
+
+
+def _would_be_chosen(
+    config: TrainConfig,
+    best: Estimate,
+    candidates: Candidates,
+    estimator: Estimator,
+    context: Context,
+) -> bool:
+    """Whether a configuration would be chosen if it fitted, by its form or by how GPUs share the run.
+
+    A loss in parts may let LoRA fit where only QLoRA does, and whole weights on each GPU where only shares of
+    them do.
+    """
+    form, of_best = candidates.form_of(config), candidates.form_of(best.config)
+    if form != of_best or config.parallelism in ("none", best.config.parallelism):
+        return form < of_best
+    if broken_rules(dataclasses.replace(config, chunked_loss=True), context):
+        return False
+    return (estimator.tokens_per_second(config) or 0.0) > speed_of(best) * (1 + NOISE)
 
 
 def _nearest_to_fit(

@@ -66,6 +66,7 @@ CONFIGS = {
     "ddp-lora": dataclasses.replace(
         DDP, method="lora", precision="bf16-autocast", lora_rank=3, lora_targets="all-linear"
     ),
+    "ddp-parts": dataclasses.replace(DDP, chunked_loss=True),
     "fsdp2": FSDP2,
     "fsdp2-of-3": dataclasses.replace(FSDP2, num_gpus=3),
     "fsdp2-fp32": dataclasses.replace(FSDP2, precision="fp32", optimizer="adamw_torch"),
@@ -134,6 +135,7 @@ def case(config: TrainConfig) -> dict[str, Any]:
         "num_replicas": PARALLELISMS[config.parallelism].num_replicas,
         "optimizer": config.optimizer,
         "parallelism": config.parallelism,
+        "in_parts": config.chunked_loss,
         "quantization": quantization_fields(config) if config.quantization != "none" else {},
     }
 
@@ -290,8 +292,8 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 67, "n_embd": 48, "n_layer": 2, "n_h
 @pytest.mark.parametrize(
     ("model", "num_gpus", "targets", "words"),
     [
-        (MODEL, 5, None, "its 24 attention heads do not divide by 5 GPUs"),
-        ({**MODEL, "num_key_value_heads": 3}, 2, None, "its 3 key-value heads do not divide"),
+        (MODEL, 5, None, "Its 24 attention heads do not divide by 5 GPUs"),
+        ({**MODEL, "num_key_value_heads": 3}, 2, None, "Its 3 key-value heads do not divide"),
         (GPT2, 2, None, "Transformers has no tensor parallel plan for gpt2"),
         (MODEL, 2, "o_proj", "PEFT cannot adapt o_proj, which is split by its rows"),
     ],

@@ -197,6 +197,44 @@ def test_a_loss_in_parts_lets_adapters_fit_where_only_quantised_weights_do() -> 
     assert (config.method, config.chunked_loss) == ("lora", True)
 
 
+def test_a_loss_in_parts_lets_each_gpu_have_all_weights() -> None:
+    """DDP sends gradients alone; FSDP2 sends weights besides, and has room for all logits."""
+    domains = {
+        "micro_batch_size": (2,),
+        "precision": ("bf16-true",),
+        "optimizer": (BASE.optimizer,),
+        "activation_checkpointing": (1,),
+    }
+
+    def best(budget_bytes: int, parts: tuple[bool, ...], *parallelisms: str) -> Estimate:
+        workload = Workload(
+            model=MODEL.name,
+            sequence_length=LENGTH,
+            effective_batch_size=64,
+            methods=("full",),
+            memory_budget_bytes=budget_bytes,
+            headroom=NO_HEADROOM,
+            num_gpus=2,
+        )
+        section = {**domains, "chunked_loss": parts, "parallelism": parallelisms}
+        asked = SearchSpace(
+            name="s", description="", methods=(MethodSpace(method="full", domains=section),)
+        )
+        return predict_best.find(
+            MODEL, workload, asked, tiny_model.gpu(), allow="numerics"
+        ).answer.best
+
+    shared = best(10**12, (False,), "fsdp2")
+    in_parts = best(10**12, (True,), "ddp")
+    budget_bytes = max(shared.peak_device_bytes, in_parts.peak_device_bytes)
+    assert budget_bytes < best(10**12, (False,), "ddp").peak_device_bytes
+    found = best(budget_bytes, (False, True), "ddp", "fsdp2")
+    assert (found.config.parallelism, found.config.chunked_loss) == ("ddp", True)
+    assert found.tokens_per_second is not None
+    assert shared.tokens_per_second is not None
+    assert found.tokens_per_second > shared.tokens_per_second
+
+
 def test_nothing_is_tried_where_it_may_not_be_the_answer_or_cannot_pay() -> None:
     budget_bytes = budgets()[-1]
     exact = searched(budget_bytes, allow="exact")

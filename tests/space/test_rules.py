@@ -251,8 +251,8 @@ BREAKERS = {
         dataclasses.replace(FULL, chunked_loss=True, trainer="trl-sft"),
         ADA,
     ),
-    "loss-in-parts-needs-one-gpu": (
-        dataclasses.replace(ON_TWO, parallelism="ddp", chunked_loss=True),
+    "loss-in-parts-needs-the-whole-head": (
+        dataclasses.replace(ON_TWO, parallelism="fsdp2", chunked_loss=True),
         ADA,
     ),
     "loss-in-parts-needs-the-models-head": (

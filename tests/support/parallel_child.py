@@ -3,7 +3,7 @@
     python parallel_child.py CASES.json REPORT.json
 
 CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "optimizer",
-"parallelism", "quantization"} (see run_case; run_ring where sequences are split) or to
+"parallelism", "in_parts", "quantization"} (see run_case; run_ring where sequences are split) or to
 {"shapes", "find_unused"} (see run_buckets).
 """
 
@@ -37,6 +37,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 from autotune.speed.links import COLLECTIVES
 from autotune.worker.build import context_parallel, tensor_parallel
+from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.trace.tracker import Tracker
 
 
@@ -70,6 +71,8 @@ def build(case: dict[str, Any]) -> Any:
             task_type="CAUSAL_LM",
         )
         model = get_peft_model(model, lora)
+    if case["in_parts"]:
+        chunk_loss(model)
     return model
 
 

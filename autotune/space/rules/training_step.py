@@ -163,9 +163,9 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.chunked_loss and (c.liger or c.trainer != "transformers"),
     ),
     Rule(
-        name="loss-in-parts-needs-one-gpu",
-        reason="a loss in parts is not modelled on several GPUs",
-        breaks=lambda c, _: c.chunked_loss and c.parallelism != "none",
+        name="loss-in-parts-needs-the-whole-head",
+        reason="a loss in parts takes the head's weights past what shares them out: take ddp",
+        breaks=lambda c, _: c.chunked_loss and c.parallelism not in ("none", "ddp"),
     ),
     Rule(
         # What they train may be the head, whose own weights the parts of the loss would pass by.
