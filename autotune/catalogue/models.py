@@ -20,12 +20,14 @@ from typing import Any, Literal
 from autotune.catalogue import liger
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
-from autotune.catalogue.tasks import CAUSAL, TASKS
+from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS, TASKS
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, first_line, nearest
 
 CONFIG_NAME = "config.json"
+MODULES_NAME = "modules.json"
+"""The file beside it that names what comes behind a model which embeds texts."""
 MAX_CONFIG_BYTES = MIB
 """Most bytes of a configuration: usual ones have a few KiB; the largest of the Hub, with label maps, some
 hundreds."""
@@ -190,11 +192,13 @@ class ModelSource:
     @property
     def task(self) -> str:
         """The task that the model is trained for unless the user says otherwise, of TASKS."""
+        if self.origin in ("folder", "hub") and self.path.with_name(MODULES_NAME).is_file():
+            return EMBEDDINGS
         architectures = self.config.get("architectures")
         architecture = ""
         if isinstance(architectures, list) and architectures:
             architecture = str(architectures[0])
-        for row in TASKS.values():
+        for row in filter(lambda row: row.has_loss, TASKS.values()):
             is_its_class = row.name != CAUSAL and architecture.endswith(row.architecture)
             if is_its_class or self.config["model_type"] in row.families:
                 return row.name
@@ -396,6 +400,33 @@ def image_processor(source: ModelSource) -> dict[str, Any]:
             if isinstance(settings, dict):
                 return settings
     return {}
+
+
+def file_beside(source: ModelSource, name: str) -> Path | None:
+    """Return a small file that lies beside the model's configuration, from the Hub where that answers.
+
+    None where there is none, or it is no small one.
+    """
+    path = source.path.parent / name
+    if source.origin == "hub" and not path.is_file():
+        import huggingface_hub
+
+        url = huggingface_hub.hf_hub_url(source.name, name)
+        try:
+            size_bytes = huggingface_hub.get_hf_file_metadata(url, timeout=HUB_TIMEOUT_SECONDS).size
+            if size_bytes is None or size_bytes > MAX_CONFIG_BYTES:
+                return None
+            path = Path(
+                huggingface_hub.hf_hub_download(source.name, name, etag_timeout=HUB_TIMEOUT_SECONDS)
+            )
+        except Exception:  # its HTTP library raises what it likes
+            return None
+    is_small = (
+        source.origin in ("folder", "hub")
+        and path.is_file()
+        and path.stat().st_size <= MAX_CONFIG_BYTES
+    )
+    return path if is_small else None
 
 
 def _find_entry(model: str) -> CatalogueEntry | None:

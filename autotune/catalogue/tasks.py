@@ -9,6 +9,10 @@ CAUSAL = "causal-lm"
 """The task of foretelling the next token."""
 PICTURES = "image-text-to-text"
 """The task of answering about pictures, which SFTTrainer trains."""
+EMBEDDINGS = "sentence-similarity"
+"""The task of embedding texts so that those which belong together are near each other."""
+FEATURES = "feature-extraction"
+"""The task of a model without a head, which has no loss of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +56,11 @@ class Task:
             if self.peft_type is None:
                 fields["modules_to_save"] = [*self.heads]
         return fields
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether its models have a loss of their own, by which Trainer trains them."""
+        return bool(self.labels)
 
     @property
     def has_lengths(self) -> bool:
@@ -126,6 +135,13 @@ TASKS: dict[str, Task] = {
             reads="sound",
             families=("whisper",),
             has_two_stacks=True,
+        ),
+        Task(
+            name=FEATURES,
+            model_class="AutoModel",
+            peft_type="FEATURE_EXTRACTION",
+            labels=(),
+            labels_of="samples",
         ),
         Task(
             name=PICTURES,

@@ -25,6 +25,7 @@ from autotune.export import (
     targets,
     torchtune,
     train_config,
+    train_embeddings_py,
     train_py,
     train_trl_py,
     training_args,
@@ -35,7 +36,7 @@ from autotune.export.carried import Unsaid
 from autotune.export.exporter import Exporter
 from autotune.export.own_modules import with_own_modules
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import TRL_BY_TASK
 from autotune.space.words import describe
 
 EXPORTERS = (
@@ -46,7 +47,8 @@ EXPORTERS = (
 BESIDE = (
     accelerate_config.EXPORTER,
     deepspeed_json.EXPORTER,
-    *(train_trl_py.EXPORTERS[row.command] for row in BY_TASK.values()),
+    *(train_trl_py.EXPORTERS[row.command] for row in TRL_BY_TASK.values()),
+    train_embeddings_py.EXPORTER,
 )
 """Exporters of files that lie there as well: what `accelerate launch` needs where GPUs share a run, and the
 programs of tasks that train.py does not train."""

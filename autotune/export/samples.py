@@ -34,6 +34,10 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "preferences": (("chosen",), ("rejected",)),
     "unpaired": (("prompt",), ("completion",)),
     "prompts": (("prompt",), ()),
+    "pairs": (
+        ("anchor", "query", "question", "sentence1"),
+        ("positive", "answer", "response", "document", "passage", "sentence2"),
+    ),
 }
 # In the order in which they are looked for.
 FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
@@ -50,7 +54,10 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "kto": ("unpaired", "preferences"),
     "grpo": ("prompts",),
     "rloo": ("prompts",),
+    "sentence-similarity": ("pairs",),
 }
+# Fields that say how alike the texts of a pair are, which other losses learn.
+RATINGS = ("score", "similarity_score", "label", "labels")
 INPUTS = ("input", "context")  # fields of what an instruction is about
 LOSS_ON = ("answers", "all")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
@@ -127,6 +134,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
         if recognised[0] == "preferences":
             read += read_pair(row, place)
+        elif recognised[0] == "pairs":
+            read += read_texts_of_pair(row, recognised[1:], place)
         elif recognised[0] == "unpaired":
             read.append(read_labelled(row, place))
         elif recognised[0] == "prompts":
@@ -356,6 +365,23 @@ def read_pair(row: Mapping[str, Any], place: str) -> list[Sample]:
             "All of them are texts, or lists of messages; without a prompt both answers begin with it",
         )
     return [read_answer(row, prompt, answer, place) for answer in answers]
+
+
+def read_texts_of_pair(
+    row: Mapping[str, Any], names: Iterable[str | None], place: str
+) -> list[Sample]:
+    """Two texts that belong together. Others of the row (a text that does not, an id) are left out."""
+    check_fields(row, names, place)
+    rating = field_of(row, RATINGS)
+    if rating is not None:
+        raise UnusableData(
+            f"{place} rates how alike its texts are ({rating}), which the loss of pairs does not read",
+            f"Keep the pairs that belong together, and leave {rating} out",
+        )
+    texts = [row[name] for name in names if name is not None]
+    for name, text in zip(names, texts, strict=True):
+        check_text(text, name, place)
+    return [Sample(text=text) for text in texts]
 
 
 def read_labelled(row: Mapping[str, Any], place: str) -> Sample:

@@ -319,7 +319,7 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
         decided |= completion_arguments(config)
     if "precompute_ref_log_probs" in fields:
         decided["precompute_ref_log_probs"] = config.precompute_ref_log_probs
-    if TRAINERS[config.trainer].compares_samples:
+    if TRAINERS[config.trainer].compares_samples and TRAINERS[config.trainer].is_trl:
         # It has paired the answers of each batch beforehand (trl 1.16 KTOTrainer.__init__).
         decided["train_sampling_strategy"] = "sequential"
     return decided

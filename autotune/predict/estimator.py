@@ -143,7 +143,7 @@ class Estimator:
             return max(stage.floor_bytes(config) for stage in stages)
         return self._floor(
             TraceSpec.of(config),
-            config.micro_batch_size,
+            config.samples_per_pass,
             config.lora_rank or 0,
             config.updater,
             config.gradient_accumulation_steps,
@@ -244,7 +244,7 @@ class Estimator:
         return (
             TraceSpec.of(config),
             config.lora_rank or 0,
-            config.micro_batch_size,
+            config.samples_per_pass,
             config.gradient_accumulation_steps,
             config.torch_empty_cache_steps,
             config.max_completion_length and config.micro_batches_per_generation,
@@ -327,7 +327,7 @@ class Estimator:
             useful_share=self.useful_share(config),
             per_gpu=per_gpu(
                 config,
-                self._times.exchange(spec, config.micro_batch_size, rank),
+                self._times.exchange(spec, config.samples_per_pass, rank),
                 state,
                 None if seconds is None else seconds.communication_seconds,
             ),
@@ -350,7 +350,7 @@ class Estimator:
     ) -> tuple[float, float] | None:
         num_updates, num_kernels = self._update(config).num_compiled, 0.0
         if self.is_compiled_step(config):
-            launches = self._traces[spec].launches(config.micro_batch_size, rank)
+            launches = self._traces[spec].launches(config.samples_per_pass, rank)
             num_kernels = sum(launch.count for launch in launches)
         if not num_updates and not num_kernels:
             return None

@@ -90,7 +90,7 @@ class StepTimes:
         """The time of a step of so many micro-batches, each with a share of a full one's tokens."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         micro = self._forward_backward(
-            spec, config.micro_batch_size, rank, config.precision, full_share
+            spec, config.samples_per_pass, rank, config.precision, full_share
         )
         added = self._accumulation(self._updates.trainable(spec, rank))
         optimizer = self._updates.of(spec, rank, config.updater)
@@ -124,7 +124,7 @@ class StepTimes:
             total_seconds=steps + update_seconds,
             bound=bound if steps > update_seconds else update.bound,
         )
-        exchange = self.exchange(spec, config.micro_batch_size, rank)
+        exchange = self.exchange(spec, config.samples_per_pass, rank)
         return alone if exchange is None else self._shared(alone, exchange, accumulation)
 
     def _rounds(self, config: TrainConfig, micro_seconds: float, accumulation: float) -> float:
@@ -183,7 +183,7 @@ class StepTimes:
     ) -> Parts | None:
         """The causes of a step's whole time, and how sure each is; None as of `seconds`."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        micro = self._micro_parts(spec, config.micro_batch_size, rank, config.precision)
+        micro = self._micro_parts(spec, config.samples_per_pass, rank, config.precision)
         optimizer = self._updates.of(spec, rank, config.updater)
         update = step_parts.parts(kernels_of(optimizer.cost, paged_out_bytes), self._machine)
         if whole is None or micro is None or update is None:
@@ -197,7 +197,7 @@ class StepTimes:
         found = added(repeated(micro, rounds), update)
         if config.max_completion_length is not None:
             scored = self._micro_parts(
-                spec, config.micro_batch_size, rank, config.precision, scores=True
+                spec, config.samples_per_pass, rank, config.precision, scores=True
             )
             written = self._written(config)
             if written is None or scored is None:
@@ -220,7 +220,7 @@ class StepTimes:
     def _of_micro_step(self, config: TrainConfig) -> list[roofline.Kernel]:
         """The kernels of a micro-step, those that score completions as often as on average."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        sizes = config.micro_batch_size, rank, config.precision
+        sizes = config.samples_per_pass, rank, config.precision
         share = generation.scorings_per_micro_step(config)
         scoring = self._kernels_of(spec, *sizes, scores=True) if share else []
         scored = [replace(kernel, count=share * kernel.count) for kernel in scoring]
@@ -387,7 +387,7 @@ class StepTimes:
         """Seconds of a micro-step in which completions are scored, on average; None as of `_written`."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         found = self._forward_backward(
-            spec, config.micro_batch_size, rank, config.precision, full_share, scores=True
+            spec, config.samples_per_pass, rank, config.precision, full_share, scores=True
         )
         share = generation.scorings_per_micro_step(config)
         return None if found is None else share * found.total_seconds

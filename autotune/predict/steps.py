@@ -133,7 +133,7 @@ def _joined(*events: Sequence[int] | Order) -> Order:
 
 def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update) -> Steps:
     rank = config.lora_rank or 0
-    sizes = trace.sizes(config.micro_batch_size, rank)
+    sizes = trace.sizes(config.samples_per_pass, rank)
     row = UPDATERS[config.updater]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.

@@ -70,6 +70,8 @@ class TraceSpec(HashedOnce):
     liger: bool = False
     chunked_loss: bool = False
     trainer: str = "transformers"
+    loss_mini_batches: int = 1
+    """Mini-batches of a cached loss, of which one is a trace's micro-batch."""
     precompute_ref_log_probs: bool = False
     max_completion_length: int | None = None
     kl_beta: float | None = None
@@ -130,7 +132,7 @@ _traced_settings = operator.attrgetter(*_TRACED)
 def _of_config(config: TrainConfig) -> TraceSpec:
     return _spec_of(
         _traced_settings(config),
-        single=config.micro_batch_size == 1,
+        single=config.samples_per_pass == 1,
         num_splits=config.num_splits,
         sequence_parts=config.sequence_parts,
         is_compiled=config.is_compiled and not why_not_predicted(config),

@@ -193,7 +193,8 @@ def data(workload: Workload) -> str:
     counted_ = f"{lengths.num_samples:,} samples"
     if (row := BY_TASK.get(workload.task)) is not None:
         number = lengths.num_samples // row.rows_per_sample
-        counted_ = f"{number:,} {row.sample}s, each answer with its prompt"
+        with_prompt = ", each answer with its prompt" if row.is_trl else " of texts"
+        counted_ = f"{number:,} {row.sample}s{with_prompt}"
         if row.generates is not None:
             counted_ = f"{number:,} prompts, each with a completion as long as may be"
     if workload.sequence_length == 1:

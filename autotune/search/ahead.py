@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from autotune.catalogue.tasks import PICTURES
 from autotune.predict.trace_servers import started_ahead
 from autotune.records.question import Question
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import BY_TASK, TRL_BY_TASK
 from autotune.store.trace_cache import AnsweredQuestions
 
 
@@ -34,11 +34,13 @@ def _libraries(question: Question) -> set[str]:
     """Return the libraries that may be asked for, of those that no other traces need."""
     libraries = set()
     has_liger = importlib.util.find_spec("liger_kernel") is not None
-    is_of_trl = question.images is not None or question.task in (PICTURES, *BY_TASK)
+    is_of_trl = question.images is not None or question.task in (PICTURES, *TRL_BY_TASK)
     if has_liger or question.dataset or is_of_trl:
         libraries.add("triton")
     if is_of_trl:
         libraries.add("trl")
+    elif question.task in BY_TASK:
+        libraries.add(BY_TASK[question.task].module)
     if (question.num_gpus or 1) > 1:
         libraries.add("torch.distributed")
     return libraries

@@ -14,9 +14,10 @@ from pathlib import Path
 import yaml
 
 from autotune.catalogue import gpus, nvml
+from autotune.catalogue.embeddings import with_modules_behind
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.catalogue.tasks import CAUSAL
+from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS
 from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
@@ -230,16 +231,21 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
     return limit
 
 
-def check_task(source: ModelSource, task: str) -> None:
-    """Raise ConfigError where the model learns nothing by foretelling words, or would lose a part."""
+def for_task(source: ModelSource, task: str) -> ModelSource:
+    """Return the model with what its files say for the task.
+
+    Raises ConfigError where it learns nothing by foretelling words, or would lose a part.
+    """
+    if task == EMBEDDINGS:
+        return with_modules_behind(source)
     if model_task(task) != CAUSAL:
-        return
+        return source
     if source.reads_both_ways:
         why = "It reads both ways: each place sees the next word, which it should foretell"
     elif source.has_encoder_and_decoder:
         why = "Its encoder would be left out, and its decoder alone trained"
     else:
-        return
+        return source
     raise ConfigError(
         f"{source.short_name} cannot be trained for the task {task}",
         why=why,

@@ -33,7 +33,8 @@ _SAVES_MEMORY = ("expandable_segments", "activation_offloading")
 
 _CHANGES_ON_THE_WAY = (
     "micro_batch_size", *CHECKPOINTING, "activation_offloading", "attention", "liger",
-    "torch_empty_cache_steps", "expandable_segments", "torch_compile", "torch_compile_backend",
+    "loss_mini_batches", "torch_empty_cache_steps", "expandable_segments", "torch_compile",
+    "torch_compile_backend",
 )  # fmt: skip
 """Settings that may change between a checkpoint and what goes on from it: neither what is trained nor the
 optimizer's state depends on them, and none is of the class recipe."""

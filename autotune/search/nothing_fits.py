@@ -13,6 +13,7 @@ from autotune.predict.floors import least_bytes
 from autotune.records.estimate import Estimate
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.requirements import LeftOut, Reason
+from autotune.space.trainers import TRAINERS
 from autotune.space.words import describe
 
 
@@ -78,10 +79,10 @@ def nothing_fits(
     if best_by_class:
         remedy = _higher_class(best_by_class)
     elif smaller := _smaller_step(estimator, smallest.config):
-        remedy = (
-            f"--effective-batch {smaller} fits: what is updated in the backward pass takes all samples of a "
-            "step at once"
-        )
+        why_whole = "what is updated in the backward pass takes all samples of a step at once"
+        if not smallest.config.update_in_backward:
+            why_whole = "all samples of a step are each other's negatives"
+        remedy = f"--effective-batch {smaller} fits: {why_whole}"
     elif "qlora" not in workload.methods and model.checkpoint is None:
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
@@ -98,10 +99,15 @@ def needs(estimate: Estimate, room_bytes: int) -> str:
 
 def _smaller_step(estimator: Estimator, config: TrainConfig) -> int | None:
     """Return how many samples of a step would fit, where one micro-batch is the step; None elsewhere."""
-    if not config.update_in_backward:
+    row = TRAINERS[config.trainer]
+    if not (config.update_in_backward or row.compares_all):
         return None
     halves = (config.micro_batch_size >> n for n in range(1, config.micro_batch_size.bit_length()))
-    fewer = (dataclasses.replace(config, micro_batch_size=size) for size in halves)
+    fewer = (
+        dataclasses.replace(config, micro_batch_size=size)
+        for size in halves
+        if size >= row.least_micro_batch and size % config.loss_mini_batches == 0
+    )
     return next(
         (
             each.micro_batch_size

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.installed import is_installed
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CAUSAL
 from autotune.common import log
@@ -62,7 +63,7 @@ from autotune.space.search_space import (
     without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import TRAINERS, model_task
+from autotune.space.trainers import BY_TASK, TRAINERS, model_task
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
@@ -242,6 +243,12 @@ def find(
         checkpoint=model.checkpoint,
     )
     if not points.configs:
+        trainer = BY_TASK.get(workload.task)
+        if trainer is not None and not is_installed(trainer.library):
+            raise ConfigError(
+                f"{trainer.class_name}, which trains {workload.task}, is not installed here",
+                remedy=f"pip install {trainer.library}",
+            )
         raise ConfigError(
             f"The space {space.name} has no valid configuration for this workload",
             why=f"None can work: {'; '.join(points.reasons)}"

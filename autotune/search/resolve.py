@@ -144,7 +144,7 @@ def resolve(
         )
     length = _possible_length(source, length, note)
     _note_untrained_positions(source, length, note)
-    budget.check_task(source, task)
+    source = budget.for_task(source, task)
     budget.check_length(task, length)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
     data = None
@@ -254,7 +254,7 @@ def resolve_configuration(
     if not budget.has_lengths(task, question.seq_len):
         asked = 1
     length = budget.possible_length(source, asked, is_given=question.seq_len is not None)
-    budget.check_task(source, task)
+    source = budget.for_task(source, task)
     budget.check_length(task, length)
     _note_untrained_positions(source, length, note)
     pictures, lengths = read_pictures(question, source, task, length, note=note)

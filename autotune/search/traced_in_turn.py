@@ -29,6 +29,7 @@ SAVERS: Mapping[str, Callable[[Any], Any]] = {
     # Every layer is 1, every second 2, none 0.
     "activation_checkpointing": lambda every: 0 if every else None,
     "activation_offloading": lambda offloads: False if offloads else None,
+    "loss_mini_batches": lambda number: 1 if number > 1 else None,
     "quantization": lambda name: "nf4" if name == "nf4-double" else None,
 }
 """Settings that save memory alone, and cost time: the value that saves less, for each that saves some."""

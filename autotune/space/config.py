@@ -203,6 +203,8 @@ class TrainConfig(HashedOnce):
     """Whether logits and loss are made in parts of each sample, and again in the backward pass."""
     trainer: str = "transformers"
     """A key of TRAINERS."""
+    loss_mini_batches: int = 1
+    """Mini-batches in which a micro-batch goes through the model, twice, for the loss of all; 1: at once."""
     precompute_ref_log_probs: bool = False
     """Whether the reference scores all samples before training, and is not there in it."""
     num_generations: int | None = None
@@ -275,6 +277,11 @@ class TrainConfig(HashedOnce):
     @property
     def effective_batch_size(self) -> int:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.data_parallel_size
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples of which the activations are there at the same time, on one device."""
+        return self.micro_batch_size // self.loss_mini_batches
 
     @property
     def compared_samples(self) -> int:

@@ -18,6 +18,7 @@ FORMATS = (
     "preferences",
     "unpaired",
     "prompts",
+    "pairs",
 )
 """Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
 LOSS_ON = ("answers", "all")

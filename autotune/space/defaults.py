@@ -107,8 +107,11 @@ def completions_of(trainer: Trainer, sequence_length: int) -> dict[str, Any]:
 
 
 def _least_micro_batch(samples: int, trainer: Trainer) -> int:
-    """Return the smallest micro-batch that the trainer takes and that divides so many samples."""
-    least = trainer.least_micro_batch
+    """Return the smallest micro-batch that the trainer takes and that divides so many samples.
+
+    All of them where the trainer compares each with all others: more micro-batches would be another run.
+    """
+    least = max(samples, 2) if trainer.compares_all else trainer.least_micro_batch
     return next((size for size in range(least, samples + 1) if samples % size == 0), least)
 
 

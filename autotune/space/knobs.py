@@ -403,10 +403,28 @@ KNOBS: dict[str, Knob] = {
             default="transformers",
             choices=tuple(TRAINERS),
             words=lambda name: TRAINERS[name].class_name,
-            needs={row.name: "trl" for row in TRAINERS.values() if row.is_trl},
+            needs={
+                row.name: row.library for row in TRAINERS.values() if row.library != "transformers"
+            },
             flag="--trainer",
             summary="Transformers' Trainer, or one of TRL's "
-            f"[default: transformers; for the tasks {', '.join(BY_TASK)} TRL's own].",
+            f"[default: transformers; for the tasks {', '.join(BY_TASK)} their own].",
+        ),
+        Knob(
+            # Each mini-batch's gradients are added up by themselves.
+            name="loss_mini_batches",
+            tradeoff="numerics",
+            read=values.positive,
+            default=1,
+            choices=(1, 4, 16),
+            is_open=True,
+            words=lambda number: (
+                f"loss cached in {number} mini-batches" if number > 1 else "loss not cached"
+            ),
+            flag="--loss-mini-batches",
+            metavar="N",
+            summary="Embeddings: each micro-batch goes through the model in so many mini-batches, twice, for "
+            "the loss of all of it (CachedMultipleNegativesRankingLoss) [default: 1, at once].",
         ),
         _switch(
             # The scores come of other batches: their rounding is another.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.tasks import EMBEDDINGS
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import METHOD_WORDS
 from autotune.space.optimizers import OPTIMIZERS
@@ -56,6 +57,9 @@ BY_METHOD: dict[str, LearningRate] = {
 _OF_REWARDS = "trl examples/scripts/reward_modeling.py at 0246f6a"
 
 
+_OF_EMBEDDINGS = "UKPLab/sentence-transformers"
+
+
 def _of_both(full: LearningRate, lora: LearningRate) -> dict[str, LearningRate]:
     return {"full": full, **dict.fromkeys(("lora", "qlora"), lora)}
 
@@ -82,6 +86,17 @@ OF_TASKS: dict[str, dict[str, LearningRate]] = {
     "kto": _of_both(
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its first example"),
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its example of QLoRA"),
+    ),
+    EMBEDDINGS: _of_both(
+        LearningRate(
+            value=2e-5,
+            source=f"{_OF_EMBEDDINGS} docs/sentence_transformer/training_overview.md at 05baabb",
+        ),
+        LearningRate(
+            value=2e-5,
+            source=f"{_OF_EMBEDDINGS} examples/sentence_transformer/training/peft/"
+            "training_gooaq_lora.py at 380660e",
+        ),
     ),
 }
 """Rates for AdamW by a trainer's own task, then by the method."""

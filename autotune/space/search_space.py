@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
-from autotune.catalogue.tasks import PICTURES, TASKS
+from autotune.catalogue.tasks import EMBEDDINGS, PICTURES, TASKS
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
@@ -30,6 +30,8 @@ _PARTS = "chunked_loss"
 """A setting that a search tries on its best configurations, where a space has both of its values."""
 UPDATE = "update_in_backward"
 """A setting that is on only where one micro-batch is the step, where a space has both of its values."""
+SMALLEST_MINI_BATCH = 8
+"""Fewest pairs of a mini-batch that a search offers by itself. [judgement] Fewer keep no card busy."""
 Domains = Mapping[str, tuple[Any, ...]]
 """Values that a search may give to a setting, by name of the knob."""
 
@@ -207,6 +209,8 @@ def with_trainers(space: SearchSpace, task: str, like: TrainConfig | None = None
         }  # fmt: skip
         if task in BY_TASK and BY_TASK[task].generates is not None:
             of_task |= _of_completions(section, like)
+        if task == EMBEDDINGS:
+            return of_task | _of_embeddings(section, like)
         is_scored_before = section.domains.get("precompute_ref_log_probs") == (True,)
         if task == PICTURES:
             of_task |= {
@@ -225,6 +229,19 @@ def _unfused(section: MethodSpace) -> tuple[str, ...]:
     """The attentions of a section that every mask can be given to."""
     kept = [a for a in section.domains.get("attention", ()) if a in ("sdpa", "eager")]
     return tuple(kept or ["sdpa"])
+
+
+def _of_embeddings(section: MethodSpace, like: TrainConfig | None) -> dict[str, tuple[Any, ...]]:
+    """Return domains of embeddings: the micro-batch of `like`, all compared, in any mini-batches."""
+    name = "loss_mini_batches"
+    found: dict[str, tuple[Any, ...]] = {"attention": _unfused(section), "liger": (False,)}
+    offered = section.domains.get(name, (1,))
+    if like is not None:
+        found["micro_batch_size"] = (like.micro_batch_size,)
+        if offered == (1,):
+            most = max(like.micro_batch_size // SMALLEST_MINI_BATCH, 1)
+            offered = tuple(number for number in KNOBS[name].choices if number <= most)
+    return {**found, name: offered}
 
 
 def _of_completions(section: MethodSpace, like: TrainConfig | None) -> dict[str, tuple[Any, ...]]:

@@ -34,6 +34,8 @@ and what the method's row of adapters.ADAPTERS has:
         num_generations: [4, 8]                         with --task grpo or rloo; default the trainer's
         max_completion_length: [256]                    the same; so kl_beta, num_iterations and
                                                         steps_per_generation
+        loss_mini_batches: [1, 4]                       with --task sentence-similarity; default [1],
+                                                        or 1, 4 and 16 as the batch allows
         adapter_in_base_dtype: [false, true]            beside a base in 16 bits; default [false]
         peft: [{peft_type: LOHA, r: 8}]                 peft, required; fields of a PeftConfig
 """

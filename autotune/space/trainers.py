@@ -1,10 +1,10 @@
-"""The trainers that can run a training step: Transformers' own, and those of TRL (TRAINERS)."""
+"""The trainers that can run a training step: Transformers' own, TRL's, and one of embeddings (TRAINERS)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autotune.catalogue.tasks import CAUSAL, PICTURES, TASKS, Task
+from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS, FEATURES, PICTURES, TASKS, Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,8 +31,8 @@ class Trainer:
     arguments_class: str = "TrainingArguments"
     command: str = ""
     """Command of TRL that runs it: `trl sft`."""
-    is_trl: bool = True
-    """Whether it is TRL's."""
+    library: str = "trl"
+    """The library that has it, as pip names it."""
     task: str = ""
     """The task that it alone trains, and that it trains alone; empty where it trains Transformers' tasks."""
     model_task: str = CAUSAL
@@ -45,15 +45,34 @@ class Trainer:
     """The word for a sample."""
     rows_per_sample: int = 1
     """Rows of a batch for each sample: a pair has two."""
+    passes_apart: bool = False
+    """Whether the first rows of all samples go through the model before the second ones."""
     has_reference: bool = False
     """Whether a frozen model besides scores each sample."""
     generates: Generates | None = None
     """Its completions, where the model writes them; its samples are these."""
+    compares_all: bool = False
+    """Whether the loss of a sample depends on all others of its step, which so is one micro-batch."""
     least_micro_batch: int = 1
     """Fewest samples of a micro-batch: more than one where its loss compares them with each other."""
 
     loss_type: str | tuple[str, ...] | None = None
     """Value of its arguments' `loss_type` that is predicted; None: it has no such choice."""
+
+    @property
+    def module(self) -> str:
+        """The library's name in Python."""
+        return self.library.replace("-", "_")
+
+    @property
+    def is_trl(self) -> bool:
+        """Whether it is TRL's."""
+        return self.library == "trl"
+
+    @property
+    def adds_adapter(self) -> bool:
+        """Whether it makes the adapter itself."""
+        return self.is_trl and bool(self.task)
 
     @property
     def passes_without_gradients(self) -> bool:
@@ -69,7 +88,7 @@ class Trainer:
 TRAINERS: dict[str, Trainer] = {
     row.name: row
     for row in (
-        Trainer(name="transformers", class_name="Trainer", is_trl=False),
+        Trainer(name="transformers", class_name="Trainer", library="transformers"),
         Trainer(
             name="trl-sft",
             class_name="SFTTrainer",
@@ -140,11 +159,30 @@ TRAINERS: dict[str, Trainer] = {
             sample="completion",
             generates=Generates(num_generations=2, kl_beta=0.05, scores_always=True),
         ),
+        Trainer(
+            # Each text of a micro-batch is told apart from all others in it: its negatives.
+            name="sentence-transformers",
+            class_name="SentenceTransformerTrainer",
+            arguments_class="SentenceTransformerTrainingArguments",
+            library="sentence-transformers",
+            command="embeddings",
+            task=EMBEDDINGS,
+            model_task=FEATURES,
+            trains_on="pairs of texts",
+            fields="anchor and positive",
+            sample="pair",
+            rows_per_sample=2,
+            passes_apart=True,
+            compares_all=True,
+            least_micro_batch=2,
+        ),
     )
 }
 
 BY_TASK: dict[str, Trainer] = {row.task: row for row in TRAINERS.values() if row.task}
 """Trainers that have a task of their own, by it."""
+TRL_BY_TASK = {task: row for task, row in BY_TASK.items() if row.is_trl}
+"""TRL's trainers among them."""
 
 
 def trainers_of(task: str) -> tuple[str, ...]:
@@ -155,7 +193,11 @@ def trainers_of(task: str) -> tuple[str, ...]:
     return tuple(row.name for row in TRAINERS.values() if row.task == own)
 
 
-TASK_NAMES = (*(name for name in TASKS if name != PICTURES), *BY_TASK, PICTURES)
+TASK_NAMES = (
+    *(name for name, row in TASKS.items() if row.has_loss and name != PICTURES),
+    *BY_TASK,
+    PICTURES,
+)
 """Names of all tasks: Transformers' and those of trainers that have their own."""
 
 

@@ -210,7 +210,10 @@ def remove(url: str, name: str) -> None:
         optuna.delete_study(study_name=name, storage=storage)
 
 
-_LIBRARIES = ("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl")
+_LIBRARIES = (
+    *("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl"),
+    "sentence-transformers",
+)
 """Libraries whose versions are recorded, beside those of the optimizers, bitsandbytes among them."""
 
 

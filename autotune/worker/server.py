@@ -81,17 +81,20 @@ def main(
 def import_for_traces(libraries: list[str]) -> None:
     """Import what tracing takes (autotune.worker.trace.imports), and nothing that only probes do.
 
-    TRL too where it is among them: else the first trace of each process would import it.
+    TRL or sentence-transformers too where they are among them: else the first trace of each process would
+    import them.
     """
     from autotune.worker.trace import imports
 
     imports.import_libraries(libraries)
     import autotune.worker.trace.step  # noqa: F401
 
-    if "trl" in libraries:
-        # Where it is not installed, tracing will say it.
-        with _environment(_IMPORT_ENVIRONMENT), contextlib.suppress(ImportError):
+    # Where one is not installed, tracing will say it.
+    with _environment(_IMPORT_ENVIRONMENT), contextlib.suppress(ImportError):
+        if "trl" in libraries:
             import trl.trainer.sft_trainer  # noqa: F401
+        if "sentence_transformers" in libraries:
+            import sentence_transformers.sentence_transformer.losses  # noqa: F401
     _compile_patterns()
 
 

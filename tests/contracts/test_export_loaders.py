@@ -17,7 +17,7 @@ from test_export_trains import ADAPTERS, FULL, LORA, QLORA, make_models, run_pyt
 
 from autotune import export
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.space.trainers import TRAINERS, TRL_BY_TASK
 
 pytest.importorskip("trl")
 
@@ -56,7 +56,7 @@ OF_TASKS = {
     "kto": dataclasses.replace(PADDED, trainer="trl-kto"),
     "kto-lora": dataclasses.replace(PADDED_LORA, trainer="trl-kto"),
 }
-OF_COMPLETIONS = [row.command for row in BY_TASK.values() if row.generates is not None]
+OF_COMPLETIONS = [row.command for row in TRL_BY_TASK.values() if row.generates is not None]
 """Commands of TRL whose trainers write what they train on."""
 CONFIGS = {
     "full": FULL,
@@ -263,7 +263,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             row.arguments_class,
             "labelled" if row.rows_per_sample == 1 else "pairs",
         )
-        for row in BY_TASK.values()
+        for row in TRL_BY_TASK.values()
         if row.generates is None  # what writes completions wants rewards: test_find_preferences.py
     ]
     run_python(CHILD, str(folder), str(models / "llama"), ",".join(TRAINED), json.dumps(own))
@@ -384,7 +384,7 @@ def test_every_loader_was_asked(report: dict[str, Any]) -> None:
 def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_path: Path) -> None:
     """Training wants a reward besides: test_find_preferences.py."""
     trl = pytest.importorskip("trl")
-    row = BY_TASK[command]
+    row = TRL_BY_TASK[command]
     config = dataclasses.replace(
         PADDED,
         trainer=row.name,

@@ -11,7 +11,7 @@ import here
 import pytest
 from test_export_trains import make_models
 
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import TRL_BY_TASK
 
 pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
@@ -75,9 +75,9 @@ def longest(completions, **_):
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("task", BY_TASK)
+@pytest.mark.parametrize("task", TRL_BY_TASK)
 def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
-    row = BY_TASK[task]
+    row = TRL_BY_TASK[task]
     make_models(tmp_path)
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     draw = random.Random(0)

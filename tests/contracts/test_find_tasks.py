@@ -16,6 +16,8 @@ import pytest
 from test_export_trains import make_models
 from test_find_preferences import RUN, SPACE, words
 
+from autotune.catalogue.tasks import EMBEDDINGS
+
 pytestmark = pytest.mark.slow
 
 NUM_SAMPLES = 8
@@ -40,6 +42,10 @@ def pictured(draw: random.Random, folder: Path) -> dict[str, Any]:
     name = f"{draw.randrange(10**9)}.png"
     Image.new("RGB", (40, 50), (draw.randrange(256), 30, 30)).save(folder / name)
     return {"image": name, "label": draw.choice(["red", "blue"])}
+
+
+def belonging(draw: random.Random, _: Path) -> dict[str, Any]:
+    return {"query": words(draw, 8), "answer": words(draw, 30), "negative": words(draw, 30)}
 
 
 def make_vit(folder: Path) -> None:
@@ -121,6 +127,9 @@ class Case:
     options: tuple[str, ...] = ("--seq-len", "32")
     said: str
     unit: str = "tokens/s"
+    program: str = "train.py"
+    needs: str = "transformers"
+    """A module that trains it."""
 
 
 CASES = {
@@ -140,6 +149,13 @@ CASES = {
         said=f"sounds, {NUM_SAMPLES} samples",
         unit="samples/s, each of as much sound",
     ),
+    EMBEDDINGS: Case(
+        make=belonging,
+        said=f"pairs, {NUM_SAMPLES} pairs of texts",
+        unit="pairs/s",
+        program="train_embeddings.py",
+        needs="sentence_transformers",
+    ),
 }
 
 
@@ -150,6 +166,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {"vit": make_vit, "whisper": make_wh
 @pytest.mark.parametrize("task", CASES)
 def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     case = CASES[task]
+    pytest.importorskip(case.needs)
     MAKERS.get(case.model, make_models)(tmp_path)
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     draw = random.Random(0)
@@ -167,21 +184,32 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     assert case.said in found.stdout
     assert f" {case.unit}" in found.stdout
+    # What belongs together is compared with all others of a step, which is one micro-batch.
+    assert task != EMBEDDINGS or "micro-batch 4 x 1" in found.stdout
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     best = result["measured"]["best"]
     assert result["evidence"] == "measured"
     assert best["fits"]
 
-    program = tmp_path / "out" / "train.py"
-    options = ("--max-steps", "2", "--output-dir", "trained")
-    ran = here.workers.program(RUN, str(program), "--dataset", str(dataset), *options, cwd=tmp_path)
+    program, trained = tmp_path / "out" / case.program, tmp_path / "trained"
+    options = ["--dataset", str(dataset), "--max-steps", "2", "--output-dir", "trained"]
+    if case.program != "train.py":
+        options, trained = [str(dataset)], tmp_path / "output"
+    ran = here.workers.program(RUN, str(program), *options, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    assert "2 steps, loss" in ran.stdout
-    saved = {path.name for path in (tmp_path / "trained").iterdir()}
+    assert case.program != "train.py" or "2 steps, loss" in ran.stdout
+    saved = {path.name for path in trained.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
 
 
 BAD = {
+    "no pair": (EMBEDDINGS, "bert", {"anchor": "w1"}, "takes anchor/query/question/sentence1 and"),
+    "rated pairs": (
+        EMBEDDINGS,
+        "bert",
+        {"sentence1": "w1", "sentence2": "w2", "score": 0.4},
+        "rates how alike its texts are (score)",
+    ),
     "no tags": (
         "token-classification",
         "bert",

@@ -23,7 +23,7 @@ from test_probe_sft import _folded_in_registers  # noqa: F401
 
 from autotune.common.units import MIB
 from autotune.space.config import TrainConfig
-from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.space.trainers import TRAINERS, TRL_BY_TASK
 
 pytest.importorskip("trl")
 
@@ -66,7 +66,7 @@ CONFIGS = {
         "trl-rloo", OF_LORA, activation_checkpointing=1, kl_beta=0.05
     ),
 }
-TRAINERS_OF_OWN = [row.name for row in BY_TASK.values()]
+TRAINERS_OF_OWN = [row.name for row in TRL_BY_TASK.values()]
 
 
 def task_of(config: TrainConfig) -> str:

@@ -9,8 +9,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from autotune.catalogue.embeddings import BEHIND
+from autotune.catalogue.tasks import EMBEDDINGS
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
+from autotune.worker.build.embedder import embedder
 from autotune.worker.build.model import UnsupportedModel, build_base, load_config
 from autotune.worker.build.quantize import quantize
 
@@ -71,3 +76,22 @@ def test_a_model_of_which_nothing_would_be_quantised_has_no_qlora() -> None:
     config = load_config({"model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4})
     with pytest.raises(UnsupportedModel, match="none of its layers would be quantised"):
         quantize(build_base(config, "causal-lm", spec), "causal-lm", spec)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "t5"}, "an encoder beside a decoder is not trained to embed texts here"),
+        (
+            {"model_type": "bert", BEHIND: {"others": "sentence_transformers.models.Dense"}},
+            "its vectors go through sentence_transformers.models.Dense: pooling and normalizing alone",
+        ),
+        ({"model_type": "bert", BEHIND: {"pooling": "median"}}, "Invalid pooling mode: 'median'"),
+    ],
+)
+def test_an_embedder_says_what_it_is_made_of(config: dict[str, Any], said: str) -> None:
+    pytest.importorskip("sentence_transformers")
+    small = {"num_hidden_layers": 1, "num_layers": 1, "vocab_size": 8}
+    model = build_base(load_config({**small, **config}), EMBEDDINGS, TraceSpec.of(PLAIN))
+    with pytest.raises(UnsupportedModel, match=said):
+        embedder(model, torch.device("meta"))

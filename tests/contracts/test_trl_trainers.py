@@ -43,7 +43,7 @@ from autotune.export.training_args import checkpointing_arguments
 from autotune.predict.generation import generation_of
 from autotune.space.config import TrainConfig
 from autotune.space.learning_rates import OF_TASKS
-from autotune.space.trainers import BY_TASK, TRAINERS
+from autotune.space.trainers import BY_TASK, TRAINERS, TRL_BY_TASK
 from autotune.worker.probe import trl_trainers
 from autotune.worker.trace import liger, trl_steps
 
@@ -137,9 +137,9 @@ CASES = {
 
 
 def test_every_trainer_with_a_task_of_its_own_has_its_parts() -> None:
-    names = {row.name for row in BY_TASK.values()}
+    names = {row.name for row in TRL_BY_TASK.values()}
     assert {case.trainer for case in CASES.values()} == names
-    writing = {row.name: row.generates for row in BY_TASK.values() if row.generates is not None}
+    writing = {row.name: row.generates for row in TRL_BY_TASK.values() if row.generates is not None}
     assert trl_steps.STEPS.keys() == trl_trainers._SAMPLES.keys() | writing.keys() == names
     for name, generates in writing.items():
         kind = getattr(trl, TRAINERS[name].arguments_class)

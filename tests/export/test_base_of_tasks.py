@@ -12,7 +12,7 @@ from autotune.errors import ConfigError
 from autotune.export import train_trl_py, trl_config
 from autotune.export.base.read import changes, read_base
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import TRL_BY_TASK
 
 pytest.importorskip("trl")
 
@@ -39,7 +39,7 @@ EXPORTERS = {
         next(each for each in trl_config.EXPORTERS if each.name == row.command),
         train_trl_py.EXPORTERS[row.command],
     )
-    for task, row in BY_TASK.items()
+    for task, row in TRL_BY_TASK.items()
 }
 
 
@@ -54,7 +54,7 @@ def written(folder: Path, task: str, number: int, config: TrainConfig) -> Path:
 
 @pytest.mark.parametrize("number", [0, 1], ids=["yaml", "program"])
 @pytest.mark.parametrize("base", [FULL, QLORA], ids=["full", "qlora"])
-@pytest.mark.parametrize("task", BY_TASK)
+@pytest.mark.parametrize("task", TRL_BY_TASK)
 def test_what_is_written_is_read(tmp_path: Path, task: str, base: TrainConfig, number: int) -> None:
     config = of_task(base, task)
     path = written(tmp_path, task, number, config)
@@ -71,8 +71,8 @@ def test_what_is_written_is_read(tmp_path: Path, task: str, base: TrainConfig, n
 
 def of_task(config: TrainConfig, task: str) -> TrainConfig:
     completions = {"num_generations": 4, "max_completion_length": 256, "kl_beta": 0.04}
-    more = completions if BY_TASK[task].generates is not None else {}
-    return dataclasses.replace(config, trainer=BY_TASK[task].name, **more)
+    more = completions if TRL_BY_TASK[task].generates is not None else {}
+    return dataclasses.replace(config, trainer=TRL_BY_TASK[task].name, **more)
 
 
 def test_scores_from_before_are_read_and_written(tmp_path: Path) -> None:
@@ -137,6 +137,6 @@ def test_a_file_that_may_be_of_several_or_is_not_predicted(
 def test_the_task_that_is_asked_for_tells_files_apart(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("model_name_or_path: a/b\nbeta: 0.2\n", encoding="utf-8")
-    for task, row in BY_TASK.items():
+    for task, row in TRL_BY_TASK.items():
         read: Any = read_base(path, task=task)
         assert (read.config.trainer, read.config.batching) == (row.name, "padded")

@@ -109,6 +109,11 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("chunked_loss", FULL, (False, True)),
     ("trainer", FULL, tuple(TRAINERS)),
     (
+        "loss_mini_batches",
+        dataclasses.replace(FULL, trainer="sentence-transformers", batching="padded"),
+        (1, 2),
+    ),
+    (
         "precompute_ref_log_probs",
         dataclasses.replace(FULL, trainer="trl-dpo", batching="padded"),
         (False, True),

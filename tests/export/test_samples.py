@@ -269,6 +269,13 @@ def test_what_is_wrong_with_a_sample_is_said(tmp_path: Path, rows: list[Any], pa
     assert "\n" not in message
 
 
+def test_a_pair_is_two_texts_and_no_third(tmp_path: Path) -> None:
+    row = {"query": "a", "passage": "b", "negative": "c"}
+    found = read(tmp_path, row, task="sentence-similarity")
+    assert (found.format, found.text_field, found.answer_field) == ("pairs", "query", "passage")
+    assert [sample.text for sample in found.samples] == ["a", "b"]
+
+
 def test_prompts_are_texts_or_messages(tmp_path: Path) -> None:
     for task in ("grpo", "rloo"):
         text = read(tmp_path, {"prompt": "a", "answer": "b"}, task=task)

@@ -42,13 +42,14 @@ def test_what_was_not_answered_is_asked_anew(started: list[set[str]]) -> None:
     assert len(started) == 2
 
 
-def test_trls_trainers_and_split_layers_need_more_libraries(
+def test_other_trainers_and_split_layers_need_more_libraries(
     started: list[set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # Liger's kernels need Triton.
     for question in (
         Question(model="a/b"),
         Question(model="a/b", task="dpo"),
+        Question(model="a/b", task="sentence-similarity"),
         Question(model="a/b", images=1),
         Question(model="a/b", task="image-text-to-text", dataset="seen.jsonl"),
         Question(model="a/b", dataset="chat.jsonl", num_gpus=2),
@@ -56,4 +57,7 @@ def test_trls_trainers_and_split_layers_need_more_libraries(
         with ahead.what_traces(question):
             pass
     trl = {"triton", "trl"}
-    assert started == [set(), trl, trl, trl, {"triton", "torch.distributed"}]
+    assert started == [
+        *(set(), trl, {"sentence_transformers"}, trl, trl),
+        {"triton", "torch.distributed"},
+    ]

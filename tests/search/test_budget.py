@@ -170,13 +170,13 @@ def test_only_what_writes_is_trained_to_foretell_the_next_word(task: str) -> Non
         {"model_type": "bert", "is_decoder": True},
         {"model_type": "bart", "is_encoder_decoder": False},
     ):
-        budget.check_task(source(**config), task)
+        budget.for_task(source(**config), task)
     for model_type, reason in (("bert", "reads both ways"), ("bart", "decoder alone")):
         model = source(model_type=model_type)
-        budget.check_task(model, model.task)
-        budget.check_task(model, "reward")
+        budget.for_task(model, model.task)
+        budget.for_task(model, "reward")
         with pytest.raises(ConfigError, match=reason):
-            budget.check_task(model, task)
+            budget.for_task(model, task)
 
 
 def test_endless_layers_are_a_slip(tmp_path: Path) -> None:

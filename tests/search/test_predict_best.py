@@ -24,6 +24,7 @@ from autotune.records.estimate import Breakdown, Estimate, ParameterCount, State
 from autotune.search import beside, first_answers, predict_best
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import find
+from autotune.space import requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.defaults import default_base
 from autotune.space.enumeration import enumerate_configs
@@ -1081,6 +1082,19 @@ def test_a_card_of_unknown_speed_is_refused() -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
     with pytest.raises(HardwareError, match=r"speed of .* is not known"):
         search(12_000 * MB, gpu=card)
+
+
+def test_a_task_whose_trainer_is_missing_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (predict_best, requirements):
+        monkeypatch.setattr(module, "is_installed", lambda _: False)
+    workload = tiny_model.workload(8000 * MB, ("full",))
+    workload = dataclasses.replace(workload, task="sentence-similarity")
+    with pytest.raises(
+        ConfigError, match=r"not installed here\. pip install sentence-transformers"
+    ):
+        find(tiny_model.MODEL, workload, load("full"), find_gpu("a100"))
 
 
 def test_a_space_without_valid_points_says_which_rule_they_break() -> None:

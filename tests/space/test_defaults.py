@@ -95,6 +95,8 @@ def test_the_default_base_works_however_gpus_share_it(
         ("kto", 12, [4, 2]),
         ("kto", 9, [3]),
         ("kto", 18, [2]),
+        # Each is compared with all others: in more micro-batches it would be another run.
+        ("sentence-similarity", 12, [12]),
     ],
 )
 def test_larger_micro_batches_divide_the_effective_batch(

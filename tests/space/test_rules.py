@@ -22,6 +22,7 @@ FULL = TrainConfig(
 LORA = dataclasses.replace(FULL, method="lora", lora_rank=16, lora_targets="all-linear")
 QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
 WHOLE_BATCH = dataclasses.replace(FULL, micro_batch_size=32, gradient_accumulation_steps=1)
+EMBEDS = dataclasses.replace(WHOLE_BATCH, trainer="sentence-transformers", batching="padded")
 ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4)
 SPLIT = dataclasses.replace(
     FULL, parallelism="tp", num_gpus=2, optimizer="adamw_torch", gradient_accumulation_steps=8
@@ -187,6 +188,15 @@ BREAKERS = {
         dataclasses.replace(SEES, neftune_noise_alpha=5.0),
         OF_PICTURES,
     ),
+    "embeddings-need-tried-settings": (
+        dataclasses.replace(EMBEDS, attention="flash_attention_2"),
+        ADA,
+    ),
+    "mini-batches-are-of-embeddings": (
+        dataclasses.replace(WHOLE_BATCH, loss_mini_batches=2),
+        ADA,
+    ),
+    "mini-batches-are-alike": (dataclasses.replace(EMBEDS, loss_mini_batches=3), ADA),
     "micro-batch-divides": (dataclasses.replace(FULL, micro_batch_size=5), ADA),
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),

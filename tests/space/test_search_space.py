@@ -94,6 +94,35 @@ def test_preferences_have_a_trainer_of_their_own() -> None:
     assert with_trainers(space(varied), "causal-lm") == space(varied)
 
 
+def test_a_search_holds_the_negatives_of_embeddings() -> None:
+    varied = section(
+        micro_batch_size=(1, 2, 64), attention=("flash_attention_2", "sdpa"), liger=(True,)
+    )
+    like = TrainConfig(
+        method="full",
+        micro_batch_size=64,
+        gradient_accumulation_steps=1,
+        sequence_length=8,
+        precision="fp32",
+        optimizer="sgd",
+    )
+    (found,) = with_trainers(space(varied), "sentence-similarity", like).methods
+    expected = {
+        "trainer": ("sentence-transformers",),
+        "batching": ("padded",),
+        "chunked_loss": (False,),
+        "attention": ("sdpa",),
+        "liger": (False,),
+        "micro_batch_size": (64,),
+        # In 16 mini-batches there would be 4 pairs in each.
+        "loss_mini_batches": (1, 4),
+    }
+    assert found.domains == {**varied.domains, **expected}
+    own = section(loss_mini_batches=(2, 8))
+    (found,) = with_trainers(space(own), "sentence-similarity", like).methods
+    assert found.domains["loss_mini_batches"] == (2, 8)
+
+
 def test_a_batch_of_pairs_has_twice_the_rows() -> None:
     config = TrainConfig(
         method="full",

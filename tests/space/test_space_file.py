@@ -158,6 +158,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "liger": (False,),
         "chunked_loss": (False,),
         "trainer": ("transformers",),
+        "loss_mini_batches": (1,),
         "precompute_ref_log_probs": (False,),
         "num_generations": (None,),
         "max_completion_length": (None,),

@@ -129,6 +129,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "liger": False,
         "chunked_loss": False,
         "trainer": "transformers",
+        "loss_mini_batches": 1,
         "precompute_ref_log_probs": False,
         "num_iterations": 1,
         "torch_empty_cache_steps": 0,

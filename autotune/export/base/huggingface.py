@@ -38,7 +38,7 @@ from autotune.export.trainer_rows import (
 )
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
 from autotune.space.config import LOADER_SETTINGS, TrainConfig
-from autotune.space.trainers import BY_TASK, Trainer
+from autotune.space.trainers import TRL_BY_TASK, Trainer
 
 _KWARGS = "activation_checkpointing_kwargs"
 _CHECKPOINTING = table(
@@ -312,7 +312,7 @@ def _of_task(trainer: Trainer) -> TrainerFile:
     )
 
 
-OF_TASKS = {task: _of_task(row) for task, row in BY_TASK.items()}
+OF_TASKS = {task: _of_task(row) for task, row in TRL_BY_TASK.items()}
 """The files of TRL's commands beside `trl sft`, by the task."""
 
 _OF_DPO = ("ld_alpha", "f_divergence_type", "label_smoothing", "loss_weights", "use_weighting")
@@ -326,7 +326,7 @@ _OF_GRPO = (
 _LOSSES_OF_GRPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
 _OF_RLOO = ("normalize_advantages", "reward_clip_range")
 _WITH_REFERENCE = ("dpo", "kto")
-_WITH_COMPLETIONS = tuple(row.task for row in BY_TASK.values() if row.generates is not None)
+_WITH_COMPLETIONS = tuple(row.task for row in TRL_BY_TASK.values() if row.generates is not None)
 _SHARED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), _WITH_REFERENCE),
     **dict.fromkeys(
@@ -363,10 +363,10 @@ def of_trl(content: Mapping[str, Any], task: str | None) -> TrainerFile:
     """
     marked = next((name for name, is_of in _ONLY.items() if is_of(content)), None)
     if marked is not None and task not in (None, marked):
-        raise ValueError(f"it is a file of {BY_TASK[marked].arguments_class}: --task {marked}")
+        raise ValueError(f"it is a file of {TRL_BY_TASK[marked].arguments_class}: --task {marked}")
     shared = next((name for name in _SHARED_BY if name in content), None)
     if marked is None and task is None and shared is not None:
         tasks = _SHARED_BY[shared]
-        classes = ", ".join(BY_TASK[name].arguments_class for name in tasks)
+        classes = ", ".join(TRL_BY_TASK[name].arguments_class for name in tasks)
         raise ValueError(f"{shared} is of {classes}: say --task {' or '.join(tasks)}")
     return OF_TASKS.get(marked or task or "", SFT)

@@ -220,8 +220,9 @@ class Alike:
         return layer
 
 
-TOWER = 2
-"""Number of the stack of layers that see; the text's are before."""
+TOWER = 1 << 16
+"""Number of the stack of layers that see; the text's are before: two of an encoder and a decoder, or one for
+each pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

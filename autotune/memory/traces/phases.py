@@ -41,6 +41,8 @@ class Phase(StrEnum):
     """The model's pass over what it has generated, which keeps nothing for a backward one."""
     GENERATED_REFERENCE = "generated_reference"
     """The reference's pass over what the model has generated."""
+    CACHED = "cached"
+    """A pass over a mini-batch, of which its vectors alone are kept; behind the last one the loss of all."""
     EMBED = "embed"
     FORWARD = "forward"
     HEAD = "head"
@@ -49,6 +51,8 @@ class Phase(StrEnum):
     REFERENCE = "reference"
     """The reference's pass, which keeps nothing for a backward one, and the loss of both."""
     HEAD_BACKWARD = "head_backward"
+    AGAIN = "again"
+    """A mini-batch's pass once more, before its backward pass."""
     BACKWARD = "backward"
     EMBED_BACKWARD = "embed_backward"
     END = "end"
@@ -64,7 +68,8 @@ SCORING_PHASES = (Phase.POLICY, Phase.GENERATED_REFERENCE)
 """Phases that a micro-batch of completions goes through once, however often it is trained on."""
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)
 FORWARD_PHASES = (
-    Phase.MISMATCHED, Phase.POLICY, Phase.GENERATED_REFERENCE, Phase.EMBED, Phase.FORWARD, Phase.HEAD,
+    Phase.MISMATCHED, Phase.POLICY, Phase.GENERATED_REFERENCE, Phase.CACHED, Phase.EMBED, Phase.FORWARD,
+    Phase.HEAD,
     Phase.REFERENCE_MISMATCHED, Phase.REFERENCE,
 )  # fmt: skip
 EMBED_PHASES = (Phase.EMBED, Phase.EMBED_BACKWARD)

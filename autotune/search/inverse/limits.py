@@ -82,7 +82,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
     task = question.task or (None if source is None else source.task)
     _check_sees_nothing(task)
     if source is not None and task is not None:
-        budget.check_task(source, task)
+        source = budget.for_task(source, task)
     space, _ = without_solve(space_file.load(question.space))
     # --chunked-loss and --update-in-backward ask for these here.
     space, _ = without_parts(space)

@@ -219,6 +219,8 @@ def _largest_micro_batch(asked: LimitProblem, pricer: Pricer) -> Reached:
     if trainer.generates is not None:
         given = asked.question.settings.get("num_generations")
         group = given or trainer.generates.num_generations
+    # As many mini-batches as are asked for divide it.
+    group *= asked.question.settings.get("loss_mini_batches", 1)
 
     def at(number: int) -> Case:
         size = number * group

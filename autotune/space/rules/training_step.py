@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="backward-update-without-pairs",
-        reason="updates in the backward pass were not tried with trainers of preferences and rewards",
+        reason="updates in the backward pass were not tried with trainers that have a task of their own",
         breaks=lambda c, _: c.update_in_backward and _has_own_task(c),
     ),
     Rule(
@@ -180,7 +180,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="trainer-of-the-task",
-        reason="each of TRL's trainers of preferences and rewards has a task of its own, and no other: "
+        reason="some trainers have a task of their own, and no other: "
         + ", ".join(f"{row.class_name} --task {task}" for task, row in BY_TASK.items()),
         breaks=lambda c, context: (
             context.task is not None and c.trainer not in trainers_of(context.task)
@@ -189,14 +189,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         # trl 1.16 DPOTrainer: its padding_free warns and pads. None of them has "input_ids" to group by.
         name="answers-are-padded",
-        reason="trainers of preferences and rewards pad each answer to the longest of its batch: they "
-        "neither pack nor group them, and DPOTrainer's padding_free is switched off",
+        reason="trainers with a task of their own pad each row to the longest of its batch: they neither "
+        "pack nor group them, and DPOTrainer's padding_free is switched off",
         breaks=lambda c, _: _has_own_task(c) and c.batching != "padded",
     ),
     Rule(
         name="compared-answers-need-others",
         reason="KTOTrainer estimates how far the model is from its reference by the other answers of a "
-        "micro-batch: it needs two at least",
+        "micro-batch, and the other texts of a micro-batch are a text's negatives: it needs two at least",
         breaks=lambda c, _: c.micro_batch_size < TRAINERS[c.trainer].least_micro_batch,
     ),
     Rule(
@@ -262,9 +262,29 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        # sentence-transformers 6.2 base/modules/transformer.py, _can_flatten_inputs.
+        name="embeddings-need-tried-settings",
+        reason="texts are embedded with sdpa or eager attention here, without Liger's kernels: with "
+        "FlashAttention sentence-transformers takes another way",
+        breaks=lambda c, _: (
+            TRAINERS[c.trainer].passes_apart and (c.liger or c.attention not in ("sdpa", "eager"))
+        ),
+    ),
+    Rule(
+        name="mini-batches-are-of-embeddings",
+        reason="only a loss that compares the texts of a micro-batch is cached (--task sentence-similarity)",
+        breaks=lambda c, _: c.loss_mini_batches > 1 and not TRAINERS[c.trainer].passes_apart,
+    ),
+    Rule(
+        name="mini-batches-are-alike",
+        reason="the mini-batches of a cached loss are planned of the same size: their number divides the "
+        "micro-batch",
+        breaks=lambda c, _: c.micro_batch_size % c.loss_mini_batches != 0,
+    ),
+    Rule(
         name="pairs-need-tried-settings",
-        reason="preferences and rewards were tried with full fine-tuning, LoRA and QLoRA: other adapters, "
-        "fp8 and an adapter on the head, which TRL would never train, were not",
+        reason="trainers with a task of their own were tried with full fine-tuning, LoRA and QLoRA: other "
+        "adapters, fp8 and an adapter on the head, which TRL would never train, were not",
         breaks=lambda c, _: (
             _has_own_task(c)
             and (
@@ -276,13 +296,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="pairs-run-eagerly-on-one-gpu",
-        reason="training on preferences and rewards is modelled neither compiled nor on several GPUs",
+        reason="a trainer with a task of its own is modelled neither compiled nor on several GPUs",
         breaks=lambda c, _: _has_own_task(c) and (c.is_compiled or c.parallelism != "none"),
     ),
     Rule(
         name="trl-makes-the-adapter",
-        reason="trainers of preferences and rewards add the adapter themselves: in float32 beside 16 bits, "
-        "without preparing the base",
+        reason="trainers with a task of their own get the adapter in float32 beside 16 bits, without "
+        "preparing the base: most add it themselves",
         breaks=lambda c, _: _has_own_task(c) and (c.adapter_in_base_dtype or c.kbit_preparation),
     ),
     Rule(
@@ -290,7 +310,7 @@ RULES: tuple[Rule, ...] = (
         # that the reference shares.
         name="pairs-without-noise",
         reason="trainers of preferences and rewards switch dropout off, and noise on the embeddings would "
-        "reach the reference",
+        "reach the reference; neither was tried with embeddings of texts",
         breaks=lambda c, _: (
             _has_own_task(c)
             and bool(

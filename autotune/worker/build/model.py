@@ -182,6 +182,7 @@ def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
 
     By a plan as the exported train.py does. Raises UnsupportedModel where that cannot be done.
     """
+    model = getattr(model, "embedding_model", model)
     if spec.has_plan:
         plan = CHECKPOINT_PLANS[spec.checkpoint_plan]
         try:

@@ -50,7 +50,7 @@ def build(
     if train_config.kbit_preparation:
         quantize.prepare(model)
     # TRL's trainer of preferences adds it, so that it can take it for switched off.
-    if train_config.method != "full" and not TRAINERS[train_config.trainer].task:
+    if train_config.method != "full" and not TRAINERS[train_config.trainer].adds_adapter:
         model = adapters.add_adapter(model, task, train_config)
         if spec.num_splits > 1:
             tensor_parallel.check_adapters(model)

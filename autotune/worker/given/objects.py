@@ -6,6 +6,7 @@ The values are those of the exported files (autotune.export): only their form di
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -46,15 +47,14 @@ def training_arguments(
 ) -> TrainingArguments:
     """Make new arguments: a workload's extra ones, then what was decided, then the overrides.
 
-    An SFTConfig or its like for a configuration of TRL's. Raises ConfigError for an unknown override.
+    An SFTConfig or its like for a configuration of another library's trainer. Raises ConfigError for an
+    unknown override.
     """
     _set_environment(config)
     kind: Any = TrainingArguments
     row = TRAINERS[config.trainer]
-    if row.is_trl:
-        import trl
-
-        kind = getattr(trl, row.arguments_class)
+    if row.library != "transformers":
+        kind = getattr(importlib.import_module(row.module), row.arguments_class)
     known = field_names(kind)
     for name in overrides:
         if name not in known:

@@ -82,7 +82,7 @@ def _adapter_dtype(config: TrainConfig) -> str:
     float32 where PEFT casts it; else that of the weights beside it, where they are of a float one.
     A trainer of preferences, which adds it, has cast it already where the base is quantised.
     """
-    if TRAINERS[config.trainer].task and config.quantization != "none":
+    if TRAINERS[config.trainer].adds_adapter and config.quantization != "none":
         return "bfloat16"
     if ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
         return "float32"
@@ -153,6 +153,8 @@ class FirstStep:
         """Numbers of the layers that ran; those that see images do not in a step on text."""
         self._recomputed: set[int] = set()
         self._autocast: list[torch.dtype | None] = []
+        self._is_in_pass = False
+        """Whether the whole model runs, be it within the backward pass, as a cached loss lets it."""
         self._device_type = device_type
         # Hooks of a layer itself stay outside its checkpoint: those of its parts do not.
         self._handles = [
@@ -160,6 +162,10 @@ class FirstStep:
             for number, layer in enumerate(self._layers)
             for part in layer.modules()
             if part is not layer
+        ]
+        self._handles += [
+            model.register_forward_pre_hook(self._passes(is_in=True)),
+            model.register_forward_hook(self._passes(is_in=False)),
         ]
         self._handles += [
             module.register_forward_hook(self._embedded)
@@ -170,9 +176,16 @@ class FirstStep:
 
     def _seen(self, number: int) -> Any:
         def seen(*_: Any) -> None:
-            (self._recomputed if in_backward() else self._ran).add(number)
+            is_again = in_backward() and not self._is_in_pass
+            (self._recomputed if is_again else self._ran).add(number)
 
         return seen
+
+    def _passes(self, *, is_in: bool) -> Any:
+        def passes(*_: Any) -> None:
+            self._is_in_pass = is_in
+
+        return passes
 
     def _embedded(self, *_: Any) -> None:
         if not torch.is_grad_enabled():

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from autotune.catalogue.tasks import CAUSAL
+from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS
 from autotune.errors import first_line
 from autotune.export.training_args import (
     installed_fields,
@@ -35,7 +35,7 @@ from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.build.sound import shape_of
 from autotune.worker.build.sound_input import dtype_read_by
 from autotune.worker.build.sound_rows import collate_sounds
-from autotune.worker.probe import confirm, trl_trainers
+from autotune.worker.probe import confirm, embedding_trainer, trl_trainers
 from autotune.worker.probe.checks import Invalid
 from autotune.worker.probe.seen_rows import PictureRows, SeenRows, SpokenRows, collate
 
@@ -63,10 +63,14 @@ def build_trainer(
         * micro_batch
         * config.data_parallel_size
     )
-    trainer_class, more = Trainer, {}
-    if TRAINERS[config.trainer].is_trl:
+    trainer_class: type[Trainer] = Trainer
+    more: dict[str, Any] = {"model": model}
+    if spec.task == EMBEDDINGS:
+        trainer_class = embedding_trainer.trainer_class(config)
+        more = embedding_trainer.beside(model, config)
+    elif TRAINERS[config.trainer].is_trl:
         trainer_class = trl_trainers.trainer_class(config, spec.task)
-        more = trl_trainers.beside(model, spec.task, config)
+        more |= trl_trainers.beside(model, spec.task, config)
         if spec.pictures is not None:
             more["data_collator"] = collate
     elif row_of(spec.task).reads == "sound":
@@ -76,14 +80,16 @@ def build_trainer(
     rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
     made_with = rows
     reference = trl_trainers.reference_of(model, config)
-    if TRAINERS[config.trainer].task and not writes_completions(config):
+    if spec.task == EMBEDDINGS:
+        made_with = None  # Its card would tell of them.
+    elif TRAINERS[config.trainer].task and not writes_completions(config):
         made_with = trl_trainers.samples_of_words(config, 1, 1)
     elif spec.pictures is not None and spec.pictures.is_in_text:
         made_with = trl_trainers.words(1)
     trainer_class = _by_micro_step(trainer_class)
     if config.batching == BY_TOKENS:
         trainer_class = by_tokens(trainer_class, config.sequence_length)
-    trainer = trainer_class(model=model, args=arguments, train_dataset=made_with, **more)
+    trainer = trainer_class(args=arguments, train_dataset=made_with, **more)
     trainer.train_dataset = rows
     if reference is not None:
         trl_trainers.give_reference(trainer, reference, config)
@@ -103,7 +109,7 @@ def evaluation_rows(hf_config: PretrainedConfig, config: TrainConfig, spec: Prob
     if not spec.confirm_steps or writes_completions(config):
         return None
     num_rows = confirm.NUM_EVALUATION_BATCHES * config.micro_batch_size * config.data_parallel_size
-    if TRAINERS[config.trainer].task:
+    if TRAINERS[config.trainer].adds_adapter:
         # TRL refuses to score new samples with a reference that training has changed.
         is_lost = config.precompute_ref_log_probs and config.method == "full"
         length = config.sequence_length
@@ -186,6 +192,8 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
             # TRL takes the names of columns from the rows that it is made with.
             values["remove_unused_columns"] = False
         arguments = trl_trainers.arguments(values, config)
+    elif spec.task == EMBEDDINGS:
+        arguments = embedding_trainer.arguments(values)
     else:
         arguments = TrainingArguments(**values)
     # The Trainer would spread the batch over every card that it sees.
@@ -212,6 +220,8 @@ def _rows(
         return SeenRows(rows, hf_config, spec.pictures)
     if row_of(spec.task).reads == "sound":
         return SpokenRows(rows, shape_of(hf_config), kept)
+    if spec.task == EMBEDDINGS:
+        return embedding_trainer.dataset(rows, len(rows) if lengths else per_sample * kept)
     return trl_trainers.dataset(rows, config) if TRAINERS[config.trainer].is_trl else rows
 
 

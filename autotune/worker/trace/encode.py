@@ -38,8 +38,8 @@ class Symbols:
         """Terms that were found: layers are alike, so there are few."""
         row = micro_batch * sequence_length
         trainer = TRAINERS[spec.trainer]
-        rows = trainer.rows_per_sample * micro_batch
-        good = ((micro_batch, -1),) if trainer.compares_samples else ()
+        rows = micro_batch * (1 if trainer.passes_apart else trainer.rows_per_sample)
+        good = ((micro_batch, -1),) if trainer.compares_samples and trainer.is_trl else ()
         near = {
             "padded": ((rows, 1), *good),
             "padding-free": ((micro_batch, 1), (row, 1), (row, -1)),

@@ -6,10 +6,11 @@ accelerate 1.15 Accelerator.prepare_model.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import row_of
+from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build import (
     adapters,
     context_parallel,
@@ -34,10 +35,12 @@ from autotune.worker.build import (
 )
 from autotune.worker.build import model as models
 from autotune.worker.build.alike_layers import built
+from autotune.worker.build.embedder import embedder
 from autotune.worker.build.layers import inner_of, layer_stacks, tower_layers
+from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.build.pictures import GRIDS
 from autotune.worker.build.tensor_parallel import local
-from autotune.worker.trace import liger, pictures, sft, trl_steps
+from autotune.worker.trace import embedding_step, liger, pictures, sft, trl_steps
 from autotune.worker.trace.cuda import META
 from autotune.worker.trace.tracker import Recording, Tracker, in_backward
 
@@ -51,6 +54,23 @@ class SetUp:
     recording: Recording
     alive: dict[int, torch.UntypedStorage]
     block: int | None
+
+
+class _Pass(NamedTuple):
+    """Phases of a forward pass: before its layers, of them, and behind them."""
+
+    before: Phase
+    layers: Phase
+    behind: Phase
+
+    @classmethod
+    def alike(cls, phase: Phase) -> _Pass:
+        return cls(phase, phase, phase)
+
+
+_KEPT = _Pass(Phase.EMBED, Phase.FORWARD, Phase.HEAD)
+_AGAIN = _Pass(Phase.HEAD_BACKWARD, Phase.AGAIN, Phase.HEAD_BACKWARD)
+"""A mini-batch's second pass, within the backward pass."""
 
 
 class MetaStep:
@@ -77,7 +97,11 @@ class MetaStep:
         self._trl = trl_steps.STEPS.get(spec.trainer)
         self._passes: Iterator[Phase] = iter(())
         """Phases of the passes without gradients that are still to come."""
-        self._pass = Phase.EMBED
+        self._pass = _KEPT
+        self._passes_begun: Counter[Phase] = Counter()
+        """How many passes of each kind have begun."""
+        self._is_in_pass = False
+        self._embeds = TRAINERS[spec.trainer].passes_apart
         self.tracker = tracker
         self.sees = sees
         self._rank = rank
@@ -123,6 +147,9 @@ class MetaStep:
 
     def batch(self, micro_batch: int, sequence_length: int) -> dict[str, Any]:
         """The micro-batch that the step is run on."""
+        if self._embeds:
+            num_pairs = self.spec.loss_mini_batches * micro_batch
+            return embedding_step.batch_of(self.model, num_pairs, sequence_length, _empty)
         batch = batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
         if self.spec.sequence_parts > 1:
             batch = context_parallel.whole_inputs(batch)
@@ -168,6 +195,8 @@ class MetaStep:
             sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
         if self._trl is not None:
             self.reference = trl_steps.prepare(self.model, self.task, spec)
+        if self._embeds:
+            self.model = embedder(self.model, META)
         if spec.method in ADAPTERS:
             self._own_new(Phase.ADAPTER, place_of)
         if self.reference is not None:
@@ -242,7 +271,10 @@ class MetaStep:
         # A tracker of its own: nothing of this step is recorded but what it leaves behind.
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
             inputs = self.batch(micro_batch, sequence_length)
-            self.model(**(inputs if self._trl is None else trl_steps.inputs_of(inputs)))
+            if self._embeds:
+                self.model(embedding_step.texts_of(inputs))
+            else:
+                self.model(**(inputs if self._trl is None else trl_steps.inputs_of(inputs)))
         self._own_new(Phase.SETTLED, place_finder(self.model, self.task))
 
     def _own_new(
@@ -272,42 +304,40 @@ class MetaStep:
             inputs["num_items_in_batch"] = num_items(model, inputs["labels"])
         self.keep(*inputs.values())
         self.expect(() if self._trl is None else trl_steps.passes_of(self.spec))
+        self._passes_begun.clear()
         if self.sees is not None and self.sees.is_in_text:
             handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
             handles += self.hook_passes(each)
         self.mark(Phase.EMBED)
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
-            self._loss_and_gradients(inputs, accepts=accepts)
+            self._loss_and_gradients(inputs, micro_batch, accepts=accepts)
         del inputs
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
 
-    def _loss_and_gradients(self, inputs: dict[str, Any], *, accepts: bool) -> None:
+    def _loss_and_gradients(
+        self, inputs: dict[str, Any], micro_batch: int, *, accepts: bool
+    ) -> None:
         precision = PRECISIONS[self.spec.precision]
-        loss = self._loss(inputs, accepts=accepts)
+        loss = self._loss(inputs, micro_batch, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
             scaled = scaled * torch.empty((), dtype=torch.float32, device=META)
         self.mark(Phase.HEAD_BACKWARD)
-        # Tensor.backward would switch the function mode off; the engine's own entry does not.
-        torch.autograd.graph._engine_run_backward(
-            (scaled,),
-            (torch.ones_like(scaled),),
-            False,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        embedding_step.backward(scaled)
         self.mark(Phase.END)
         self.keep(loss.detach())
         self.loss = self.tracker.index_of(loss)
 
-    def _loss(self, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
+    def _loss(self, inputs: dict[str, Any], micro_batch: int, *, accepts: bool) -> torch.Tensor:
         """Compute the loss as Trainer.compute_loss does, divided as in training_step."""
         model: Any = self.model
+        if self._embeds:
+            mini_batch = micro_batch if self.spec.loss_mini_batches > 1 else None
+            # Divided by the number of micro-batches.
+            return embedding_step.loss_of(model, inputs, mini_batch) / 1
         if self.spec.trainer == "trl-sft":
             num_items = inputs.pop("num_items_in_batch", None)
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
@@ -346,10 +376,14 @@ class MetaStep:
             assert parameter.grad is not None
             own = local(parameter.grad)
             gradient = self.tracker.index_of(own)
+            if gradient in self.gradients:
+                return  # A later mini-batch's has been added to it.
             self.gradients[gradient] = parameter_index
             if self._arrived.get(parameter_index, gradient) != gradient:
                 self.copied.add(gradient)
             if own.untyped_storage().nbytes() > own.nbytes:
+                if self.spec.loss_mini_batches > 1:
+                    raise UnsupportedModel("gradients of its weights are parts of larger tensors")
                 self.shared.add(gradient)
                 parameter.grad = None  # The others' last use of it is recorded.
             position = len(self.tracker.recording.events)
@@ -364,6 +398,8 @@ class MetaStep:
             handles += self._hook_layers(number, stack)
         if self.task == PICTURES and (tower := tower_layers(model)) is not None:
             handles += self._hook_layers(TOWER, tower)
+        if self._embeds:
+            handles.append(model.register_forward_hook(self._end))
         return handles
 
     def expect(self, passes: Iterable[Phase]) -> None:
@@ -383,36 +419,62 @@ class MetaStep:
 
     def _begin(self, *_: Any) -> None:
         """Mark where a pass begins: the model's own, or one that keeps nothing."""
-        if not in_backward():
-            self._pass = Phase.EMBED if torch.is_grad_enabled() else next(self._passes)
-            self._mark_change(self._pass, OUTSIDE)
+        if in_backward():
+            if not self._embeds:
+                return
+            self._pass = _AGAIN
+        elif torch.is_grad_enabled():
+            self._pass = _KEPT
+        else:
+            self._pass = _Pass.alike(Phase.CACHED if self._embeds else next(self._passes))
+        self._mark_change(self._pass.before, OUTSIDE)
+        self._passes_begun[self._pass.layers] += 1
+        self._is_in_pass = True
 
-    def _enter(self, place: Place) -> Callable[..., None]:
+    def _end(self, _: nn.Module, args: Any, output: dict[str, torch.Tensor]) -> None:
+        """Mark where the backward pass comes to a pass of which others were behind."""
+        self._is_in_pass = False
+        vectors = output["sentence_embedding"]
+        if vectors.requires_grad:
+            vectors.register_hook(lambda _: self._mark_change(Phase.HEAD_BACKWARD, OUTSIDE))
+
+    @property
+    def _is_recomputing(self) -> bool:
+        """Whether a layer that is entered is one that checkpointing computes again."""
+        return in_backward() and not (self._embeds and self._is_in_pass)
+
+    def _of_pass(self, place: Place) -> Place:
+        """The place of a layer in this pass: where texts pass apart, each pass has a stack of its own."""
+        if not self._embeds:
+            return place
+        return place[0] + self._passes_begun[self._pass.layers] - 1, place[1]
+
+    def _enter(self, own_place: Place) -> Callable[..., None]:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if in_backward():
+            if self._is_recomputing:
                 return
+            place = self._of_pass(own_place)
+            self.mark(self._pass.before if place[0] == TOWER else self._pass.layers, place)
             if not torch.is_grad_enabled():
-                self.mark(self._pass, place)
                 return
-            self.mark(Phase.EMBED if place[0] == TOWER else Phase.FORWARD, place)
             hidden = args[0] if args else kwargs["hidden_states"]
             if place[1] == 0 and hidden.requires_grad:
                 hidden.register_hook(lambda _: self.mark(Phase.EMBED_BACKWARD))
 
         return enter
 
-    def _leave(self, place: Place, is_last: bool) -> Callable[..., None]:
+    def _leave(self, own_place: Place, is_last: bool) -> Callable[..., None]:
         def leave(_: nn.Module, args: Any, output: Any) -> None:
-            if in_backward():
+            if self._is_recomputing:
                 return
+            place = self._of_pass(own_place)
             hidden = output[0] if isinstance(output, tuple) else output
             is_kept = torch.is_grad_enabled()
             if hidden.requires_grad and is_kept:
                 backward = Phase.EMBED_BACKWARD if place[0] == TOWER else Phase.BACKWARD
                 hidden.register_hook(lambda _: self.mark(backward, place))
             if is_last:
-                is_text = place[0] != TOWER
-                phase = Phase.HEAD if is_kept and is_text else self._pass
+                phase = self._pass.before if place[0] == TOWER else self._pass.behind
                 self.tracker.mark_before_next((phase, OUTSIDE))
 
         return leave
@@ -461,11 +523,7 @@ def batch_of(
 
     Packed rows have no mask (export/train.py.template), but where TRL's collator makes one.
     """
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=META)
-
-    shape = micro_batch, sequence_length
+    shape, empty = (micro_batch, sequence_length), _empty
     if spec.trainer in trl_steps.STEPS:
         return trl_steps.batch_of(spec, *shape, empty)
     if spec.batching == "padding-free":
@@ -488,6 +546,10 @@ def batch_of(
         if sees.grids:
             batch[GRIDS] = pictures.grids_of(sees)
     return {**batch, **{name: empty(*of_label) for name in row.labels}}
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def num_items(model: nn.Module, labels: torch.Tensor) -> torch.Tensor:

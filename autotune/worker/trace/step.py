@@ -51,6 +51,7 @@ from autotune.worker.build.alike_layers import NoStandIn
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
 from autotune.worker.trace import (
     attention,
+    embedding_step,
     flex,
     forks,
     generation,
@@ -537,6 +538,9 @@ def _techniques(
         if TRAINERS[spec.trainer].is_trl:
             counted = sequence_length - 1, trl_steps.num_scored(spec, sequence_length)
             stack.enter_context(sft.on_meta(tracker, chunks, counted))
+        if spec.loss_mini_batches > 1:
+            embedding_step.know_last_places(tracker)
+            stack.enter_context(replaced([(torch.Tensor, "backward", embedding_step.backward)]))
         if spec.has_plan:
             keep = checkpoint_plan.keep_products
             here = [(checkpoint_plan, "keep_products", functools.partial(_keep_of_any_rank, keep))]

@@ -164,7 +164,8 @@ def decompositions(
 
     What else is asked for `others` answer.
     """
-    if not TRAINERS[spec.trainer].compares_samples:
+    row = TRAINERS[spec.trainer]
+    if not (row.compares_samples and row.is_trl):
         return {}
     numbers = itertools.cycle((micro_batch - 1, 1))
     others, nonzero = dict(others), torch.ops.aten.nonzero.default

@@ -1,0 +1,70 @@
+"""The modules behind a model that embeds texts, read off its own files: modules.json, 1_Pooling/config.json.
+
+They are data: a module that is code of its repository is named here, refused by whoever builds the model,
+and never run. Source: sentence-transformers 6.2 base/model.py (_load_config_modules),
+sentence_transformer/modules/pooling.py (_convert_legacy_pooling_kwargs).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from autotune.catalogue.models import MODULES_NAME, ModelSource, file_beside
+
+BEHIND = "modules_behind"
+"""The key of a model's configuration that says what comes behind it, for a worker."""
+
+_LIBRARY = "sentence_transformers."
+_LEGACY_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+def with_modules_behind(source: ModelSource) -> ModelSource:
+    """Return the model with what its files say comes behind it; as it is where they say nothing.
+
+    sentence-transformers then takes the mean of the tokens' vectors.
+    """
+    listed = _read(source, MODULES_NAME)
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        return source
+    said: dict[str, Any] = {}
+    for module in listed[1:]:
+        kind = str(module.get("type", ""))
+        library, _, name = kind.rpartition(".")
+        if not f"{library}.".startswith(_LIBRARY) or name not in ("Pooling", "Normalize"):
+            said["others"] = kind[:100]
+        elif name == "Normalize":
+            said["normalizes"] = True
+        else:
+            said["pooling"] = _pooling(_read(source, f"{module.get('path', '')}/config.json"))
+    return dataclasses.replace(source, config={**source.config, BEHIND: said})
+
+
+def _pooling(said: Any) -> str | list[str]:
+    """Return how tokens' vectors become one, or the several ways whose results are joined."""
+    if not isinstance(said, dict):
+        return "mean"
+    mode = said.get("pooling_mode")
+    if isinstance(mode, str):
+        return mode
+    modes = (
+        mode if isinstance(mode, list) else [m for key, m in _LEGACY_MODES.items() if said.get(key)]
+    )
+    return [str(each) for each in modes] or "mean"
+
+
+def _read(source: ModelSource, name: str) -> Any:
+    """Return the content of a JSON file of the model; None where there is none that can be read."""
+    path = file_beside(source, name)
+    try:
+        return None if path is None else json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None

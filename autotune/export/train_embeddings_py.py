@@ -1,0 +1,134 @@
+"""train_embeddings.py: sentence-transformers' trainer with the configuration that was chosen.
+
+All samples of a micro-batch but its own are an anchor's negatives, so that the micro-batch is part of the
+recipe: the program accumulates only where that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from autotune.catalogue.tasks import EMBEDDINGS
+from autotune.export import installed
+from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keywords, unsaid
+from autotune.export.exporter import Exporter
+from autotune.export.quantization_config import quantization_fields
+from autotune.export.references import model_reference
+from autotune.export.train_py import plan_code
+from autotune.export.train_trl_py import lora_arguments
+from autotune.export.training_args import (
+    CARRIED,
+    IN_ENVIRONMENT,
+    installed_fields,
+    set_environment,
+    training_arguments,
+    unknown_values,
+    without_checkpointing,
+)
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import CHECKPOINTING
+from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import BY_TASK
+
+_PROGRAM = Path(__file__).with_name("train_embeddings.py.template")
+_TRAINER = BY_TASK[EMBEDDINGS]
+_CARRIED = (
+    *CARRIED, *OF_LORA, *QUANTIZED, *CHECKPOINTING, *IN_ENVIRONMENT, "method", "sequence_length",
+    "precision", "attention", "batching", "trainer", "loss_mini_batches",
+)  # fmt: skip
+_COLUMNS = ("anchor", "positive")
+_PLAN = """\
+    try:
+        checkpoint_layers(model[0].model, {count}, first_keep="{first}", others_keep="{others}")
+    except ValueError as error:
+        remedy = "Take its call out and say activation_checkpointing=True, or train the model it is for."
+        sys.exit(f"checkpoint_layers: {{error}}. {{remedy}}")
+"""
+
+
+def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
+    """Return a Python program. Every value in it is an ASCII literal."""
+    fields = installed_fields()
+    values = training_arguments(config, fields, workload.extra)
+    values = {key: values[key] for key in values if fields is None or key in fields}
+    imports, plan = [], ""
+    adapter, quantization = "adapter = None", "quantization = None"
+    if config.method != "full":
+        imports.append("from peft import LoraConfig, get_peft_model\n")
+        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, _TRAINER))})"
+    if config.quantization != "none":
+        imports.append("from transformers import BitsAndBytesConfig\n")
+        of_weights = keywords(quantization_fields(config, workload.task))
+        quantization = f"quantization = BitsAndBytesConfig(\n{of_weights})"
+    if config.has_plan:
+        imports.append(f"\n\n{plan_code()}\n")
+        values = without_checkpointing(values)
+        kept = CHECKPOINT_PLANS[config.checkpoint_plan]
+        plan = _PLAN.format(
+            count=config.checkpoint_layers, first=kept.first_keep, others=kept.others_keep
+        )
+    columns, is_cached = columns_of(workload), config.loss_mini_batches > 1
+    lost = (*cannot_express(config), *has_no_words_for(workload))
+    what = f"A run of {_TRAINER.library}' {_TRAINER.class_name}"
+    return heading(what, config, result["evidence"], lost) + _PROGRAM.read_text(
+        encoding="utf-8"
+    ).format(
+        columns=" and ".join(columns),
+        environment=set_environment(config),
+        typing="from typing import Any\n" if plan else "",
+        loss="CachedMultipleNegativesRankingLoss" if is_cached else "MultipleNegativesRankingLoss",
+        loss_options=f", mini_batch_size={config.samples_per_pass}" if is_cached else "",
+        imports="".join(imports),
+        model=ascii(model_reference(workload.model)),
+        fields=ascii([*columns]),
+        arguments=keywords(values),
+        adapter=adapter,
+        quantization=quantization,
+        dtype=PRECISIONS[config.precision].parameter_dtype,
+        attention=config.attention,
+        sequence_length=config.sequence_length,
+        plan=plan,
+    )
+
+
+def columns_of(workload: Workload) -> tuple[str, str]:
+    """Return the fields of the texts that belong together: those of the dataset, or the usual names."""
+    dataset = workload.dataset
+    if dataset is None or dataset.answer_field is None:
+        return _COLUMNS
+    return dataset.text_field, dataset.answer_field
+
+
+def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
+    """Return words for what an installed Transformers of another version does not know."""
+    fields = installed_fields()
+    arguments = training_arguments(config, fields)
+    return (
+        *unsaid(config, _CARRIED),
+        *installed.unknown(arguments, fields, "transformers"),
+        *unknown_values(arguments),
+    )
+
+
+def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
+    """Return words for the user's extra arguments that the installed version does not have."""
+    return installed.unknown(workload.extra, installed_fields(), "transformers")
+
+
+def lacks(workload: Workload) -> str:
+    if workload.task == EMBEDDINGS:
+        return ""
+    return f"{_TRAINER.class_name} trains on {_TRAINER.trains_on} only"
+
+
+EXPORTER = Exporter(
+    name=f"{_TRAINER.command}-python",
+    filename=f"train_{_TRAINER.command}.py",
+    write=write,
+    applies=lambda config: config.trainer == _TRAINER.name,
+    lacks=lacks,
+    cannot_express=cannot_express,
+    has_no_words_for=has_no_words_for,
+)

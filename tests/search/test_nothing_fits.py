@@ -1,0 +1,47 @@
+"""The advice where nothing fits: of how many samples one whole step would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from autotune.search.nothing_fits import _smaller_step
+from autotune.space.config import TrainConfig
+
+PLAIN = TrainConfig(
+    method="full",
+    micro_batch_size=64,
+    gradient_accumulation_steps=1,
+    sequence_length=8,
+    precision="fp32",
+    optimizer="sgd",
+)
+
+
+def fits_up_to(size: int) -> Any:
+    return SimpleNamespace(
+        supports=lambda _: True,
+        fitting=lambda config: True if config.micro_batch_size <= size else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "most", "found"),
+    [
+        ({}, 64, None),
+        ({"update_in_backward": True}, 8, 8),
+        ({"update_in_backward": True}, 1, 1),
+        ({"trainer": "sentence-transformers"}, 8, 8),
+        # One pair has no negatives.
+        ({"trainer": "sentence-transformers"}, 1, None),
+        ({"trainer": "sentence-transformers", "loss_mini_batches": 16}, 8, None),
+    ],
+)
+def test_a_step_that_is_one_micro_batch_is_halved_until_it_fits(
+    changes: dict[str, Any], most: int, found: int | None
+) -> None:
+    config = dataclasses.replace(PLAIN, **changes)
+    assert _smaller_step(fits_up_to(most), config) == found
