@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 from autotune.catalogue.models import MODULES_NAME, ModelSource, file_beside
@@ -17,6 +18,8 @@ BEHIND = "modules_behind"
 """The key of a model's configuration that says what comes behind it, for a worker."""
 
 _LIBRARY = "sentence_transformers."
+_FOLDER = re.compile(r"\w[\w-]*", re.ASCII)
+"""A module's folder, beside the model's configuration."""
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -44,7 +47,11 @@ def with_modules_behind(source: ModelSource) -> ModelSource:
         elif name == "Normalize":
             said["normalizes"] = True
         else:
-            said["pooling"] = _pooling(_read(source, f"{module.get('path', '')}/config.json"))
+            folder = str(module.get("path", ""))
+            is_beside = _FOLDER.fullmatch(folder) is not None
+            said["pooling"] = _pooling(
+                _read(source, f"{folder}/config.json") if is_beside else None
+            )
     return dataclasses.replace(source, config={**source.config, BEHIND: said})
 
 

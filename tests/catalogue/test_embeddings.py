@@ -63,6 +63,14 @@ def test_modules_are_read_off_the_models_files(
     assert with_modules_behind(source).config == {"model_type": "bert", BEHIND: said}
 
 
+def test_a_folder_elsewhere_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"pooling_mode": "max"}', encoding="utf-8")
+    model = tmp_path / "model"
+    model.mkdir()
+    written(model, [TRANSFORMER, {**POOLING, "path": ".."}])
+    assert with_modules_behind(resolve(str(model))).config[BEHIND] == {"pooling": "mean"}
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", "[" * 100_000])
 def test_files_that_say_nothing_leave_the_model_as_it_is(text: str, tmp_path: Path) -> None:
     source = resolve(str(written(tmp_path, text)))

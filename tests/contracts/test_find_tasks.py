@@ -127,6 +127,8 @@ class Case:
     options: tuple[str, ...] = ("--seq-len", "32")
     said: str
     unit: str = "tokens/s"
+    space: str = ""
+    """Further settings of the space."""
     program: str = "train.py"
     needs: str = "transformers"
     """A module that trains it."""
@@ -153,6 +155,7 @@ CASES = {
         make=belonging,
         said=f"pairs, {NUM_SAMPLES} pairs of texts",
         unit="pairs/s",
+        space="    loss_mini_batches: [2]\n",
         program="train_embeddings.py",
         needs="sentence_transformers",
     ),
@@ -168,7 +171,7 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     case = CASES[task]
     pytest.importorskip(case.needs)
     MAKERS.get(case.model, make_models)(tmp_path)
-    (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
+    (tmp_path / "space.yaml").write_text(SPACE + case.space, encoding="utf-8")
     draw = random.Random(0)
     dataset = tmp_path / "rows.jsonl"
     rows = [case.make(draw, tmp_path) for _ in range(NUM_SAMPLES)]
@@ -186,6 +189,7 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     assert f" {case.unit}" in found.stdout
     # What belongs together is compared with all others of a step, which is one micro-batch.
     assert task != EMBEDDINGS or "micro-batch 4 x 1" in found.stdout
+    assert task != EMBEDDINGS or "loss cached in 2 mini-batches" in found.stdout
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     best = result["measured"]["best"]
     assert result["evidence"] == "measured"
