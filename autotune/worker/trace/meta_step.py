@@ -330,6 +330,7 @@ class MetaStep:
         self.mark(Phase.END)
         self.keep(loss.detach())
         self.loss = self.tracker.index_of(loss)
+        del scaled, loss
 
     def _loss(self, inputs: dict[str, Any], micro_batch: int, *, accepts: bool) -> torch.Tensor:
         """Compute the loss as Trainer.compute_loss does, divided as in training_step."""
