@@ -36,6 +36,7 @@ from autotune.export.carried import Unsaid
 from autotune.export.exporter import Exporter
 from autotune.export.own_modules import with_own_modules
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import TRL_BY_TASK
 from autotune.space.words import describe
 
@@ -80,6 +81,8 @@ def exporters_for(config: TrainConfig, workload: Workload) -> tuple[Exporter, ..
 
 def why_not(exporter: Exporter, workload: Workload, config: TrainConfig) -> str:
     """Return why there is no such file for this answer; empty where there is one."""
+    if PARALLELISMS[config.parallelism].schedules:
+        return f"No trainer that is installed runs {config.parallelism}, which is priced alone"
     if reason := exporter.lacks(workload):
         return reason
     if not exporter.applies(config):

@@ -198,6 +198,13 @@ def test_no_setting_is_dropped_in_silence(name: str) -> None:
     assert dropped == []
 
 
+def test_no_file_has_what_no_trainer_runs() -> None:
+    config = dataclasses.replace(DDP, parallelism="pp")
+    assert export.exporters_for(config, WORKLOAD) == ()
+    reasons = {export.why_not(exporter, WORKLOAD, config) for exporter in export.ALL.values()}
+    assert reasons == {"No trainer that is installed runs pp, which is priced alone"}
+
+
 @pytest.mark.parametrize("config", [FULL, LORA, QLORA, DDP], ids=["full", "lora", "qlora", "ddp"])
 @pytest.mark.parametrize("name", [n for n, e in export.ALL.items() if e.filename[-4:] != "json"])
 def test_what_is_not_in_a_file_is_said_at_its_top(name: str, config: TrainConfig) -> None:

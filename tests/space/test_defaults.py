@@ -79,6 +79,7 @@ def test_the_default_base_works_however_gpus_share_it(
     context = Context(
         effective_batch_size=workload.effective_batch_size,
         compute_capability=gpu.compute_capability,
+        is_estimate=PARALLELISMS[parallelism].schedules,
     )
     assert [rule.name for rule in broken_rules(base, context)] == []
     if (card, method) == ("a100", "full"):
