@@ -19,6 +19,7 @@ from typing import Any
 from autotune.worker import server
 from autotune.worker.__main__ import VERBS, Answers
 from autotune.worker.client import launching
+from autotune.worker.trace import forks
 
 
 def _import_all() -> None:
@@ -33,8 +34,12 @@ def _import_all() -> None:
 
 
 def _trace(request: dict[str, Any]) -> Answers:
-    """Trace as in an environment for traces: the server's is that of the other verbs."""
+    """Trace as in an environment for traces: the server's is that of the other verbs.
+
+    In one process: two are at work already, and each fork costs as much as a small trace.
+    """
     os.environ.update(launching.VERB_ENVIRONMENT["trace"])
+    forks.MOST_PROCESSES = 1
     return VERBS["trace"](request)
 
 
