@@ -24,6 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import here
 import pytest
 import torch
 import transformers
@@ -119,7 +120,7 @@ SPEC = ProbeSpec(
     memory_budget_bytes=GIB,
     max_seconds=0.1,
     target_spread=0.0,
-    max_steps=3,
+    max_steps=1,  # beside the two whose memory is watched
 )
 
 
@@ -230,7 +231,7 @@ def test_a_plan_of_checkpointing_is_confirmed() -> None:
 
 def test_what_a_measurement_says() -> None:
     config = CONFIGS["full eight micro-steps"]
-    measured = run(config, max_seconds=100.0)
+    measured = run(config, max_seconds=100.0, max_steps=3)
     assert measured.num_steps == 3
     assert measured.spread is not None
     assert measured.spread >= 0
@@ -256,8 +257,8 @@ def test_the_trainer_runs_with_what_is_exported(monkeypatch: pytest.MonkeyPatch)
         return training_step(self, model, inputs, *args)
 
     monkeypatch.setattr(transformers.Trainer, "training_step", counted)
-    run(CONFIGS["full eight micro-steps"], max_seconds=100.0)
-    assert len(calls) == 2 * (memory.NUM_TRACKED_STEPS + SPEC.max_steps)
+    run(CONFIGS["full eight micro-steps"], max_seconds=100.0, max_steps=3)
+    assert len(calls) == 2 * (memory.NUM_TRACKED_STEPS + 3)
     arguments, shapes = calls[0]
     assert (arguments.optim, arguments.max_grad_norm) == (FULL.optimizer, 1.0)
     assert shapes == {"input_ids": (2, SEQUENCE_LENGTH), "labels": (2, SEQUENCE_LENGTH)}
@@ -753,9 +754,9 @@ def test_every_way_to_run_out_of_memory(error: Exception, monkeypatch: pytest.Mo
 
 
 def test_the_worker_answers_line_by_line() -> None:
-    spec = dataclasses.asdict(SPEC)
+    spec = dataclasses.asdict(dataclasses.replace(SPEC, max_steps=3, max_seconds=100.0))
     request = {"config": MODEL, "train_config": FULL.to_dict(), "spec": spec}
-    end = isolate.run("probe", request, deadline_seconds=120)
+    end = here.workers.run("probe", request, deadline_seconds=120)
     assert end.how == "ok", end.stderr_tail
     *progress, last = end.answers
     measured = measurement_from_dict(last["measurement"])
