@@ -65,7 +65,7 @@ OF_COMPLETIONS = (
     SPACE
     + """
     num_generations: [2]
-    max_completion_length: [16]
+    max_completion_length: [4]
 """
 )
 REWARD = """

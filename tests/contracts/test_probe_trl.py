@@ -33,15 +33,22 @@ pytestmark = [
 ]
 
 
-def of(trainer: str, config: TrainConfig = FULL, **changes: Any) -> TrainConfig:
-    written = COMPLETIONS if TRAINERS[trainer].generates is not None else {}
+def of(
+    trainer: str, config: TrainConfig = FULL, *, written_length: int = 32, **changes: Any
+) -> TrainConfig:
+    """`written_length`: where completions are written, each token with a forward pass of its own."""
+    written = completions(written_length) if TRAINERS[trainer].generates is not None else {}
     return dataclasses.replace(config, trainer=trainer, batching="padded", **{**written, **changes})
 
 
-# On a CPU the head scores prompts as well, which are a token each.
-COMPLETIONS = {
-    "num_generations": 2, "max_completion_length": SEQUENCE_LENGTH - 1, "kl_beta": 0.0
-}  # fmt: skip
+def completions(length: int) -> dict[str, Any]:
+    """On a CPU the head scores prompts as well, which are a token each."""
+    return {
+        "sequence_length": length,
+        "num_generations": 2,
+        "max_completion_length": length - 1,
+        "kl_beta": 0.0,
+    }
 
 
 OF_LORA = dataclasses.replace(LORA, precision="fp32")
@@ -84,7 +91,7 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
     assert measured.peak_reserved_bytes is not None
     difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
     # Token ids and two masks of both answers, or of two batches.
-    batch_bytes = 3 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    batch_bytes = 3 * 2 * config.micro_batch_size * config.sequence_length * 8
     # What is kept of ids while completions are written is taken to be a little more than it is.
     is_written = TRAINERS[config.trainer].generates is not None
     assert -batch_bytes * is_written <= difference <= 4 * batch_bytes
@@ -95,9 +102,10 @@ def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyP
 def test_in_16_bits_a_probe_needs_a_little_more(
     trainer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = of(trainer, QLORA)
+    # Beside fewer layers, or shorter completions, a little is more.
+    config = of(trainer, QLORA, written_length=SEQUENCE_LENGTH)
     task = task_of(config)
-    model = {**MODEL, "num_hidden_layers": 4}  # beside fewer a little is more
+    model = {**MODEL, "num_hidden_layers": 4}
     measured = run(config, model, task=task)
     predicted = estimated(config, monkeypatch, model, task)
     assert (measured.outcome, measured.message) == ("ok", "")
@@ -108,7 +116,7 @@ def test_in_16_bits_a_probe_needs_a_little_more(
 @pytest.mark.parametrize("trainer", TRAINERS_OF_OWN)
 def test_a_confirmation_evaluates_saves_and_goes_on_with_varied_lengths(trainer: str) -> None:
     config = of(trainer, OF_LORA)
-    measured = run(config, task=task_of(config), confirm_steps=2, varied_steps=4, lengths=(4, 40))
+    measured = run(config, task=task_of(config), confirm_steps=2, varied_steps=4, lengths=(4, 24))
     assert (measured.outcome, measured.message) == ("ok", "")
     assert (measured.num_steps, measured.num_varied_steps) == (2, 4)
 
