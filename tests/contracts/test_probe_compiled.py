@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
+from autotune.records.measurement import ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
-from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.probe import checks, memory
 from autotune.worker.probe import run as probe_module
 
@@ -58,31 +58,47 @@ SPEC = ProbeSpec(
 )
 
 
-def probe(server: ForkServer, config: TrainConfig, folder: Path, **spec: Any) -> Measurement:
-    request = {
-        "config": MODEL,
-        "train_config": config.to_dict(),
-        "spec": dataclasses.asdict(dataclasses.replace(SPEC, **spec)),
-        "folder": str(folder),
-    }
-    end = server.run("probe", request, deadline_seconds=300.0)
-    assert end.how == "ok", end.stderr_tail
-    return measurement_from_dict(end.answers[-1]["measurement"])
+PROBE = """
+import json, os, sys, tempfile
+from autotune.records.measurement import ProbeSpec
+from autotune.space.config import TrainConfig
+from autotune.worker.probe.run import probe
+from torch._inductor import config
+folder, temporary, compiler, model, train_config, spec = map(json.loads, sys.argv[1:])
+assert "torch._inductor.codecache" not in sys.modules
+# Where its caches would go by themselves.
+os.environ["TMPDIR"] = tempfile.tempdir = temporary
+os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+os.environ["PATH"] = os.pathsep.join([compiler, os.environ["PATH"]])
+# Plain code, not the widest vectors of this CPU, which it would compile a few files to find out.
+config.cpp.vec_isa_ok = False
+seen = probe(model, TrainConfig(**train_config), ProbeSpec(**spec), folder=folder)
+print(json.dumps(seen.to_dict()))
+"""
 
 
-@pytest.mark.slow  # 30 s: Inductor has g++ compile its kernels
+@pytest.fixture
+def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a g++ that optimises nothing: what it compiles runs for milliseconds."""
+    folder = tmp_path_factory.mktemp("compiler")
+    (folder / "g++").write_text(
+        f'#!/bin/sh\nexec {shutil.which("g++")} "$@" -O0\n', encoding="utf-8"
+    )
+    (folder / "g++").chmod(0o755)
+    return folder
+
+
+@pytest.mark.slow  # 20 s: Inductor has g++ compile its kernels
 def test_inductor_is_measured_from_cold_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quick_compiler: Path
 ) -> None:
-    # Where its caches would go by themselves.
     (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    # Plain code instead of the CPU's widest vectors: a third less to compile.
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     (tmp_path / "probe").mkdir()
-    with ForkServer() as server:
-        seen = probe(server, COMPILED, tmp_path / "probe")
+    folders = [str(each) for each in (tmp_path / "probe", tmp_path / "temporary", quick_compiler)]
+    asked = [*folders, MODEL, COMPILED.to_dict(), dataclasses.asdict(SPEC)]
+    ran = here.workers.program(PROBE, *map(json.dumps, asked))
+    assert ran.returncode == 0, ran.stderr
+    seen = measurement_from_dict(json.loads(ran.stdout.splitlines()[-1]))
     eager = probe_module.probe(MODEL, EAGER, SPEC)
     assert (eager.outcome, seen.outcome) == ("ok", "ok"), seen.message
     # Importing Inductor makes its folder; what a compilation caches are files.
@@ -199,7 +215,7 @@ methods:
 @pytest.mark.slow  # 15 s
 @pytest.mark.usefixtures("forked_workers")
 def test_find_measures_a_compiled_variant_and_times_the_loader(tmp_path: Path) -> None:
-    model = {**MODEL, "num_hidden_layers": 4, "architectures": ["LlamaForCausalLM"]}
+    model = {**MODEL, "num_hidden_layers": 2, "architectures": ["LlamaForCausalLM"]}
     make_tokenizer(tmp_path / "tiny")
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(model), encoding="utf-8")
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
