@@ -152,18 +152,20 @@ class Workers:
         return subprocess.CompletedProcess(arguments, end.exit_code, told, end.stderr_tail)
 
     def start(self, verb: str) -> None:
-        with _adopting(), self._server() as server:
+        with self.server() as server:
             server.start(verb)
 
     def _run(self, verb: str, request: Mapping[str, Any], **rest: Any) -> WorkerEnd:
-        with _adopting(), self._server() as server:
+        with self.server() as server:
             return server.run(verb, request, **rest)
 
     @contextlib.contextmanager
-    def _server(self) -> Iterator[ForkServer]:
+    def server(self) -> Iterator[ForkServer]:
+        """One of the servers, for whoever looks at it, or kills it: its next job starts another."""
         server = self._free.pop() if self._free else _AnyVerb(command=SERVER)
         try:
-            yield server
+            with _adopting():
+                yield server
         finally:
             self._free.append(server)
 

@@ -36,7 +36,7 @@ from tools.gpu_check.probes import Probes
 
 pytestmark = pytest.mark.slow  # probes, a command and servers that are killed
 
-PIECES = ["kernels", "predict", "operations", "sweep", "find", "processes", "speedups"]
+PIECES = ["kernels", "predict", "operations", "sweep", "find", "speedups", "processes"]
 
 
 def run_here(words: Sequence[str], _: Deadline, *, cwd: Path) -> tuple[int, str, str]:
@@ -50,13 +50,14 @@ def run_here(words: Sequence[str], _: Deadline, *, cwd: Path) -> tuple[int, str,
 
 @pytest.fixture(scope="module")
 def one_server() -> Iterator[None]:
-    """Let all pieces ask one server, but for `processes`, which kills its own."""
+    """Let all pieces ask one server, which `processes` kills last."""
     # It ends with the thread that started it, and predictions are made in threads.
     here.workers.start("trace")
     lent = SimpleNamespace(run=here.workers.run, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "ForkServer", lambda: contextlib.nullcontext(here.workers))
         patch.setattr(predictions, "ForkServer", lambda: lent)
+        patch.setattr(processes, "ForkServer", here.workers.server)
         for piece in (pieces, speedups):
             patch.setattr(piece, "run_until", run_here)
         patch.setattr(calibrate.isolate, "run", here.workers.run)
