@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -119,36 +121,62 @@ methods:
 """
 
 
+PROGRAM = """#!{python} -IS
+import json, os.path, socket, sys
+with socket.create_connection({address}) as asking:
+    asking.sendall(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]).encode())
+    asking.shutdown(socket.SHUT_WR)
+    code, out, err = json.load(asking.makefile())
+print(out, end="")
+print(err, end="", file=sys.stderr)
+sys.exit(code)
+"""
+"""A program that has the tests run what it is asked for."""
+
+
 def run_script(folder: Path, name: str, *arguments: str, **variables: str) -> str:
-    """What a shell script prints, run in that folder with this Python's programs."""
+    """What a shell script prints, run in that folder; `autotune` and `python` have their imports already."""
     (folder / "small.yaml").write_text(SMALL, encoding="utf-8")
     programs = folder / "programs"
     programs.mkdir()
-    for program, command in (("python", ""), ("autotune", " -m autotune")):
-        path = programs / program
-        path.write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n', encoding="utf-8")
-        path.chmod(0o755)
-    done = subprocess.run(
-        ["sh", str(EXAMPLES / name), *arguments],
-        cwd=folder,
-        env={
-            **os.environ,
-            **variables,
-            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(EXAMPLES.parent),
-            "COLUMNS": "200",
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    with (
+        socket.create_server(("127.0.0.1", 0)) as asked,
+        (folder / "out").open("w+", encoding="utf-8") as out,
+        (folder / "err").open("w+", encoding="utf-8") as err,
+    ):
+        for program in ("python", "autotune"):
+            text = PROGRAM.format(python=sys.executable, address=asked.getsockname())
+            (programs / program).write_text(text, encoding="utf-8")
+            (programs / program).chmod(0o755)
+        path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+        script = subprocess.Popen(
+            ["sh", str(EXAMPLES / name), *arguments],
+            cwd=folder,
+            env={**os.environ, **variables, "PATH": path},
+            stdout=out,
+            stderr=err,
+        )
+        while script.poll() is None:
+            if select.select([asked], [], [], 0.05)[0]:
+                answer(asked.accept()[0], folder)
+        assert script.returncode == 0, (folder / "err").read_text(encoding="utf-8")[-4000:]
+        return (folder / "out").read_text(encoding="utf-8")
+
+
+def answer(asking: socket.socket, folder: Path) -> None:
+    with asking, asking.makefile("r", encoding="utf-8") as words:
+        program, *arguments = json.load(words)
+        run = here.command if program == "autotune" else here.workers.program
+        ended = run(*arguments, cwd=folder)
+        asking.sendall(json.dumps([ended.returncode, ended.stdout, ended.stderr]).encode())
 
 
 @pytest.mark.slow
-def test_cards_that_are_not_here_are_compared(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_cards_that_are_not_here_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     shown = run_script(
         tmp_path,
         "another-card.sh",
@@ -164,7 +192,9 @@ def test_cards_that_are_not_here_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_from_nothing_to_a_trained_adapter(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("forked_workers")
+def test_from_nothing_to_a_trained_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     words = [f"w{number}" for number in range(500)]
     model = tmp_path / "tiny"
     model.mkdir()
@@ -184,8 +214,8 @@ def test_from_nothing_to_a_trained_adapter(tmp_path: Path) -> None:
     shown = run_script(
         tmp_path,
         "train-on-12gb.sh",
-        "data.jsonl",
-        MODEL="tiny",
+        str(tmp_path / "data.jsonl"),
+        MODEL=str(model),
         FIND="--backend predict --space small.yaml --seq-len 64 --effective-batch 4",
         # The configuration of examples/tiny-llama.json has no weights.
         TRAIN="--from-config --max-steps 2",

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import here
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -114,8 +117,14 @@ def test_the_walk_through_on_a_t4_runs_on_a_cpu(
     }
     *searches, training = sources[1:]
     shown = [run(source, names) for source in searches]
-    # Before the searches, another environment would be another server for their workers.
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+
+    def forked(command: list[str], *, check: bool) -> None:
+        python, *words = command
+        assert (python, check) == (sys.executable, True)
+        ended = here.workers.program(*words, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+
+    monkeypatch.setattr(subprocess, "run", forked)
     shown.append(run(training, names))
     same, other = names["same"], names["other"]
     assert same in shown
