@@ -31,7 +31,7 @@ LORA = dataclasses.replace(
 )
 EAGER = (FULL, CHECKPOINTED, LORA)
 MODEL = dataclasses.replace(
-    tiny_model.MODEL, config={**tiny_model.MODEL.config, "num_hidden_layers": 3}
+    tiny_model.MODEL, config={**tiny_model.MODEL.config, "num_hidden_layers": 2}
 )
 """Every layer of a compiled step is traced."""
 
