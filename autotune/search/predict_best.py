@@ -14,19 +14,16 @@ from dataclasses import dataclass
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.installed import is_installed
 from autotune.catalogue.models import ModelSource
-from autotune.catalogue.tasks import CAUSAL
 from autotune.common import log
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
-from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.trace_servers import trace_server
 from autotune.predict.traces_ahead import traces_ahead
 from autotune.predict.tracing import asked_of_all, trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
-    MORE_MEMORY_BYTES,
     TRAINER_DEFAULTS,
     USERS_BASE,
     Answer,
@@ -35,7 +32,7 @@ from autotune.records.answer import (
 )
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate, TraceSpec, and_several
-from autotune.search import beside, compiled_candidates, tried_on_best, waterfall
+from autotune.search import beside, compiled_candidates, room, tried_on_best, waterfall
 from autotune.search.candidates import Candidates, goes_on_from
 from autotune.search.first_answers import FirstAnswers
 from autotune.search.nothing_fits import none_of_class, nothing_fits
@@ -46,7 +43,6 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.enumeration import enumerate_configs
 from autotune.space.knobs import METHOD_WORDS
-from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.requirements import LeftOut, Reason, predictable
 from autotune.space.rules import Context
 from autotune.space.search_space import (
@@ -63,7 +59,7 @@ from autotune.space.search_space import (
     without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import BY_TASK, TRAINERS, model_task
+from autotune.space.trainers import BY_TASK, TRAINERS
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
@@ -88,10 +84,6 @@ EFFORTS = {
 
 POOL_SIZE = 80
 """Candidates for probes. [judgement] A prediction is seldom so wrong that the fastest is further down."""
-
-
-CROWDED_SHARE = 0.5
-"""Share of the memory from which weights and gradients leave little for activations. [judgement]"""
 
 
 class Prediction:
@@ -261,7 +253,7 @@ def find(
     if reference.method == "peft" and reference.peft is None:
         reference = dataclasses.replace(reference, peft=points.configs[0].peft)
     baselines = [base] if base is not None else larger_micro_batches(reference)
-    possible = _possible(points.configs, model, workload)
+    possible = room.possible(points.configs, model, workload)
     traces: dict[TraceSpec, Trace | SharedTrace] = {}
     refused: dict[TraceSpec, str] = {}
     varied = workload.lengths is not None
@@ -318,10 +310,10 @@ def find(
     with traces_ahead(serving, asked, cache) as ahead:
         supported = in_turn.first(
             *map(TraceSpec.of, baselines),
-            is_crowded=functools.partial(_is_crowded, model=model, workload=workload),
+            is_crowded=functools.partial(room.is_crowded, model=model, workload=workload),
         )
-        if _num_said(model, workload) is None:
-            is_possible = _is_possible(model, workload, _num_traced(traces))
+        if room.num_said(model, workload) is None:
+            is_possible = room.is_possible(model, workload, room.num_traced(traces))
             with_room = list(filter(is_possible, possible))
             if any(map(estimator.supports, with_room)):
                 in_turn.leave_out(is_possible)
@@ -335,7 +327,7 @@ def find(
             baseline is not None
             and reference not in supported
             and is_offered
-            and _is_possible(model, workload)(reference)
+            and room.is_possible(model, workload)(reference)
         )
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
 
@@ -499,68 +491,6 @@ def _context(workload: Workload, gpu: Gpu, model: ModelSource) -> Context:
         task=workload.task,
         checkpoint=model.checkpoint,
     )
-
-
-def _possible(
-    configs: list[TrainConfig], model: ModelSource, workload: Workload
-) -> list[TrainConfig]:
-    """Return the configurations whose weights and gradients leave room, where their number is known.
-
-    Of those that deal layers out, the ones whose weights need it.
-
-    A little more memory counts too, since the answer says what it would bring. All of them where
-    there is no such configuration, so that what is lacking can be said.
-    """
-    is_possible = _is_possible(model, workload)
-    return list(filter(is_possible, configs)) or configs
-
-
-def _is_possible(
-    model: ModelSource, workload: Workload, count: int | None = None
-) -> Callable[[TrainConfig], bool]:
-    """`count`: how many parameters a trace has, where the model does not say."""
-    if (said := _num_said(model, workload)) is not None:
-        count = said
-    if count is None:
-        return lambda _: True
-    vocab_size = model.text_config.get("vocab_size") if workload.task == CAUSAL else None
-    return functools.partial(
-        _has_room,
-        count=count,
-        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
-        workload=workload,
-    )
-
-
-def _num_said(model: ModelSource, workload: Workload) -> int | None:
-    """Return how many parameters the model says that it has for this task; None where it does not."""
-    return model.num_parameters_known if model_task(workload.task) == model.task else None
-
-
-def _has_room(config: TrainConfig, *, count: int, vocab_size: int, workload: Workload) -> bool:
-    if PARALLELISMS[config.parallelism].deals_layers:
-        # Where a GPU has room for all weights twice, all GPUs can work at the same time.
-        return 2 * least_bytes(config, count) > workload.memory_budget_bytes
-    if workload.num_gpus > 1:
-        return True
-    most_bytes = workload.memory_budget_bytes + MORE_MEMORY_BYTES
-    return least_bytes(config, count, vocab_size) <= most_bytes
-
-
-def _num_traced(traces: Mapping[TraceSpec, Trace | SharedTrace]) -> int | None:
-    """Return how many parameters the model has by one of its traces, adapters apart; None by none of them."""
-    for spec, trace in traces.items():
-        if spec.quantization == "none":
-            total, num_trained = trace.num_parameters(1)
-            return total if spec.method == "full" else total - num_trained
-    return None
-
-
-def _is_crowded(config: TrainConfig, *, model: ModelSource, workload: Workload) -> bool:
-    """Whether weights and gradients alone take a large share of the memory, as far as is known."""
-    count = model.num_parameters_known
-    room_bytes = CROWDED_SHARE * workload.memory_budget_bytes
-    return count is not None and least_bytes(config, count) > room_bytes
 
 
 def _best_so_far(

@@ -21,7 +21,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.search import beside, first_answers, predict_best
+from autotune.search import beside, first_answers, predict_best, room
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import find
 from autotune.space import requirements
@@ -1122,9 +1122,7 @@ def test_what_cannot_fit_is_not_traced() -> None:
     model = dataclasses.replace(tiny_model.MODEL, num_parameters_known=10**9)
 
     def left(budget_bytes: int, model: Any = model) -> set[tuple[str, str]]:
-        possible = predict_best._possible(
-            tiny_model.configs(), model, tiny_model.workload(budget_bytes)
-        )
+        possible = room.possible(tiny_model.configs(), model, tiny_model.workload(budget_bytes))
         return {(config.method, config.precision) for config in possible}
 
     every = left(100 * 10**9)

@@ -17,7 +17,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
-from autotune.search import predict_best
+from autotune.search import predict_best, room
 from autotune.search.predict_best import Prediction
 from autotune.search.traced_in_turn import SAVERS, _faster, of_each_method
 from autotune.space.config import TrainConfig
@@ -251,7 +251,7 @@ def test_no_step_is_traced_whose_weights_leave_no_room(
     # Of so small a model the context takes most.
     context_bytes = tiny_model.gpu().context_bytes
     assert context_bytes is not None
-    monkeypatch.setattr(predict_best, "MORE_MEMORY_BYTES", -context_bytes)
+    monkeypatch.setattr(room, "MORE_MEMORY_BYTES", -context_bytes)
     base = dataclasses.replace(QLORA, activation_checkpointing=0, activation_offloading=False)
     every = searched(700 * MB, base, traces_all=True)
     asked.clear()

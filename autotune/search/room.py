@@ -1,0 +1,84 @@
+"""Room for weights, gradients and logits: whether a configuration has it, before anything is traced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import CAUSAL
+from autotune.memory.traces import Trace
+from autotune.predict.floors import least_bytes
+from autotune.predict.sharding.shared_trace import SharedTrace
+from autotune.records.answer import MORE_MEMORY_BYTES
+from autotune.records.estimate import TraceSpec
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.trainers import model_task
+
+CROWDED_SHARE = 0.5
+"""Share of the memory from which weights and gradients leave little for activations. [judgement]"""
+
+
+def possible(
+    configs: list[TrainConfig], model: ModelSource, workload: Workload
+) -> list[TrainConfig]:
+    """Return the configurations whose weights, gradients and logits leave room, where their size is known.
+
+    Of those that deal layers out, the ones whose weights need it.
+
+    A little more memory counts too, since the answer says what it would bring. All of them where
+    there is no such configuration, so that what is lacking can be said.
+    """
+    return list(filter(is_possible(model, workload), configs)) or configs
+
+
+def is_possible(
+    model: ModelSource, workload: Workload, count: int | None = None
+) -> Callable[[TrainConfig], bool]:
+    """Return what says whether a configuration has room, as far as is known.
+
+    `count`: how many parameters a trace has, where the model does not say.
+    """
+    if (said := num_said(model, workload)) is not None:
+        count = said
+    if count is None:
+        return lambda _: True
+    vocab_size = model.text_config.get("vocab_size") if workload.task == CAUSAL else None
+    return functools.partial(
+        _has_room,
+        count=count,
+        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+        workload=workload,
+    )
+
+
+def num_said(model: ModelSource, workload: Workload) -> int | None:
+    """Return how many parameters the model says that it has for this task; None where it does not."""
+    return model.num_parameters_known if model_task(workload.task) == model.task else None
+
+
+def _has_room(config: TrainConfig, *, count: int, vocab_size: int, workload: Workload) -> bool:
+    if PARALLELISMS[config.parallelism].deals_layers:
+        # Where a GPU has room for all weights twice, all GPUs can work at the same time.
+        return 2 * least_bytes(config, count) > workload.memory_budget_bytes
+    if workload.num_gpus > 1:
+        return True
+    most_bytes = workload.memory_budget_bytes + MORE_MEMORY_BYTES
+    return least_bytes(config, count, vocab_size) <= most_bytes
+
+
+def num_traced(traces: Mapping[TraceSpec, Trace | SharedTrace]) -> int | None:
+    """Return how many parameters the model has by one of its traces, adapters apart; None by none of them."""
+    for spec, trace in traces.items():
+        if spec.quantization == "none":
+            total, num_trained = trace.num_parameters(1)
+            return total if spec.method == "full" else total - num_trained
+    return None
+
+
+def is_crowded(config: TrainConfig, *, model: ModelSource, workload: Workload) -> bool:
+    """Whether weights and gradients alone take a large share of the memory, as far as is known."""
+    count = model.num_parameters_known
+    room_bytes = CROWDED_SHARE * workload.memory_budget_bytes
+    return count is not None and least_bytes(config, count) > room_bytes
