@@ -608,7 +608,7 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
     shown = io.StringIO()
     limits.draw_answer(found, "", shown)
     text = " ".join(shown.getvalue().split())
-    assert "left out jetmoe/jetmoe: its training step cannot be run" in text
+    assert "left out jetmoe/jetmoe: Its training step cannot be run" in text
 
     monkeypatch.setattr(models, "catalogue", lambda: (few[-1],))
     with pytest.raises(ConfigError, match="jetmoe cannot be traced"):

@@ -81,10 +81,12 @@ def backward(loss: torch.Tensor) -> None:
     )
 
 
-def loss_of(model: Any, inputs: dict[str, Any], mini_batch: int | None) -> torch.Tensor:
-    """The loss of a micro-batch."""
+def loss_of(model: Any, inputs: dict[str, Any], num_mini_batches: int) -> torch.Tensor:
+    """The loss of a micro-batch, cached where it is in several mini-batches."""
     from sentence_transformers import SentenceTransformerTrainer
 
+    num_pairs = next(iter(inputs.values())).shape[0]
+    mini_batch = num_pairs // num_mini_batches if num_mini_batches > 1 else None
     trainer = SimpleNamespace(loss=make_loss(model, mini_batch), model_wrapped=model)
     trainer.collect_features = functools.partial(
         SentenceTransformerTrainer.collect_features, trainer

@@ -311,17 +311,15 @@ class MetaStep:
             handles += self.hook_passes(each)
         self.mark(Phase.EMBED)
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
-            self._loss_and_gradients(inputs, micro_batch, accepts=accepts)
+            self._loss_and_gradients(inputs, accepts=accepts)
         del inputs
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
 
-    def _loss_and_gradients(
-        self, inputs: dict[str, Any], micro_batch: int, *, accepts: bool
-    ) -> None:
+    def _loss_and_gradients(self, inputs: dict[str, Any], *, accepts: bool) -> None:
         precision = PRECISIONS[self.spec.precision]
-        loss = self._loss(inputs, micro_batch, accepts=accepts)
+        loss = self._loss(inputs, accepts=accepts)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
             scaled = scaled * torch.empty((), dtype=torch.float32, device=META)
@@ -332,13 +330,12 @@ class MetaStep:
         self.loss = self.tracker.index_of(loss)
         del scaled, loss
 
-    def _loss(self, inputs: dict[str, Any], micro_batch: int, *, accepts: bool) -> torch.Tensor:
+    def _loss(self, inputs: dict[str, Any], *, accepts: bool) -> torch.Tensor:
         """Compute the loss as Trainer.compute_loss does, divided as in training_step."""
         model: Any = self.model
         if self._embeds:
-            mini_batch = micro_batch if self.spec.loss_mini_batches > 1 else None
             # Divided by the number of micro-batches.
-            return embedding_step.loss_of(model, inputs, mini_batch) / 1
+            return embedding_step.loss_of(model, inputs, self.spec.loss_mini_batches) / 1
         if self.spec.trainer == "trl-sft":
             num_items = inputs.pop("num_items_in_batch", None)
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
