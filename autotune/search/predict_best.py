@@ -312,7 +312,7 @@ def find(
             *map(TraceSpec.of, baselines),
             is_crowded=functools.partial(room.is_crowded, model=model, workload=workload),
         )
-        if room.num_said(model, workload) is None:
+        if room.num_said(model, workload.task) is None:
             is_possible = room.is_possible(model, workload, room.num_traced(traces))
             with_room = list(filter(is_possible, possible))
             if any(map(estimator.supports, with_room)):

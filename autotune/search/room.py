@@ -40,7 +40,7 @@ def is_possible(
 
     `count`: how many parameters a trace has, where the model does not say.
     """
-    if (said := num_said(model, workload)) is not None:
+    if (said := num_said(model, workload.task)) is not None:
         count = said
     if count is None:
         return lambda _: True
@@ -53,9 +53,9 @@ def is_possible(
     )
 
 
-def num_said(model: ModelSource, workload: Workload) -> int | None:
+def num_said(model: ModelSource, task: str) -> int | None:
     """Return how many parameters the model says that it has for this task; None where it does not."""
-    return model.num_parameters_known if model_task(workload.task) == model.task else None
+    return model.num_parameters_known if model_task(task) == model.task else None
 
 
 def _has_room(config: TrainConfig, *, count: int, vocab_size: int, workload: Workload) -> bool:

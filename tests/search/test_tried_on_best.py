@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import here
 import pytest
@@ -56,20 +57,30 @@ def space(parts: tuple[bool, ...], *checkpointing: int) -> SearchSpace:
     )
 
 
-def searched(
-    budget_bytes: int, parts: tuple[bool, ...] = (False, True), allow: str | None = "numerics"
+def answered(
+    budget_bytes: int,
+    *methods: MethodSpace,
+    allow: str | None = "numerics",
+    base: TrainConfig | None = BASE,
+    **others: Any,
 ) -> Answer:
     workload = Workload(
         model=MODEL.name,
         sequence_length=LENGTH,
-        effective_batch_size=8,
-        methods=("full",),
+        methods=tuple(each.method for each in methods),
         memory_budget_bytes=budget_bytes,
         headroom=NO_HEADROOM,
+        **{"effective_batch_size": 8, **others},
     )
+    asked = SearchSpace(name="s", description="", methods=methods)
     gpu = tiny_model.gpu()
-    asked = space(parts, 0, 1, SOLVE)
-    return predict_best.find(MODEL, workload, asked, gpu, allow=allow, base=BASE).answer
+    return predict_best.find(MODEL, workload, asked, gpu, allow=allow, base=base).answer
+
+
+def searched(
+    budget_bytes: int, parts: tuple[bool, ...] = (False, True), allow: str | None = "numerics"
+) -> Answer:
+    return answered(budget_bytes, *space(parts, 0, 1, SOLVE).methods, allow=allow)
 
 
 def intervals() -> Iterator[TrainConfig]:
@@ -168,33 +179,14 @@ def test_a_loss_in_parts_lets_adapters_fit_where_only_quantised_weights_do() -> 
     lora = MethodSpace(method="lora", domains=domains)
     qlora = MethodSpace(method="qlora", domains={**domains, "quantization": ("nf4",)})
 
-    def best(budget_bytes: int, *methods: MethodSpace) -> TrainConfig:
-        names = tuple(each.method for each in methods)
-        workload = Workload(
-            model=MODEL.name,
-            sequence_length=LENGTH,
-            effective_batch_size=8,
-            methods=names,
-            memory_budget_bytes=budget_bytes,
-            headroom=NO_HEADROOM,
-        )
-        asked = SearchSpace(name="s", description="", methods=methods)
-        found = predict_best.find(
-            MODEL, workload, asked, tiny_model.gpu(), allow="recipe", base=BASE
-        )
-        if budget_bytes < 10**12:
-            assert found.answer.best.peak_device_bytes <= budget_bytes
-        peaks.append(found.answer.best.peak_device_bytes)
-        return found.answer.best.config
-
-    peaks: list[int] = []
     at_once = {**domains, "chunked_loss": (False,), "activation_checkpointing": (1,)}
-    best(10**12, dataclasses.replace(qlora, domains={**qlora.domains, **at_once}))
-    budget_bytes = peaks[-1]
-    best(10**12, dataclasses.replace(lora, domains=at_once))
-    assert peaks[-1] > budget_bytes, "LoRA with all logits at once does not fit"
-    config = best(budget_bytes, lora, qlora)
-    assert (config.method, config.chunked_loss) == ("lora", True)
+    quantised = dataclasses.replace(qlora, domains={**qlora.domains, **at_once})
+    budget_bytes = answered(10**12, quantised, allow="recipe").best.peak_device_bytes
+    whole = answered(10**12, dataclasses.replace(lora, domains=at_once), allow="recipe").best
+    assert whole.peak_device_bytes > budget_bytes, "LoRA with all logits at once does not fit"
+    best = answered(budget_bytes, lora, qlora, allow="recipe").best
+    assert best.peak_device_bytes <= budget_bytes
+    assert (best.config.method, best.config.chunked_loss) == ("lora", True)
 
 
 def test_a_loss_in_parts_lets_each_gpu_have_all_weights() -> None:
@@ -207,22 +199,9 @@ def test_a_loss_in_parts_lets_each_gpu_have_all_weights() -> None:
     }
 
     def best(budget_bytes: int, parts: tuple[bool, ...], *parallelisms: str) -> Estimate:
-        workload = Workload(
-            model=MODEL.name,
-            sequence_length=LENGTH,
-            effective_batch_size=64,
-            methods=("full",),
-            memory_budget_bytes=budget_bytes,
-            headroom=NO_HEADROOM,
-            num_gpus=2,
-        )
         section = {**domains, "chunked_loss": parts, "parallelism": parallelisms}
-        asked = SearchSpace(
-            name="s", description="", methods=(MethodSpace(method="full", domains=section),)
-        )
-        return predict_best.find(
-            MODEL, workload, asked, tiny_model.gpu(), allow="numerics"
-        ).answer.best
+        full = MethodSpace(method="full", domains=section)
+        return answered(budget_bytes, full, base=None, effective_batch_size=64, num_gpus=2).best
 
     shared = best(10**12, (False,), "fsdp2")
     in_parts = best(10**12, (True,), "ddp")

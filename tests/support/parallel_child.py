@@ -9,22 +9,18 @@ CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
-from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from gloo_processes import run_cases
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -316,45 +312,14 @@ def run_buckets(case: dict[str, Any]) -> dict[str, Any]:
     return {"buckets": [bucket.buffer().nbytes for bucket in buckets]}
 
 
-def worker(rank: int, num_gpus: int, cases: dict[str, Any], folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous-{num_gpus}",
-        rank=rank,
-        world_size=num_gpus,
-        timeout=timedelta(seconds=120),
-    )
-    reports = {}
-    for name, case in cases.items():
-        try:
-            run = run_ring if case.get("parallelism") == "cp" else run_case
-            reports[name] = run_buckets(case) if "shapes" in case else run(case)
-        except RuntimeError as error:
-            # Alike in every process: the next case begins in all of them.
-            reports[name] = {"problem": f"{type(error).__name__}: {error}"}
-    Path(folder, f"{num_gpus}-{rank}.json").write_text(json.dumps(reports), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    found: dict[str, list[Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for num_gpus in sorted({case["num_gpus"] for case in cases.values()}):
-            own = {name: case for name, case in cases.items() if case["num_gpus"] == num_gpus}
-            # Forked, so that this process imports for all of them. Nothing was computed here: gloo, and
-            # torch's threads, begin in each.
-            mp.start_processes(
-                worker, args=(num_gpus, own, folder), nprocs=num_gpus, start_method="fork"
-            )
-            for rank in range(num_gpus):
-                text = Path(folder, f"{num_gpus}-{rank}.json").read_text(encoding="utf-8")
-                for name, report in json.loads(text).items():
-                    found.setdefault(name, []).append(report)
-    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
+def run_any(case: dict[str, Any], _: int) -> dict[str, Any]:
+    run = run_ring if case.get("parallelism") == "cp" else run_case
+    try:
+        return run_buckets(case) if "shapes" in case else run(case)
+    except RuntimeError as error:
+        # Alike in every process: the next case begins in all of them.
+        return {"problem": f"{type(error).__name__}: {error}"}
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(run_any, lambda case: case["num_gpus"])

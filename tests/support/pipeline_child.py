@@ -9,16 +9,10 @@ CASES maps names to {"config", "counts", "micro_batches", "micro_batch", "length
 from __future__ import annotations
 
 import gc
-import json
-import sys
-import tempfile
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from gloo_processes import run_cases
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -99,37 +93,5 @@ def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:
     return {"allocated": replay(sizes, watch.recording.events).peak_allocated_bytes}
 
 
-def worker(rank: int, num_gpus: int, cases: dict[str, Any], folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous-{num_gpus}",
-        rank=rank,
-        world_size=num_gpus,
-        timeout=timedelta(seconds=120),
-    )
-    reports = {name: run_case(case, rank) for name, case in cases.items()}
-    Path(folder, f"{num_gpus}-{rank}.json").write_text(json.dumps(reports), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    cases = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    found: dict[str, list[Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for num_gpus in sorted({len(case["counts"]) for case in cases.values()}):
-            own = {name: case for name, case in cases.items() if len(case["counts"]) == num_gpus}
-            # Forked, so that this process imports for all of them.
-            mp.start_processes(
-                worker, args=(num_gpus, own, folder), nprocs=num_gpus, start_method="fork"
-            )
-            for rank in range(num_gpus):
-                text = Path(folder, f"{num_gpus}-{rank}.json").read_text(encoding="utf-8")
-                for name, report in json.loads(text).items():
-                    found.setdefault(name, []).append(report)
-    Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(run_case, lambda case: len(case["counts"]))

@@ -58,6 +58,7 @@ def _program(request: dict[str, Any]) -> Answers:
             main = sys.modules["__main__"] = ModuleType("__main__")
             exec(compile(program, "<string>", "exec"), main.__dict__)
         else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(program)))  # As Python does.
             runpy.run_path(program, run_name="__main__")
     finally:
         sys.stdout.flush()

@@ -75,12 +75,6 @@ class DealtTrace(SharedTrace):
                 for size, count in copied.items()
             ),
             messages_per_step=(),
-            host_copy_bytes_per_micro_step=0,
-            host_copy_bytes_per_step=0,
-            host_bytes=0,
-            host_update_elements=0,
-            gathered_bytes=0,
-            buffers_bytes=0,
             layers=self.counts,
         )
 

@@ -16,15 +16,15 @@ class Exchange:
     """Collectives of a micro-step."""
     messages_per_step: tuple[Message, ...]
     """Collectives beside those, once an optimizer step."""
-    host_copy_bytes_per_micro_step: int
-    host_copy_bytes_per_step: int
-    host_bytes: int
+    host_copy_bytes_per_micro_step: int = 0
+    host_copy_bytes_per_step: int = 0
+    host_bytes: int = 0
     """Host memory that the GPU's part of the run takes."""
-    host_update_elements: int
+    host_update_elements: int = 0
     """Number of weights that the host's CPU updates, for all GPUs together: they share one host."""
-    gathered_bytes: int
+    gathered_bytes: int = 0
     """Most bytes that are gathered at one time."""
-    buffers_bytes: int
+    buffers_bytes: int = 0
     """Bytes of the buffers that are kept for communication."""
     layers: tuple[int, ...] = ()
     """Number of layers that each GPU has; empty where all of them have all."""

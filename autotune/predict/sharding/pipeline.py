@@ -108,12 +108,6 @@ class PipelineTrace(SharedTrace):
             num_gpus=num_gpus,
             messages_per_micro_step=sent(2),
             messages_per_step=sent(2 * (num_gpus - 2)),
-            host_copy_bytes_per_micro_step=0,
-            host_copy_bytes_per_step=0,
-            host_bytes=0,
-            host_update_elements=0,
-            gathered_bytes=0,
-            buffers_bytes=0,
             layers=self.counts,
         )
 

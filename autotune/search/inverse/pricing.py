@@ -24,6 +24,7 @@ from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.records.question import Question
+from autotune.search import room
 from autotune.search.budget import ChosenCard
 from autotune.search.candidates import Candidates
 from autotune.search.predict_best import Progress
@@ -41,7 +42,6 @@ from autotune.space.search_space import (
     with_checkpoint,
     with_trainers,
 )
-from autotune.space.trainers import model_task
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
@@ -327,10 +327,8 @@ class Pricer:
 
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
         """Weights and gradients alone pass the budget, which needs no trace."""
-        count = case.source.num_parameters_known
-        if count is None or model_task(self.task(case)) != case.source.task:
-            return False
-        return least_bytes(config, count) > case.budget_bytes
+        count = room.num_said(case.source, self.task(case))
+        return count is not None and least_bytes(config, count) > case.budget_bytes
 
     def _key(self, case: Case) -> tuple[object, ...]:
         return case.source.name, case.sequence_length, *of_card(case.gpu).values()
