@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from autotune.common.units import parse_bytes
@@ -50,21 +50,13 @@ def worth_trying(check: Check, predictions: Predictions, case: Case) -> Estimate
 
 
 def predict(check: Check) -> bool:
-    """Every case with all of the card; some with their own prediction as budget."""
+    """Every case with all of the card; some right after with their own prediction as budget."""
     cases = gpu_cases.TINY_CASES if check.tiny else gpu_cases.CASES
     probes = Probes(check, check.records("predicted_vs_measured"), check.seconds or PREDICT_SECONDS)
-    predictions = Predictions(check.card, cases, check.budget_bytes)
 
-    def uncapped(some: Sequence[Case]) -> bool:
-        return all(
-            probes.measure(
-                c.model,
-                c.config,
-                check.budget_bytes,
-                functools.partial(worth_trying, check, predictions, c),
-            )
-            for c in some
-        )
+    def uncapped(case: Case) -> bool:
+        tried = functools.partial(worth_trying, check, predictions, case)
+        return probes.measure(case.model, case.config, check.budget_bytes, tried)
 
     def capped(case: Case) -> bool:
         if not check.deadline.allows_another():
@@ -77,8 +69,8 @@ def predict(check: Check) -> bool:
             case.model, case.config, least_bytes, lambda: estimate, is_capped=True
         )
 
-    with predictions:
-        return uncapped(cases) and all(capped(case) for case in cases if case.capped)
+    with Predictions(check.card, cases, check.budget_bytes) as predictions:
+        return all(uncapped(case) and (not case.capped or capped(case)) for case in cases)
 
 
 def techniques(check: Check) -> bool:
