@@ -16,6 +16,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.worker.build import model as models
+from autotune.worker.trace import cuda
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
 
@@ -143,3 +144,34 @@ def test_lomo_gives_a_gradient_up_for_its_copy(precision: str, copies_first: boo
     copy_bytes = 160 * 64 * 4
     before, after = steps.sizes[events[freed - 1]], steps.sizes[events[freed + 1]]
     assert (before if copies_first else after) == copy_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing", "num_kept"), [("qwen2", 0, 1), ("qwen2", 1, 2), ("llama", 1, 0)]
+)
+def test_an_older_torch_keeps_a_workspace_for_products_with_a_bias(
+    family: str, checkpointing: int, num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1 MiB on each thread that adds one, as on the H100: Qwen2 has biases, Llama has none; only what is
+    recomputed adds one on autograd's thread."""
+    monkeypatch.setattr(cuda, "_CUBLASLT_BYTES", 2**20)
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=2,
+        gradient_accumulation_steps=1,
+        sequence_length=32,
+        precision="bf16-true",
+        optimizer="adamw_torch",
+        activation_checkpointing=checkpointing,
+    )
+    answer = trace_module.trace_step(
+        models.load_config(SMALL | {"model_type": family}),
+        "causal-lm",
+        TraceSpec.of(config),
+        sequence_length=32,
+        device=H200,
+    )
+    trace = Trace(answer)
+    sizes = trace.sizes(2, 0)
+    kept = [int(sizes[number]) for number in trace.workspaces]
+    assert sorted(kept) == num_kept * [2**20] + 2 * [H200.cublas_workspace_bytes]

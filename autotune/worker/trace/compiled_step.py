@@ -268,7 +268,7 @@ class _Emitter:
         func = node.target
         args, kwargs = _values((node.args, dict(node.kwargs)))
         out = value_of(node)
-        self._workspaces.at_launch(self._tracker, func, in_backward=backward)
+        self._workspaces.at_launch(self._tracker, func, args, in_backward=backward)
         buffers: tuple[Buffer, ...] = ()
         if self._hidden_buffers is not None:
             buffers = self._hidden_buffers(func, args, out)
