@@ -87,7 +87,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def test_predictions_stand_beside_measurements(recorded: Path) -> None:
     records = lines(recorded / "predicted_vs_measured.jsonl")
-    assert [r["capped_at_prediction"] for r in records] == [False, False, True]
+    assert [r["capped_at_prediction"] for r in records] == [False, True, False]
     for record in records:
         measurement = measurement_from_dict(record["measurement"])
         assert record["schema_version"] == SCHEMA_VERSION
@@ -95,7 +95,7 @@ def test_predictions_stand_beside_measurements(recorded: Path) -> None:
         assert record["prediction"]["config"] == measurement.config.to_dict()
         assert measurement.spec.backend == "cpu"
         assert record["wall_seconds"] > measurement.elapsed_seconds > 0
-    first, _, capped = records
+    first, capped, _ = records
     assert (
         capped["measurement"]["spec"]["memory_budget_bytes"]
         == (first["prediction"]["peak_device_bytes"])
@@ -230,14 +230,19 @@ def test_what_is_recorded_is_not_run_again(recorded: Path) -> None:
         assert (recorded / name).read_text(encoding="utf-8") == text
 
 
-def test_repredicting_leaves_measurements_alone(recorded: Path) -> None:
+def test_repredicting_leaves_measurements_alone(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = recorded / "predicted_vs_measured.jsonl"
     before = lines(path)
+    its = before[0]["measurement"]["fingerprint"]
+    its["versions"] = [[name, "2.0" if name == "torch" else v] for name, v in its["versions"]]
     spoilt = [record | {"prediction": {"fits": True}} for record in before[:1]] + before[1:]
     path.write_text("".join(json.dumps(r) + "\n" for r in spoilt), encoding="utf-8")
     check = check_of(recorded)
     (recorded / "sweep.jsonl").unlink()
     assert pieces.repredict(check)
+    assert "measured with torch 2.0 and 2." in capsys.readouterr().err
     after = lines(path)
     first = after[0].pop("first_prediction")
     assert first["peak_allocated_bytes"] is None

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from autotune.catalogue.installed import version
 from autotune.common.units import parse_bytes
 from autotune.records.estimate import Estimate
 from autotune.space import requirements
@@ -29,6 +30,7 @@ from tools.gpu_check.operations import operations
 from tools.gpu_check.predictions import Predictions
 from tools.gpu_check.probes import Probes
 from tools.gpu_check.processes import processes
+from tools.gpu_check.records import Record
 from tools.gpu_check.speedups import speedups, storage
 from tools.gpu_check.summary import QUANTITIES
 
@@ -203,13 +205,18 @@ def find_commands(check: Check, scratch: Path) -> Iterator[tuple[str, str, list[
 def repredict(check: Check) -> bool:
     """Put today's predictions beside what was measured; figures of the first ones are kept.
 
-    Where the budget was a prediction, that prediction stays: the run survived it or did not.
+    Where the budget was a prediction, that prediction stays: the run survived it or did not. Another
+    version of torch allocates otherwise, by up to a percent: predict with the one that measured.
     """
     for name in ("predicted_vs_measured", "sweep"):
         path = check.folder / f"{name}.jsonl"
         if not path.exists():
             continue
         records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        measured_with = {_torch_of(record) for record in records}
+        if measured_with != {version("torch")}:
+            names = " and ".join(sorted(measured_with))
+            say(f"{name}: measured with torch {names}, predicted with torch {version('torch')}")
         by_budget = defaultdict(list)
         for record in records:
             if not record["capped_at_prediction"]:
@@ -229,6 +236,10 @@ def repredict(check: Check) -> bool:
         whole.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         whole.replace(path)
     return True
+
+
+def _torch_of(record: Record) -> str:
+    return str(dict(record["measurement"]["fingerprint"]["versions"])["torch"])
 
 
 PIECES: dict[str, Callable[[Check], bool]] = {
