@@ -249,6 +249,9 @@ def test_repredicting_leaves_measurements_alone(
     for record in after[1:]:
         kept = record.pop("first_prediction", None)
         assert (kept is None) == record["capped_at_prediction"]
+    for record in after:
+        with_host = record.pop("step_seconds_with_its_host", None)
+        assert (with_host is None) == record["capped_at_prediction"]
     assert after == before
 
 

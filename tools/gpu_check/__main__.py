@@ -10,6 +10,7 @@ failures included:
 predicted_vs_measured.jsonl, sweep.jsonl
     {"schema_version", "key", "model", "capped_at_prediction": bool, "prediction": {Estimate.to_dict},
     "first_prediction": figures of the one made before the run, where `repredict` has replaced it,
+    "step_seconds_with_its_host": predicted then with the host's time of kernels.jsonl,
     "measurement": {Measurement.to_dict}, "wall_seconds": of the whole probe, as its parent saw it,
     "card_peak_bytes": the most that NVML saw of it meanwhile, or null}
 find.jsonl

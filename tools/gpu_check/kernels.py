@@ -29,6 +29,7 @@ from autotune.probe.calibrate import (
     calibration_of,
     check_plausible,
     half_of,
+    host_factor_of,
     name_of,
     time_kernels,
 )
@@ -138,6 +139,11 @@ def timing_of(records: Sequence[Record]) -> Timing:
         skipped=tuple(Skipped(name=r["key"], why=r["skipped"]) for r in its if r["skipped"]),
         host_seconds=host,
     )
+
+
+def host_factor_in(folder: Path) -> float | None:
+    """The factor of the host that the records of a folder are from; None where it was not timed."""
+    return host_factor_of(timing_of(read_records(folder / "kernels.jsonl")).host_seconds)
 
 
 def _timed(record: Record) -> TimedKernel:

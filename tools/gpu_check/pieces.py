@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import random
@@ -10,10 +11,12 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.installed import version
+from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import parse_bytes
 from autotune.records.estimate import Estimate
 from autotune.space import requirements
@@ -25,7 +28,7 @@ from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check.cases import Case
 from tools.gpu_check.check import ROOT, Check, say, shown
 from tools.gpu_check.deadline import run_until
-from tools.gpu_check.kernels import kernels
+from tools.gpu_check.kernels import host_factor_in, kernels
 from tools.gpu_check.operations import operations
 from tools.gpu_check.predictions import Predictions
 from tools.gpu_check.probes import Probes
@@ -217,25 +220,36 @@ def repredict(check: Check) -> bool:
         if measured_with != {version("torch")}:
             names = " and ".join(sorted(measured_with))
             say(f"{name}: measured with torch {names}, predicted with torch {version('torch')}")
-        by_budget = defaultdict(list)
-        for record in records:
-            if not record["capped_at_prediction"]:
-                budget_bytes = record["measurement"]["spec"]["memory_budget_bytes"]
-                config = TrainConfig(**record["measurement"]["config"])
-                by_budget[budget_bytes].append((record, Case(model=record["model"], config=config)))
-        for budget_bytes, pairs in by_budget.items():
-            with Predictions(check.card, [c for _, c in pairs], budget_bytes) as predictions:
-                for record, case in pairs:
-                    estimate = predictions.of(case.model, case.config)
-                    if estimate is not None:
-                        before, now = record["prediction"], estimate.to_dict(budget_bytes)
-                        figures = {name: before.get(name) for name in QUANTITIES.values()}
-                        record.setdefault("first_prediction", figures)
-                        record["prediction"] = now
+        for record, estimate, budget_bytes in _predicted(check.card, records):
+            before, now = record["prediction"], estimate.to_dict(budget_bytes)
+            figures = {name: before.get(name) for name in QUANTITIES.values()}
+            record.setdefault("first_prediction", figures)
+            record["prediction"] = now
+        host_factor = host_factor_in(check.folder)
+        if host_factor is not None:
+            own = dataclasses.replace(check.card, rates=OwnRates(host_factor=host_factor))
+            for record, estimate, _ in _predicted(own, records):
+                record["step_seconds_with_its_host"] = estimate.step_seconds
         whole = path.with_suffix(".new")
         whole.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
         whole.replace(path)
     return True
+
+
+def _predicted(card: Gpu, records: Sequence[Record]) -> Iterator[tuple[Record, Estimate, int]]:
+    """(record, estimate, budget) of the runs that had a budget of their own, as far as can be predicted."""
+    by_budget = defaultdict(list)
+    for record in records:
+        if not record["capped_at_prediction"]:
+            budget_bytes = record["measurement"]["spec"]["memory_budget_bytes"]
+            config = TrainConfig(**record["measurement"]["config"])
+            by_budget[budget_bytes].append((record, Case(model=record["model"], config=config)))
+    for budget_bytes, pairs in by_budget.items():
+        with Predictions(card, [c for _, c in pairs], budget_bytes) as predictions:
+            for record, case in pairs:
+                estimate = predictions.of(case.model, case.config)
+                if estimate is not None:
+                    yield record, estimate, budget_bytes
 
 
 def _torch_of(record: Record) -> str:

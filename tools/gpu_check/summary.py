@@ -17,6 +17,7 @@ from typing import Any
 
 from autotune.common.units import format_bytes
 from autotune.records.measurement import Measurement, measurement_from_dict
+from autotune.speed.sureness import within
 from tools.gpu_check import kernels, speedup_table
 from tools.gpu_check.records import Record, read_records
 from tools.no_card import DRIVER as NO_CARD
@@ -196,7 +197,10 @@ def _predictions(title: str, records: Sequence[Record]) -> list[str]:
             f"- with their own predicted peak as budget: {num_fitting} of {num_capped} fitted"
         ]
     has_times = not _is_without_card(records)
-    lines += [*(_mended_by_one_probe(records) if has_times else []), *_seen_on_the_card(records)]
+    if has_times:
+        lines += [*_within_their_range(records), *_with_its_host(records)]
+        lines += _mended_by_one_probe(records)
+    lines += _seen_on_the_card(records)
     seconds = [_overhead_seconds(r) for r in records if r["measurement"]["outcome"] == "ok"]
     if seconds and has_times:
         lines += [
@@ -229,6 +233,36 @@ def _mended_by_one_probe(records: Sequence[Record]) -> list[str]:
         f"- time, once one probe of the same model and method is known: "
         f"{statistics.median(map(abs, left)):.1%} off (median), {max(left, key=abs):+.1%} (furthest), "
         f"of {len(left)}"
+    ]
+
+
+def _within_their_range(records: Sequence[Record]) -> list[str]:
+    """How many measured steps lie in the range that their prediction says holds 80 % of them."""
+    held = []
+    for record in uncapped(records):
+        seen, predicted = measured(record), record["prediction"]
+        below, above = predicted.get("step_spread"), predicted.get("slow_spread")
+        if seen.outcome == "ok" and seen.step_seconds and below is not None and above is not None:
+            least, most = within(predicted["step_seconds"], below, above)
+            held.append(least <= seen.step_seconds <= most)
+    if not held:
+        return []
+    return [f"- time, in the range that is predicted to hold 80 %: {sum(held)} of {len(held)}"]
+
+
+def _with_its_host(records: Sequence[Record]) -> list[str]:
+    """Return the error in time of predictions that know how long this host takes for an operation."""
+    left = [
+        record["step_seconds_with_its_host"] / seconds - 1
+        for record in uncapped(records)
+        if "step_seconds_with_its_host" in record and (seconds := measured(record).step_seconds)
+    ]
+    if not left:
+        return []
+    return [
+        f"- time, predicted with this host's time for an operation (kernels.jsonl): "
+        f"{statistics.median(map(abs, left)):.1%} off (median), {max(left, key=abs):+.1%} (furthest), "
+        f"of {len(left)}; {sum(abs(each) <= 0.25 for each in left)} within a quarter"
     ]
 
 
