@@ -1,6 +1,6 @@
 """How much faster `find`'s answer is than what people run: same card, same budget, same effective batch.
 
-    python -m tools.gpu_check speedups          (not yet run on a GPU)
+    python -m tools.gpu_check speedups
 
 On a CPU: validation/cpu_speedups.py.
 
@@ -25,7 +25,8 @@ Written to studies/<card>/speedups.jsonl, an object per case
     {"schema_version", "key", "model", "gpu_mem", "memory_budget_bytes", "method", "sequence_length",
     "effective_batch_size", "backend", "find": {"command", "exit_code", "wall_seconds", "num_run", "class"},
     "contenders": {name: {"tried": [[micro-batch, checkpointing, outcome]], "measurements": [{Measurement}]}}}
-of which speedup_table.py draws the table. A CPU's speeds say nothing of a GPU's.
+of which speedup_table.py draws the table; speedups_found.jsonl keeps "find" and the answer of a case
+whose contest was cut off. A CPU's speeds say nothing of a GPU's.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check.cases import Comparison
 from tools.gpu_check.check import ROOT, Check, Nothing
 from tools.gpu_check.deadline import PunctualServer, run_until
-from tools.gpu_check.records import Record
+from tools.gpu_check.records import Record, Records, read_records
 
 PROBE_SECONDS = {"cuda": 20.0, "cpu": 5.0}
 """Of timed steps at most, as `find` has it."""
@@ -215,7 +216,22 @@ def with_micro_batch(config: TrainConfig, size: int) -> TrainConfig:
 
 
 def find(check: Check, case: Comparison) -> tuple[Record, TrainConfig | None]:
-    """`autotune find`, as typed; what it says of itself, and its answer. Raises OutOfTime."""
+    """`autotune find`, as typed; what it says of itself, and its answer. Raises OutOfTime.
+
+    It is recorded before its contest, whose time may be over: the next call would run nothing anew.
+    """
+    path = check.folder / "speedups_found.jsonl"
+    for known in read_records(path):
+        if known["key"] == case.key:
+            return known["find"], None if known["winner"] is None else TrainConfig(
+                **known["winner"]
+            )
+    seen, winner = _found(check, case)
+    Records(path).add(case.key, find=seen, winner=winner and winner.to_dict())
+    return seen, winner
+
+
+def _found(check: Check, case: Comparison) -> tuple[Record, TrainConfig | None]:
     words = [
         "autotune",
         *f"find --json --backend {check.backend} --model {case.model}".split(),
