@@ -13,7 +13,7 @@ from autotune.export import deepspeed_json
 from autotune.export.carried import Unsaid, heading, unsaid, words_of
 from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.parallelisms import PARALLELISMS, Parallelism
 from autotune.space.precisions import PRECISIONS
 
 
@@ -134,17 +134,24 @@ def _content(config: TrainConfig) -> dict[str, object]:
             # Checkpointing is TrainingArguments'.
             "fsdp_activation_checkpointing": False,
         }
+    if mesh := mesh_of(row, config.num_gpus):
+        content["parallelism_config"] = mesh
+    return content
+
+
+def mesh_of(row: Parallelism, num_gpus: int) -> dict[str, object]:
+    """Return the sizes of accelerate's parallelism_config; none where the GPUs form no mesh."""
     if row.num_replicas > 1:
-        content["parallelism_config"] = {
+        return {
             "parallelism_config_dp_replicate_size": row.num_replicas,
-            "parallelism_config_dp_shard_size": config.num_gpus // row.num_replicas,
+            "parallelism_config_dp_shard_size": num_gpus // row.num_replicas,
         }
     if row.splits_sequences:
-        content["parallelism_config"] = {
-            "parallelism_config_cp_size": config.num_gpus,
+        return {
+            "parallelism_config_cp_size": num_gpus,
             "parallelism_config_cp_comm_strategy": "allgather",
         }
-    return content
+    return {}
 
 
 EXPORTER = Exporter(

@@ -396,6 +396,50 @@ def test_a_launch_says_its_gpus_and_the_rest_is_taken(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("parallelism", "num_gpus"), [("hsdp", 8), ("cp", 2)])
+def test_a_mesh_is_read_as_it_was_written(parallelism: str, num_gpus: int, tmp_path: Path) -> None:
+    config = dataclasses.replace(
+        DDP, precision="bf16-mixed", parallelism=parallelism, num_gpus=num_gpus
+    )
+    run = read_base(file_of(tmp_path, "accelerate", config))
+    assert (run.config.num_gpus, run.config.parallelism) == (num_gpus, parallelism)
+    answer = dataclasses.replace(run.config, parallelism="fsdp2")
+    text = run.parts[0].edited(changes(run, run.config, answer))[0]
+    assert "parallelism_config_" not in text
+    again = read_base(file_of(tmp_path / "again", "accelerate", config, text))
+    assert again.config.parallelism == "fsdp2"
+    assert run.parts[0].edited(changes(run, run.config, run.config))[0] == run.parts[0].text
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ({"dp_shard_size": 4}, "fsdp2"),
+        ({"cp_size": 4, "cp_comm_strategy": "allgather"}, "cp"),
+        ({"cp_size": 4, "cp_comm_strategy": "alltoall"}, None),
+        ({"cp_size": 2, "dp_shard_size": 2}, None),
+        ({"tp_size": 4}, None),
+        ({"cp_size": [4]}, None),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2}, "hsdp"),
+        ({"dp_replicate_size": 4}, None),
+    ],
+)
+def test_a_mesh_as_accelerates_questions_write_it(
+    said: dict[str, Any], meant: str | None, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(DDP, precision="bf16-mixed", parallelism="fsdp2", num_gpus=4)
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size")
+    mesh = dict.fromkeys(names, 1) | said
+    path = file_of(tmp_path, "accelerate", config)
+    lines = "".join(f"  parallelism_config_{name}: {value}\n" for name, value in mesh.items())
+    path.write_text(f"{path.read_text()}parallelism_config:\n{lines}")
+    if meant is None:
+        with pytest.raises(ConfigError, match="parallelism_config"):
+            read_base(path)
+    else:
+        assert read_base(path).config.parallelism == meant
+
+
 def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
     zero = dataclasses.replace(DDP, parallelism="zero3-offload", precision="bf16-mixed")
     path = file_of(tmp_path, "accelerate", zero)

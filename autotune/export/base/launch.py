@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.export.accelerate_config import mesh_of
 from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, table, value_at
 from autotune.export.trainer_rows import NOT_PREDICTED
 from autotune.space.knobs import KNOBS
@@ -18,6 +19,7 @@ from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
 _ALL = ("gradient_accumulation_steps", "method", *KNOBS)
 _FSDP, _PLUGIN, _ZERO = "fsdp_config", "deepspeed_config", "zero_optimization"
+_MESH = "parallelism_config"
 BESIDE = "deepspeed:"
 """Prefix of the keys of DeepSpeed's own file, where accelerate's names one."""
 _FILE = f"{_PLUGIN}.deepspeed_config_file"
@@ -81,27 +83,28 @@ def _precisions(*, is_shared_out: bool) -> Row:
     )
 
 
+def _of_fsdp2(name: str) -> Spelling:
+    return Spelling(
+        ours=(name,),
+        theirs=_launched(
+            "FSDP",
+            fsdp_version=2,
+            fsdp_reshard_after_forward=True,
+            fsdp_offload_params=PARALLELISMS[name].offload,
+        ),
+        beside={
+            f"{_FSDP}.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            f"{_FSDP}.fsdp_cpu_ram_efficient_loading": True,
+            f"{_FSDP}.fsdp_state_dict_type": "FULL_STATE_DICT",
+        },
+    )
+
+
 _PARALLELISM = choices(
     ("parallelism",),
     Spelling(ours=("none",), theirs=_launched("NO")),
     Spelling(ours=("ddp",), theirs=_launched("MULTI_GPU")),
-    *(
-        Spelling(
-            ours=(name,),
-            theirs=_launched(
-                "FSDP",
-                fsdp_version=2,
-                fsdp_reshard_after_forward=True,
-                fsdp_offload_params=PARALLELISMS[name].offload,
-            ),
-            beside={
-                f"{_FSDP}.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                f"{_FSDP}.fsdp_cpu_ram_efficient_loading": True,
-                f"{_FSDP}.fsdp_state_dict_type": "FULL_STATE_DICT",
-            },
-        )
-        for name in ("fsdp2", "fsdp2-offload")
-    ),
+    *map(_of_fsdp2, ("fsdp2", "fsdp2-offload")),
     *(
         dataclasses.replace(choice, theirs={"distributed_type": "DEEPSPEED", **choice.theirs})
         for choice in _of_zero(
@@ -131,7 +134,7 @@ ACCELERATE = TrainerFile(
     refused={
         "use_cpu": "trains on no card",
         "num_machines": "shares the run among machines",
-        "parallelism_config": NOT_PREDICTED,
+        _MESH: NOT_PREDICTED,
         "megatron_lm_config": NOT_PREDICTED,
         "tpu_use_cluster": "trains on no card",
         f"{_FSDP}.fsdp_activation_checkpointing": "checkpoints beside TrainingArguments: say it there",
@@ -152,9 +155,40 @@ def fitted_accelerate(content: Mapping[str, Any], method: str) -> TrainerFile:  
     else:
         is_shared_out = value_at(content, "distributed_type") in ("FSDP", "DEEPSPEED")
         rows = (*rows, _precisions(is_shared_out=is_shared_out))
+    refused = dict(ACCELERATE.refused)
+    mesh = value_at(content, _MESH)
+    if isinstance(mesh, Mapping) and (meant := _parallelism_of(mesh, content)) is not None:
+        # Its sizes hang on the number of GPUs: they are said as the file has them, or not at all.
+        sizes = {f"{_MESH}.{key}": value for key, value in mesh.items()}
+        others = [each for each in _PARALLELISM.choices if each.ours != (meant,)]
+        spellings = [
+            _spelt(_of_fsdp2(meant), sizes),
+            *(_spelt(o, dict.fromkeys(sizes)) for o in others),
+        ]
+        rows = (choices(("parallelism",), *spellings), *rows[1:])
+        del refused[_MESH]
     said = {name for row in rows for name in row.ours}
     elsewhere = tuple(name for name in _ALL if name not in said)
-    return dataclasses.replace(ACCELERATE, rows=rows, elsewhere=elsewhere)
+    return dataclasses.replace(ACCELERATE, rows=rows, elsewhere=elsewhere, refused=refused)
+
+
+def _spelt(spelling: Spelling, more: Mapping[str, Any]) -> Spelling:
+    return dataclasses.replace(spelling, theirs={**spelling.theirs, **more})
+
+
+def _parallelism_of(mesh: Mapping[str, Any], content: Mapping[str, Any]) -> str | None:
+    """Return the parallelism that accelerate's sizes of a mesh mean; None for one that is not predicted."""
+    num_gpus = value_at(content, "num_processes")
+    usual = {name: 1 if str(name).endswith("_size") else "allgather" for name in mesh}
+    said = {name: value for name, value in mesh.items() if value != usual[name]}
+    if type(num_gpus) is not int or value_at(content, "distributed_type") != "FSDP":
+        return None
+    for row in PARALLELISMS.values():
+        sizes = mesh_of(row, num_gpus) or {"parallelism_config_dp_shard_size": num_gpus}
+        wanted = {name: value for name, value in sizes.items() if value not in (1, "allgather")}
+        if row.stage == 3 and row.library != "deepspeed" and not row.offload and said == wanted:
+            return row.name
+    return None
 
 
 def named_beside(content: Mapping[str, Any]) -> str | None:
