@@ -59,7 +59,6 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
 # Fields that say how alike the texts of a pair are, which other losses learn.
 RATINGS = ("score", "similarity_score", "label", "labels")
 INPUTS = ("input", "context")  # fields of what an instruction is about
-LOSS_ON = ("answers", "all")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 HUB_NAME = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?::(?P<names>[\w.-]+(?::[\w.-]+)?))?")

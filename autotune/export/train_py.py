@@ -20,6 +20,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
+from autotune.export.samples import FORMATS_OF_TASKS
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
@@ -226,6 +227,7 @@ def _recipe(
     return {
         "model": model_reference(workload.model),
         "task": workload.task,
+        "formats": FORMATS_OF_TASKS[workload.task],
         "model_class": task.model_class,
         "peft_task_type": task.peft_type,
         "has_classes": task.has_classes,

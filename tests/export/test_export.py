@@ -5,6 +5,7 @@ import ast
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -391,12 +392,28 @@ def test_a_shared_configuration_is_read_back() -> None:
 # train.py
 
 
+def test_an_option_that_is_none_is_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    """Whose import takes seconds. Here it fails."""
+    (tmp_path / "train.py").write_text(write(train_py))
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was loaded')")
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "train.py", "--dataset", "x.jsonl", *options]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    wrong, right = run("--epochz", "3"), run("--epochs", "3", "--output-dir", "out")
+    assert (wrong.returncode, "unrecognized arguments: --epochz 3" in wrong.stderr) == (2, True)
+    assert right.stderr == "torch was loaded\n"
+    assert run("--help").returncode == 0
+
+
 def test_the_recipe_of_qlora() -> None:
     values = recipe(write(train_py, QLORA))
     assert {"optim", "per_device_train_batch_size", "bf16"} <= set(values.pop("decided"))
     assert values == {
         "model": "Qwen/Qwen2.5-1.5B",
         "task": "causal-lm",
+        "formats": ("chat", "prompt-completion", "instruction", "source-target", "text"),
         "model_class": "AutoModelForCausalLM",
         "peft_task_type": "CAUSAL_LM",
         "has_classes": False,
