@@ -80,7 +80,7 @@ def _calibrate(gpu_file: str | None, *, export: Path | None, stored: bool, as_js
     address = calibrations.address()
     if stored:
         found = calibrations.newest(card)
-        if found is None:
+        if found is None or not found.timed:
             raise StorageError(
                 f"No calibration of {card.name} as it is set now is stored",
                 why=f"There is none in {database.shown_url(address)}",

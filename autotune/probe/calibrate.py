@@ -1,6 +1,6 @@
 """Calibrates the card of this machine: a process with torch times kernels, and rates are fitted to them.
 
-Nothing is kept here (store.calibrations). The host was timed on an H200 machine; kernels not yet on a GPU.
+Nothing is kept here (store.calibrations). Run on an H100 (studies/h100-80gb-hbm3).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from autotune.speed.calibration_plan import tiny_plan, usual_plan
 from autotune.speed.host import USUAL
 from autotune.speed.roofline import Kernel
 from autotune.worker.client import isolate
+from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import Reply
 
 MOST_BUSY = 0.05
@@ -39,6 +40,8 @@ MOST_SPREAD = 0.05
 """Spread of times beyond which something disturbs them. [judgement] Kernels alone on a card vary by 1 %."""
 _TINY_SECONDS_EACH, _TINY_WARM_UP_SECONDS = 0.01, 0.1
 DEADLINE_SECONDS = 1200.0
+HOST_DEADLINE_SECONDS = 120.0
+"""Time for the host alone, which takes seconds, and for CUDA's start from a cold disk. [judgement]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +97,26 @@ def time_on_card(
     return Timing(timed=tuple(timed), skipped=tuple(skipped), host_seconds=host_seconds)
 
 
+def time_host(gpu: Gpu, card: CardIdentity, server: ForkServer) -> Calibration:
+    """Time this machine's host on its card, in a fork of the server: a calibration without kernels.
+
+    Raises HardwareError where PyTorch cannot use the card or the times are none, WorkerError.
+    """
+    host_seconds = time_kernels(
+        (),
+        "cuda",
+        card,
+        server=server,
+        deadline_seconds=HOST_DEADLINE_SECONDS,
+        on_kernel=lambda *_: None,
+    )
+    if host_factor_of(host_seconds) is None:
+        raise HardwareError(
+            "The host could not be timed", why=f"It took {host_seconds or 'no time'}"
+        )
+    return calibration_of(gpu, card, Timing(timed=(), skipped=(), host_seconds=host_seconds))
+
+
 def half_of(gpu: Gpu) -> str:
     """The 16-bit type that the card trains in."""
     return "bfloat16" if gpu.has_bfloat16 else "float16"
@@ -105,12 +128,14 @@ def time_kernels(
     card: CardIdentity | None,
     *,
     is_tiny: bool = False,
+    server: ForkServer | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     on_kernel: Callable[[Kernel, TimedKernel | Skipped], None],
 ) -> dict[str, float]:
     """Time kernels in a process of their own; `on_kernel` hears of each at once, in the plan's order.
 
-    Returns the seconds that the host takes for an operation, by phase.
+    Returns the seconds that the host takes for an operation, by phase. `server` forks the process; None: it
+    imports for itself.
 
     Raises HardwareError where PyTorch cannot use the card, WorkerError where the process fails or takes too
     long: what was heard of before counts.
@@ -147,7 +172,8 @@ def time_kernels(
         "seconds_each": _TINY_SECONDS_EACH if is_tiny else SECONDS_EACH,
         "warm_up_seconds": _TINY_WARM_UP_SECONDS if is_tiny or not plan else WARM_UP_SECONDS,
     }
-    end = isolate.run("calibrate", request, deadline_seconds=deadline_seconds, on_answer=read)
+    run = isolate.run if server is None else server.run
+    end = run("calibrate", request, deadline_seconds=deadline_seconds, on_answer=read)
     if end.how != "ok":
         raise end.to_error("calibrate")
     return host_seconds

@@ -22,6 +22,7 @@ from autotune.space.words import describe
 _log = log.logger(__name__)
 
 _PROGRESS = {
+    "host": "this machine's host is timed, once",
     "space": "{done:,} of {total:,} points of the space are valid",
     "trace": "{done} of {total} training steps traced",
     "priced": "{done:,} of {total:,} may fit",

@@ -25,6 +25,7 @@ from autotune.search.fleet import HERE, Cards, Where, fleet_on_ray
 from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
 from autotune.search.resolve import Problem, resolve
+from autotune.search.timed_host import with_timed_host
 from autotune.store import optuna_study, stored_answers, study_names
 from autotune.store.database import check_place, parse_url
 from autotune.store.locks import StudyBusyError
@@ -82,7 +83,9 @@ def find(
     with contextlib.ExitStack() as taken:
         if where.on is not None and cards is None:
             question, cards = taken.enter_context(fleet_on_ray(where, question, listener.note))
-        problem = _resolved(question, cards, listener)
+        if server is None:
+            server = taken.enter_context(ForkServer())
+        problem = with_timed_host(_resolved(question, cards, listener), server, listener)
         prediction = predict(problem, listener=listener)
         predicted = functools.partial(_finding, problem, prediction)
         if problem.backend is None:

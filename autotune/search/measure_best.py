@@ -43,7 +43,7 @@ def measured(
     study: AbstractContextManager[optuna.Study],
     storage: str,
     listener: Listener,
-    server: ForkServer | None,
+    server: ForkServer,
     where: Where = HERE,
     fleet: Fleet | None = None,
 ) -> Answer:
@@ -83,7 +83,6 @@ def measured(
         confirm_steps = CONFIRM_STEPS[backend]
     with (
         listener.measuring(answer.counts, max_probes, confirm_steps) as heard,
-        ForkServer() if server is None else contextlib.nullcontext(server) as server,
         fleet_here(where, backend, server, num_gpus=workload.num_gpus)
         if fleet is None
         else contextlib.nullcontext(fleet) as fleet,

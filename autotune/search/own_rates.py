@@ -30,14 +30,22 @@ def with_own_rates(card: Gpu) -> tuple[Gpu, str]:
         return card, "its calibration cannot be read"
     if found is None:
         return card, ""
-    return dataclasses.replace(card, rates=found.rates), _age(found)
+    return with_rates(card, found)
 
 
-def _age(found: Calibration) -> str:
+def with_rates(card: Gpu, found: Calibration) -> tuple[Gpu, str]:
+    """The card with the rates of a calibration, and words on it."""
+    return dataclasses.replace(card, rates=found.rates), _said(found)
+
+
+def _said(found: Calibration) -> str:
     """The day of a calibration, and the torch it was made with where that is another by now."""
     then, now = dict(found.fingerprint.versions).get("torch"), version("torch")
-    other = f" with torch {then}: run autotune calibrate again" if then and then != now else ""
-    return f"calibrated {found.made_on}{other}"
+    other = f" with torch {then}" if then and then != now else ""
+    if found.timed:
+        return f"calibrated {found.made_on}{other and f'{other}: run autotune calibrate again'}"
+    times = f"{found.rates.host_factor:.1f} times as long per operation as usual"
+    return f"this machine's host takes {times}, timed {found.made_on}{other}"
 
 
 def card_to_calibrate(gpu_file: str | None) -> tuple[Gpu, CardIdentity]:

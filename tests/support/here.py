@@ -26,7 +26,7 @@ from autotune import cli
 from autotune.nightly import run as nightly
 from autotune.predict import trace_servers, tracing
 from autotune.records import measurement
-from autotune.search import measure_best
+from autotune.search import find
 from autotune.search.inverse import limits
 from autotune.worker.client import forkserver, isolate
 from autotune.worker.client.forkserver import ForkServer
@@ -99,7 +99,7 @@ class Workers:
         with pytest.MonkeyPatch.context() as patch:
             for module in (isolate, tracing):
                 patch.setattr(module, "run_many", run_forked)
-            for module in (forkserver, measure_best, limits, nightly, trace_servers):
+            for module in (forkserver, find, limits, nightly, trace_servers):
                 patch.setattr(module, "ForkServer", lambda **_: _Lent(self))
             # How long a probe times its steps is nothing that a test here asks.
             patch.setitem(measurement.PROBE_SECONDS, "cpu", 0.5)

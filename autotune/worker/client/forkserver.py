@@ -180,6 +180,10 @@ class _Unfit(Exception):
     """The server will not fork; the message says why."""
 
 
+_running: list[_Server] = []
+"""Servers of this process that are not closed, in the order in which they were started."""
+
+
 class _Server:
     """A server process, and the launching.Process of its one job.
 
@@ -213,6 +217,7 @@ class _Server:
             raise WorkerError(
                 "The fork server could not be started", why=f"{command[0]}: {error.strerror}"
             ) from error
+        _running.append(self)
         self.pid = self._process.pid
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -283,7 +288,16 @@ class _Server:
         _reap_group(self.pid)
         self._replies.close()
         self._printed.close()
-        adopt_orphans(self._adopted_before)
+        self._end_adoption()
+
+    def _end_adoption(self) -> None:
+        """Adopt orphans no longer, unless a server that was started after this one still runs."""
+        later = _running[_running.index(self) + 1 :]
+        _running.remove(self)
+        if later:
+            later[0]._adopted_before = self._adopted_before
+        else:
+            adopt_orphans(self._adopted_before)
 
     def _bury_job(self) -> None:
         """Kill and reap the job of a dead server."""
