@@ -19,6 +19,7 @@ from fake_nvml import fake_nvml
 
 from autotune.catalogue import card_file, gpus, nvml
 from autotune.catalogue.gpus import catalogue, find_gpu
+from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import GIB
 from autotune.errors import ConfigError
 from autotune.probe import calibrate as probing
@@ -172,6 +173,19 @@ def test_the_newest_of_a_card_counts_as_long_as_its_limits_are_the_same(
     code, line = refused(tmp_path, "--stored")
     assert code == 6
     assert line.startswith(f"error: No calibration of {NAME} as it is set now is stored.")
+
+
+def test_a_host_alone_is_no_calibration_of_the_card(answered: Answers, tmp_path: Path) -> None:
+    """`find` has timed it."""
+    calibrate(tmp_path)
+    whole = calibrations.newest(nvml.identity())
+    assert whole is not None
+    of_host = dataclasses.replace(whole, timed=(), residuals=(), rates=OwnRates(host_factor=1.5))
+    calibrations.add(of_host)
+    assert calibrations.newest(nvml.identity()) == of_host
+    assert refused(tmp_path, "--stored", "--export", "card.toml")[0] == 6
+    calibrate(tmp_path)
+    calibrate(tmp_path, "--stored")
 
 
 def test_what_is_stored_is_exported_without_a_measurement(

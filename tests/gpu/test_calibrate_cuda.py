@@ -11,6 +11,7 @@ from autotune.errors import HardwareError
 from autotune.probe import calibrate
 from autotune.probe.calibrate import calibration_of, time_on_card
 from autotune.records.calibration import calibration_from_dict
+from autotune.worker.client.forkserver import ForkServer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +30,16 @@ def test_tiny_kernels_of_each_kind_are_timed() -> None:
     found = calibration_of(gpu, card, timing)
     assert found.rates.products is not None
     assert calibration_from_dict(json_records.plain(found)) == found
+
+
+def test_the_host_is_timed_in_a_fork_that_leaves_the_server_without_cuda() -> None:
+    gpu, card = detect()[0], nvml.identity()
+    with ForkServer() as server:
+        found = [calibrate.time_host(gpu, card, server).rates.host_factor for _ in range(2)]
+        assert server.unfit_reason == ""
+        assert server.last_fork is not None
+        assert not server.last_fork.cuda_initialized
+    assert found[0] == pytest.approx(found[1], rel=0.3)
 
 
 def test_another_card_than_the_drivers_first_is_refused() -> None:

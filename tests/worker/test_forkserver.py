@@ -440,6 +440,17 @@ def test_orphans_are_adopted_only_while_a_server_runs(command: list[str]) -> Non
     assert int(orphan.stdout) != os.getpid()
 
 
+def test_orphans_are_adopted_until_the_last_server_ends(command: list[str]) -> None:
+    """A search closes what traces while what probes goes on."""
+    first, second = ForkServer(command=command), ForkServer(command=command)
+    with second:
+        with first:
+            run(first, "echo")
+            run(second, "echo")
+        assert adopt_orphans()
+    assert not adopt_orphans(False)
+
+
 NUM_ROUNDS = 10
 
 
