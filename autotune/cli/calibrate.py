@@ -93,7 +93,7 @@ def _calibrate(gpu_file: str | None, *, export: Path | None, stored: bool, as_js
             timing = probing.time_on_card(gpu, card, progress=functools.partial(progress, "timed"))
         found = probing.calibration_of(gpu, card, timing)
         probing.check_plausible(found)
-        _note_quality(found, nvml.slowed_down())
+        _note_quality(found, nvml.slowed_down(), timing.host_waited)
         calibrations.add(found)
     if export is not None:
         own = dataclasses.replace(gpu, rates=found.rates)
@@ -114,15 +114,19 @@ def _calibrate(gpu_file: str | None, *, export: Path | None, stored: bool, as_js
     drawing.draw_calibration(found, rows, sys.stdout)
 
 
-def _note_quality(found: Calibration, slowed: str) -> None:
+def _note_quality(found: Calibration, slowed: str, waited: float) -> None:
     """Say what was left out, and what the times were taken under."""
     from autotune.probe import calibrate as probing
+    from autotune.records.calibration import MOST_WAITED
 
     if found.skipped:
         note(f"{probing.skipped_words(found.skipped)}.")
     spread = probing.median_spread(found.timed)
     if spread > probing.MOST_SPREAD:
         note(f"times of a kernel spread by {100 * spread:.0f} %: something else ran on the card.")
+    if waited > MOST_WAITED:
+        busy = f"others had this machine's processors for {100 * waited:.0f} % of the time"
+        note(f"the host takes less than it was timed at: {busy}.")
     if slowed:
         note(f"the card's clocks were below its highest when it was timed: {slowed}.")
 

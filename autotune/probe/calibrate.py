@@ -18,7 +18,7 @@ from autotune.common import json_records
 from autotune.common.units import counted
 from autotune.errors import HardwareError, WorkerError
 from autotune.probe.fingerprint import assumed_fingerprint
-from autotune.records.calibration import Calibration, Skipped, calibration_from_dict
+from autotune.records.calibration import Calibration, HostTimes, Skipped, calibration_from_dict
 from autotune.records.fingerprint import Fingerprint
 from autotune.speed import calibration
 from autotune.speed.calibration import TimedKernel
@@ -51,6 +51,8 @@ class Timing:
     timed: tuple[TimedKernel, ...]
     skipped: tuple[Skipped, ...]
     host_seconds: dict[str, float]
+    host_waited: float = 0.0
+    """HostTimes.waited of the host."""
 
 
 def check_free(note: Callable[[str], None]) -> None:
@@ -90,19 +92,24 @@ def time_on_card(
             skipped.append(found)
         progress(len(timed) + len(skipped), len(plan))
 
-    host_seconds = time_kernels(plan, gpu.backend, card, is_tiny=is_tiny, on_kernel=keep)
+    host = time_kernels(plan, gpu.backend, card, is_tiny=is_tiny, on_kernel=keep)
     if not timed:
         why = f"{skipped[0].name}: {skipped[0].why}" if skipped else "The process answered nothing"
         raise HardwareError("No kernel could be timed", why=why, remedy="See `autotune doctor`")
-    return Timing(timed=tuple(timed), skipped=tuple(skipped), host_seconds=host_seconds)
+    return Timing(
+        timed=tuple(timed),
+        skipped=tuple(skipped),
+        host_seconds=host.seconds,
+        host_waited=host.waited,
+    )
 
 
-def time_host(gpu: Gpu, card: CardIdentity, server: ForkServer) -> Calibration:
-    """Time this machine's host on its card, in a fork of the server: a calibration without kernels.
+def time_host(card: CardIdentity, server: ForkServer) -> Timing:
+    """Time this machine's host on its card, in a fork of the server, and no kernels.
 
     Raises HardwareError where PyTorch cannot use the card or the times are none, WorkerError.
     """
-    host_seconds = time_kernels(
+    host = time_kernels(
         (),
         "cuda",
         card,
@@ -110,11 +117,11 @@ def time_host(gpu: Gpu, card: CardIdentity, server: ForkServer) -> Calibration:
         deadline_seconds=HOST_DEADLINE_SECONDS,
         on_kernel=lambda *_: None,
     )
-    if host_factor_of(host_seconds) is None:
+    if host_factor_of(host.seconds) is None:
         raise HardwareError(
-            "The host could not be timed", why=f"It took {host_seconds or 'no time'}"
+            "The host could not be timed", why=f"It took {host.seconds or 'no time'}"
         )
-    return calibration_of(gpu, card, Timing(timed=(), skipped=(), host_seconds=host_seconds))
+    return Timing(timed=(), skipped=(), host_seconds=host.seconds, host_waited=host.waited)
 
 
 def half_of(gpu: Gpu) -> str:
@@ -131,18 +138,18 @@ def time_kernels(
     server: ForkServer | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     on_kernel: Callable[[Kernel, TimedKernel | Skipped], None],
-) -> dict[str, float]:
+) -> HostTimes:
     """Time kernels in a process of their own; `on_kernel` hears of each at once, in the plan's order.
 
-    Returns the seconds that the host takes for an operation, by phase. `server` forks the process; None: it
-    imports for itself.
+    Returns what the host takes. `server` forks the process; None: it imports for itself.
 
     Raises HardwareError where PyTorch cannot use the card, WorkerError where the process fails or takes too
     long: what was heard of before counts.
     """
-    host_seconds: dict[str, float] = {}
+    host = HostTimes(seconds={}, waited=0.0)
 
     def read(answer: Reply) -> None:
+        nonlocal host
         if card is not None and answer.get("device", card.name) != card.name:
             raise HardwareError(
                 f"PyTorch counts another card first: {answer['device']}",
@@ -157,7 +164,8 @@ def time_kernels(
             )
         try:
             if "host" in answer:
-                host_seconds.update({str(phase): float(s) for phase, s in answer["host"].items()})
+                seconds = {str(phase): float(s) for phase, s in answer["host"].items()}
+                host = HostTimes(seconds=seconds, waited=float(answer.get("waited", 0.0)))
             elif "index" in answer:
                 kernel = plan[answer["index"]]
                 on_kernel(kernel, _read(kernel, answer))
@@ -176,7 +184,7 @@ def time_kernels(
     end = run("calibrate", request, deadline_seconds=deadline_seconds, on_answer=read)
     if end.how != "ok":
         raise end.to_error("calibrate")
-    return host_seconds
+    return host
 
 
 def _read(kernel: Kernel, answer: Reply) -> TimedKernel | Skipped:

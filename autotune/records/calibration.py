@@ -14,6 +14,20 @@ from autotune.speed.calibration import Residual, TimedKernel
 VERSION = 1
 """Version of the record; one of another version is not used."""
 
+MOST_WAITED = 0.1
+"""HostTimes.waited beyond which they are not this machine's. [judgement] On two cores it was 0.002 alone, and
+0.24 to 0.60 with one to four busy processes beside, when an operation took 1.5 to 3.3 times as long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostTimes:
+    """What a host takes for an operation, and how much others were in its way."""
+
+    seconds: dict[str, float]
+    """Seconds on one operation, by phase; empty where that was not timed."""
+    waited: float
+    """Share of the time in which other processes had the processor."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skipped:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from autotune.catalogue import nvml
-from autotune.catalogue.gpus import Gpu
 from autotune.errors import HardwareError, StorageError, WorkerError
 from autotune.probe import calibrate
 from autotune.probe.fingerprint import assumed_fingerprint
-from autotune.records.calibration import Calibration
+from autotune.records.calibration import MOST_WAITED, Calibration
 from autotune.search.listener import Listener
 from autotune.search.own_rates import with_rates
 from autotune.search.resolve import Problem
@@ -21,7 +20,8 @@ def with_timed_host(problem: Problem, server: ForkServer, listener: Listener) ->
     """The problem on its card with this machine's host, timed in a fork of the server and kept.
 
     As it is where the card is not the one here, was calibrated, or had its host timed with the libraries of
-    today. What befalls the timing is noted, and keeps nothing from being found.
+    today. Times of a busy host are of this search alone. What befalls the timing is noted, and keeps nothing
+    from being found.
     """
     chosen = problem.card
     if problem.backend != "cuda" or not chosen.is_here:
@@ -30,16 +30,16 @@ def with_timed_host(problem: Problem, server: ForkServer, listener: Listener) ->
         card = nvml.identity()
         if not _is_to_be_timed(calibrations.newest(card)):
             return problem
-        found = _timed(chosen.gpu, card, server, listener)
+        with listener.searching() as progress:
+            progress("host", 0, 1)
+            timing = calibrate.time_host(card, server)
+        found = calibrate.calibration_of(chosen.gpu, card, timing)
     except (nvml.NoCard, StorageError):
         return problem  # Whoever looked for a calibration has said so.
     except (HardwareError, WorkerError) as error:
         listener.note(f"this machine's host was not timed, and is taken for a usual one. {error}")
         return problem
-    try:
-        calibrations.add(found)
-    except StorageError as error:
-        listener.note(f"the next search times this machine's host again. {error}")
+    _keep(found, timing.host_waited, listener)
     gpu, said = with_rates(chosen.gpu, found)
     return dataclasses.replace(problem, card=dataclasses.replace(chosen, gpu=gpu, own_rates=said))
 
@@ -51,9 +51,14 @@ def _is_to_be_timed(known: Calibration | None) -> bool:
     return not known.timed and now is not None and now.versions != known.fingerprint.versions
 
 
-def _timed(
-    gpu: Gpu, card: nvml.CardIdentity, server: ForkServer, listener: Listener
-) -> Calibration:
-    with listener.searching() as progress:
-        progress("host", 0, 1)
-        return calibrate.time_host(gpu, card, server)
+def _keep(found: Calibration, waited: float, listener: Listener) -> None:
+    if waited > MOST_WAITED:
+        share = f"{100 * waited:.0f} % of the time in which its host was timed"
+        listener.note(
+            f"others had this machine's processors for {share}: the next search does it again."
+        )
+        return
+    try:
+        calibrations.add(found)
+    except StorageError as error:
+        listener.note(f"the next search times this machine's host again. {error}")

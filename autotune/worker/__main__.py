@@ -32,7 +32,7 @@ calibrate {"backend": str, "kernels": [{fields of roofline.Kernel}], "seconds_ea
          float}
         on cuda first {"device": name}; one line per kernel: {"index": int, "seconds": float, "spread": float,
         "num_weights": int} or {"index": int, "skipped": reason}; then {"host": {phase: seconds of an
-        operation}}; or {"unusable": reason}
+        operation}, "waited": share of them without a processor}; or {"unusable": reason}
 outside {}
         on cuda alone, one line per thing that a process does for the first time: {"did": name,
         "outside_bytes": what the card holds by then beside PyTorch's allocator, "problem": str or null}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+import statistics
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +26,7 @@ from autotune.speed.calibration_plan import (
     tiny_plan,
 )
 from autotune.speed.roofline import Kernel
+from autotune.worker.calibrate import host
 from autotune.worker.calibrate.host import DEPTHS, OPERATIONS, _model
 from autotune.worker.calibrate.operations import operation_of
 from autotune.worker.trace.kernel_costs import launches, moved_bytes
@@ -105,6 +111,42 @@ def test_a_layer_launches_as_many_operations_as_the_host_is_divided_by() -> None
     assert per_layer == pytest.approx(list(OPERATIONS.values()), rel=0.1)
 
 
+def test_the_host_is_timed_again_while_others_are_in_the_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each layer takes 34 and 67 microseconds, and three times as long beside others, for three times."""
+    per_times = len(DEPTHS) * (1 + host.ROUNDS)
+    shares = iter([0.6] * per_times + [0.5] * per_times + [0.01] * per_times)
+
+    def passes(model: Any, _ids: torch.Tensor) -> Any:
+        waited = next(shares)
+        layers = model.config.num_hidden_layers + 3
+        slow = 3 if waited > 0.1 else 1
+        seconds = {phase: slow * layers * n * 1e-6 for phase, n in OPERATIONS.items()}
+        return host._Passes(seconds=seconds, waited=waited)
+
+    monkeypatch.setattr(host, "_passes", passes)
+    found = host.host_times(CPU)
+    assert found.waited == 0.01
+    assert found.seconds == pytest.approx({"forward": 1e-6, "backward": 1e-6})
+    assert next(shares, None) is None
+    shares = itertools.chain(iter([0.4] * per_times), itertools.repeat(0.5))
+    assert host.host_times(CPU).waited == 0.4
+
+
+def test_another_process_on_the_processor_is_seen() -> None:
+    model, ids = host._model(DEPTHS[1], CPU), torch.ones((2, 16), dtype=torch.int64)
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            waited = statistics.median(host._passes(model, ids).waited for _ in range(9))
+            other.kill()
+    finally:
+        os.sched_setaffinity(0, cpus)
+    assert 0.2 < waited < 0.9
+
+
 @pytest.mark.usefixtures("forked_workers")
 def test_a_worker_times_all_of_them(tmp_path: Path) -> None:
     seen = []
@@ -118,6 +160,7 @@ def test_a_worker_times_all_of_them(tmp_path: Path) -> None:
     factor = host_factor_of(timing.host_seconds)
     assert factor is not None
     assert 0.1 < factor < 50
+    assert 0 <= timing.host_waited < 1
     ended = here.command("calibrate", "--backend", "cpu", cwd=tmp_path)
     assert ended.returncode == 0
     assert ended.stdout.startswith(f"{len(PLAN)} tiny kernels were timed on the CPU.")

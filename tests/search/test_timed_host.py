@@ -206,6 +206,16 @@ def test_without_a_place_to_keep_it_is_of_this_search_alone(
     assert notes == ["the next search times this machine's host again. The disk is full."]
 
 
+def test_what_was_timed_beside_others_is_of_this_search_alone() -> None:
+    server, notes = Server({**SLOW, "waited": 0.48}), list[str]()
+    assert factor_of(timed(problem(), server, notes)) == pytest.approx(2.5)
+    (note,) = notes
+    assert note.startswith("others had this machine's processors for 48 % of the time")
+    assert calibrations.newest(nvml.identity()) is None
+    timed(problem(), Server({**SLOW, "waited": 0.05}))
+    assert factor_of(problem()) == pytest.approx(2.5)
+
+
 def test_where_calibrations_cannot_be_read_nothing_is_timed(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own/autotune.db").write_bytes(b"no database at all" * 100)
@@ -229,6 +239,7 @@ def test_find_predicts_with_the_host_that_a_fork_has_timed(
         return run(verb, request, **rest)
 
     monkeypatch.setattr(here.workers, "run", on_the_cpu)
+    monkeypatch.setattr(timed_host, "MOST_WAITED", 1.0)  # Other tests run beside this one.
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
 
     def found(*options: str) -> dict[str, Any]:

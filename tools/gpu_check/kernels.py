@@ -105,7 +105,7 @@ def _time(
         )
 
     try:
-        host_seconds = time_kernels(
+        host = time_kernels(
             plan,
             check.backend,
             card,
@@ -124,7 +124,7 @@ def _time(
             keep(guilty, Skipped(name=name_of(guilty), why=str(error)))
         return True
     if HOST not in records:
-        records.add(HOST, host_seconds=host_seconds, skipped=None, fingerprint=fingerprint)
+        records.add(HOST, host_seconds=host.seconds, skipped=None, fingerprint=fingerprint)
     return True
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-from autotune.worker.calibrate.host import host_seconds
+from autotune.worker.calibrate.host import host_times
 from validation.published.tables import write_sections
 
 PAGE = Path(__file__).parents[2] / "studies" / "host-time" / "OPTIMIZERS.md"
@@ -81,7 +81,7 @@ def step_seconds(make: Callable[[Sequence[Any]], torch.optim.Optimizer], num_lay
 
 def main() -> None:
     with mock.patch("time.perf_counter", time.thread_time):  # as the steps are timed
-        unit = host_seconds(torch.device("cuda"))["forward"]
+        unit = host_times(torch.device("cuda")).seconds["forward"]
     print(f"unit: {unit * 1e6:.1f} us", flush=True)
     lines = ["| optimizer | a tensor, in operations of a forward pass |", "|---|---:|"]
     for name, optimizer in CASES.items():

@@ -18,7 +18,7 @@ from autotune.common import json_records
 from autotune.errors import first_line
 from autotune.speed.calibration_plan import product
 from autotune.speed.roofline import Kernel
-from autotune.worker.calibrate.host import host_seconds
+from autotune.worker.calibrate.host import host_times
 from autotune.worker.calibrate.operations import Operation, operation_of
 
 _GRAPH_SECONDS = 0.02
@@ -57,7 +57,8 @@ def time_kernels(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
         gc.collect()
         if is_cuda:
             torch.cuda.empty_cache()
-    yield {"host": host_seconds(device)}
+    host = host_times(device)
+    yield {"host": host.seconds, "waited": host.waited}
 
 
 def _warm_up(kernels: Sequence[Kernel], device: torch.device, seconds: float) -> None:
