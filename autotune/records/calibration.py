@@ -39,7 +39,7 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
-    """One run of `autotune calibrate`."""
+    """One run of `autotune calibrate`; without kernels, what a search has timed of the host."""
 
     version: int = VERSION
     made_on: str

@@ -15,8 +15,8 @@ or faster machine of it.
 
 Known limitations
 - One host for every prediction. Published programs take 0.8 to 2.2 times this one's time for an operation,
-  some 2.5 times (studies/host-time): a step that the host bounds may be off by as much. A probe or a
-  calibration says.
+  some 2.5 times (studies/host-time): a step that the host bounds may be off by as much. A probe says, or
+  the time of this machine's own (search.timed_host, probe.calibrate).
 - CUDA's queue has an end: the host cannot run more than some 1,000 launches ahead.
 - Data loading that a worker process does not hide, logging, evaluation and checkpoints.
 """

@@ -3,7 +3,7 @@
 The table `autotune_calibrations` only grows, as that of the probes does: the newest row of a card counts, if
 it was made at the same power limit and highest clocks. Another version of torch is said beside it.
 Which database: AUTOTUNE_CALIBRATIONS, an address as --storage takes it; else autotune/autotune.db in
-XDG_DATA_HOME.
+XDG_DATA_HOME. One without kernels is of the host alone, which searches time where there is none.
 """
 
 from __future__ import annotations
