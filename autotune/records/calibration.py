@@ -21,7 +21,7 @@ MOST_WAITED = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostTimes:
-    """What a host takes for an operation, and how much others were in its way."""
+    """Times of operations on a host, and how much others were in its way."""
 
     seconds: dict[str, float]
     """Seconds on one operation, by phase; empty where that was not timed."""
