@@ -67,7 +67,7 @@ class Estimator:
         self._filling = filling
         self._context_bytes = gpu.context_bytes
         factor = None if gpu.rates is None else gpu.rates.host_factor
-        self._host = host or USUAL.times(factor or 1.0)
+        self._host = host or (USUAL if factor is None else USUAL.timed(factor))
         self._prices = KeptPrices(prices, f"{gpu!r} {self._host!r}", self._identities)
         self._updates = PricedUpdates(traces, self._prices, gpu.multiprocessors)
         self._times = StepTimes(traces, gpu, self._host, self._prices, self._updates)

@@ -270,7 +270,7 @@ class StepTimes:
         before_seconds = host.after_micro_step.of(modules)
         waited = min(optimizer.cost.num_synchronizations / max(num_trained, 1), 1.0)
         host_seconds = found.launch_seconds + host.update.of(modules, num_trained)
-        host_seconds += optimizer.cost.host_operations * host.launch_seconds["forward"]
+        host_seconds += optimizer.cost.host_operations * host.python_seconds
         if UPDATERS[name].updates:
             host_seconds += num_trained * host.call_seconds
         else:

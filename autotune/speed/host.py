@@ -11,7 +11,7 @@ The host waits for the GPU once a micro-step (transformers 5.23 Trainer, logging
 micro-step begins with no lead, and what the host does between two of them is time in which the GPU idles.
 
 `Host` holds what validation/timing/host_causes.py measured (studies/host-time). A factor makes a slower
-or faster machine of it.
+or faster machine of it, and the time of an operation that was measured makes this machine of it.
 
 Known limitations
 - One host for every prediction. Published programs take 0.8 to 2.2 times this one's time for an operation,
@@ -72,6 +72,8 @@ class Host:
 
     launch_seconds: Mapping[str, float] = field(hash=False)
     """On one operation, by phase of the step (roofline.PHASES)."""
+    python_seconds: float
+    """On Python that takes as long as an operation of the forward pass: OptimizerCost.host_operations."""
     region_seconds: float
     """On each region that is recomputed, beside its operations: torch.utils.checkpoint's states of random
     numbers, contexts and hooks."""
@@ -94,6 +96,7 @@ class Host:
         """The same on a host that takes `factor` times as long."""
         return Host(
             launch_seconds={phase: factor * s for phase, s in self.launch_seconds.items()},
+            python_seconds=factor * self.python_seconds,
             region_seconds=factor * self.region_seconds,
             unpack_seconds=factor * self.unpack_seconds,
             triton_seconds=factor * self.triton_seconds,
@@ -103,6 +106,14 @@ class Host:
             update=self.update.times(factor),
             call_seconds=factor * self.call_seconds,
         )
+
+    def timed(self, factor: float) -> Host:
+        """A host whose operations were timed: they take `factor` times as long as this one's.
+
+        The driver's launch was a part of that time, and what launches nothing takes the rest.
+        """
+        without_launch = self.times(factor * _PYTHON_SECONDS / _UNIT_SECONDS)
+        return replace(without_launch, launch_seconds=self.times(factor).launch_seconds)
 
     def without_trainer(self) -> Host:
         """The same host under a plain loop: beside the operations it has the optimizer's Python alone."""
@@ -143,9 +154,11 @@ def late_seconds(
     return max(0.0, float(ahead[stretches.order].cumsum().max(initial=0.0)))
 
 
+_PYTHON_SECONDS = 10.7e-6
+"""Python and dispatch of an operation of the forward pass, on an idle AMD EPYC (torch 2.13)."""
 _UNIT_SECONDS = 14e-6
-"""An operation of the forward pass: 10.7 us of Python and dispatch on an idle AMD EPYC (torch 2.13), and
-[judgement] 3 for a real driver's launch. All else is a multiple of it (studies/host-time), rounded."""
+"""An operation of the forward pass: those, and [judgement] 3.3 us for a real driver's launch. All else is a
+multiple of it (studies/host-time), rounded. So is what launches nothing: most hosts are slower than this."""
 
 
 def _usual(units: float) -> float:
@@ -159,6 +172,7 @@ USUAL = Host(
         "recompute": _usual(1.6),
         "update": _usual(0.7),
     },
+    python_seconds=_usual(1),
     region_seconds=_usual(65),
     unpack_seconds=_usual(6),
     triton_seconds=_usual(9),

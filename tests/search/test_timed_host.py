@@ -260,9 +260,9 @@ def test_find_predicts_with_the_host_that_a_fork_has_timed(
     words = f"takes {factor:.1f} times as long per operation as usual, timed {kept().made_on}"
     assert first["gpu_reason"] == f"found here; this machine's host {words}"
     assert usual["gpu_reason"] == "found here"
-    # A tiny model's step is its host's.
+    # A tiny model's step is its host's, of which only operations have a launch.
     ratio = first["best"]["step_seconds"] / usual["best"]["step_seconds"]
-    assert ratio == pytest.approx(factor, rel=0.05)
+    assert 0.75 < ratio / factor < 0.99
     assert first["best"]["peak_device_bytes"] == usual["best"]["peak_device_bytes"]
     asked.clear()
     again = found()

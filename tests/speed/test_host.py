@@ -85,6 +85,19 @@ def test_a_host_of_another_speed_takes_longer_for_everything() -> None:
     assert len(usual) > len(dataclasses.fields(Host))
 
 
+def test_of_what_was_timed_only_operations_have_a_launch() -> None:
+    """Of 14 us 10.7 are Python and dispatch, and the rest a driver's launch."""
+    timed, slow = USUAL.timed(2), USUAL.times(2)
+    assert timed.launch_seconds == slow.launch_seconds
+    assert timed.launch_seconds["forward"] - timed.python_seconds == pytest.approx(2 * 3.3e-6)
+    bare = (
+        dataclasses.replace(timed, launch_seconds={}),
+        dataclasses.replace(slow, launch_seconds={}),
+    )
+    without, with_launch = map(seconds_of, bare)
+    assert without == pytest.approx([10.7 / 14 * seconds for seconds in with_launch])
+
+
 def test_a_plain_loop_walks_through_no_modules() -> None:
     plain = USUAL.without_trainer()
     assert plain.before_micro_step == plain.after_micro_step == plain.before_update == NO_WORK
