@@ -2,12 +2,13 @@
 
     python -m validation.profiled_steps            (half a minute, no card)
 
-studies/h200/operations.jsonl, by `make gpu-check`, holds an optimizer step of each case: every operation
-with its shapes, dtypes, kernels and seconds on the device, and the kernels by their names. Here each case is
+operations.jsonl of studies/h200 and of studies/h100-80gb-hbm3, by `make gpu-check`, holds an optimizer step of
+each case: every operation with its shapes, dtypes, kernels and seconds on the device, and the kernels by their names. Here each case is
 traced and priced again. Beside them: the updates of optimizers but PyTorch's fused one, as probes measured
 them (predicted_vs_measured.jsonl, and updates.jsonl, which a search's probes are in). Writes the tables of
-studies/h200/OPERATIONS.md. No constant of the package is fitted to these records but one: a row of updates
-says what a value of 8-bit state takes (validation/kernels/fit_moving.py).
+their OPERATIONS.md. Two constants of the package are fitted to these records, both to the H200's
+(validation/kernels/fit_moving.py): a row of updates says what a value of 8-bit state takes, rope's cat what
+an element that is joined does. The H100's are fitted to nothing.
 
 The profiler counts a kernel from its first instruction to its last. A prediction has some 3 us besides for
 every launch, in which a kernel begins and ends (roofline.CardRates.kernel_tail_seconds): the tables show that
@@ -36,7 +37,8 @@ from autotune.speed import roofline
 from autotune.worker.client.forkserver import ForkServer
 from validation.published.tables import write_sections
 
-STUDY = Path(__file__).parents[1] / "studies" / "h200"
+STUDIES = Path(__file__).parents[1] / "studies"
+H200, H100 = STUDIES / "h200", STUDIES / "h100-80gb-hbm3"
 TASK = "causal-lm"
 MOST_ROWS = 40
 """Rows of a table of operations, those that take longest first."""
@@ -124,9 +126,9 @@ Step = Sequence[tuple[roofline.Kernel, float, float]]
 """(a kernel, how often a step launches it, predicted seconds of a launch)."""
 
 
-def records(name: str = "operations") -> list[dict[str, Any]]:
+def records(name: str = "operations", study: Path = H200) -> list[dict[str, Any]]:
     """The records of a file, in their order."""
-    lines = (STUDY / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (study / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -286,7 +288,7 @@ def markdown(works: Mapping[str, Work], names: Iterable[str], tail_seconds: floa
 
 
 def updates(gpu: Gpu, server: ForkServer) -> str:
-    """A table of the measured updates of optimizers but PyTorch's fused one, beside predicted ones."""
+    """A table of the H200's updates by optimizers but PyTorch's fused one, beside predicted ones."""
     lines = [
         "| model | method | optimizer | micro-batch | measured, ms | predicted, ms | ratio |",
         "|---|---|---|---:|---:|---:|---:|",
@@ -308,28 +310,30 @@ def updates(gpu: Gpu, server: ForkServer) -> str:
 
 
 def main() -> None:
-    kinds, operations = list[str](), list[str]()
     with ForkServer() as server:
-        for record in records():
-            gpu = find_gpu(record["measurement"]["fingerprint"]["device"])
-            tail_seconds = roofline.ceilings(gpu).kernel_tail_seconds
-            step = predicted(record, gpu, server)
-            of_kind, of_operation = by_kind(record, step), by_operation(record, step)
-            kinds.append(f"{record['key']}\n\n{markdown(of_kind, KINDS, tail_seconds)}\n")
-            most = sorted(
-                of_operation,
-                key=lambda name: (
-                    -max(of_operation[name].seconds, of_operation[name].predicted_seconds)
-                ),
-            )[:MOST_ROWS]
-            operations.append(f"{record['key']}\n\n{markdown(of_operation, most, tail_seconds)}\n")
-        texts = {
-            "kinds": "\n".join(kinds),
-            "updates": updates(find_gpu("NVIDIA H200"), server),
-            "operations": "\n".join(operations),
-        }
-    write_sections(STUDY / "OPERATIONS.md", texts)
-    print(*texts.values(), sep="\n")
+        for study in (H200, H100):
+            texts = tables(study, server)
+            if study == H200:
+                texts["updates"] = updates(find_gpu("NVIDIA H200"), server)
+            write_sections(study / "OPERATIONS.md", texts)
+            print(*texts.values(), sep="\n")
+
+
+def tables(study: Path, server: ForkServer) -> dict[str, str]:
+    """The sections of a study's steps, by kind of kernel and by operation."""
+    kinds, operations = list[str](), list[str]()
+    for record in records(study=study):
+        gpu = find_gpu(record["measurement"]["fingerprint"]["device"])
+        tail_seconds = roofline.ceilings(gpu).kernel_tail_seconds
+        step = predicted(record, gpu, server)
+        of_kind, of_operation = by_kind(record, step), by_operation(record, step)
+        kinds.append(f"{record['key']}\n\n{markdown(of_kind, KINDS, tail_seconds)}\n")
+        most = sorted(
+            of_operation,
+            key=lambda name: -max(of_operation[name].seconds, of_operation[name].predicted_seconds),
+        )[:MOST_ROWS]
+        operations.append(f"{record['key']}\n\n{markdown(of_operation, most, tail_seconds)}\n")
+    return {"kinds": "\n".join(kinds), "operations": "\n".join(operations)}
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def layer_norm(width: int) -> list[Kernel]:
     n = 4096 * width * 4
     return [
         op("native_layer_norm", 2 * n, (4096, width)),
-        op("native_layer_norm_backward", 3 * n, (4096, width)),
+        op("native_layer_norm_backward", 5 * n, (4096, width)),
         op("add_", 12 * width),
         op("add_", 12 * width),
     ]
@@ -151,10 +151,13 @@ def rope(length: int, width: int) -> list[Kernel]:
 
 
 def embedding(vocabulary: int, width: int) -> list[Kernel]:
-    """fp32, 16,384 tokens; makes its random gradient; the weight's gradient accumulates."""
+    """fp32, 16,384 tokens; makes its random gradient; the weight's gradient accumulates.
+
+    PyTorch of 2024 gathered rows element by element.
+    """
     n, weight = 16384 * width * 4, vocabulary * width * 4
     return [
-        op("embedding", 2 * n),
+        op("gather", 2 * n),
         op("randn_like", n),
         op("embedding_dense_backward", 2 * n + weight),
         op("add_", 3 * weight),

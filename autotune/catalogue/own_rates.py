@@ -84,6 +84,9 @@ class OwnMoving:
     """Time of the whole card for a row, and for each of its columns besides, by moving.ROWWISE."""
     weights_per_second: Positive | None = None
     """4-bit weights that are unpacked; None: not measured."""
+    elements_per_second: Mapping[str, Positive] = field(default_factory=dict, hash=False)
+    """Elements that its instructions work through, by kind of work: keys of [elements_per_sm_clock] in
+    autotune/speed/data/moving.toml."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,7 +207,9 @@ def _positive(value: Any) -> float:
 
 def name_of(kernel: Kernel) -> str:
     """A kernel's name, type and size, in words; of those of a plan each has another."""
-    size = " x ".join(f"{each:g}" for each in kernel.shape) or f"{kernel.bytes_moved / 1e6:g} MB"
+    size = " x ".join(f"{each:g}" for each in kernel.shape)
+    if len(kernel.shape) < 2 or kernel.kind == "lists":
+        size = f"{kernel.count * kernel.bytes_moved / 1e6:g} MB"
     return f"{kernel.name} {kernel.dtype} {size}"
 
 

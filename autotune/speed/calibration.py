@@ -179,10 +179,11 @@ def _moving(gpu: Gpu, machine: CardRates, timed: Iterable[TimedKernel]) -> OwnMo
         if kernel.kind in ("matmul", "attention") or kernel.name == PAGEABLE:
             continue
         family = roofline.family_of(kernel, rates)
-        if family not in rates.bytes_per_second:
+        is_sum = family == "reduction" and bool(kernel.shape)  # It has no rate of its own.
+        if family not in rates.bytes_per_second or is_sum:
             continue
         tail = min(machine.kernel_tail_seconds, (1 - _LEAST_SHARE) * each.seconds)
-        is_by_row = len(kernel.shape) == 2
+        is_by_row, is_counted = len(kernel.shape) == 2, len(kernel.shape) == 1
         rows.append(
             MovingTime(
                 family=family,
@@ -190,6 +191,8 @@ def _moving(gpu: Gpu, machine: CardRates, timed: Iterable[TimedKernel]) -> OwnMo
                 rows=kernel.shape[0] if is_by_row else 0.0,
                 row_length=kernel.shape[1] if is_by_row else 0.0,
                 seconds=each.seconds - tail,
+                elements=kernel.shape[0] if is_counted else 0.0,
+                work=roofline.work_of(kernel) if is_counted else "",
             )
         )
     if not rows:

@@ -7,6 +7,7 @@ takes some two minutes on a card; `tiny_plan` runs each kind once, to try the pr
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 
 from autotune.catalogue.gpus import Gpu
@@ -80,9 +81,14 @@ FURTHER_BYTES_PER_ELEMENT = {
     "liger_swiglu": 3 * HALF_BYTES,
 }
 """The same of kernels that no rate is fitted to: they are timed to be held against their predictions. Of a
-fused AdamW: weight, moments and gradient, in several launches (roofline's kind `lists`). Of an AdamW in 8
-bits: a weight read and written, its gradient read, two moments of a byte read and written."""
-_SINGLE = ("_fused_adamw_",)
+fused AdamW: weight, moments and gradient, in several launches. Of an AdamW in 8 bits: a weight read and
+written, its gradient read, two moments of a byte read and written."""
+_COUNTED = {"mul": 1, "clone": 1, "cat": 1, "adamw_bnb_8bit": 2, "paged_adamw_8bit": 2}
+"""Kernels that instructions may bound, and what they count for each element: see roofline.Kernel.shape."""
+_FUSED = ("_fused_adamw_",)
+_CHUNK, _MOST_CHUNKS, _ROUND = 65536, 320, 2048
+"""Elements of a chunk of a launch over lists of tensors, its most chunks, elements that a block loads at once
+(torch 2.13 native/cuda/MultiTensorApply.cuh)."""
 ROWWISE = {
     "_softmax": 2,
     "_softmax_backward_data": 3,
@@ -197,7 +203,6 @@ def moving_kernels(
     n = num_elements
     yield from (moving_kernel(name, half, n) for name in BYTES_PER_ELEMENT)
     yield moving_kernel("add", half, n // 4)
-    yield moving_kernel("dequantize_4bit", half, n // 4)
     yield _of_rows("mean", SINGLE_BYTES, n // 1024, 1024)
     for count, length in rows:
         for name, num_tensors in ROWWISE.items():
@@ -205,19 +210,33 @@ def moving_kernels(
 
 
 def moving_kernel(name: str, dtype: str, num_elements: int) -> Kernel:
-    """A kernel of BYTES_PER_ELEMENT, or of the further ones, on tensors of that many elements."""
+    """A kernel of BYTES_PER_ELEMENT, or of the further ones, on tensors of that many elements.
+
+    A fused AdamW takes several launches, of which the kernel is one: all of as many chunks, where these
+    are enough for a whole one.
+    """
+    count, kind = 1, "copy_host" if name.startswith("copy_host") else kind_of(name)
+    shape: tuple[int, ...] = (num_elements * _COUNTED[name],) if name in _COUNTED else ()
+    if name in _FUSED:
+        kind, num_chunks = "lists", math.ceil(num_elements / _CHUNK)
+        count = max(num_chunks // _MOST_CHUNKS, 1)
+        num_chunks = min(num_chunks, _MOST_CHUNKS)
+        num_elements = min(num_elements, num_chunks * _CHUNK)
+        shape = (num_chunks, math.ceil(min(num_elements, _CHUNK) / _ROUND), 1)
     return Kernel(
         name=name,
-        kind="copy_host" if name.startswith("copy_host") else kind_of(name),
-        dtype="float32" if name in _SINGLE else dtype,
+        kind=kind,
+        dtype="float32" if name in _FUSED else dtype,
         flops=0,
         bytes_moved=_bytes_per_element(name) * num_elements,
+        shape=shape,
+        count=count,
     )
 
 
 def num_elements_of(kernel: Kernel) -> int:
     """Elements of the tensors of a kernel that moving_kernel made."""
-    return round(kernel.bytes_moved / _bytes_per_element(kernel.name))
+    return round(kernel.count * kernel.bytes_moved / _bytes_per_element(kernel.name))
 
 
 def _bytes_per_element(name: str) -> float:
@@ -227,7 +246,7 @@ def _bytes_per_element(name: str) -> float:
 def _of_rows(name: str, bytes_per_element: int, rows: int, row_length: int) -> Kernel:
     return Kernel(
         name=name,
-        kind="reduction",
+        kind=kind_of(name),
         dtype="float32",
         flops=0,
         bytes_moved=bytes_per_element * rows * row_length,

@@ -1,8 +1,9 @@
 """The model of what memory and instructions bound, fitted to kernels that were measured on one card.
 
 A family's rate is scaled by the median of measured over predicted; of softmax and norms the time of rows and
-columns is, once elementwise kernels have said how fast bytes move. Factors stay between a fifth and five, but
-for copies to the host: a card may have one lane of sixteen.
+columns is, once elementwise kernels have said how fast bytes move; where instructions bound a kernel, the
+rate of its elements. Factors stay between a fifth and five, but for copies to the host: a card may have one
+lane of sixteen.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ class MovingTime:
     rows: float
     row_length: float
     seconds: float
+    elements: float = 0.0
+    """Elements that instructions may bound; 0 of other kernels."""
+    work: str = ""
+    """Kind of work that each of them is."""
 
 
 def predicted(rates: MovingRates, row: MovingTime) -> float:
@@ -39,12 +44,16 @@ def predicted(rates: MovingRates, row: MovingTime) -> float:
             bytes_moved=row.bytes_moved,
             rows=row.rows,
             row_length=row.row_length,
+            elements=row.elements,
+            work=row.work,
         )
     )
 
 
 def fitted_moving(rates: MovingRates, rows: Sequence[MovingTime]) -> MovingRates:
     """The parameters scaled so that they fit the rows; families without a row of their own follow."""
+    counted = [row for row in rows if row.elements]
+    rows = [row for row in rows if not row.elements]
     families = {row.family for row in rows}
     if "elementwise" in families:
         factor = _factor(rates, _of(rows, "elementwise"))
@@ -63,12 +72,17 @@ def fitted_moving(rates: MovingRates, rows: Sequence[MovingTime]) -> MovingRates
             rates = _scaled(rates, {family}, float(np.median(slower)))
         else:
             rates = _scaled(rates, {family}, _factor(rates, its))
-    return rates
+    known = {**rates.elements_per_second}
+    for work in known.keys() & {row.work for row in counted}:
+        known[work] /= _factor(rates, [row for row in counted if row.work == work])
+    return replace(rates, elements_per_second=known)
 
 
 def own_moving(rates: MovingRates, rows: Iterable[MovingTime]) -> OwnMoving:
     """The record of fitted parameters, of the families that were measured."""
-    families = {row.family for row in rows}
+    rows = list(rows)
+    families = {row.family for row in rows if not row.elements}
+    works = {row.work for row in rows if row.elements}
     return OwnMoving(
         bytes_per_second={
             family: rate for family, rate in rates.bytes_per_second.items() if family in families
@@ -79,6 +93,9 @@ def own_moving(rates: MovingRates, rows: Iterable[MovingTime]) -> OwnMoving:
             if name.removeprefix("short_") in families
         },
         weights_per_second=rates.weights_per_second if "dequantize" in families else None,
+        elements_per_second={
+            work: rate for work, rate in rates.elements_per_second.items() if work in works
+        },
     )
 
 

@@ -10,8 +10,8 @@ Some kernels take instructions for every element, or their bytes, whichever is l
 operands do not lie alike (one is broadcast, transposed or a slice) and are found by their strides, updates
 with 8-bit state, and what unpacks 4-bit weights. A launch over lists of tensors has a block for each chunk
 of them. As many as fit on the SMs run at once and share the bandwidth, then the rest; none is through before
-it has loaded its chunk round by round (lists_seconds). Copies to and from pinned host memory take a share of
-the PCIe link.
+it has loaded its chunk round by round (lists_seconds). So do the blocks of a sum (sum_seconds). Copies to
+and from pinned host memory take a share of the PCIe link.
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
@@ -22,7 +22,7 @@ read. A kernel's start and drain are not in it (roofline.CardRates.kernel_tail_s
 Known limitations
 - Measured with float32 on five cards from before 2021; others get their mean. Rows of 16 bits are taken
   to cost the SM as much as rows of float32.
-- Sums and means, over rows and over columns alike, and gradients of embeddings take a share of bandwidth.
+- Gradients of embeddings take a share of bandwidth: the sort and the sums over tokens are not seen.
 - An operand that is broadcast counts once, though it is read again where the cache has lost it.
 - How much of a tensor is still in the L2 cache depends on what ran before: half of what fits is taken to be.
 """
@@ -59,6 +59,12 @@ _TABLED = FAMILIES[:3]
 
 ROWWISE = ("softmax", "short_softmax", "layer_norm", "short_layer_norm")
 """Kernels with a time of each row and column in data/moving.toml."""
+
+_SUM_THREADS, _WARP, _LOADS_AT_ONCE, _LEAST_VECTORIZED = 512, 32, 4, 128
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+"""A sum's block: threads, lanes of a warp, values that a thread loads at once, length of rows from which they
+are loaded so; values that a thread sums, at least and at most, where blocks share a result (torch 2.13
+aten/src/ATen/native/cuda/Reduce.cuh, setReduceConfig and global_reduce)."""
 
 KERNEL_TAIL_SECONDS = 3e-6
 """A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows with its
@@ -101,7 +107,7 @@ def family_of(name: str) -> str:
         return "dequantize"
     direction = "_backward" if "backward" in name else ""
     if "softmax" in name:
-        return f"softmax{direction}"
+        return "log_softmax_backward" if "log_" in name and direction else f"softmax{direction}"
     if "layer_norm" in name or "rms_norm" in name:
         return f"layer_norm{direction}"
     plain = name.rstrip("_")
@@ -159,10 +165,68 @@ def lists_seconds(
     if is_fused not in rates.lists:
         return moved
     at_once, round_seconds = rates.lists[is_fused]
+    return _in_waves(moved, num_rounds * round_seconds, num_blocks, at_once)
+
+
+def _in_waves(moved: float, alone: float, num_blocks: float, at_once: float) -> float:
+    """Seconds of blocks that share the bandwidth, `moved` for all, and take `alone` each at least."""
     num_waves, rest = divmod(num_blocks, at_once)
-    alone = num_rounds * round_seconds
     seconds = num_waves * max(at_once / num_blocks * moved, alone)
     return seconds + (max(rest / num_blocks * moved, alone) if rest else 0.0)
+
+
+def sum_seconds(
+    rates: MovingRates,
+    *,
+    bytes_moved: float,
+    num_results: float,
+    num_summed: float,
+    is_over_columns: bool,
+) -> float:
+    """Seconds of a sum, a mean or a norm of `num_summed` numbers for each of its results.
+
+    PyTorch's blocks by its rules; a round of loads takes as long as one of a launch over lists. Where several
+    blocks share a result, the last one adds up what they found, a load after the other, each half of a
+    round, and memory that counts them is cleared before, by a kernel more. `is_over_columns`: numbers that
+    lie together belong to different results.
+
+    Raises KeyError where the bandwidth is not known. Where the SMs are not, it takes the family `reduction`.
+    """
+    if False not in rates.lists:
+        return float(moving_seconds(rates, "reduction", bytes_moved=bytes_moved))
+    at_once, round_seconds = rates.lists[False]
+    loads = _LOADS_AT_ONCE if is_over_columns or num_summed >= _LEAST_VECTORIZED else 1
+    threads = _SUM_THREADS / (loads if is_over_columns else 1)
+    at_once *= _SUM_THREADS / threads
+    across, down = (num_results, num_summed) if is_over_columns else (num_summed, num_results)
+    # A block is that many threads wide and high.
+    high = min(_power_of_two(down), threads / min(_WARP, _power_of_two(across / loads)))
+    wide = min(_power_of_two(across / loads), threads / high)
+    num_blocks, values = (
+        (num_results / loads / wide, num_summed)
+        if is_over_columns
+        else (num_results, num_summed / wide)
+    )
+    parts = 1.0
+    if values < min(_LEAST_VALUES * high, _MOST_VALUES):
+        num_blocks = math.ceil(num_blocks / high)
+    else:
+        num_blocks, values = math.ceil(num_blocks), values / high
+        if values >= _MOST_VALUES and num_blocks <= at_once:
+            parts = min(math.ceil(at_once / num_blocks), math.ceil(values / _LEAST_VALUES))
+            parts = max(parts, math.ceil(values / _MOST_VALUES))
+    alone = math.ceil(values / parts / _LOADS_AT_ONCE) * round_seconds
+    moved = float(moving_seconds(rates, "elementwise", bytes_moved=bytes_moved))
+    seconds = _in_waves(moved, alone, parts * num_blocks, at_once)
+    if parts > 1:
+        found_by_thread = math.ceil(parts / high / (1 if is_over_columns else wide))
+        seconds += found_by_thread * round_seconds / 2 + KERNEL_TAIL_SECONDS
+    return seconds
+
+
+def _power_of_two(number: float) -> float:
+    """The largest power of two up to a number; 1 where that is less."""
+    return float(2 ** max(math.floor(math.log2(max(number, 1))), 0))
 
 
 def evidence(rates: MovingRates, family: str) -> RatesFrom:
@@ -215,6 +279,7 @@ def _with_own(rates: MovingRates, own: OwnMoving) -> MovingRates:
         bytes_per_second={**bytes_per_second, **own.bytes_per_second},
         row_seconds={**rates.row_seconds, **own.row_seconds},
         weights_per_second=own.weights_per_second or rates.weights_per_second,
+        elements_per_second={**rates.elements_per_second, **own.elements_per_second},
         spread={
             name: spread[name] if name in families else value
             for name, value in rates.spread.items()

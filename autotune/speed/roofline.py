@@ -13,10 +13,10 @@ The constants here come from publications, named at each. Liger-Kernel's A100 ti
 (`validation/roofline_ops.py`). [judgement] marks what nothing published settles.
 
 Known limitations
-- Gathered access costs more than its bytes say: against the published A100 times embedding, forward and
-  backward, comes out a fifth to a half too fast; lm_head with cross-entropy within 6 %,
+- Gradients of embeddings cost more than their bytes say: against the published A100 times embedding, forward
+  and backward, comes out a fifth to a half too fast; lm_head with cross-entropy within 6 %,
   layer_norm within 13 %.
-- Sums over columns, and attention's backward pass, on an H200: studies/h200/OPERATIONS.md.
+- Attention's backward pass, on an H200 and an H100: studies/h200/OPERATIONS.md.
 - The shape of a convolution is not seen.
 - Whole published runs: studies/published-speed.
 - Price the micro-step and the optimizer step apart. Copies to and from the host are taken not to overlap
@@ -83,6 +83,7 @@ _REDUCTIONS = frozenset(
 # A100 (its benchmarking/switchback/info_a100_py2.jsonl, commit 59a7c3a): 468 to 533 TOP/s at widths of
 # 2,048 and 4,096, where twice the best matmul's share of the peak is 515.
 _INT8_OF_FLOAT16 = 2
+_UPDATES = ("optimizer", "adamw_bnb_8bit", "paged_adamw_8bit")
 _ATTENTION_DTYPES = ("float16", "bfloat16", "float32")
 _USUAL_HEAD = 128.0
 """Size of a head, for attention whose shape is not known."""
@@ -112,7 +113,8 @@ class Kernel:
     shape: tuple[float, ...] = ()
     """Sizes that its speed depends on. A matmul: (batch, m, n, k), as y[m, n] = x[m, k] w[k, n] for each of a
     batch. Attention: (samples, heads, key heads, queries, keys, size of a head, 1 if causal or 0). A
-    reduction: (rows, columns). Lists of tensors: (blocks, rounds of loads of the longest block, 1 if it is a
+    reduction: (rows, columns), as results and what each is of; of a sum over what does not lie together a 1
+    besides. Lists of tensors: (blocks, rounds of loads of the longest block, 1 if it is a
     fused optimizer's or 0). A pointwise kernel whose operands do not lie alike: (elements,). An update
     with 8-bit state: (values of it,). Others, and kernels of which nobody knows: empty."""
     count: float = 1
@@ -312,6 +314,16 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
             is_fused=bool(is_fused),
         )
         return seconds, "memory bandwidth"
+    if family == "reduction" and len(kernel.shape) >= 2:
+        num_results, num_summed, *is_over_columns = kernel.shape
+        seconds = moving.sum_seconds(
+            machine.moving,
+            bytes_moved=kernel.bytes_moved,
+            num_results=num_results,
+            num_summed=num_summed,
+            is_over_columns=bool(is_over_columns),
+        )
+        return seconds, "memory bandwidth"
     rows, row_length = kernel.shape if len(kernel.shape) == 2 else (0.0, 0.0)
     moved_seconds = moving.moving_seconds(
         machine.moving,
@@ -320,15 +332,17 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
         rows=rows,
         row_length=row_length,
         elements=kernel.shape[0] if len(kernel.shape) == 1 else 0.0,
-        work=_work_of(kernel),
+        work=work_of(kernel),
     )
     return float(moved_seconds), "transfer" if kind == "copy_host" else "memory bandwidth"
 
 
-def _work_of(kernel: Kernel) -> str:
+def work_of(kernel: Kernel) -> str:
     """Kind of work that each element is, where a kernel's shape says how many there are."""
-    if kernel.name == "optimizer":
+    if kernel.name in _UPDATES:
         return "quantized_state"
+    if kernel.name == "cat":
+        return "cat"
     return "strided_16_bits" if DTYPE_BYTES.get(kernel.dtype) == 2 else "strided"
 
 
@@ -338,7 +352,7 @@ def family_of(kernel: Kernel, rates: MovingRates) -> str:
         return kernel.kind
     family = moving.family_of(kernel.name)
     if kernel.kind == "reduction":
-        if family.startswith("softmax") and kernel.shape:
+        if "softmax" in family and kernel.shape:
             row_bytes = kernel.shape[-1] * DTYPE_BYTES[kernel.dtype]
             if row_bytes >= moving.LONG_ROW_BYTES:
                 return f"long_{family}"

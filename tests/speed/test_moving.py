@@ -100,7 +100,9 @@ def test_small_tensors_stay_in_the_cache() -> None:
         ("add_", "elementwise"),
         ("native_dropout", "native_dropout"),
         ("clone_", "clone"),
-        ("embedding", "embedding"),
+        ("embedding", "elementwise"),
+        ("gather", "gather"),
+        ("_log_softmax_backward_data", "log_softmax_backward"),
         ("gelu_backward", "elementwise"),
     ],
 )
@@ -189,7 +191,7 @@ def test_evidence_is_by_family() -> None:
     families = (
         "elementwise",
         "softmax",
-        "embedding",
+        "gather",
         "layer_norm_backward",
         "dequantize",
         "copy_host",

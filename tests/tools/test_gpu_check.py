@@ -25,6 +25,7 @@ from autotune.space.config import METHODS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import load
+from autotune.speed.calibration_plan import PAGEABLE
 from autotune.worker.client.isolate import WorkerEnd
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import cases as gpu_cases
@@ -178,7 +179,8 @@ def test_each_kernel_is_recorded_beside_its_prediction(recorded: Path) -> None:
         *("liger_rms_norm", "liger_swiglu", "liger_cross_entropy"),
     }
     for record in records.values():
-        assert record["predicted_seconds"] > 0
+        if not record["key"].startswith(PAGEABLE):  # It is in no prediction.
+            assert record["predicted_seconds"] > 0
         assert record["skipped"] or record["seconds"] > 0
         assert record["fingerprint"]["device"]
     text = (recorded / "README.md").read_text(encoding="utf-8")

@@ -1,13 +1,14 @@
 """The kernels of a training step one by one, as `autotune calibrate` times them, beside their predictions.
 
 Those of further_plan come besides: no rate is fitted to them. Each is recorded as soon as it was timed, and
-so is one that could not be, or that ended the process. Not yet run on a GPU.
+so is one that could not be, or that ended the process. `repredict` prices them anew.
 
 kernels.jsonl
     {"schema_version", "key": name, type and size, "kernel": {roofline.Kernel}, "seconds", "spread",
-    "num_weights", "predicted_seconds": by rates of the card's kind, or null, "skipped": why there is no time,
-    or null, "fingerprint": {Fingerprint}}; with the key "host" {"host_seconds": {phase: seconds of an
-    operation}, "skipped", "fingerprint"}
+    "num_weights", "predicted_seconds": by rates of the card's kind, or null (of copies from memory that is
+    not pinned), "first_predicted_seconds": by the version that timed, once priced anew, "skipped": why there
+    is no time, or null, "fingerprint": {Fingerprint}}; with the key "host" {"host_seconds": {phase: seconds
+    of an operation}, "skipped", "fingerprint"}
 card.toml
     the card with the rates that fit the usual plan's kernels: --gpu-file of every command reads it
 """
@@ -15,6 +16,7 @@ card.toml
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +40,7 @@ from autotune.records.calibration import Skipped
 from autotune.speed import roofline
 from autotune.speed.calibration import TimedKernel
 from autotune.speed.calibration_plan import (
+    PAGEABLE,
     further_plan,
     tiny_further_plan,
     tiny_plan,
@@ -91,7 +94,6 @@ def _time(
     machine = roofline.ceilings(dataclasses.replace(check.card, rates=None))
 
     def keep(kernel: Kernel, found: TimedKernel | Skipped) -> None:
-        priced = roofline.kernel_seconds([kernel], machine)
         timed = found if isinstance(found, TimedKernel) else None
         records.add(
             name_of(kernel),
@@ -99,7 +101,7 @@ def _time(
             seconds=timed and timed.seconds,
             spread=timed and timed.spread,
             num_weights=timed and timed.num_weights,
-            predicted_seconds=priced and priced[0][0],
+            predicted_seconds=_predicted(kernel, machine),
             skipped=found.why if isinstance(found, Skipped) else None,
             fingerprint=fingerprint,
         )
@@ -126,6 +128,32 @@ def _time(
     if HOST not in records:
         records.add(HOST, host_seconds=host.seconds, skipped=None, fingerprint=fingerprint)
     return True
+
+
+def _predicted(kernel: Kernel, machine: roofline.CardRates) -> float | None:
+    """Seconds of all launches of a kernel; None for one that no step is predicted to have."""
+    priced = None if kernel.name == PAGEABLE else roofline.kernel_seconds([kernel], machine)
+    return None if priced is None else kernel.count * priced[0][0]
+
+
+def reprice(check: Check) -> None:
+    """Put today's prices beside the times, of kernels as today's plan has them; the first ones are kept."""
+    path = check.folder / "kernels.jsonl"
+    if not path.exists():
+        return
+    plan = {name_of(kernel): kernel for kernel in (*_usual(check), *_further(check))}
+    machine = roofline.ceilings(dataclasses.replace(check.card, rates=None))
+    records = read_records(path)
+    for record in records:
+        if record["key"] != HOST:
+            recorded = json_records.read(Kernel, record["kernel"], "kernel")
+            kernel = plan.get(record["key"], recorded)
+            record["kernel"] = json_records.plain(kernel)
+            record.setdefault("first_predicted_seconds", record["predicted_seconds"])
+            record["predicted_seconds"] = _predicted(kernel, machine)
+    whole = path.with_suffix(".new")
+    whole.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    whole.replace(path)
 
 
 def timing_of(records: Sequence[Record]) -> Timing:

@@ -28,7 +28,7 @@ from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check.cases import Case
 from tools.gpu_check.check import ROOT, Check, say, shown
 from tools.gpu_check.deadline import run_until
-from tools.gpu_check.kernels import host_factor_in, kernels
+from tools.gpu_check.kernels import host_factor_in, kernels, reprice
 from tools.gpu_check.operations import operations
 from tools.gpu_check.predictions import Predictions
 from tools.gpu_check.probes import Probes
@@ -211,6 +211,7 @@ def repredict(check: Check) -> bool:
     Where the budget was a prediction, that prediction stays: the run survived it or did not. Another
     version of torch allocates otherwise, by up to a percent: predict with the one that measured.
     """
+    reprice(check)
     for name in ("predicted_vs_measured", "sweep"):
         path = check.folder / f"{name}.jsonl"
         if not path.exists():

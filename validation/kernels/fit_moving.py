@@ -194,31 +194,40 @@ def strided_16_bits_per_sm_clock() -> float:
     """The same of elements of 16 bits, of which a thread takes four and not two.
 
     Solved from rope on an A100, in the middle of its lengths (validation/roofline_ops.py): half of its time
-    is of kernels that find elements by their strides. Cat of operands that do not lie together is one.
+    is of kernels that find elements by their strides. Cat of operands that do not lie together has its own.
     """
     from validation.roofline_ops import ROPE_MS, rope  # Transformers takes seconds
 
     gpu = card("NVIDIA A100-SXM4-80GB")
     assert gpu.num_sms is not None
     assert gpu.boost_clock_hertz is not None
+    clocks = gpu.num_sms * gpu.boost_clock_hertz
     machine = roofline.ceilings(gpu)
     kernels = {length: rope(length, 8192) for length in ROPE_MS}
 
     def ratio(rate: float) -> float:
-        rates = {**machine.moving.elements_per_second, "strided_16_bits": rate}
+        rates = {"strided_16_bits": rate, "cat": CAT_PER_SM_CLOCK * clocks}
+        rates = {**machine.moving.elements_per_second, **rates}
         tried = replace(machine, moving=replace(machine.moving, elements_per_second=rates))
         of_length = {n: roofline.seconds(each, tried) for n, each in kernels.items()}
         return statistics.median(
             time.total_seconds * 1e3 / ROPE_MS[n] for n, time in of_length.items() if time
         )
 
-    clocks = gpu.num_sms * gpu.boost_clock_hertz
     slow, quick = 0.2, 5.0
     for _ in range(30):
         middle = (slow + quick) / 2
         slow, quick = (middle, quick) if ratio(middle * clocks) > 1 else (slow, middle)
     return slow
 
+
+CAT_PER_SM_CLOCK = 0.97
+"""Elements that an SM joins in a clock of parts that do not lie together: the kernel divides by each dimension
+(torch 2.13 native/cuda/Shape.cu, CatArrIndexToOffset), where TensorIterator multiplies.
+
+[chosen with two rows] Rope's halves in a step of Llama-3.1-8B and one of Qwen2.5-0.5B on an H200
+(studies/h200/operations.jsonl: 36.7 us for 8.4 million elements of 16 bits, 31.2 us for 7.3), less
+moving.KERNEL_TAIL_SECONDS. The same steps on an H100 test it."""
 
 QUANTIZED_STATE_PER_SM_CLOCK = 0.27
 """Values of 8-bit state that an SM updates in a clock by bitsandbytes' blockwise kernel: for each it looks up
@@ -295,37 +304,43 @@ RULES = """\
 # Rates of kernels that memory or instructions bound, made by: python -m validation.kernels.fit_moving
 # Do not edit: what is not fitted is in that module, with its source.
 
-# Share of what a contiguous elementwise kernel reaches, in bytes of inputs and outputs. Means of H100
-# and V100,
-# float32, PyTorch 2.1 (steps_ops.csv.gz, above 0.06 ms; elementwise reaches 0.88 of bandwidth there), of
-# native_dropout (0.75 and 0.70 of bandwidth, mask included), contiguous (0.65, 0.71), embedding (0.43,
-# 0.48), and the backward passes of softmax (0.43, 0.45) and layer norm (0.34, 0.35). Dropout's backward pass
-# is elementwise: there it was timed as grad * (mask.type_as(grad) * scale), which autograd takes where
-# gradients of gradients are on: 25 bytes an element in place of 9, which its 0.26 and 0.28 are. Whole passes
-# say so too: with dropout on attention they take 3 to 8 % less than their operations. [judgement] cat as
-# contiguous, other gathers as embedding. Long rows of a softmax, beyond shared memory: torch 2.13
-# native/cuda/SoftMax.cu reads them for the largest value, for the sum and for the result (four passes where
-# inputs and outputs are two), in the backward pass for the sum and for the result (four where they are
-# three). Liger-Kernel's cross_entropy on the A100 from 16,384 columns on says so too: 0.82 to 0.93
-# of bandwidth, every pass counted. [judgement] Gradients of embeddings: 0.55 of bandwidth, between what
+# Share of what a contiguous elementwise kernel reaches, in bytes of inputs and outputs. Means of H100 and
+# V100, float32, PyTorch 2.1 (steps_ops.csv.gz, above 0.06 ms; elementwise reaches 0.88 of bandwidth there),
+# of native_dropout (0.75 and 0.70 of bandwidth, mask included), contiguous (0.65, 0.71), gathers
+# (embedding: 0.43, 0.48), and the backward passes of softmax (0.43, 0.45) and layer norm (0.34, 0.35).
+# Embedding and index_select are elementwise now: vectorized_gather_kernel (torch 2.13
+# native/cuda/IndexKernelUtils.h) copies whole vectors, and the steps of studies/h200 ran it. Softmax's
+# backward pass multiplies gradient and result first, by a kernel of its own: six passes where inputs and
+# outputs are three (native/cuda/SoftMax.cu, softmax_backward_cuda_out); log_softmax's does not. Layer
+# norm's reads input and gradient again for the weights' gradients, which a trace counts where there are
+# any: 0.35 of bandwidth by three tensors are 0.58 by five. Dropout's backward pass is elementwise: there it
+# was timed as grad * (mask.type_as(grad) * scale), which autograd takes where gradients of gradients are
+# on: 25 bytes an element in place of 9, which its 0.26 and 0.28 are. Whole passes say so too: with dropout
+# on attention they take 3 to 8 % less than their operations. [judgement] cat as contiguous, gathers as
+# embedding was then. Long rows of a softmax, beyond shared memory: torch 2.13 native/cuda/SoftMax.cu reads
+# them for the largest value, for the sum and for the result (four passes where inputs and outputs are two),
+# in the backward pass for the sum and for the result (four where they are three; of a softmax seven, with
+# the product). Liger-Kernel's cross_entropy on the A100 from 16,384 columns on says so too: 0.82 to 0.93 of
+# bandwidth, every pass counted. [judgement] Gradients of embeddings: 0.55 of bandwidth, between what
 # steps_ops.csv.gz has (0.4 to 2 times as long) and Liger-Kernel (up to four times).
 [share_of_elementwise]
 long_softmax = 0.50
-long_softmax_backward = 0.75
+long_softmax_backward = 0.43
+long_log_softmax_backward = 0.75
+log_softmax_backward = 1.00
 embedding_dense_backward = 0.61
 native_dropout = 0.82
 clone = 0.76
 cat = 0.76
-embedding = 0.50
-index_select = 0.50
 index = 0.50
 gather = 0.50
 softmax_backward = 0.50
-layer_norm_backward = 0.39
+layer_norm_backward = 0.65
 
-# Share of bandwidth of sums and means, and of norms and softmax of unknown shape. HBM: Liger-Kernel's
-# rms_norm on the A100, whatever else is in it taken as predicted, has 0.20, 0.19, 0.29, 0.34 and 0.37 at
-# widths of 2,048 to 32,768. [judgement] GDDR: an SM has less of it; PEFT's runs on an L40S say no less.
+# Share of bandwidth of sums, norms and softmax of unknown shape, or on a card of unknown SMs. HBM:
+# Liger-Kernel's rms_norm on the A100, whatever else is in it taken as predicted, has 0.20, 0.19, 0.29, 0.34
+# and 0.37 at widths of 2,048 to 32,768. [judgement] GDDR: an SM has less of it; PEFT's runs on an L40S say
+# no less.
 [reduction]
 HBM = 0.29
 GDDR = 0.55
@@ -362,11 +377,12 @@ def written(rows: list[dict[str, Any]], spread: Mapping[str, Mapping[str, float]
     ]
     lines[1:1] = [
         "# Elements for which instructions count. strided: found by their strides in float32,",
-        "# steps_ops.csv.gz, H100; strided_16_bits: the same in 16 bits, rope on an A100; quantized_state:",
-        "# values of 8-bit state in an update, one row of an H200.",
+        "# steps_ops.csv.gz, H100; strided_16_bits: the same in 16 bits, rope on an A100; cat: rope's, two",
+        "# rows of an H200; quantized_state: values of 8-bit state in an update, one row of an H200.",
         "[elements_per_sm_clock]",
         f"strided = {strided_elements_per_sm_clock():.3g}",
         f"strided_16_bits = {strided_16_bits_per_sm_clock():.3g}",
+        f"cat = {CAT_PER_SM_CLOCK:.3g}",
         f"quantized_state = {QUANTIZED_STATE_PER_SM_CLOCK:.3g}",
         "",
         "# Launches over lists of tensors: blocks of 512 threads on an SM at once, and clocks of a round of",

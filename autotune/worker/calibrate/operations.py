@@ -237,9 +237,11 @@ def _clone(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
 
 
 def _cat(n: int, dtype: torch.dtype, device: torch.device) -> Operation:
+    """Halves of heads changed, as rope does."""
     x = _wide(n, dtype, device)
-    left, right = x.chunk(2, dim=-1)
-    return Operation(launch=lambda _: torch.cat((left, right), dim=-1))
+    left, right = x.view(1, len(x), -1, min(128, x.shape[1])).transpose(1, 2).chunk(2, dim=-1)
+    negative = -right
+    return Operation(launch=lambda _: torch.cat((negative, left), dim=-1))
 
 
 def _dropout(n: int, dtype: torch.dtype, device: torch.device) -> Operation:

@@ -66,7 +66,8 @@ def shape_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any)
     if is_pointwise(func):
         return _strided_elements(out, args, kwargs)
     if func._overloadpacket in _REDUCTIONS and isinstance(out, torch.Tensor) and out.numel():
-        return _rows_and_columns(args[0].numel(), args[0].numel() // out.numel())
+        shape = _rows_and_columns(args[0].numel(), args[0].numel() // out.numel())
+        return (*shape, 1) if _is_over_columns(func, args, kwargs) else shape
     return ()
 
 
@@ -125,6 +126,25 @@ def _row_length(args: tuple[Any, ...], position: int) -> int:
     return math.prod(given) if isinstance(given, (list, tuple)) else int(args[0].shape[given])
 
 
+def _is_over_columns(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a reduction leaves the dimension along which its input's numbers lie together."""
+    reduced = _argument(func, "dim", args, kwargs)
+    sizes, strides = args[0].shape, args[0].stride()
+    dims = [dim for dim, size in enumerate(sizes) if size > 1 and strides[dim]]
+    if reduced is None or reduced == [] or not dims:
+        return False
+    reduced = reduced if isinstance(reduced, (list, tuple)) else [reduced]
+    return min(dims, key=lambda dim: strides[dim]) not in {dim % len(sizes) for dim in reduced}
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call's argument by its name; None where it is not given."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name)
+    return None
+
+
 def _rows_and_columns(num_elements: int, num_columns: int) -> tuple[int, ...]:
     return (num_elements // num_columns, num_columns) if num_columns else ()
 
@@ -141,6 +161,9 @@ _ROW_LENGTHS = {
 """Position of the dimension, or of the shape, that a row-wise operation goes along."""
 if hasattr(aten, "_fused_rms_norm_backward"):  # since torch 2.9
     _ROW_LENGTHS[aten._fused_rms_norm_backward.default] = 2
+_NORMS_BACKWARD = {func for func in _ROW_LENGTHS if func.name().endswith("norm_backward")}
+"""Backward passes with a kernel for the gradients of weights besides, where there are any (torch 2.13
+native/cuda/layer_norm_kernel.cu)."""
 _COPIES = {aten._to_copy.default, aten.copy_.default, aten.clone.default}
 _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.var_mean, aten.linalg_vector_norm}
 """Operations that reduce rows to numbers."""
@@ -177,10 +200,7 @@ _GROUPED_PRODUCTS = {aten._grouped_mm.default}
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an attention kernel skips the half of the square that the mask hides."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name == "is_causal":
-            return bool(args[position] if position < len(args) else kwargs.get("is_causal"))
-    return False
+    return bool(_argument(func, "is_causal", args, kwargs))
 
 
 _EMPTY = {
@@ -242,6 +262,11 @@ def tensor_bytes(
         return written
     if func in _INTO_ZEROS:
         return written + 2 * tuple(map(moved_bytes, inputs))
+    if func in _NORMS_BACKWARD and len(outputs) > 1:
+        # Gradient and input once more, for the weights' gradients.
+        return (
+            written + 2 * tuple(map(moved_bytes, inputs[:2])) + tuple(map(moved_bytes, inputs[2:]))
+        )
     return written + tuple(map(moved_bytes, inputs))
 
 
