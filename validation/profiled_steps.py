@@ -2,13 +2,13 @@
 
     python -m validation.profiled_steps            (half a minute, no card)
 
-operations.jsonl of studies/h200 and of studies/h100-80gb-hbm3, by `make gpu-check`, holds an optimizer step of
-each case: every operation with its shapes, dtypes, kernels and seconds on the device, and the kernels by their names. Here each case is
-traced and priced again. Beside them: the updates of optimizers but PyTorch's fused one, as probes measured
-them (predicted_vs_measured.jsonl, and updates.jsonl, which a search's probes are in). Writes the tables of
-their OPERATIONS.md. Two constants of the package are fitted to these records, both to the H200's
-(validation/kernels/fit_moving.py): a row of updates says what a value of 8-bit state takes, rope's cat what
-an element that is joined does. The H100's are fitted to nothing.
+operations.jsonl of studies/h200 and of studies/h100-80gb-hbm3, by `make gpu-check`, holds an optimizer step
+of each case: every operation with its shapes, dtypes, kernels and seconds on the device, and the kernels by
+their names. Here each case is traced and priced again. Beside the H200's: the updates of optimizers but
+PyTorch's fused one, as probes measured them (predicted_vs_measured.jsonl, and updates.jsonl, which a search's
+probes are in). Writes the tables of both OPERATIONS.md. Two constants of the package are fitted to the H200's
+records (validation/kernels/fit_moving.py): a row of updates says what a value of 8-bit state takes, rope's
+cat what an element that is joined does. Nothing is fitted to the H100's.
 
 The profiler counts a kernel from its first instruction to its last. A prediction has some 3 us besides for
 every launch, in which a kernel begins and ends (roofline.CardRates.kernel_tail_seconds): the tables show that

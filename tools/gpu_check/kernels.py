@@ -203,13 +203,11 @@ def _write_card(check: Check, card: CardIdentity) -> None:
 def table(records: Sequence[Record]) -> list[str]:
     """Predicted against measured times by kernel, as lines of Markdown."""
     timing = timing_of(records)
-    predicted = {each["key"]: each.get("predicted_seconds") for each in records}
     ratios: dict[tuple[str, str], list[float]] = {}
-    for each in timing.timed:
-        seconds = predicted[name_of(each.kernel)]
-        if seconds:
-            what = (each.kernel.kind, each.kernel.name)
-            ratios.setdefault(what, []).append(seconds / each.seconds)
+    for each in records:
+        if each.get("seconds") and each.get("predicted_seconds"):
+            what = (each["kernel"]["kind"], each["kernel"]["name"])
+            ratios.setdefault(what, []).append(each["predicted_seconds"] / each["seconds"])
     lines = ["| kind | kernel | timed | predicted / measured: median | least | most |"]
     lines += ["|---|---|---:|---:|---:|---:|"]
     for (kind, name), its in sorted(ratios.items()):

@@ -222,7 +222,7 @@ def strided_16_bits_per_sm_clock() -> float:
 
 
 CAT_PER_SM_CLOCK = 0.97
-"""Elements that an SM joins in a clock of parts that do not lie together: the kernel divides by each dimension
+"""Elements of parts that do not lie together that an SM joins in a clock: it divides by each dimension's size
 (torch 2.13 native/cuda/Shape.cu, CatArrIndexToOffset), where TensorIterator multiplies.
 
 [chosen with two rows] Rope's halves in a step of Llama-3.1-8B and one of Qwen2.5-0.5B on an H200
