@@ -273,6 +273,8 @@ def _with_own(rates: MovingRates, own: OwnMoving) -> MovingRates:
     }
     if own.weights_per_second is not None:
         families |= {"dequantize"}
+    if "elementwise" in families:  # Sums move their bytes as fast.
+        families |= {"reduction"}
     spread = table()["spread"][RatesFrom.THIS_CARD.name.lower()]
     return replace(
         rates,

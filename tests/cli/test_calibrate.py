@@ -97,10 +97,10 @@ def refused(folder: Path, *arguments: str) -> tuple[int, str]:
 
 def test_what_was_measured_is_shown_and_kept(answered: Answers, tmp_path: Path) -> None:
     shown = calibrate(tmp_path)
-    assert "279 of 279 kernels timed" in shown.stderr
+    assert "278 of 278 kernels timed" in shown.stderr
     text = " ".join(shown.stdout.split())
     assert f"card {NAME}, driver 580.65.06" in text
-    assert "timed 279 kernels" in text
+    assert "timed 278 kernels" in text
     # Predicted half of what was measured; afterwards as long.
     assert re.search(r"attention 120 5\d % 0\.\d\d \d % (1\.0\d|0\.9\d)", text)
     assert re.search(r"matmul 124 5\d % 0\.50 \d % 1\.00", text)
@@ -109,7 +109,7 @@ def test_what_was_measured_is_shown_and_kept(answered: Answers, tmp_path: Path) 
     found = calibrations.newest(nvml.identity())
     assert found is not None
     assert found.rates.host_factor == pytest.approx(1.5)
-    assert len(found.timed) == 279
+    assert len(found.timed) == 278
 
 
 def test_predictions_on_the_card_use_it_and_its_file_gives_the_same(
@@ -253,7 +253,7 @@ def test_a_kernel_without_room_is_left_out(answered: Answers, tmp_path: Path) ->
     shown = calibrate(tmp_path)
     assert "note: 1 kernel could not be timed; mm bfloat16 1 x 1024 x " in shown.stderr
     assert "out of memory." in shown.stderr
-    assert "timed    278 kernels" in shown.stdout
+    assert "timed    277 kernels" in shown.stdout
 
 
 def test_nothing_timed_is_an_error(answered: Answers, tmp_path: Path) -> None:

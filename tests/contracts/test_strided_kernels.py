@@ -14,6 +14,7 @@ from autotune.worker.trace.tracker import Tracker
 from validation.roofline_ops import ROPE_MS, rope, traced
 
 A = torch.empty(4, 6, 8, device="meta")
+T, NARROW = A.transpose(1, 2), A[:, :, :1]
 NUM_ELEMENTS = A.numel()
 
 
@@ -58,6 +59,36 @@ def test_a_part_is_copied_into_zeros(dim: int, shape: tuple[int, ...]) -> None:
     )
     assert (into.name, into.shape) == ("slice_backward", shape)
     assert sum(into.tensor_bytes) == 4 * NUM_ELEMENTS + 2 * 4 * part.numel()
+
+
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [
+        (lambda: A.sum(-1), (24, 8)),
+        (lambda: A.mean(-1, keepdim=True), (24, 8)),
+        (lambda: A.sum(), (1, 192)),
+        (lambda: A.sum((0, 2)), (6, 32)),
+        (lambda: T.sum(1), (24, 8)),
+        (lambda: A.sum((0, 1)), (8, 24, 1)),
+        (lambda: A.amax(0), (48, 4, 1)),
+        (lambda: torch.linalg.vector_norm(A, dim=1), (32, 6, 1)),
+        (lambda: NARROW.sum(1), (4, 6)),
+    ],
+)
+def test_what_a_sum_goes_over(run: Callable[[], object], shape: tuple[int, ...]) -> None:
+    (found,) = kernels(run)
+    assert found.shape == shape
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_norm_reads_once_more_for_gradients_of_weights(is_trained: bool) -> None:
+    norm = torch.nn.LayerNorm(8, device="meta").requires_grad_(is_trained)
+    x = A.clone().requires_grad_()
+    *_, last = kernels(lambda: norm(x).backward(A))
+    assert last.name == "native_layer_norm_backward"
+    small = 4 * (2 * 24 + 2 * 8)  # mean and deviation of rows; weight and bias
+    passes = 5 if is_trained else 3
+    assert sum(last.tensor_bytes) == passes * 4 * NUM_ELEMENTS + small + (64 if is_trained else 0)
 
 
 def test_a_mask_is_filled_into_a_copy() -> None:

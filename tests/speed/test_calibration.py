@@ -100,6 +100,7 @@ def test_what_was_timed_is_said_to_be_of_this_card(own: Gpu) -> None:
     moving = moving_rates(own)
     for family in ("elementwise", "softmax", "layer_norm_backward", "dequantize", "copy_host"):
         assert evidence(moving, family) is this, family
+    assert moving.elements_per_second["cat"] > 1.2 * moving_rates(CARD).elements_per_second["cat"]
     # The same kernels in float32, and gathers of another kind, were not timed.
     single = attention_rates(own, "efficient", dtype="float32")
     assert single is not None

@@ -17,6 +17,7 @@ from autotune.speed.moving import (
     lists_seconds,
     moving_seconds,
     rates_of,
+    sum_seconds,
 )
 from autotune.speed.origin import RatesFrom
 
@@ -227,6 +228,51 @@ def test_a_launch_over_lists_runs_in_waves() -> None:
     assert seconds(84, 1000) == pytest.approx(80e-6 + 32e-6)
     # Of a kernel whose blocks are not known, the bytes.
     assert seconds(84, 1000, is_fused=False) == pytest.approx(84e-6)
+
+
+# 40 blocks of 512 threads at once, 1 us a round, 1 GB/s.
+SUMS = dataclasses.replace(RATES, lists={False: (40, 1e-6)})
+
+
+@pytest.mark.parametrize(
+    ("num_results", "num_summed", "is_over_columns", "megabytes", "microseconds"),
+    [
+        # A block of 16 warps has a row for each, of 1,024 numbers: 8 rounds of 128. 20 blocks in one wave.
+        (320, 1024, False, 0.001, 8),
+        # The same, bound by its bytes; three waves and a half.
+        (320, 1024, False, 0.1, 100),
+        (2240, 1024, False, 0.001, 4 * 8),
+        # Rows from 8,192 numbers on have a block each: 4 rounds of 2,048.
+        (40, 8192, False, 0.001, 4),
+        # One row: 512 threads have 2,048 values each. 40 blocks share them, 13 rounds of 4 each. The last one
+        # reads what they found in one load; memory is cleared before, by a kernel.
+        (1, 2**20, False, 0.001, 13 + 0.5 + 3),
+        # Columns, 4 to a thread: a block of 32 x 4 threads has 2,048 rows each. 128 of them share these, 4
+        # rounds each; the last one reads what 128 found by 4 threads, 32 loads after one another.
+        (128, 8192, True, 0.001, 4 + 32 / 2 + 3),
+        # Seven such blocks: 23 share each, 161 where 160 run at once, so that one begins late.
+        (896, 8192, True, 0.001, 2 * 23 + 6 / 2 + 3),
+    ],
+)
+def test_a_sum_by_its_blocks(
+    num_results: int,
+    num_summed: int,
+    is_over_columns: bool,
+    megabytes: float,
+    microseconds: float,
+) -> None:
+    def of(rates: MovingRates) -> float:
+        return 1e6 * sum_seconds(
+            rates,
+            bytes_moved=1e6 * megabytes,
+            num_results=num_results,
+            num_summed=num_summed,
+            is_over_columns=is_over_columns,
+        )
+
+    assert of(SUMS) == pytest.approx(microseconds)
+    # Where the SMs are not known, a share of the bandwidth.
+    assert of(RATES) == pytest.approx(1000 * megabytes)
 
 
 @pytest.mark.parametrize(("card", "most"), [("L40S", 1.02), ("RTX 4090", 1.02), ("A100", 1.3)])

@@ -243,8 +243,12 @@ def test_repredicting_leaves_measurements_alone(
     path.write_text("".join(json.dumps(r) + "\n" for r in spoilt), encoding="utf-8")
     check = check_of(recorded)
     (recorded / "sweep.jsonl").unlink()
+    timed = lines(recorded / "kernels.jsonl")
     assert pieces.repredict(check)
     assert "measured with torch 2.0 and 2." in capsys.readouterr().err
+    for record, once in zip(lines(recorded / "kernels.jsonl"), timed, strict=True):
+        assert record.pop("first_predicted_seconds", None) == once.get("predicted_seconds")
+        assert record == once
     after = lines(path)
     first = after[0].pop("first_prediction")
     assert first["peak_allocated_bytes"] is None

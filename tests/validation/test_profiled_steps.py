@@ -1,4 +1,4 @@
-"""Operations of an H200's steps, as its profiler saw them: how they are sorted, some predicted."""
+"""Operations of an H200's and an H100's steps, as profilers saw them: how they are sorted, some predicted."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.gpus import find_gpu
+from autotune.common.dtypes import DTYPE_BYTES
 from autotune.speed import roofline
 from validation import profiled_steps
 
 QWEN, LLAMA = profiled_steps.records()
 CARD = roofline.ceilings(find_gpu("NVIDIA H200"))
+H100_STEPS = profiled_steps.records(study=profiled_steps.H100)
+H100 = roofline.ceilings(find_gpu("h100-80gb-hbm3"))
 
 
 @pytest.mark.parametrize("record", [QWEN, LLAMA], ids=["qwen", "llama"])
@@ -92,7 +95,38 @@ def test_operations_on_elements_found_by_their_strides() -> None:
         assert of(kernel) == pytest.approx(measured, rel=0.25), name
 
 
-def of(kernel: roofline.Kernel) -> float:
-    priced = roofline.kernel_seconds([kernel], CARD)
+@pytest.mark.parametrize(
+    ("name", "operand", "kernel", "rel"),
+    [
+        ("sum", [8192, 128], ("sum", "bfloat16", (128, 8192, 1)), 0.06),
+        ("sum", [8192, 896], ("sum", "bfloat16", (896, 8192, 1)), 0.06),
+        ("mean", [8, 1024, 896], ("mean", "float32", (8192, 896)), 0.04),
+        ("mean", [2, 1024, 4096], ("mean", "float32", (2048, 4096)), 0.1),
+        ("cat", [[8, 14, 1024, 32]] * 2, ("cat", "bfloat16", (7340032,)), 0.04),
+        ("cat", [[2, 32, 1024, 64]] * 2, ("cat", "bfloat16", (8388608,)), 0.05),
+    ],
+)
+def test_sums_and_cat_of_an_h100(
+    name: str, operand: list[Any], kernel: tuple[str, str, tuple[int, ...]], rel: float
+) -> None:
+    """Prices of sums have no constant that a card's sums chose; cat's is of the H200's steps."""
+    rows = [row for record in H100_STEPS for row in record["operations"]]
+    (row,) = (r for r in rows if r["name"] == f"aten::{name}" and r["shapes"][0] == operand)
+    # The clearing of memory that counts blocks is a launch of its own.
+    calls = row["kernels"] / (2 if len(kernel[2]) == 3 else 1)
+    size_bytes = DTYPE_BYTES[kernel[1]] * math.prod(kernel[2])
+    priced = roofline.Kernel(
+        name=name,
+        kind=roofline.kind_of(name),
+        dtype=kernel[1],
+        flops=0,
+        bytes_moved=2 * size_bytes if name == "cat" else size_bytes,
+        shape=kernel[2],
+    )
+    assert of(priced, H100) == pytest.approx(row["seconds"] / calls, rel=rel)
+
+
+def of(kernel: roofline.Kernel, card: roofline.CardRates = CARD) -> float:
+    priced = roofline.kernel_seconds([kernel], card)
     assert priced is not None
     return priced[0][0]
