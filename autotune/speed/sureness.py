@@ -27,7 +27,7 @@ from autotune.speed.origin import RatesFrom
 COMMON_SHARE = 0.75
 """Share of a part's variance that configurations have in common. [judgement] studies/published-speed shows
 how often odds that rest on it come true."""
-STEP_SPREAD = 0.250
+STEP_SPREAD = 0.235
 """Spread of a whole step's time beside that of its parts: a program's own work, the machine, clocks. It is
 common to all configurations, so it changes no order. With it 80 % of a source's published runs lie in their
 interval, on average over 49 programs and cards, each of which counts alike, and is held against the figure

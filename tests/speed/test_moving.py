@@ -275,6 +275,17 @@ def test_a_sum_by_its_blocks(
     assert of(RATES) == pytest.approx(1000 * megabytes)
 
 
+def test_rounds_of_a_sum_take_half_in_the_cache() -> None:
+    def of(l2_bytes: float) -> float:
+        rates = dataclasses.replace(SUMS, l2_bytes=l2_bytes)
+        return 1e6 * sum_seconds(
+            rates, bytes_moved=1000, num_results=320, num_summed=1024, is_over_columns=False
+        )
+
+    assert of(1999) == pytest.approx(8)
+    assert of(2000) == pytest.approx(4)
+
+
 @pytest.mark.parametrize(("card", "most"), [("L40S", 1.02), ("RTX 4090", 1.02), ("A100", 1.3)])
 def test_slow_memory_hides_the_end_of_a_launch(card: str, most: float) -> None:
     gpu = find_gpu(card)

@@ -98,8 +98,8 @@ def test_operations_on_elements_found_by_their_strides() -> None:
 @pytest.mark.parametrize(
     ("name", "operand", "kernel", "rel"),
     [
-        ("sum", [8192, 128], ("sum", "bfloat16", (128, 8192, 1)), 0.06),
-        ("sum", [8192, 896], ("sum", "bfloat16", (896, 8192, 1)), 0.06),
+        ("sum", [8192, 128], ("sum", "bfloat16", (128, 8192, 1)), 0.11),
+        ("sum", [8192, 896], ("sum", "bfloat16", (896, 8192, 1)), 0.11),
         ("mean", [8, 1024, 896], ("mean", "float32", (8192, 896)), 0.04),
         ("mean", [2, 1024, 4096], ("mean", "float32", (2048, 4096)), 0.1),
         ("cat", [[8, 14, 1024, 32]] * 2, ("cat", "bfloat16", (7340032,)), 0.04),
