@@ -133,6 +133,23 @@ def test_recorded_gpus_hold_what_is_promised() -> None:
     assert broken == NOT_HELD
 
 
+def test_bytes_of_two_cards_by_the_torch_that_ran_there() -> None:
+    """As `repredict` wrote them with torch 2.11: docs/evidence.md has these figures."""
+    records = [
+        record
+        for card in ("h200", "h100-80gb-hbm3")
+        for record in of_cuda(ROOT / "studies" / card / "predicted_vs_measured.jsonl")
+        if not record["capped_at_prediction"]
+    ]
+    allocated, reserved = (
+        list(map(abs, summary.errors(records, f"peak_{kind}_bytes")))
+        for kind in ("allocated", "reserved")
+    )
+    assert (len(allocated), allocated.count(0.0), reserved.count(0.0)) == (54, 48, 41)
+    assert max(allocated) < 0.0005
+    assert max(reserved) < 0.0011
+
+
 @pytest.mark.worker
 def test_an_h200_held_what_this_version_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of its probes, predicted anew: the records have today's predictions, and memory is the card's.

@@ -262,7 +262,7 @@ def _with_its_host(records: Sequence[Record]) -> list[str]:
     return [
         f"- time, predicted with this host's time for an operation (kernels.jsonl): "
         f"{statistics.median(map(abs, left)):.1%} off (median), {max(left, key=abs):+.1%} (furthest), "
-        f"of {len(left)}; {sum(abs(each) <= 0.25 for each in left)} within a quarter"
+        f"of {len(left)}; {sum(1 / 1.25 <= 1 + each <= 1.25 for each in left)} within a quarter"
     ]
 
 
