@@ -155,9 +155,9 @@ _WITH_BIAS = {aten.addmm.default, aten.addmm.out, aten.addmm.dtype_out}
 
 
 _CUBLASLT_BYTES = 0 if hasattr(torch.backends.cuda, "cublaslt_workspace_size") else 2**20
-"""Of cuBLASLt's own workspace: none where it takes cuBLAS's (pytorch pull request 168175), as in torch 2.13,
-which has the function that is asked for here. On an H100 and an H200 torch 2.11 kept 1 MiB on each thread
-that adds a bias to a product (studies/h200, studies/h100-80gb-hbm3)."""
+"""Bytes of cuBLASLt's own workspace: none where it takes cuBLAS's (pytorch pull request 168175), as in
+torch 2.13, which has the function that is asked for here. On an H100 and an H200 torch 2.11 kept 1 MiB on
+each thread that adds a bias to a product (studies/h200, studies/h100-80gb-hbm3)."""
 
 
 class Workspaces:
