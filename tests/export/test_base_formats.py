@@ -440,6 +440,17 @@ def test_a_mesh_as_accelerates_questions_write_it(
         assert read_base(path).config.parallelism == meant
 
 
+def test_a_mesh_beside_deepspeeds_file_is_refused(tmp_path: Path) -> None:
+    zero = dataclasses.replace(DDP, parallelism="zero2", precision="bf16-mixed")
+    file_of(tmp_path, "deepspeed", zero)
+    path = file_of(tmp_path, "accelerate", zero)
+    said = path.read_text().replace("distributed_type: DEEPSPEED", "distributed_type: FSDP")
+    mesh = "fsdp_config:\n  fsdp_version: 2\nparallelism_config:\n  parallelism_config_cp_size: 2\n"
+    path.write_text(f"{said}{mesh}")
+    with pytest.raises(ConfigError, match="parallelism_config: shares the run"):
+        read_base(path)
+
+
 def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
     zero = dataclasses.replace(DDP, parallelism="zero3-offload", precision="bf16-mixed")
     path = file_of(tmp_path, "accelerate", zero)

@@ -25,8 +25,8 @@ Written to studies/<card>/speedups.jsonl, an object per case
     {"schema_version", "key", "model", "gpu_mem", "memory_budget_bytes", "method", "sequence_length",
     "effective_batch_size", "backend", "find": {"command", "exit_code", "wall_seconds", "num_run", "class"},
     "contenders": {name: {"tried": [[micro-batch, checkpointing, outcome]], "measurements": [{Measurement}]}}}
-of which speedup_table.py draws the table; speedups_found.jsonl keeps "find" and the answer of a case
-whose contest was cut off. A CPU's speeds say nothing of a GPU's.
+of which speedup_table.py draws the table; speedups_found.jsonl keeps "find" and its answer as soon as they
+are known: to have `find` run again, delete the case's line there, too. A CPU's speeds say nothing of a GPU's.
 """
 
 from __future__ import annotations

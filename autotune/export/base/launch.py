@@ -149,27 +149,34 @@ ACCELERATE = TrainerFile(
 def fitted_accelerate(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for how the GPUs share the run; with DeepSpeed's own file, that file's."""
     rows: tuple[Row, ...] = tuple(row for row in ACCELERATE.rows if row.ours != ("precision",))
+    refused = dict(ACCELERATE.refused)
     if value_at(content, _FILE) is not None:
         of_file = _said(_deepspeed_rows(BESIDE), content)
         rows = (*of_file, *(row for row in rows if row.ours == ("num_gpus",)))
     else:
         is_shared_out = value_at(content, "distributed_type") in ("FSDP", "DEEPSPEED")
+        mesh = value_at(content, _MESH)
+        if isinstance(mesh, Mapping) and (meant := _parallelism_of(mesh, content)) is not None:
+            rows = (_of_mesh(meant, mesh), *rows[1:])
+            del refused[_MESH]
         rows = (*rows, _precisions(is_shared_out=is_shared_out))
-    refused = dict(ACCELERATE.refused)
-    mesh = value_at(content, _MESH)
-    if isinstance(mesh, Mapping) and (meant := _parallelism_of(mesh, content)) is not None:
-        # Its sizes hang on the number of GPUs: they are said as the file has them, or not at all.
-        sizes = {f"{_MESH}.{key}": value for key, value in mesh.items()}
-        others = [each for each in _PARALLELISM.choices if each.ours != (meant,)]
-        spellings = [
-            _spelt(_of_fsdp2(meant), sizes),
-            *(_spelt(o, dict.fromkeys(sizes)) for o in others),
-        ]
-        rows = (choices(("parallelism",), *spellings), *rows[1:])
-        del refused[_MESH]
     said = {name for row in rows for name in row.ours}
     elsewhere = tuple(name for name in _ALL if name not in said)
     return dataclasses.replace(ACCELERATE, rows=rows, elsewhere=elsewhere, refused=refused)
+
+
+def _of_mesh(meant: str, mesh: Mapping[str, Any]) -> Row:
+    """Return the row of the parallelism for a file with a mesh that means one.
+
+    Its sizes hang on the number of GPUs: they are said as the file has them, or not at all.
+    """
+    sizes = {f"{_MESH}.{key}": value for key, value in mesh.items()}
+    others = (each for each in _PARALLELISM.choices if each.ours != (meant,))
+    return choices(
+        ("parallelism",),
+        _spelt(_of_fsdp2(meant), sizes),
+        *(_spelt(each, dict.fromkeys(sizes)) for each in others),
+    )
 
 
 def _spelt(spelling: Spelling, more: Mapping[str, Any]) -> Spelling:
