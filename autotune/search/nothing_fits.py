@@ -78,11 +78,12 @@ def nothing_fits(
     why = "; ".join([why, *(f"no {each.words}: {each.details}" for each in refused)])
     if best_by_class:
         remedy = _higher_class(best_by_class)
-    elif smaller := _smaller_step(estimator, smallest.config):
-        why_whole = "what is updated in the backward pass takes all samples of a step at once"
-        if not smallest.config.update_in_backward:
-            why_whole = "all samples of a step are each other's negatives"
-        remedy = f"--effective-batch {smaller} fits: {why_whole}"
+    elif smaller := _smaller_step(estimator, allowed):
+        why_whole = "with each weight updated in the backward pass, which takes"
+        if not smaller.update_in_backward:
+            why_whole = "since samples are each other's negatives, which takes"
+        count = smaller.micro_batch_size
+        remedy = f"--effective-batch {count} fits, {why_whole} all samples of a step at once"
     elif "qlora" not in workload.methods and model.checkpoint is None:
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
@@ -97,11 +98,17 @@ def needs(estimate: Estimate, room_bytes: int) -> str:
     return f"is predicted to need {format_bytes(peak_bytes + room_bytes)}{room}"
 
 
-def _smaller_step(estimator: Estimator, config: TrainConfig) -> int | None:
-    """Return how many samples of a step would fit, where one micro-batch is the step; None elsewhere."""
-    row = TRAINERS[config.trainer]
-    if not (config.update_in_backward or row.compares_all):
+def _smaller_step(estimator: Estimator, configs: Sequence[TrainConfig]) -> TrainConfig | None:
+    """Return the largest smaller step that fits, where one micro-batch is the step; None if there is none."""
+    whole = [
+        config
+        for config in configs
+        if config.update_in_backward or TRAINERS[config.trainer].compares_all
+    ]
+    if not whole:
         return None
+    config = min(whole, key=estimator.floor_bytes)
+    row = TRAINERS[config.trainer]
     halves = (config.micro_batch_size >> n for n in range(1, config.micro_batch_size.bit_length()))
     fewer = (
         dataclasses.replace(config, micro_batch_size=size)
@@ -110,7 +117,7 @@ def _smaller_step(estimator: Estimator, config: TrainConfig) -> int | None:
     )
     return next(
         (
-            each.micro_batch_size
+            each
             for each in fewer
             if estimator.supports(each) and estimator.fitting(each) is not None
         ),

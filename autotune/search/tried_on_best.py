@@ -161,21 +161,28 @@ def _nearest_to_fit(
 ) -> list[TrainConfig]:
     """Return what needs least, and with every layer checkpointed what gives up least: none of them fits.
 
-    What would not fit without any logits is left out.
+    What would not fit without any logits is left out. Where nothing at all fits, a step that is one
+    micro-batch stays if one sample of it would: the error then says how large the step may be.
     """
     leans = [
         config
         for config in configs
         if config.activation_checkpointing == 1 and not config.activation_offloading
     ]
-    found = [min(configs, key=estimator.floor_bytes)] if configs else []
+    # A step that is one micro-batch has the logits of all its samples: without them it may need least.
+    ways = ([c for c in configs if c.update_in_backward is way] for way in (False, True))
+    found = [min(way, key=estimator.floor_bytes) for way in ways if way]
     found += [min(leans, key=candidates.gives_up)] if leans else []
-    return [
-        config
-        for config in found
-        if estimator.floor_bytes(config) - estimator.estimate(config).breakdown.logits_bytes
-        <= estimator.room_for(config)
-    ]
+    is_last_resort = candidates.best(lambda _: True) is None
+
+    def may_fit(config: TrainConfig) -> bool:
+        if config.update_in_backward and is_last_resort:
+            one = dataclasses.replace(config, micro_batch_size=1)
+            config = one if estimator.supports(one) else config
+        logits_bytes = estimator.estimate(config).breakdown.logits_bytes
+        return estimator.floor_bytes(config) - logits_bytes <= estimator.room_for(config)
+
+    return list(filter(may_fit, found))
 
 
 def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator) -> bool:

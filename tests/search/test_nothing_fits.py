@@ -24,6 +24,7 @@ PLAIN = TrainConfig(
 def fits_up_to(size: int) -> Any:
     return SimpleNamespace(
         supports=lambda _: True,
+        floor_bytes=lambda config: config.micro_batch_size,
         fitting=lambda config: True if config.micro_batch_size <= size else None,
     )
 
@@ -44,4 +45,5 @@ def test_a_step_that_is_one_micro_batch_is_halved_until_it_fits(
     changes: dict[str, Any], most: int, found: int | None
 ) -> None:
     config = dataclasses.replace(PLAIN, **changes)
-    assert _smaller_step(fits_up_to(most), config) == found
+    smaller = _smaller_step(fits_up_to(most), [config])
+    assert (None if smaller is None else smaller.micro_batch_size) == found

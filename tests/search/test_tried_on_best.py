@@ -12,6 +12,7 @@ import here
 import pytest
 import tiny_model
 
+from autotune.catalogue.models import ModelSource
 from autotune.errors import NothingFitsError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
@@ -62,19 +63,19 @@ def answered(
     *methods: MethodSpace,
     allow: str | None = "numerics",
     base: TrainConfig | None = BASE,
+    model: ModelSource = MODEL,
     **others: Any,
 ) -> Answer:
     workload = Workload(
         model=MODEL.name,
-        sequence_length=LENGTH,
         methods=tuple(each.method for each in methods),
         memory_budget_bytes=budget_bytes,
         headroom=NO_HEADROOM,
-        **{"effective_batch_size": 8, **others},
+        **{"sequence_length": LENGTH, "effective_batch_size": 8, **others},
     )
     asked = SearchSpace(name="s", description="", methods=methods)
     gpu = tiny_model.gpu()
-    return predict_best.find(MODEL, workload, asked, gpu, allow=allow, base=base).answer
+    return predict_best.find(model, workload, asked, gpu, allow=allow, base=base).answer
 
 
 def searched(
@@ -163,6 +164,37 @@ def test_what_no_loss_at_once_lets_fit_is_found() -> None:
     with pytest.raises(NothingFitsError):
         searched(budget_bytes, parts=(False,))
     assert searched(budget_bytes).best.config.chunked_loss
+
+
+def test_a_loss_in_parts_lets_an_update_in_the_backward_pass_fit() -> None:
+    """It is one micro-batch, and with all logits at once needs more than a step after the backward pass."""
+    domains = {
+        "micro_batch_size": (1, 6),
+        "precision": ("bf16-true",),
+        "optimizer": ("sgd",),
+        "activation_checkpointing": (1,),
+    }
+
+    # Gradients of all layers are more than a micro-batch of six has of logits in parts.
+    sizes = {"vocab_size": 128_000, "num_hidden_layers": 48}
+    model = dataclasses.replace(MODEL, config={**MODEL.config, **sizes})
+
+    def least(parts: tuple[bool, ...], *in_backward: bool, budget_bytes: int = 10**12) -> Estimate:
+        section = {**domains, "chunked_loss": parts, "update_in_backward": in_backward}
+        full = MethodSpace(method="full", domains=section)
+        short: dict[str, Any] = {"sequence_length": 256, "effective_batch_size": 6}
+        return answered(budget_bytes, full, allow="recipe", base=None, model=model, **short).best
+
+    budget_bytes = least((True,), True).peak_device_bytes
+    for parts, in_backward in ((False, False), (False, True), (True, False)):
+        with pytest.raises(NothingFitsError):
+            least((parts,), in_backward, budget_bytes=budget_bytes)
+    found = least((False, True), False, True, budget_bytes=budget_bytes)
+    assert (found.config.update_in_backward, found.config.chunked_loss) == (True, True)
+    with pytest.raises(
+        NothingFitsError, match=r"--effective-batch 3 fits, with each weight updated"
+    ):
+        least((False, True), False, True, budget_bytes=budget_bytes - 1)
 
 
 def test_a_loss_in_parts_lets_adapters_fit_where_only_quantised_weights_do() -> None:
