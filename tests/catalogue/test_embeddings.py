@@ -19,6 +19,9 @@ NORMALIZE = {
 }
 
 
+WIDTHS = {"in_features": 8, "out_features": 4}
+
+
 def written(folder: Path, modules: Any, pooling: Any = None) -> Path:
     (folder / "config.json").write_text('{"model_type": "bert"}', encoding="utf-8")
     text = modules if isinstance(modules, str) else json.dumps(modules)
@@ -46,6 +49,32 @@ def written(folder: Path, modules: Any, pooling: Any = None) -> Path:
             [TRANSFORMER, {"path": "1", "type": "sentence_transformers.models.Dense"}],
             None,
             {"others": "sentence_transformers.models.Dense"},
+        ),
+        (
+            [TRANSFORMER, {"path": "1_Pooling", "type": "sentence_transformers.models.Dense"}],
+            {**WIDTHS, "bias": False, "activation_function": "torch.nn.modules.linear.Identity"},
+            {"layers": [{**WIDTHS, "bias": False, "activation": "Identity"}]},
+        ),
+        (
+            [TRANSFORMER, {"path": "1_Pooling", "type": "sentence_transformers.models.LayerNorm"}],
+            {"dimension": 8},
+            {"layers": [{"dimension": 8}]},
+        ),
+        *(
+            (
+                [*before, {"path": "1_Pooling", "type": "sentence_transformers.models.Dense"}],
+                {**WIDTHS, **more},
+                {"others": "sentence_transformers.models.Dense", **said},
+            )
+            for before, more, said in (
+                ([TRANSFORMER, NORMALIZE], {}, {"normalizes": True}),
+                ([TRANSFORMER], {"activation_function": "os.system"}, {}),
+                ([TRANSFORMER], {"activation_function": "torch.nn.functional.relu"}, {}),
+                ([TRANSFORMER], {"use_residual": True}, {}),
+                ([TRANSFORMER], {"module_input_name": "token_embeddings"}, {}),
+                ([TRANSFORMER], {"out_features": -1}, {}),
+                ([TRANSFORMER], {"in_features": "8"}, {}),
+            )
         ),
         # Code of the repository, which is named and never run.
         (

@@ -83,8 +83,12 @@ def test_a_model_of_which_nothing_would_be_quantised_has_no_qlora() -> None:
     [
         ({"model_type": "t5"}, "an encoder beside a decoder is not trained to embed texts here"),
         (
-            {"model_type": "bert", BEHIND: {"others": "sentence_transformers.models.Dense"}},
-            "its vectors go through sentence_transformers.models.Dense: pooling and normalizing alone",
+            {"model_type": "bert", BEHIND: {"others": "sentence_transformers.models.Router"}},
+            "its vectors go through sentence_transformers.models.Router: pooling, plain dense layers",
+        ),
+        (
+            {"model_type": "bert", BEHIND: {"layers": [{"dimension": 5}]}},
+            "a module behind it reads vectors of 5 numbers, and is given 768",
         ),
         ({"model_type": "bert", BEHIND: {"pooling": "median"}}, "Invalid pooling mode: 'median'"),
     ],

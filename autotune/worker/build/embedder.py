@@ -105,13 +105,36 @@ def modules_behind(config: Any, width: int) -> list[nn.Module]:
     said = getattr(config, BEHIND, None) or {}
     if others := said.get("others"):
         raise UnsupportedModel(
-            f"its vectors go through {others}: pooling and normalizing alone are planned here"
+            f"its vectors go through {others}: pooling, plain dense layers, norms and normalizing alone are "
+            "planned here"
         )
     try:
         pooling = Pooling(width, said.get("pooling", "mean"))
     except ValueError as error:
         raise UnsupportedModel(first_line(error)) from error
-    return [pooling, Normalize()] if said.get("normalizes") else [pooling]
+    layers = [_layer(fields) for fields in said.get("layers", ())]
+    width = pooling.get_embedding_dimension()
+    for fields in said.get("layers", ()):
+        reads = fields.get("in_features", fields.get("dimension"))
+        if reads != width:
+            raise UnsupportedModel(
+                f"a module behind it reads vectors of {reads} numbers, and is given {width}"
+            )
+        width = fields.get("out_features", width)
+    return [pooling, *layers, *([Normalize()] if said.get("normalizes") else [])]
+
+
+def _layer(fields: dict[str, Any]) -> nn.Module:
+    """Return a dense layer, or a norm, with random weights."""
+    from sentence_transformers.sentence_transformer.modules import Dense, LayerNorm
+
+    if "dimension" in fields:
+        made: nn.Module = LayerNorm(**fields)
+        return made
+    activation = getattr(nn, fields["activation"])()
+    sizes = {name: value for name, value in fields.items() if name != "activation"}
+    dense: nn.Module = Dense(**sizes, activation_function=activation)
+    return dense
 
 
 @functools.cache

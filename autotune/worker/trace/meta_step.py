@@ -197,7 +197,7 @@ class MetaStep:
             self.reference = trl_steps.prepare(self.model, self.task, spec)
         if self._embeds:
             self.model = embedder(self.model, META)
-        if spec.method in ADAPTERS:
+        if spec.method in ADAPTERS or self._embeds:
             self._own_new(Phase.ADAPTER, place_of)
         if self.reference is not None:
             before = {*self.parameters}
