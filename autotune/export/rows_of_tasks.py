@@ -132,6 +132,8 @@ ROWS_OF_TASKS: dict[str, Callable[..., Iterator[Row]]] = {
     "seq2seq-lm": translated,
     "automatic-speech-recognition": transcribed,
     "sentence-similarity": plain,
+    "sentence-triplets": plain,
+    "sentence-ratings": plain,
 }
 
 

@@ -10,6 +10,7 @@ import functools
 import inspect
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -39,6 +40,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("positive", "answer", "response", "document", "passage", "sentence2"),
     ),
 }
+FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
+INPUTS = ("input", "context")  # fields of what an instruction is about
+# A format's fields beside these: of some it has none where it lacks them.
+BESIDE: dict[str, tuple[str, ...]] = {
+    "instruction": INPUTS,
+    "triplets": ("negative", "hard_negative", "neg", "negative_1", "negative_0"),
+    "rated-pairs": ("score", "scores", "similarity_score", "label", "labels"),
+}
+WITH_ALL = ("triplets", "rated-pairs")
 # In the order in which they are looked for.
 FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("chat", "prompt-completion", "instruction", "source-target", "text"),
@@ -54,11 +64,10 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "kto": ("unpaired", "preferences"),
     "grpo": ("prompts",),
     "rloo": ("prompts",),
-    "sentence-similarity": ("pairs",),
+    "sentence-similarity": ("triplets", "rated-pairs", "pairs"),
+    "sentence-triplets": ("triplets",),
+    "sentence-ratings": ("rated-pairs",),
 }
-# Fields that say how alike the texts of a pair are, which other losses learn.
-RATINGS = ("score", "similarity_score", "label", "labels")
-INPUTS = ("input", "context")  # fields of what an instruction is about
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 HUB_NAME = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?::(?P<names>[\w.-]+(?::[\w.-]+)?))?")
@@ -102,7 +111,7 @@ class Samples:
     samples: list[Sample]
     text_field: str = ""
     answer_field: str | None = None
-    input_field: str | None = None  # what an instruction is about
+    input_field: str | None = None  # what is beside them (BESIDE)
     is_sharegpt: bool = False  # messages have from and value
     folder: str = ""  # where the paths of pictures and sounds begin
 
@@ -129,12 +138,12 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
         if recognised is None:
             recognised = recognise(row, columns, task)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
-            about = field_of(row, INPUTS) if recognised[0] == "instruction" else None
+            about = field_of(row, BESIDE.get(recognised[0], ()))
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
         if recognised[0] == "preferences":
             read += read_pair(row, place)
-        elif recognised[0] == "pairs":
-            read += read_texts_of_pair(row, recognised[1:], place)
+        elif recognised[0] in ("pairs", *WITH_ALL):
+            read += read_together(row, recognised[0], [*recognised[1:], about], place)
         elif recognised[0] == "unpaired":
             read.append(read_labelled(row, place))
         elif recognised[0] == "prompts":
@@ -168,9 +177,8 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     for name in possible if columns.format is None else (columns.format,):
         if (found := fields_of(row, name, columns)) is not None:
             return name, *found
-    wanted = "; ".join(" and ".join(map("/".join, filter(None, FORMATS[n]))) for n in possible)
-    if columns.format is not None:
-        wanted = " and ".join(map("/".join, filter(None, FORMATS[columns.format])))
+    shortest = [name for name in possible if name not in WITH_ALL] or possible
+    wanted = "; ".join(map(words_of, shortest if columns.format is None else [columns.format]))
     remedy = "--text-field and --answer-field name other fields, --format what they are"
     if is_of_trl:
         remedy = "Rename its fields: TRL reads no other names"
@@ -183,6 +191,12 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     raise UnusableData(f"sample 1 has {has}{without}, and {task} takes {wanted}", remedy)
 
 
+def words_of(name: str) -> str:
+    """The names of a format's fields."""
+    names = [*FORMATS[name], BESIDE[name] if name in WITH_ALL else ()]
+    return " and ".join(map("/".join, filter(None, names)))
+
+
 def fields_of(row: Mapping[str, Any], name: str, columns: Columns) -> tuple[str, str | None] | None:
     """The fields of a row that hold a format; None where they do not."""
     texts, answers = FORMATS[name]
@@ -191,6 +205,8 @@ def fields_of(row: Mapping[str, Any], name: str, columns: Columns) -> tuple[str,
     if columns.answer_field and answers:
         answers = (columns.answer_field,)
     text, answer = field_of(row, texts), field_of(row, answers)
+    if name in WITH_ALL and field_of(row, BESIDE[name]) is None:
+        return None
     is_chat = text is not None and isinstance(row[text], list) and not answers
     is_chat = is_chat and name != "prompts"
     if text and (answer or not answers) and is_chat == (name == "chat"):
@@ -366,21 +382,32 @@ def read_pair(row: Mapping[str, Any], place: str) -> list[Sample]:
     return [read_answer(row, prompt, answer, place) for answer in answers]
 
 
-def read_texts_of_pair(
-    row: Mapping[str, Any], names: Iterable[str | None], place: str
+def read_together(
+    row: Mapping[str, Any], form: str, names: list[str | None], place: str
 ) -> list[Sample]:
-    """Two texts that belong together. Others of the row (a text that does not, an id) are left out."""
+    """The texts that are compared. Others of the row, and an id, are left out."""
     check_fields(row, names, place)
-    rating = field_of(row, RATINGS)
-    if rating is not None:
+    held = [name for name in names if name is not None]
+    if form == "rated-pairs":
+        rating = held.pop()
+        check_rating(row[rating], rating, place)
+    for name in held:
+        check_text(row[name], name, place)
+    return [Sample(text=row[name]) for name in held]
+
+
+def check_rating(value: Any, name: str, place: str) -> None:
+    if not isinstance(value, int | float) or not math.isfinite(value):
         raise UnusableData(
-            f"{place} rates how alike its texts are ({rating}), which the loss of pairs does not read",
-            f"Keep the pairs that belong together, and leave {rating} out",
+            f"{place} has no number in {name}: {shown(value)}",
+            "It says how alike the texts are: --format pairs leaves it out",
         )
-    texts = [row[name] for name in names if name is not None]
-    for name, text in zip(names, texts, strict=True):
-        check_text(text, name, place)
-    return [Sample(text=text) for text in texts]
+    is_class = name.lower() in ("label", "labels") and isinstance(value, int)
+    if is_class and value not in (0, 1):
+        raise UnusableData(
+            f"{place} has the {name} {value}, a class, which does not say how alike the texts are",
+            "Call a rating score; --format pairs leaves the field out",
+        )
 
 
 def read_labelled(row: Mapping[str, Any], place: str) -> Sample:

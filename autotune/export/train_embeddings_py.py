@@ -1,7 +1,7 @@
 """train_embeddings.py: sentence-transformers' trainer with the configuration that was chosen.
 
-All samples of a micro-batch but its own are an anchor's negatives, so that the micro-batch is part of the
-recipe: the program accumulates only where that was asked for.
+A loss compares all samples of a micro-batch, so that it is part of the recipe: the program accumulates only
+where that was asked for.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from autotune.catalogue.tasks import EMBEDDINGS
 from autotune.export import installed
 from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keywords, unsaid
 from autotune.export.exporter import Exporter
@@ -30,15 +29,14 @@ from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING
 from autotune.space.precisions import PRECISIONS
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import EMBEDDERS, TRAINERS, Trainer
 
 _PROGRAM = Path(__file__).with_name("train_embeddings.py.template")
-_TRAINER = BY_TASK[EMBEDDINGS]
+_CLASSES = next(iter(EMBEDDERS.values()))
 _CARRIED = (
     *CARRIED, *OF_LORA, *QUANTIZED, *CHECKPOINTING, *IN_ENVIRONMENT, "method", "sequence_length",
     "precision", "attention", "batching", "trainer", "loss_mini_batches",
 )  # fmt: skip
-_COLUMNS = ("anchor", "positive")
 _PLAN = """\
     try:
         checkpoint_layers(model[0].model, {count}, first_keep="{first}", others_keep="{others}")
@@ -53,11 +51,11 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     fields = installed_fields()
     values = training_arguments(config, fields, workload.extra)
     values = {key: values[key] for key in values if fields is None or key in fields}
-    imports, plan = [], ""
+    imports, plan, trainer = [], "", EMBEDDERS.get(workload.task, _CLASSES)
     adapter, quantization = "adapter = None", "quantization = None"
     if config.method != "full":
         imports.append("from peft import LoraConfig, get_peft_model\n")
-        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, _TRAINER))})"
+        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, trainer))})"
     if config.quantization != "none":
         imports.append("from transformers import BitsAndBytesConfig\n")
         of_weights = keywords(quantization_fields(config, workload.task))
@@ -69,16 +67,19 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         plan = _PLAN.format(
             count=config.checkpoint_layers, first=kept.first_keep, others=kept.others_keep
         )
-    columns, is_cached = columns_of(workload), config.loss_mini_batches > 1
+    columns, is_cached = columns_of(workload, trainer), config.loss_mini_batches > 1
     lost = (*cannot_express(config), *has_no_words_for(workload))
-    what = f"A run of {_TRAINER.library}' {_TRAINER.class_name}"
+    what = f"A run of {trainer.library}' {trainer.class_name}"
     return heading(what, config, result["evidence"], lost) + _PROGRAM.read_text(
         encoding="utf-8"
     ).format(
         columns=" and ".join(columns),
+        renamed=f".rename_column({columns[-1]!a}, {trainer.rating!a})"
+        if columns[-1] != trainer.rating != ""
+        else "",
         environment=set_environment(config),
         typing="from typing import Any\n" if plan else "",
-        loss="CachedMultipleNegativesRankingLoss" if is_cached else "MultipleNegativesRankingLoss",
+        loss=trainer.cached_loss if is_cached else trainer.loss,
         loss_options=f", mini_batch_size={config.samples_per_pass}" if is_cached else "",
         imports="".join(imports),
         model=ascii(model_reference(workload.model)),
@@ -93,12 +94,13 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     )
 
 
-def columns_of(workload: Workload) -> tuple[str, str]:
-    """Return the fields of the texts that belong together: those of the dataset, or the usual names."""
-    dataset = workload.dataset
-    if dataset is None or dataset.answer_field is None:
-        return _COLUMNS
-    return dataset.text_field, dataset.answer_field
+def columns_of(workload: Workload, trainer: Trainer) -> tuple[str, ...]:
+    """Return the fields of a sample's texts, and of their rating: the dataset's, or the usual names."""
+    dataset, usual = workload.dataset, (*trainer.columns, *filter(None, [trainer.rating]))
+    if dataset is None:
+        return usual
+    fields = (dataset.text_field, dataset.answer_field, dataset.input_field)
+    return tuple(field for field in fields if field is not None)
 
 
 def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
@@ -118,16 +120,16 @@ def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
 
 
 def lacks(workload: Workload) -> str:
-    if workload.task == EMBEDDINGS:
+    if workload.task in EMBEDDERS:
         return ""
-    return f"{_TRAINER.class_name} trains on {_TRAINER.trains_on} only"
+    return f"{_CLASSES.class_name} trains on {_CLASSES.trains_on} only"
 
 
 EXPORTER = Exporter(
-    name=f"{_TRAINER.command}-python",
-    filename=f"train_{_TRAINER.command}.py",
+    name=f"{_CLASSES.command}-python",
+    filename=f"train_{_CLASSES.command}.py",
     write=write,
-    applies=lambda config: config.trainer == _TRAINER.name,
+    applies=lambda config: TRAINERS[config.trainer].passes_apart,
     lacks=lacks,
     cannot_express=cannot_express,
     has_no_words_for=has_no_words_for,

@@ -39,7 +39,7 @@ LIST_COLUMNS = 8
 """Fewest columns of a terminal per column of a list: with fewer, words are spelt downwards."""
 
 _LABEL_WIDTH = 9
-_PROGRAMS = ("train.py", *(f"train_{row.command}.py" for row in BY_TASK.values()), "train_sft.py")
+_PROGRAMS = ("train.py", *{f"train_{row.command}.py" for row in BY_TASK.values()}, "train_sft.py")
 
 Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""

@@ -17,7 +17,7 @@ from autotune.catalogue import gpus, nvml
 from autotune.catalogue.embeddings import with_modules_behind
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS
+from autotune.catalogue.tasks import CAUSAL
 from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
@@ -31,7 +31,7 @@ from autotune.space.lengths import Lengths
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
-from autotune.space.trainers import model_task, row_of
+from autotune.space.trainers import EMBEDDERS, model_task, row_of
 from autotune.space.yaml_schema import parse_yaml, why_not_yaml
 
 
@@ -236,7 +236,7 @@ def for_task(source: ModelSource, task: str) -> ModelSource:
 
     Raises ConfigError where it learns nothing by foretelling words, or would lose a part.
     """
-    if task == EMBEDDINGS:
+    if task in EMBEDDERS:
         return with_modules_behind(source)
     if model_task(task) != CAUSAL:
         return source

@@ -42,7 +42,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import TRAINERS, trainers_of
+from autotune.space.trainers import TRAINERS, task_of_format, trainers_of
 from autotune.store import study_names
 
 
@@ -154,6 +154,7 @@ def resolve(
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, base)
         )
+        task = task_of_format(task, data.format)
         packs = may_pack(changing.space, task)
         packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
@@ -265,6 +266,7 @@ def resolve_configuration(
         data, lengths = read_dataset(
             question, source, task, length, beside=_completion(task, length, None, given)
         )
+        task = task_of_format(task, data.format)
         packs = given.get("batching", usual_batching(task)) == "packed"
         packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)

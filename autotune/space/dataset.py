@@ -19,6 +19,8 @@ FORMATS = (
     "unpaired",
     "prompts",
     "pairs",
+    "triplets",
+    "rated-pairs",
 )
 """Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
 LOSS_ON = ("answers", "all")
@@ -40,7 +42,7 @@ class Dataset:
     answer_field: str | None = None
     """Field of the answer or the label; None: the format has none."""
     input_field: str | None = None
-    """Field of what an instruction is about; None: it has none."""
+    """Field of what an instruction is about, of a third text or of a rating; None: the format has none."""
     is_sharegpt: bool = False
     """Whether messages have `from` and `value`, not role and content."""
     tokenizer: str

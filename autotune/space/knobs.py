@@ -402,7 +402,7 @@ KNOBS: dict[str, Knob] = {
             read=values.one_of(tuple(TRAINERS), "trainer"),
             default="transformers",
             choices=tuple(TRAINERS),
-            words=lambda name: TRAINERS[name].class_name,
+            words=lambda name: TRAINERS[name].words,
             needs={
                 row.name: row.library for row in TRAINERS.values() if row.library != "transformers"
             },

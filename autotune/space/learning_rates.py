@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autotune.catalogue.tasks import EMBEDDINGS
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import METHOD_WORDS
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import EMBEDDERS, TRAINERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,15 +86,18 @@ OF_TASKS: dict[str, dict[str, LearningRate]] = {
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its first example"),
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its example of QLoRA"),
     ),
-    EMBEDDINGS: _of_both(
-        LearningRate(
-            value=2e-5,
-            source=f"{_OF_EMBEDDINGS} docs/sentence_transformer/training_overview.md at 05baabb",
-        ),
-        LearningRate(
-            value=2e-5,
-            source=f"{_OF_EMBEDDINGS} examples/sentence_transformer/training/peft/"
-            "training_gooaq_lora.py at 380660e",
+    **dict.fromkeys(
+        EMBEDDERS,
+        _of_both(
+            LearningRate(
+                value=2e-5,
+                source=f"{_OF_EMBEDDINGS} docs/sentence_transformer/training_overview.md at 05baabb",
+            ),
+            LearningRate(
+                value=2e-5,
+                source=f"{_OF_EMBEDDINGS} examples/sentence_transformer/training/peft/"
+                "training_gooaq_lora.py at 380660e",
+            ),
         ),
     ),
 }

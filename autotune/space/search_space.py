@@ -15,12 +15,12 @@ from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
-from autotune.catalogue.tasks import EMBEDDINGS, PICTURES, TASKS
+from autotune.catalogue.tasks import PICTURES, TASKS
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import fuses_grouped_heads
-from autotune.space.trainers import BY_TASK, trainers_of
+from autotune.space.trainers import BY_TASK, EMBEDDERS, Trainer, trainers_of
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FOR_QUANTIZED = ("device-map",)
@@ -209,8 +209,8 @@ def with_trainers(space: SearchSpace, task: str, like: TrainConfig | None = None
         }  # fmt: skip
         if task in BY_TASK and BY_TASK[task].generates is not None:
             of_task |= _of_completions(section, like)
-        if task == EMBEDDINGS:
-            return of_task | _of_embeddings(section, like)
+        if task in EMBEDDERS:
+            return of_task | _of_embeddings(section, EMBEDDERS[task], like)
         is_scored_before = section.domains.get("precompute_ref_log_probs") == (True,)
         if task == PICTURES:
             of_task |= {
@@ -231,14 +231,16 @@ def _unfused(section: MethodSpace) -> tuple[str, ...]:
     return tuple(kept or ["sdpa"])
 
 
-def _of_embeddings(section: MethodSpace, like: TrainConfig | None) -> dict[str, tuple[Any, ...]]:
+def _of_embeddings(
+    section: MethodSpace, trainer: Trainer, like: TrainConfig | None
+) -> dict[str, tuple[Any, ...]]:
     """Return domains of embeddings: the micro-batch of `like`, all compared, in any mini-batches."""
     name = "loss_mini_batches"
     found: dict[str, tuple[Any, ...]] = {"attention": _unfused(section), "liger": (False,)}
     offered = section.domains.get(name, (1,))
     if like is not None:
         found["micro_batch_size"] = (like.micro_batch_size,)
-        if offered == (1,):
+        if offered == (1,) and trainer.cached_loss:
             most = max(like.micro_batch_size // SMALLEST_MINI_BATCH, 1)
             offered = tuple(number for number in KNOBS[name].choices if number <= most)
     return {**found, name: offered}

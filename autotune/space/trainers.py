@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS, FEATURES, PICTURES, TASKS, Task
 
@@ -45,8 +46,16 @@ class Trainer:
     """The word for a sample."""
     rows_per_sample: int = 1
     """Rows of a batch for each sample: a pair has two."""
-    passes_apart: bool = False
-    """Whether the first rows of all samples go through the model before the second ones."""
+    columns: tuple[str, ...] = ()
+    """Texts of a sample, where all samples' first ones go through the model before the second ones."""
+    rating: str = ""
+    """Its field of a number that says how alike a sample's texts are."""
+    format: str = ""
+    """Its samples among those of a dataset whose task has several kinds."""
+    loss: str = ""
+    """Class of its loss, where that is given to it."""
+    cached_loss: str = ""
+    """Class of the same loss in mini-batches, where there is one."""
     has_reference: bool = False
     """Whether a frozen model besides scores each sample."""
     generates: Generates | None = None
@@ -63,6 +72,16 @@ class Trainer:
     def module(self) -> str:
         """The library's name in Python."""
         return self.library.replace("-", "_")
+
+    @property
+    def passes_apart(self) -> bool:
+        """Whether the texts of a sample go through the model one after the other."""
+        return bool(self.columns)
+
+    @property
+    def words(self) -> str:
+        """Its class, and its samples where it has several kinds of them."""
+        return f"{self.class_name} on {self.trains_on}" if self.format else self.class_name
 
     @property
     def is_trl(self) -> bool:
@@ -83,6 +102,25 @@ class Trainer:
     def compares_samples(self) -> bool:
         """Whether the loss of a sample depends on the others of its micro-batch."""
         return self.least_micro_batch > 1
+
+
+def _embedder(**values: Any) -> Trainer:
+    """Return a row of the trainer that embeds texts, whose samples are as they are."""
+    columns = values["columns"]
+    *others, last = (*columns, values["rating"]) if "rating" in values else columns
+    shared = {
+        "class_name": "SentenceTransformerTrainer",
+        "arguments_class": "SentenceTransformerTrainingArguments",
+        "library": "sentence-transformers",
+        "command": "embeddings",
+        "model_task": FEATURES,
+        "fields": f"{', '.join(others)} and {last}",
+        "sample": "pair",
+        "rows_per_sample": len(columns),
+        "compares_all": True,
+        "least_micro_batch": 2,
+    }
+    return Trainer(**{**shared, **values})
 
 
 TRAINERS: dict[str, Trainer] = {
@@ -159,22 +197,35 @@ TRAINERS: dict[str, Trainer] = {
             sample="completion",
             generates=Generates(num_generations=2, kl_beta=0.05, scores_always=True),
         ),
-        Trainer(
-            # Each text of a micro-batch is told apart from all others in it: its negatives.
+        # Each text of a micro-batch is told apart from all others in it: its negatives.
+        _embedder(
             name="sentence-transformers",
-            class_name="SentenceTransformerTrainer",
-            arguments_class="SentenceTransformerTrainingArguments",
-            library="sentence-transformers",
-            command="embeddings",
             task=EMBEDDINGS,
-            model_task=FEATURES,
             trains_on="pairs of texts",
-            fields="anchor and positive",
-            sample="pair",
-            rows_per_sample=2,
-            passes_apart=True,
-            compares_all=True,
-            least_micro_batch=2,
+            format="pairs",
+            columns=("anchor", "positive"),
+            loss="MultipleNegativesRankingLoss",
+            cached_loss="CachedMultipleNegativesRankingLoss",
+        ),
+        _embedder(
+            name="sentence-transformers-triplets",
+            task="sentence-triplets",
+            trains_on="triplets of texts",
+            format="triplets",
+            columns=("anchor", "positive", "negative"),
+            sample="triplet",
+            loss="MultipleNegativesRankingLoss",
+            cached_loss="CachedMultipleNegativesRankingLoss",
+        ),
+        # Ratings are put in order: the loss of a pair depends on how all others are rated.
+        _embedder(
+            name="sentence-transformers-ratings",
+            task="sentence-ratings",
+            trains_on="pairs of texts that are rated",
+            format="rated-pairs",
+            columns=("sentence1", "sentence2"),
+            rating="score",
+            loss="CoSENTLoss",
         ),
     )
 }
@@ -183,6 +234,14 @@ BY_TASK: dict[str, Trainer] = {row.task: row for row in TRAINERS.values() if row
 """Trainers that have a task of their own, by it."""
 TRL_BY_TASK = {task: row for task, row in BY_TASK.items() if row.is_trl}
 """TRL's trainers among them."""
+EMBEDDERS = {task: row for task, row in BY_TASK.items() if row.passes_apart}
+"""Trainers of embeddings among them."""
+
+
+def task_of_format(task: str, name: str) -> str:
+    """Return the task of a dataset's samples: of embeddings it depends on what they are."""
+    rows = EMBEDDERS.values() if task in EMBEDDERS else ()
+    return next((row.task for row in rows if row.format == name), task)
 
 
 def trainers_of(task: str) -> tuple[str, ...]:

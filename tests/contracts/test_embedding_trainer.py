@@ -51,8 +51,18 @@ of = functools.partial(
     micro_batch=3,
     accumulation=1,
 )
-BY_FIRST = "bert, by its first token, normalized"
-CONFIGS.setdefault(BY_FIRST, {**CONFIGS["bert"], BEHIND: {"pooling": "cls", "normalizes": True}})
+triplets, ratings = (
+    functools.partial(of, task=f"sentence-{kind}", trainer=f"sentence-transformers-{kind}")
+    for kind in ("triplets", "ratings")
+)
+BY_FIRST = "bert, by its first token, through further layers, normalized"
+WIDTH = CONFIGS["bert"]["hidden_size"]
+DENSE = {"in_features": WIDTH, "out_features": 24, "bias": False, "activation": "Tanh"}
+LAYERS = [DENSE, {"dimension": 24}]
+CONFIGS.setdefault(
+    BY_FIRST,
+    {**CONFIGS["bert"], BEHIND: {"pooling": "cls", "layers": LAYERS, "normalizes": True}},
+)
 CASES = {
     "full": of(accumulation=2),
     "full checkpointed": of(num_layers=7, checkpointing=1),
@@ -64,7 +74,16 @@ CASES = {
     "lora cached, checkpointed": of(
         method="lora", num_layers=7, checkpointing=1, settings={"loss_mini_batches": 3}
     ),
+    "full, triplets": triplets(),
+    "full cached, checkpointed, triplets": triplets(
+        checkpointing=1, settings={"loss_mini_batches": 2}
+    ),
+    "full, ratings": ratings(accumulation=2),
+    "lora checkpointed, ratings": ratings(method="lora", checkpointing=1),
 }
+
+
+MODULES = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize")
 
 
 def tokenizer(config: Any) -> Any:
@@ -86,14 +105,17 @@ def loaded(case: Case, folder: Path) -> Any:
     transformers.AutoModel.from_config(case.config).save_pretrained(folder)
     tokenizer(case.config).save_pretrained(folder)
     if case.architecture == BY_FIRST:
-        names = {"": "Transformer", "1": "Pooling", "2": "Normalize"}
+        names = dict(zip(["", *"1234"], MODULES, strict=True))
         listed = [
             {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{name}"}
             for n, (path, name) in enumerate(names.items())
         ]
         (folder / "modules.json").write_text(json.dumps(listed), encoding="utf-8")
-        for path in ("1", "2"):
+        for path in "1234":
             (folder / path).mkdir()
+        modules = sentence_transformers.sentence_transformer.modules
+        modules.Dense(WIDTH, 24, bias=False).save(str(folder / "2"))
+        modules.LayerNorm(24).save(str(folder / "3"))
         said = json.dumps({"embedding_dimension": case.config.hidden_size, "pooling_mode": "cls"})
         (folder / "1" / "config.json").write_text(said, encoding="utf-8")
     model = sentence_transformers.SentenceTransformer(
@@ -128,6 +150,12 @@ def run_real(case: Case, folder: Path) -> Run:
     loss = losses.MultipleNegativesRankingLoss(model)
     if case.spec.loss_mini_batches > 1:
         loss = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=case.micro_batch)
+    columns = {
+        "sentence-triplets": {"anchor": text, "positive": text, "negative": text},
+        "sentence-ratings": {"sentence1": text, "sentence2": text, "score": lambda n: n / 10},
+    }.get(case.task, {"anchor": text, "positive": text})
+    if case.task == "sentence-ratings":
+        loss = losses.CoSENTLoss(model)
     with sdpa_kernel(SDPBackend.MATH):
         return run_trainer(
             model,
@@ -139,7 +167,10 @@ def run_real(case: Case, folder: Path) -> Run:
             trainer_class=sentence_transformers.SentenceTransformerTrainer,
             arguments_class=sentence_transformers.SentenceTransformerTrainingArguments,
             make_dataset=dataset,
-            rows=[{"anchor": text(n), "positive": text(n + 1)} for n in range(num_pairs)],
+            rows=[
+                {name: make(n + k) for k, (name, make) in enumerate(columns.items())}
+                for n in range(num_pairs)
+            ],
             more={"loss": loss},
             **arguments,
         )

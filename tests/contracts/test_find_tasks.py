@@ -17,6 +17,7 @@ from test_export_trains import make_models
 from test_find_preferences import RUN, SPACE, words
 
 from autotune.catalogue.tasks import EMBEDDINGS
+from autotune.space.trainers import EMBEDDERS
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +47,15 @@ def pictured(draw: random.Random, folder: Path) -> dict[str, Any]:
 
 def belonging(draw: random.Random, _: Path) -> dict[str, Any]:
     return {"query": words(draw, 8), "answer": words(draw, 30), "negative": words(draw, 30)}
+
+
+def rated(draw: random.Random, _: Path) -> dict[str, Any]:
+    return {
+        "id": 1,
+        "sentence1": words(draw, 8),
+        "sentence2": words(draw, 8),
+        "label": draw.random(),
+    }
 
 
 def make_vit(folder: Path) -> None:
@@ -130,6 +140,8 @@ class Case:
     space: str = ""
     """Further settings of the space."""
     program: str = "train.py"
+    names: str = ""
+    """A part of the program."""
     needs: str = "transformers"
     """A module that trains it."""
 
@@ -151,12 +163,22 @@ CASES = {
         said=f"sounds, {NUM_SAMPLES} samples",
         unit="samples/s, each of as much sound",
     ),
+    # Its third texts are seen: a dataset says which samples a task of embeddings has.
     EMBEDDINGS: Case(
         make=belonging,
-        said=f"pairs, {NUM_SAMPLES} pairs of texts",
-        unit="pairs/s",
+        said=f"triplets, {NUM_SAMPLES} triplets of texts",
+        unit="triplets/s",
         space="    loss_mini_batches: [2]\n",
         program="train_embeddings.py",
+        names="['query', 'answer', 'negative']",
+        needs="sentence_transformers",
+    ),
+    "sentence-ratings": Case(
+        make=rated,
+        said=f"rated-pairs, {NUM_SAMPLES} pairs of texts",
+        unit="pairs/s",
+        program="train_embeddings.py",
+        names="rename_column('label', 'score')",
         needs="sentence_transformers",
     ),
 }
@@ -188,7 +210,7 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     assert case.said in found.stdout
     assert f" {case.unit}" in found.stdout
     # What belongs together is compared with all others of a step, which is one micro-batch.
-    assert task != EMBEDDINGS or "micro-batch 4 x 1" in found.stdout
+    assert task not in EMBEDDERS or "micro-batch 4 x 1" in found.stdout
     assert task != EMBEDDINGS or "loss cached in 2 mini-batches" in found.stdout
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     best = result["measured"]["best"]
@@ -196,6 +218,7 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     assert best["fits"]
 
     program, trained = tmp_path / "out" / case.program, tmp_path / "trained"
+    assert case.names in program.read_text(encoding="utf-8")
     options = ["--dataset", str(dataset), "--max-steps", "2", "--output-dir", "trained"]
     if case.program != "train.py":
         options, trained = [str(dataset)], tmp_path / "output"
@@ -208,11 +231,17 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
 
 BAD = {
     "no pair": (EMBEDDINGS, "bert", {"anchor": "w1"}, "takes anchor/query/question/sentence1 and"),
-    "rated pairs": (
+    "rated as a class": (
         EMBEDDINGS,
         "bert",
-        {"sentence1": "w1", "sentence2": "w2", "score": 0.4},
-        "rates how alike its texts are (score)",
+        {"sentence1": "w1", "sentence2": "w2", "label": 2},
+        "has the label 2, a class, which does not say how alike",
+    ),
+    "no third text": (
+        "sentence-triplets",
+        "bert",
+        {"anchor": "w1", "positive": "w2"},
+        "sentence2 and negative/hard_negative",
     ),
     "no tags": (
         "token-classification",

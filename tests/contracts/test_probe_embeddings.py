@@ -24,6 +24,7 @@ from test_probe import (
 from autotune.catalogue.tasks import EMBEDDINGS
 from autotune.common.units import MIB
 from autotune.space.config import TrainConfig
+from autotune.space.trainers import TRAINERS
 
 pytest.importorskip("sentence_transformers")
 
@@ -54,21 +55,28 @@ CONFIGS = {
     ),
     "lora plan, cached": of(OF_LORA, loss_mini_batches=2, **PLAN),
     "lora cached, one by one": of(OF_LORA, loss_mini_batches=8),
+    "lora cached, triplets": of(
+        OF_LORA, trainer="sentence-transformers-triplets", loss_mini_batches=2
+    ),
+    "full checkpointed, ratings": of(
+        trainer="sentence-transformers-ratings", activation_checkpointing=1
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS[name]
-    measured = run(config, task=EMBEDDINGS)
-    predicted = estimated(config, monkeypatch, task=EMBEDDINGS)
+    task = TRAINERS[config.trainer].task
+    measured = run(config, task=task)
+    predicted = estimated(config, monkeypatch, task=task)
     assert (measured.outcome, measured.message) == ("ok", "")
     assert measured.loss_is_finite
     assert measured.peak_allocated_bytes is not None
     assert measured.peak_reserved_bytes is not None
     difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
-    # Token ids and masks of both texts.
-    batch_bytes = 2 * 2 * config.micro_batch_size * SEQUENCE_LENGTH * 8
+    # Token ids and masks of all texts.
+    batch_bytes = 2 * config.rows_per_sample * config.micro_batch_size * SEQUENCE_LENGTH * 8
     assert 0 <= difference <= 3 * batch_bytes
     assert abs(measured.peak_reserved_bytes - predicted.peak_reserved_bytes) <= 2 * MIB
 

@@ -269,11 +269,50 @@ def test_what_is_wrong_with_a_sample_is_said(tmp_path: Path, rows: list[Any], pa
     assert "\n" not in message
 
 
-def test_a_pair_is_two_texts_and_no_third(tmp_path: Path) -> None:
-    row = {"query": "a", "passage": "b", "negative": "c"}
-    found = read(tmp_path, row, task="sentence-similarity")
-    assert (found.format, found.text_field, found.answer_field) == ("pairs", "query", "passage")
-    assert [sample.text for sample in found.samples] == ["a", "b"]
+@pytest.mark.parametrize(
+    ("more", "asked", "form", "beside"),
+    [
+        ({"id": 7}, None, "pairs", None),
+        ({"Negative": "c", "score": 1}, None, "triplets", "Negative"),
+        ({"negative_1": "c", "negative_2": "d"}, None, "triplets", "negative_1"),
+        ({"similarity_score": 0.5}, None, "rated-pairs", "similarity_score"),
+        ({"label": True}, None, "rated-pairs", "label"),
+        ({"negative": "c", "label": "none"}, "pairs", "pairs", None),
+        ({"negative": "c", "score": 1}, "rated-pairs", "rated-pairs", "score"),
+    ],
+)
+def test_texts_that_are_compared_are_recognised_by_their_fields(
+    tmp_path: Path, more: dict[str, Any], asked: str | None, form: str, beside: str | None
+) -> None:
+    row = {"query": "a", "passage": "b", **more}
+    asked_for = {} if asked is None else {"format": asked}
+    found = read(tmp_path, row, task="sentence-similarity", **asked_for)
+    assert (found.format, found.text_field, found.answer_field) == (form, "query", "passage")
+    assert found.input_field == beside
+    third = ["c"] if form == "triplets" else []
+    assert [sample.text for sample in found.samples] == ["a", "b", *third]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"score": "high"}, "Sample 1 has no number in score: high"),
+        ({"score": float("nan")}, "Sample 1 has no number in score: nan"),
+        ({"label": 2}, "Sample 1 has the label 2, a class"),
+        ({"negative": ["c", "d"]}, "Sample 1 has no text in negative"),
+    ],
+)
+def test_what_is_compared_must_be_texts_and_ratings_numbers(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UnusableData, match=said):
+        read(tmp_path, {"sentence1": "a", "sentence2": "b", **more}, task="sentence-similarity")
+
+
+def test_all_samples_have_the_field_beside_texts_that_the_first_has(tmp_path: Path) -> None:
+    pair = {"anchor": "a", "positive": "b"}
+    with pytest.raises(UnusableData, match="Sample 2 has no negative, which the first has"):
+        read(tmp_path, {**pair, "negative": "c"}, pair, task="sentence-similarity")
 
 
 def test_prompts_are_texts_or_messages(tmp_path: Path) -> None:

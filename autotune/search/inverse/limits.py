@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from autotune.catalogue import models
 from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
@@ -23,7 +25,7 @@ from autotune.space.search_space import (
     without_solve,
     without_updates,
 )
-from autotune.space.trainers import row_of
+from autotune.space.trainers import row_of, task_of_format
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_ACCUMULATION = 1024
@@ -106,6 +108,8 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
             )
         longest = positions(source)[0] if what == "sequence-length" else length
         dataset, lengths = read_dataset(question, source, task, longest)
+        if (refined := task_of_format(task, dataset.format)) != task:
+            question = dataclasses.replace(question, task=refined)
         if not may_pack(space, task):
             length = min(length, lengths.longest)
     return LimitProblem(

@@ -17,7 +17,7 @@ from autotune.space.rules.rule import (
     is_prompt,
     names_of,
 )
-from autotune.space.trainers import BY_TASK, TRAINERS, model_task, trainers_of
+from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS, model_task, trainers_of
 
 
 def _is_untried_on_pictures(config: TrainConfig) -> bool:
@@ -272,8 +272,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="mini-batches-are-of-embeddings",
-        reason="only a loss that compares the texts of a micro-batch is cached (--task sentence-similarity)",
-        breaks=lambda c, _: c.loss_mini_batches > 1 and not TRAINERS[c.trainer].passes_apart,
+        reason="only the loss that tells a text from all others of a micro-batch is cached (--task "
+        + ", ".join(task for task, row in EMBEDDERS.items() if row.cached_loss)
+        + ")",
+        breaks=lambda c, _: c.loss_mini_batches > 1 and not TRAINERS[c.trainer].cached_loss,
     ),
     Rule(
         name="mini-batches-are-alike",

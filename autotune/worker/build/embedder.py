@@ -18,11 +18,10 @@ from torch import nn
 
 from autotune.catalogue.embeddings import BEHIND
 from autotune.errors import first_line
+from autotune.space.trainers import Trainer
 from autotune.worker.build.layers import inner_of
 from autotune.worker.build.model import UnsupportedModel
 
-COLUMNS = ("anchor", "positive")
-"""Names of the texts of a pair, in the order in which they go through the model."""
 READ = ("input_ids", "token_type_ids", "attention_mask")
 """Tensors of tokens that a tokenizer may give, in the order in which the usual one does."""
 
@@ -86,13 +85,13 @@ def embedder(model: Any, device: torch.device) -> Any:
     return kind(modules=modules, device=str(device), model_card_data=said)
 
 
-def make_loss(model: Any, mini_batch: int | None) -> Any:
+def make_loss(model: Any, trainer: Trainer, mini_batch: int | None) -> Any:
     """Make the loss, cached where mini-batches have a size."""
     from sentence_transformers.sentence_transformer import losses
 
     if mini_batch is None:
-        return losses.MultipleNegativesRankingLoss(model)
-    return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=mini_batch)
+        return getattr(losses, trainer.loss)(model)
+    return getattr(losses, trainer.cached_loss)(model, mini_batch_size=mini_batch)
 
 
 def modules_behind(config: Any, width: int) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from transformers import (
 )
 from transformers.trainer_callback import PrinterCallback
 
-from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS
+from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_line
 from autotune.export.training_args import (
     installed_fields,
@@ -29,7 +29,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import BY_TOKENS, draw
-from autotune.space.trainers import TRAINERS, row_of
+from autotune.space.trainers import EMBEDDERS, TRAINERS, row_of
 from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.build.sound import shape_of
@@ -65,8 +65,8 @@ def build_trainer(
     )
     trainer_class: type[Trainer] = Trainer
     more: dict[str, Any] = {"model": model}
-    if spec.task == EMBEDDINGS:
-        trainer_class = embedding_trainer.trainer_class(config)
+    if spec.task in EMBEDDERS:
+        trainer_class = embedding_trainer.trainer_class(config, spec.task)
         more = embedding_trainer.beside(model, config)
     elif TRAINERS[config.trainer].is_trl:
         trainer_class = trl_trainers.trainer_class(config, spec.task)
@@ -80,7 +80,7 @@ def build_trainer(
     rows = _rows(hf_config, config, spec, num_rows, kept=2 * micro_batch)
     made_with = rows
     reference = trl_trainers.reference_of(model, config)
-    if spec.task == EMBEDDINGS:
+    if spec.task in EMBEDDERS:
         made_with = None  # Its card would tell of them.
     elif TRAINERS[config.trainer].task and not writes_completions(config):
         made_with = trl_trainers.samples_of_words(config, 1, 1)
@@ -192,7 +192,7 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
             # TRL takes the names of columns from the rows that it is made with.
             values["remove_unused_columns"] = False
         arguments = trl_trainers.arguments(values, config)
-    elif spec.task == EMBEDDINGS:
+    elif spec.task in EMBEDDERS:
         arguments = embedding_trainer.arguments(values)
     else:
         arguments = TrainingArguments(**values)
@@ -220,8 +220,10 @@ def _rows(
         return SeenRows(rows, hf_config, spec.pictures)
     if row_of(spec.task).reads == "sound":
         return SpokenRows(rows, shape_of(hf_config), kept)
-    if spec.task == EMBEDDINGS:
-        return embedding_trainer.dataset(rows, len(rows) if lengths else per_sample * kept)
+    if spec.task in EMBEDDERS:
+        return embedding_trainer.dataset(
+            rows, TRAINERS[config.trainer], len(rows) if lengths else per_sample * kept
+        )
     return trl_trainers.dataset(rows, config) if TRAINERS[config.trainer].is_trl else rows
 
 

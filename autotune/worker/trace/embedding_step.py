@@ -1,13 +1,14 @@
-"""The loss of SentenceTransformerTrainer in a trace: its own code runs, with MultipleNegativesRankingLoss.
+"""The loss of SentenceTransformerTrainer in a trace: its own code runs, with the loss of its samples.
 
-A pair's texts are columns of a batch, each of which goes through the model by itself, the anchors first.
-All positives of a micro-batch but its own are an anchor's negatives. In mini-batches the loss is cached: each
-goes through the model without gradients, then the loss of all of them has its backward pass down to their
-vectors, and then, in the outer backward pass, each goes through the model again and has its own. A trace's
-micro-batch is such a mini-batch, of which there are as many as the spec says.
+A sample's texts are columns of a batch, each of which goes through the model by itself, the anchors first.
+All positives of a micro-batch but its own are an anchor's negatives, and so are the third texts of triplets.
+In mini-batches the loss is cached: each goes through the model without gradients, then the loss of all of
+them has its backward pass down to their vectors, and then, in the outer backward pass, each goes through the
+model again and has its own. A trace's micro-batch is such a mini-batch, of which there are as many as the
+spec says.
 
 Source: sentence-transformers 6.2 base/trainer.py (compute_loss, collect_features), base/losses/gradcache.py,
-sentence_transformer/losses/multiple_negatives_ranking.py and its cached one.
+sentence_transformer/losses/multiple_negatives_ranking.py, its cached one, cosent.py.
 """
 
 from __future__ import annotations
@@ -19,26 +20,32 @@ from typing import Any
 
 import torch
 
-from autotune.worker.build.embedder import COLUMNS, make_loss, tensors_read
+from autotune.space.trainers import Trainer
+from autotune.worker.build.embedder import make_loss, tensors_read
 from autotune.worker.trace.tracker import Tracker
 
 aten = torch.ops.aten
 
 
 def batch_of(
-    model: Any, num_pairs: int, sequence_length: int, empty: Callable[..., torch.Tensor]
+    model: Any,
+    trainer: Trainer,
+    num_samples: int,
+    sequence_length: int,
+    empty: Callable[..., torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """The batch of the trainer's collator, of texts at full length."""
-    return {
-        f"{column}_{name}": empty(num_pairs, sequence_length)
-        for column in COLUMNS
+    rated = {"label": empty(num_samples, dtype=torch.float32)} if trainer.rating else {}
+    return rated | {
+        f"{column}_{name}": empty(num_samples, sequence_length)
+        for column in trainer.columns
         for name in tensors_read(model)
     }
 
 
-def texts_of(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a batch's anchors, as the model is given them."""
-    prefix = f"{COLUMNS[0]}_"
+def texts_of(inputs: dict[str, torch.Tensor], trainer: Trainer) -> dict[str, torch.Tensor]:
+    """The tensors of a batch's first texts, as the model is given them."""
+    prefix = f"{trainer.columns[0]}_"
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in inputs.items()
@@ -81,15 +88,15 @@ def backward(loss: torch.Tensor) -> None:
     )
 
 
-def loss_of(model: Any, inputs: dict[str, Any], num_mini_batches: int) -> torch.Tensor:
+def loss_of(
+    model: Any, trainer: Trainer, inputs: dict[str, Any], num_mini_batches: int
+) -> torch.Tensor:
     """The loss of a micro-batch, cached where it is in several mini-batches."""
     from sentence_transformers import SentenceTransformerTrainer
 
     num_pairs = next(iter(inputs.values())).shape[0]
     mini_batch = num_pairs // num_mini_batches if num_mini_batches > 1 else None
-    trainer = SimpleNamespace(loss=make_loss(model, mini_batch), model_wrapped=model)
-    trainer.collect_features = functools.partial(
-        SentenceTransformerTrainer.collect_features, trainer
-    )
-    loss: torch.Tensor = SentenceTransformerTrainer.compute_loss(trainer, model, inputs)
+    own = SimpleNamespace(loss=make_loss(model, trainer, mini_batch), model_wrapped=model)
+    own.collect_features = functools.partial(SentenceTransformerTrainer.collect_features, own)
+    loss: torch.Tensor = SentenceTransformerTrainer.compute_loss(own, model, inputs)
     return loss

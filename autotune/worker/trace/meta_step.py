@@ -148,8 +148,9 @@ class MetaStep:
     def batch(self, micro_batch: int, sequence_length: int) -> dict[str, Any]:
         """The micro-batch that the step is run on."""
         if self._embeds:
-            num_pairs = self.spec.loss_mini_batches * micro_batch
-            return embedding_step.batch_of(self.model, num_pairs, sequence_length, _empty)
+            number = self.spec.loss_mini_batches * micro_batch
+            trainer = TRAINERS[self.spec.trainer]
+            return embedding_step.batch_of(self.model, trainer, number, sequence_length, _empty)
         batch = batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
         if self.spec.sequence_parts > 1:
             batch = context_parallel.whole_inputs(batch)
@@ -272,7 +273,7 @@ class MetaStep:
         with torch.no_grad(), Tracker("meta", decompositions=quantize.decompositions()):
             inputs = self.batch(micro_batch, sequence_length)
             if self._embeds:
-                self.model(embedding_step.texts_of(inputs))
+                self.model(embedding_step.texts_of(inputs, TRAINERS[self.spec.trainer]))
             else:
                 self.model(**(inputs if self._trl is None else trl_steps.inputs_of(inputs)))
         self._own_new(Phase.SETTLED, place_finder(self.model, self.task))
@@ -335,7 +336,8 @@ class MetaStep:
         model: Any = self.model
         if self._embeds:
             # Divided by the number of micro-batches.
-            return embedding_step.loss_of(model, inputs, self.spec.loss_mini_batches) / 1
+            trainer, parts = TRAINERS[self.spec.trainer], self.spec.loss_mini_batches
+            return embedding_step.loss_of(model, trainer, inputs, parts) / 1
         if self.spec.trainer == "trl-sft":
             num_items = inputs.pop("num_items_in_batch", None)
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
