@@ -24,6 +24,11 @@ Encoded = tuple[list[int], list[int]]
 Spans = list[tuple[int, int]]
 
 
+def has_words(tokenizer: Any) -> bool:
+    """Whether it has more than special tokens and a mark of spaces, all that one without files has."""
+    return bool(tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys() - {"\u2581"})
+
+
 def encode(data: Samples, tokenizer: Any, loss_on: str) -> Iterator[Encoded]:
     """(ids, labels) of each sample, whole. Labels are IGNORED where the loss is not taken."""
     answers_only = loss_on == "answers"

@@ -13,7 +13,7 @@ from typing import Any
 
 from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_line
-from autotune.export.encode import encode
+from autotune.export.encode import encode, has_words
 from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of
 from autotune.export.samples import (
     Columns,
@@ -139,12 +139,16 @@ def load_processor(name: str, reads: str) -> Any:
 def _load(kind: str, what: str, name: str) -> Any:
     import transformers
 
+    remedy = "--tokenizer names a folder that has it"
     try:
-        return getattr(transformers, kind).from_pretrained(
+        reader = getattr(transformers, kind).from_pretrained(
             name, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
+        why = first_line(error, 200).rstrip(" .:")
         raise UnusableData(
-            f"there is no {what} in local files for {name}: {first_line(error, 200)}",
-            "--tokenizer names a folder that has it",
+            f"there is no {what} in local files for {name}: {why}", remedy
         ) from error
+    if kind != "AutoImageProcessor" and not has_words(getattr(reader, "tokenizer", reader)):
+        raise UnusableData(f"there are no files of a tokenizer for {name}", remedy)
+    return reader

@@ -94,6 +94,17 @@ def test_what_cannot_be_read_is_said(
     assert part in str(error.value)
 
 
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("family", ["qwen2", "t5"])
+def test_a_tokenizer_without_files_is_none(folder: Path, family: str) -> None:
+    """Transformers makes one for these families all the same: of special tokens alone."""
+    bare = folder / family
+    bare.mkdir()
+    (bare / "config.json").write_text(json.dumps({"model_type": family}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"no files of a tokenizer.*--tokenizer names a folder"):
+        read(folder, "data.txt", tokenizer=str(bare))
+
+
 @pytest.mark.parametrize(("micro_batch", "accumulation"), [(2, 8), (8, 2)])
 @pytest.mark.parametrize("batching", ["padded", "grouped", "by-tokens"])
 def test_padding_is_what_transformers_own_sampler_leaves(

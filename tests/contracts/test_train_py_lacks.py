@@ -129,6 +129,12 @@ def test_a_folder_may_lack_its_weights_or_its_tokenizer(
     shutil.copy(EXAMPLE, folder / "config.json")
     why = train(folder / "config.json", "--from-config")
     assert is_helpful(why, names=(str(folder), "tokenizer", "--tokenizer"))
+    # Transformers makes an empty one of this family.
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text('{"model_type": "qwen2"}', encoding="utf-8")
+    why = train(folder / "config.json", "--from-config", "--tokenizer", str(bare))
+    assert is_helpful(why, names=(str(bare), "files of a tokenizer", "--tokenizer"))
     shutil.copytree(tokenizer(100), folder, dirs_exist_ok=True)
     why = train(folder / "config.json")
     assert is_helpful(why, names=(str(folder), "weights", "--model", "--from-config"))
