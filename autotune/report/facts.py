@@ -80,7 +80,7 @@ class ClassRow:
     meaning: str
     entry: str
     tokens_per_second: float | None
-    peak_device_bytes: int | None
+    resident_bytes: int | None
     against_answer: str
 
 
@@ -323,7 +323,7 @@ def class_rows(answer: Answer) -> tuple[ClassRow, ...]:
                 meaning=meaning,
                 entry=printable(words.class_entry(name, estimate, answer)),
                 tokens_per_second=None if estimate is None else estimate.tokens_per_second,
-                peak_device_bytes=None if estimate is None else estimate.peak_device_bytes,
+                resident_bytes=None if estimate is None else estimate.resident_bytes,
                 against_answer=""
                 if estimate is None or is_answer
                 else words.gain(estimate, answer.best),

@@ -69,7 +69,7 @@ def _import_libraries() -> None:
 
 def _so_far(best: Estimate) -> None:
     """Say the best so far: on a terminal above the bar, which stays below what is printed."""
-    memory = format_bytes(best.peak_device_bytes)
+    memory = format_bytes(best.resident_bytes)
     text = f"best so far: {describe(best.config)}: {words.speed(best)}, {memory} (predicted)"
     print(printable(text), file=sys.stderr, flush=True)
 

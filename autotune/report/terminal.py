@@ -443,7 +443,7 @@ def _print_classes(console: Console, answer: Answer) -> None:
         if estimate is not None:
             figures = [
                 f"{estimate.tokens_per_second:,.0f}",
-                f"{estimate.peak_device_bytes / unit_bytes:.1f}",
+                f"{estimate.resident_bytes / unit_bytes:.1f}",
                 "" if estimate.config == answer.best.config else words.gain(estimate, answer.best),
             ]
         _add_row(table, [name, words.class_entry(name, estimate, answer), *figures])

@@ -10,7 +10,7 @@ from autotune.records.answer import Answer, Tip
 def tip(answer: Answer) -> str:
     """Return the tip in a sentence or two; empty where there is none."""
     best = answer.best
-    peak = format_bytes(best.peak_device_bytes)
+    peak = format_bytes(best.resident_bytes)
     match answer.tip:
         case Tip.LIGER:
             return (

@@ -18,7 +18,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
 from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
-from autotune.report import progress, terminal, words
+from autotune.report import facts, progress, terminal, words
 from autotune.report.explain import explain
 from autotune.space.lengths import Lengths
 from autotune.space.words import describe
@@ -407,7 +407,9 @@ def test_paged_state_is_named() -> None:
         optimizer_state_managed_bytes=4 * GIB,
     )
     paged = answers.estimate(state=state, device_gib=11.0, paged_in_bytes=GIB)
-    shown = one_line(drawn(answers.answer(best=paged)))
+    classes = answers.answer().best_by_class | {"numerics": paged}
+    found = answers.answer(best=paged, best_by_class=classes)
+    shown = one_line(drawn(found))
     assert "4.00 GiB of optimizer state is paged: 3.00 GiB find no room" in shown
     assert "more than" not in shown
     huge = dataclasses.replace(state, optimizer_state_managed_bytes=33 * GIB + 1)
@@ -418,6 +420,8 @@ def test_paged_state_is_named() -> None:
     assert "CUDA 0.5 | paged state 1.0" in shown
     # It gives way: what has to be there is a GiB less than the peak.
     assert "memory 10.0 of 11.2 GiB" in shown
+    assert re.search(r"numerics the answer [\d,]+ 10\.0 ", shown)
+    assert facts.class_rows(found)[1].resident_bytes == 10 * GIB
     assert "fits with 99.9 %, 1.18 GiB to spare" in shown
 
 
