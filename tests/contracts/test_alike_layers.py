@@ -54,9 +54,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "gemma3_text",
         "num_hidden_layers": 26,
     },
+    # The model asks each layer how it attends.
+    "modernbert": {
+        "model_type": "modernbert",
+        "num_hidden_layers": 28,
+        **{name: SMALL[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+        "num_attention_heads": 2,
+        **dict.fromkeys(
+            ("pad_token_id", "bos_token_id", "cls_token_id", "sep_token_id", "eos_token_id"), 0
+        ),
+        "global_attn_every_n_layers": 3,
+    },
 }
-NUM_TRACED = {"gemma4": (9, 14), "gemma4, shared": (14, 20), "gemma3n": (16, 19), "gemma3": (9, 14)}
+NUM_TRACED = {
+    "gemma4": (9, 14),
+    "gemma4, shared": (14, 20),
+    "gemma3n": (16, 19),
+    "gemma3": (9, 14),
+    "modernbert": (8, 12),
+}
 """Layers that are traced: treated in one way, and where every second one is checkpointed."""
+TASKS = {"modernbert": "masked-lm"}
 ADAPTED = {**LORA, "precision": "bf16-autocast"}
 SPECS = {
     "full": spec_of(),
@@ -79,13 +97,15 @@ CASES = [
     ("gemma4, shared", "full, every second"),
     ("gemma3", "full, every second"),
     ("gemma3", "lora, checkpointed, one"),
+    ("modernbert", "full"),
+    ("modernbert", "full, every second"),
 ]
 
 
 def traced(name: str, spec: TraceSpec, *, whole: bool) -> dict[str, Any]:
     answer = trace_module.trace_step(
         models.load_config(CONFIGS[name]),
-        "causal-lm",
+        TASKS.get(name, "causal-lm"),
         spec,
         sequence_length=128,
         device=ADA,

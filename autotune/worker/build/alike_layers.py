@@ -33,8 +33,15 @@ class NoStandIn(UnsupportedModel):
 class StandIn(GradientCheckpointingLayer):
     """Hands on what it is given, in the place of a layer that is left out: the others keep their numbers.
 
-    It counts among the layers that may be checkpointed, but never is.
+    It counts among the layers that may be checkpointed, but never is. A model may ask it how it attends
+    (ModernBERT's `attention_type`), so that it has the plain values of the layer that it stands for.
     """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():
+            if isinstance(value, (str, int)) and not hasattr(self, name):
+                setattr(self, name, value)
 
     def train(self, mode: bool = True) -> StandIn:
         return super().train(False)
@@ -56,7 +63,7 @@ def leave_out(stack: nn.ModuleList, kept: Sequence[int]) -> None:
     """
     stack[0].register_forward_hook(_check_is_one_tensor)
     for number in {*range(len(stack))} - {*kept}:
-        stack[number] = StandIn()
+        stack[number] = StandIn(stack[number])
 
 
 def built(stack: nn.ModuleList) -> list[nn.Module]:
