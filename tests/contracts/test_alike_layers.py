@@ -98,7 +98,7 @@ CASES = [
     ("gemma3", "full, every second"),
     ("gemma3", "lora, checkpointed, one"),
     ("modernbert", "full"),
-    ("modernbert", "full, every second"),
+    ("modernbert", "full, checkpointed"),
 ]
 
 
