@@ -322,7 +322,7 @@ def methods_for(source: ModelSource, methods: tuple[str, ...]) -> tuple[str, ...
         if (method in KNOBS["quantization"].methods if is_packed else method != "qlora")
     )
     if not kept:
-        stored = f"stored in {checkpoint.quantization}, and what trains that is an adapter over it: method qlora"
+        stored = f"stored in {checkpoint.quantization}, and an adapter over that is method qlora"
         unpacked = (
             f"quantised already, and {checkpoint.unpacked_by} can only unpack it into 16 bits"
         )
