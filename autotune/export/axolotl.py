@@ -28,13 +28,13 @@ from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
     ALL_LOGITS,
     COMPILE_BACKEND,
-    FIXED_OF_TASKS,
     FP8_IS_OURS,
     LORA,
     NOT_FROM_FILES,
     NOT_PREDICTED,
     PARALLELISM,
     attention,
+    fixed_of,
     lora_rows,
     method_row,
     targets_row,
@@ -279,11 +279,12 @@ _YOURS = {
 
 def _of_task(task: str, key: str, *rows: Row, **more: Any) -> TrainerFile:
     """Return the table of a task that has a trainer of its own, which a file says by this key."""
+    trainer = BY_TASK[task]
     return dataclasses.replace(
         TARGET,
         name=f"axolotl's {key}",
-        rows=(*without_fixed(TARGET.rows), *rows),
-        fixed={**TARGET.fixed, "trainer": BY_TASK[task].name, **FIXED_OF_TASKS},
+        rows=(*without_fixed(TARGET.rows, fixed_of(trainer)), *rows),
+        fixed={**TARGET.fixed, "trainer": trainer.name, **fixed_of(trainer)},
         refused={
             **{name: why for name, why in TARGET.refused.items() if name != key},
             **more.pop("refused", {}),
@@ -311,6 +312,7 @@ _OTHER_LOSSES = {
     "dpo_use_liger_kernel": "makes the loss with Liger's kernels",
     "rl_adapter_ref_model": "has an adapter as its reference",
 }
+_OF_COMPLETIONS = ("num_generations", "max_completion_length", "num_iterations")
 _SCORED_BEFORE = of_values(
     "precompute_ref_log_probs", "precompute_ref_log_probs", {False: False, True: True}
 )
@@ -334,7 +336,46 @@ KTO = _of_task(
     caveats=(ALL_LOGITS, *TARGET.caveats),
 )
 """Labelled answers. axolotl runs the KTOTrainer of TRL 1.9."""
-_BY_RL = {"dpo": DPO, "kto": KTO}
+_ANOTHER_WAY = "writes completions in another way than the one that is predicted"
+GRPO = _of_task(
+    "grpo",
+    "rl",
+    table("", "rl", ("grpo",), beside={"trl.reward_funcs": ["rewards.reward"]}),
+    *(of_key(name, f"trl.{name}") for name in _OF_COMPLETIONS),
+    of_key("kl_beta", "trl.beta", off=0.0),
+    defaults={
+        **TARGET.defaults,
+        "trl.num_generations": 8,
+        "trl.num_iterations": 1,
+        "trl.beta": 0.0,
+    },
+    refused={
+        "rl_beta": "is not read: say trl.beta",
+        "trl.generation_batch_size": "is not read: leave it out, and a step's completions are written at a "
+        "time",
+        "trl.use_vllm": "writes completions with vLLM, which is not predicted: only generation by "
+        "Transformers is",
+        "trl.rollout_func": _ANOTHER_WAY,
+        "trl.use_data_producer": _ANOTHER_WAY,
+        "trl.async_prefetch": _ANOTHER_WAY,
+        "trl.sync_ref_model": "changes the reference, which is not predicted",
+        "trl.use_liger_loss": "makes the loss with Liger's kernels",
+        "batch_flattening": "puts completions into one row",
+    },
+    caveats=(
+        ALL_LOGITS,
+        (
+            lambda _: True,
+            "trl.reward_funcs names your own functions, here reward of rewards.py beside this file",
+        ),
+        *TARGET.caveats,
+    ),
+)
+"""Completions that are rewarded. axolotl runs the GRPOTrainer of TRL 1.9.
+
+Prompts are not cut off: sequence_len keeps the length that was planned.
+"""
+_BY_RL = {"dpo": DPO, "kto": KTO, "grpo": GRPO}
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
@@ -355,8 +396,5 @@ EXPORTER = exporter_of(
     yours=_YOURS,
     data=dataset_entries.axolotl,
     data_lines=dataset_entries.axolotl_lines,
-    of_tasks={
-        task: (file, _data_of(task))
-        for task, file in (("reward", REWARD), ("dpo", DPO), ("kto", KTO))
-    },
+    of_tasks={task: (file, _data_of(task)) for task, file in {"reward": REWARD, **_BY_RL}.items()},
 )

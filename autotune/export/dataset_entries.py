@@ -107,6 +107,7 @@ AXOLOTL_TYPES: dict[str, Any] = {
     "reward": "bradley_terry.chat_template",
     "dpo": {"field_prompt": "prompt", "field_chosen": "chosen", "field_rejected": "rejected"},
     "kto": {"field_prompt": "prompt", "field_completion": "completion", "field_label": "label"},
+    "grpo": None,  # as it is: texts or messages in the field prompt
 }
 """axolotl's types of datasets of the tasks that have trainers of their own."""
 

@@ -36,6 +36,7 @@ LORA = TrainConfig(
     expandable_segments=True,  # axolotl's own doing
 )
 FULL = dataclasses.replace(LORA, method="full", lora_rank=None, lora_targets=None)
+COMPLETIONS = {"num_generations": 4, "max_completion_length": 512, "kl_beta": 0.0}
 CONFIGS = {
     **loaders.varied(LORA, FULL),
     "full in float32": dataclasses.replace(FULL, precision="fp32"),
@@ -54,6 +55,14 @@ CONFIGS = {
         FULL, trainer="trl-dpo", batching="padded", precompute_ref_log_probs=True
     ),
     "kto lora": dataclasses.replace(LORA, trainer="trl-kto", batching="padded"),
+    "grpo": dataclasses.replace(FULL, trainer="trl-grpo", batching="padded", **COMPLETIONS),
+    "grpo lora": dataclasses.replace(
+        LORA,
+        trainer="trl-grpo",
+        batching="padded",
+        lora_dropout=0.1,
+        **(COMPLETIONS | {"kl_beta": 0.04, "num_iterations": 2}),
+    ),
 }
 
 LOADER = """
@@ -142,11 +151,16 @@ def test_it_keeps_the_datasets_entry(name: str, asked: dict[str, Any]) -> None:
 def test_it_keeps_what_was_written(name: str, asked: dict[str, Any]) -> None:
     values = asked["read"][name]
     content = written(CONFIGS[name])
-    changed = {
-        key: (said, values.get(key)) for key, said in content.items() if said != values.get(key)
+    # Sections are filled up with their defaults.
+    kept = {key: values[key] for key in content if key != "trl"} | {
+        f"trl.{key}": values["trl"][key] for key in content.get("trl", ())
     }
-    changed.pop("datasets")  # with its defaults
-    assert changed == {}
+    said = {key: value for key, value in content.items() if key != "trl"} | {
+        f"trl.{key}": value for key, value in content.get("trl", {}).items()
+    }
+    assert said.pop("datasets")
+    kept.pop("datasets")
+    assert kept == said
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -240,6 +240,36 @@ def test_axolotl_without_an_adapter_has_none_of_its_keys() -> None:
     ]
 
 
+GRPO = """
+base_model: a/b
+rl: grpo
+micro_batch_size: 4
+gradient_accumulation_steps: 2
+sequence_len: 1024
+optimizer: adamw_torch
+bf16: true
+trl:
+  num_generations: 4
+"""
+
+
+def test_completions_of_axolotl_are_read_and_what_is_not_predicted_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "grpo.yaml"
+    path.write_text(f"{GRPO}  max_completion_length: 256\n  beta: 0.04\n", encoding="utf-8")
+    config = read_base(path).config
+    assert (config.trainer, config.kl_beta, config.num_iterations) == ("trl-grpo", 0.04, 1)
+    assert (config.num_generations, config.max_completion_length) == (4, 256)
+    path.write_text(f"{GRPO}  use_vllm: true\n  generation_batch_size: 32\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as error:
+        read_base(path)
+    for part in (
+        "trl.use_vllm: writes completions with vLLM",
+        "trl.generation_batch_size: is not read",
+        "trl.max_completion_length is missing",
+    ):
+        assert part in str(error.value)
+
+
 def test_axolotls_plugins_stay_and_liger_joins_them(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = (BASES / "axolotl.yaml").read_text(encoding="utf-8")
