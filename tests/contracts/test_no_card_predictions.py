@@ -17,6 +17,8 @@ from autotune.predict.tracing import trace_all
 from autotune.records.estimate import KEPT_RANK, Estimate, TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.trainers import TRAINERS
+from validation.no_card_embeddings import source as embedder
 from validation.no_card_fuzz import cut
 
 STUDY = Path(__file__).parents[2] / "studies" / "no-card"
@@ -25,6 +27,7 @@ PLANS = [json.loads(line) for line in (STUDY / "checkpoint_plans.jsonl").read_te
 PARTS = [json.loads(line) for line in (STUDY / "chunked_loss.jsonl").read_text().splitlines()]
 UPDATES = [json.loads(line) for line in (STUDY / "backward_updates.jsonl").read_text().splitlines()]
 T4 = [json.loads(line) for line in (STUDY / "t4_attention.jsonl").read_text().splitlines()]
+EMBEDDINGS = [json.loads(line) for line in (STUDY / "embeddings.jsonl").read_text().splitlines()]
 SHORT = 1024
 
 
@@ -48,6 +51,25 @@ def test_as_pytorch_allocates(model: str) -> None:
         for name, share in (("peak_allocated_bytes", 1e-4), ("peak_reserved_bytes", 1e-3)):
             found = getattr(estimate, name)
             assert found == pytest.approx(measurement[name], rel=share), (name, config)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "sentence-similarity: lora, eager, checkpointed",
+        "sentence-triplets: full, 8 bits",
+        "sentence-ratings: full",
+    ],
+)
+def test_embeddings_as_pytorch_allocates(key: str) -> None:
+    (record,) = [each for each in EMBEDDINGS if each["key"] == key]
+    measurement, card = record["measurement"], find_gpu("h200")
+    config = TrainConfig(**measurement["config"])
+    task, specs = TRAINERS[config.trainer].task, {TraceSpec.of(config)}
+    traces = trace_all(embedder(), task, config.sequence_length, card, specs, server=here.workers)
+    estimate = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes).estimate(config)
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        assert getattr(estimate, name) == pytest.approx(measurement[name], rel=1e-5), name
 
 
 def predicted(record: dict[str, Any], gpu: str) -> Estimate:
