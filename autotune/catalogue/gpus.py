@@ -34,6 +34,7 @@ _NCCL_CHANNELS = {"NVLink": 32, "PCIe": 8}
 # Which card to plan for when only a budget is known: per memory class one that is widely sold and
 # whose row is complete; to 32 GB a consumer card, above that what clouds rent. Smallest first.
 _PLANNING_CARDS = (
+    "RTX 4060",
     "RTX 4070",
     "RTX 4080",
     "RTX 4090",
@@ -42,6 +43,8 @@ _PLANNING_CARDS = (
     "A100-SXM4-80GB",
     "H200",
     "B200",
+    "B300",
+    "GB300",
 )
 
 

@@ -196,7 +196,7 @@ def test_an_unknown_card_names_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("budget_gb", "slug"),
     [
-        (6, "rtx-4070"),
+        (8, "rtx-4060"),
         (12, "rtx-4070"),
         (16, "rtx-4080"),
         (24, "rtx-4090"),
@@ -205,6 +205,7 @@ def test_an_unknown_card_names_the_nearest() -> None:
         (80, "a100-sxm4-80gb"),
         (141, "h200"),
         (180, "b200"),
+        (270, "b300"),
     ],
 )
 def test_the_card_to_plan_for(budget_gb: int, slug: str) -> None:
@@ -215,7 +216,9 @@ def test_the_card_to_plan_for(budget_gb: int, slug: str) -> None:
 
 
 def test_a_budget_beyond_every_card_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="B200"):
+    cards = [card for card in catalogue() if card.vendor == "nvidia"]
+    largest = max(cards, key=lambda card: card.capacity_bytes)
+    with pytest.raises(ConfigError, match=f"The largest is the {largest.name} with"):
         for_budget(400 * 10**9)
 
 
