@@ -23,7 +23,7 @@ from autotune.cli.options import (
     parted,
     task_option,
 )
-from autotune.cli.output import print_json
+from autotune.cli.output import note, print_json
 from autotune.errors import ConfigError
 from autotune.records.question import Question
 
@@ -85,11 +85,13 @@ def maximum(
     """
     from autotune.report import limits as drawing
     from autotune.report.progress import progress_on_stderr
+    from autotune.search.dataset import note_unread
     from autotune.search.inverse.limits import limits
 
     _check_options(context, what)
     fields, settings = parted(typed)
     question = Question(**fields, settings=settings)
+    note_unread(question, note)
     with progress_on_stderr(quiet=as_json) as progress:
         found = limits(question, what, multiple_of=multiple_of, progress=progress)
     check = drawing.command(found)

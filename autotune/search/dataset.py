@@ -6,6 +6,7 @@ Tokenizers, collators and loaders are Transformers'.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from autotune.catalogue.models import ModelSource
@@ -22,6 +23,14 @@ from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import run
 
 DEADLINE_SECONDS = 900.0
+
+
+def note_unread(question: Question, note: Callable[[str], None]) -> None:
+    """Say which options of a dataset are given, where there is none."""
+    names = [each for each in (*_READ_AS, "tokenizer") if getattr(question, each) is not None]
+    if question.dataset is None and names:
+        given = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        note(f"without --dataset nothing is read, which is all that {given} would change.")
 
 
 def read_dataset(

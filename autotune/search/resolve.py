@@ -25,7 +25,7 @@ from autotune.probe import compiled
 from autotune.records.question import BACKENDS, EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
 from autotune.search import budget, nearest_base
 from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
-from autotune.search.dataset import read_dataset
+from autotune.search.dataset import note_unread, read_dataset
 from autotune.search.pictures import read_pictures, task_of
 from autotune.space import space_file
 from autotune.space.checkpoint_plans import SOLVE
@@ -114,6 +114,7 @@ def resolve(
             note(f"{card.gpu.name}, {card.why}")
     if question.study is not None:
         study_names.check_name(question.study)  # Before minutes are spent on its answer.
+    note_unread(question, note)
     changing = Changing(space_file.load(question.space))
     if question.peft is not None:
         changing.to(with_peft(changing.space, question.peft), "--peft")
@@ -247,6 +248,7 @@ def resolve_configuration(
     """
     given = dict(question.settings)
     (method,) = question.methods or ("peft" if "peft" in given else "full",)
+    note_unread(question, note)
     card = choose_card(question.gpu, question.gpu_mem)
     source = find_model(_model_of(question, None))
     budget.methods_for(source, (method,))

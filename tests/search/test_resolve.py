@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,6 +40,18 @@ def test_what_cannot_work_is_refused() -> None:
     asked = dataclasses.replace(QUESTION, settings={"activation_offloading": True})
     with pytest.raises(ConfigError, match="This configuration"):
         resolve_configuration(asked)
+
+
+@pytest.mark.parametrize("ask", [resolve, resolve_configuration])
+def test_an_option_of_a_dataset_is_not_left_out_in_silence(ask: Callable[..., Any]) -> None:
+    notes: list[str] = []
+    ask(
+        dataclasses.replace(QUESTION, accumulation=1, loss_on="all", tokenizer="here"),
+        note=notes.append,
+    )
+    assert notes == [
+        "without --dataset nothing is read, which is all that --loss-on and --tokenizer would change."
+    ]
 
 
 def test_a_length_that_was_asked_for_is_refused_where_the_model_ends_before() -> None:
