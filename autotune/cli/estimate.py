@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from typing import Any
@@ -42,7 +43,11 @@ def estimate(
     from autotune.search import estimate as pricing
     from autotune.search.resolve import resolve_configuration
 
-    asked = resolve_configuration(question_of(typed, **settings), note=note)
+    question = question_of(typed, **settings)
+    with contextlib.ExitStack() as shown:
+        if question.dataset is not None:
+            shown.enter_context(progress_on_stderr(quiet=as_json))("dataset", 0, 0)
+        asked = resolve_configuration(question, note=note)
     source, workload, card = asked.source, asked.workload, asked.card
     budget_bytes = card.budget_bytes
     cache = None

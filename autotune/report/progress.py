@@ -23,6 +23,7 @@ _log = log.logger(__name__)
 
 _PROGRESS = {
     "host": "this machine's host is timed, once",
+    "dataset": "the dataset is read",
     "space": "{done:,} of {total:,} points of the space are valid",
     "trace": "{done} of {total} training steps traced",
     "priced": "{done:,} of {total:,} may fit",

@@ -132,7 +132,10 @@ def find(
 
 def _resolved(question: Question, cards: Cards | None, listener: Listener) -> Problem:
     card = None if cards is None else cards.chosen(question.gpu, question.gpu_mem)
-    problem = resolve(question, card=card, note=listener.note)
+    with contextlib.ExitStack() as shown:
+        if question.dataset is not None:
+            shown.enter_context(listener.searching())("dataset", 0, 0)
+        problem = resolve(question, card=card, note=listener.note)
     num_gpus = problem.workload.num_gpus
     if cards is not None and cards.num_gpus != num_gpus:
         raise ConfigError(

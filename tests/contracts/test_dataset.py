@@ -200,9 +200,12 @@ def test_max_takes_lengths_and_format_from_the_dataset(folder: Path) -> None:
     assert found["best"]["config"]["batching"] == "padded"
     assert found["best"]["useful_share"] < 0.5
     _, *check = shlex.split(found["check"])
-    checked = json.loads(here.command(*check, "--json", cwd=folder).stdout)
+    ran = here.command(*check, "--json", cwd=folder)
+    checked = json.loads(ran.stdout)
     assert checked["peak_device_bytes"] == found["best"]["peak_device_bytes"]
     assert checked["useful_share"] == pytest.approx(found["best"]["useful_share"])
+    assert "the dataset is read" not in ran.stderr
+    assert "the dataset is read" in here.command(*check, cwd=folder).stderr
 
     refused = here.command("max", "--what", "model", *arguments[5:-1], cwd=folder)
     assert refused.returncode == 2

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune.errors import ConfigError
 from autotune.records.question import Question
+from autotune.search import find as find_module
+from autotune.search.listener import SILENT
 from autotune.search.resolve import resolve, resolve_configuration
 
 QUESTION = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", gpu_mem="12GB", accumulation=4)
@@ -52,6 +56,27 @@ def test_an_option_of_a_dataset_is_not_left_out_in_silence(ask: Callable[..., An
     assert notes == [
         "without --dataset nothing is read, which is all that --loss-on and --tokenizer would change."
     ]
+
+
+@pytest.mark.parametrize("dataset", [None, "rows.jsonl"])
+def test_a_search_says_that_it_reads_a_dataset(
+    dataset: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Tokens take seconds to count."""
+    said: list[str] = []
+
+    def stop(*_: object, **__: object) -> None:
+        said.append("read")
+        raise ConfigError("stop")
+
+    monkeypatch.setattr(find_module, "resolve", stop)
+    showing = contextlib.nullcontext(lambda what, *_: said.append(what))
+    listener = dataclasses.replace(SILENT, searching=lambda: showing)
+    asked = dataclasses.replace(QUESTION, accumulation=1, dataset=dataset)
+    storage = f"sqlite:///{tmp_path}/autotune.db"
+    with pytest.raises(ConfigError, match="stop"):
+        find_module.find(asked, storage=storage, listener=listener)
+    assert said == (["read"] if dataset is None else ["dataset", "read"])
 
 
 def test_a_length_that_was_asked_for_is_refused_where_the_model_ends_before() -> None:
