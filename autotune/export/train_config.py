@@ -81,8 +81,10 @@ def from_yaml(text: str, *, source: str = filename) -> SavedRun:
         raise ConfigError(f"{source} is not a YAML document", why=f"{place}{why}") from error
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
         raise ConfigError(
-            f'{source} has no section "config"',
-            remedy="Start from a train_config.yaml that `autotune find` has written",
+            f"{source} is of no kind that is read here",
+            why='It has no section "config", as a train_config.yaml has, and no fields by which another '
+            "program's file is known",
+            remedy="`autotune find --help` names the kinds under --base",
         )
     version = content.get("version")
     if isinstance(version, int) and version > VERSION:
