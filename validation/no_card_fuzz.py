@@ -85,10 +85,13 @@ def draw(
 ) -> TrainConfig:
     """One that may break a rule. `only`: settings that differ from the plain ones."""
     method = chance.choice(methods)
+    # Numbers of other tasks have no choices.
     domains = {
-        knob.name: NUMBERS.get(knob.name) or knob.choices
+        knob.name: choices
         for knob in KNOBS.values()
-        if method in knob.methods and knob.name not in _FIXED
+        if method in knob.methods
+        and knob.name not in _FIXED
+        and (choices := NUMBERS.get(knob.name) or knob.choices)
     }
     values: dict[str, Any] = {
         name: KNOBS[name].default_for(method)
