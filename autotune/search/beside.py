@@ -12,6 +12,7 @@ from autotune.records.measurement import NOISE
 from autotune.search.candidates import Candidates, put_back, speed_of
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import loses_small_updates
 
@@ -75,7 +76,8 @@ def safer(
 ) -> Change | None:
     """The best, of any class, that keeps the small updates which the answer loses, and runs on the backend.
 
-    None where none are lost, or nothing that keeps them was traced.
+    Its optimizer is of the answer's family, where any such keeps them: another is no remedy for rounding. None
+    where none are lost, or nothing that keeps them was traced.
     """
     if not loses_small_updates(config):
         return None
@@ -84,9 +86,15 @@ def safer(
         runs_there = not requirements.of_probe(other, backend)
         return runs_there and other.method == config.method and not loses_small_updates(other)
 
-    best = candidates.best(keeps_updates)
+    def is_alike(other: TrainConfig) -> bool:
+        family = OPTIMIZERS[other.optimizer].family
+        return keeps_updates(other) and family == OPTIMIZERS[config.optimizer].family
+
+    alike = list(filter(is_alike, supported))
+    best = candidates.best(is_alike if alike else keeps_updates)
     if best is None:
-        smallest = min(filter(keeps_updates, supported), key=estimator.floor_bytes, default=None)
+        left = alike or filter(keeps_updates, supported)
+        smallest = min(left, key=estimator.floor_bytes, default=None)
         if smallest is None:
             return None
         best = estimator.estimate(smallest)

@@ -226,14 +226,19 @@ def test_the_answer_is_that_of_brute_force(
 def test_what_keeps_small_updates_is_brute_force_too(
     estimate_all: EstimateAll, budget_bytes: int
 ) -> None:
-    """The fastest of float32 weights; where none fits, one that lacks memory."""
+    """The fastest of float32 weights and the answer's family; where none fits, one that lacks memory."""
     answer = search(budget_bytes, base=BASE, allow="recipe")
     if (answer.best.config.method, answer.best.config.precision) != ("full", "bf16-true"):
         assert answer.safer is None
         return
     assert answer.safer is not None
-    safe = [e for e in estimate_all(budget_bytes) if e.config.precision == "bf16-mixed"]
-    fits = [e for e in safe if e.peak_device_bytes <= budget_bytes and e.config.optimizer != "sgd"]
+    safe = [
+        e
+        for e in estimate_all(budget_bytes)
+        if e.config.precision == "bf16-mixed"
+        and (e.config.optimizer == "sgd") == (answer.best.config.optimizer == "sgd")
+    ]
+    fits = [e for e in safe if e.peak_device_bytes <= budget_bytes]
     assert answer.safer.fits == bool(fits)
     assert answer.safer.value == answer.safer.estimate.config.precision == "bf16-mixed"
     if fits:
@@ -241,6 +246,30 @@ def test_what_keeps_small_updates_is_brute_force_too(
     else:
         least = min(e.peak_device_bytes for e in safe)
         assert least <= answer.safer.estimate.peak_device_bytes <= 1.1 * least
+
+
+@pytest.mark.usefixtures("traced")
+def test_another_optimizer_is_no_remedy_for_rounding(estimate_all: EstimateAll) -> None:
+    """Weights of 32 bits fit with SGD alone: it is not told to who trains with AdamW."""
+    two = with_domains(tiny_model.SPACE, lambda _: {"optimizer": ("adamw_torch_fused", "sgd")})
+    least = {
+        optimizer: min(
+            e.peak_device_bytes
+            for e in estimate_all(10**12)
+            if (e.config.precision, e.config.optimizer) == ("bf16-mixed", optimizer)
+        )
+        for optimizer in ("adamw_torch_fused", "sgd")
+    }
+    assert least["sgd"] < least["adamw_torch_fused"]
+    budget_bytes = least["adamw_torch_fused"] - 1
+    answer = search(budget_bytes, base=BASE, allow="numerics", methods=("full",), space=two)
+    assert (answer.best.config.optimizer, answer.best.config.precision) == (
+        "adamw_torch_fused",
+        "bf16-true",
+    )
+    assert answer.safer is not None
+    assert answer.safer.estimate.config.optimizer == "adamw_torch_fused"
+    assert not answer.safer.fits
 
 
 @pytest.mark.usefixtures("traced")
