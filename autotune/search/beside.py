@@ -76,7 +76,7 @@ def safer(
 ) -> Change | None:
     """The best, of any class, that keeps the small updates which the answer loses, and runs on the backend.
 
-    Its optimizer is of the answer's family, where any such keeps them: another is no remedy for rounding. None
+    Its optimizer is of the answer's family where such keep them: another is no remedy for rounding. None
     where none are lost, or nothing that keeps them was traced.
     """
     if not loses_small_updates(config):
