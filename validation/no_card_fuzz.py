@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--method", action="append", help="one of these alone")
     parser.add_argument("--only", action="append", default=[], help="a setting that differs")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="that of every configuration")
+    parser.add_argument("--attention", choices=KNOBS["attention"].choices, help="the same")
     parser.add_argument("--capped", action="store_true", help="at what is predicted")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -170,8 +171,9 @@ def main() -> None:
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 config = draw(chance, options.only, methods, source.num_layers)
-                if options.optimizer:
-                    config = dataclasses.replace(config, optimizer=options.optimizer)
+                for name in ("optimizer", "attention"):
+                    if value := getattr(options, name):
+                        config = dataclasses.replace(config, **{name: value})
                 if is_valid(config, source, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)} {config.lora_dropout}"

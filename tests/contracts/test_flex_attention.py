@@ -33,7 +33,7 @@ from transformers.masking_utils import causal_mask_function, flex_attention_mask
 from autotune.catalogue.models import ModelSource, catalogue, resolve
 from autotune.worker.build.model import UnsupportedModel, load_config
 from autotune.worker.trace import flex
-from autotune.worker.trace.cuda import device_choices
+from autotune.worker.trace.cuda import Workspaces, device_choices
 from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Tracker
 
@@ -173,7 +173,7 @@ def test_transformers_asks_for_a_mask_of_all_layers() -> None:
     """Its own function, with padding: the stand-in knows that it is causal, and holds its tensors."""
     padding = torch.ones(ROWS, TOKENS, dtype=torch.bool)
     padding[0, :3] = False
-    with flex.on_meta(Tracker("meta")):
+    with flex.on_meta(Tracker("meta"), Workspaces(0), 0):
         mask = flex_attention_mask(
             ROWS, TOKENS, TOKENS, mask_function=causal_mask_function, attention_mask=padding
         )

@@ -48,6 +48,7 @@ from autotune.worker.build import (
 from autotune.worker.build import model as models
 from autotune.worker.build.adapters import RANK, true_masks
 from autotune.worker.build.alike_layers import NoStandIn
+from autotune.worker.build.layers import text_part
 from autotune.worker.build.model import CrashedStep, UnsupportedModel
 from autotune.worker.trace import (
     attention,
@@ -295,7 +296,9 @@ def trace_step(
     step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_trace_settings(tracker))
-        stack.enter_context(_techniques(spec, tracker, device, chunks, sequence_length))
+        stack.enter_context(
+            _techniques(spec, base.model, tracker, workspaces, device, chunks, sequence_length)
+        )
         if sees is not None and sees.is_in_text:
             stack.enter_context(pictures.on_meta(step.model, tracker, micro_batch, sees))
         try:
@@ -525,14 +528,22 @@ def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
 
 @contextlib.contextmanager
 def _techniques(
-    spec: TraceSpec, tracker: Tracker, device: Device, chunks: Chunks, sequence_length: int
+    spec: TraceSpec,
+    model: nn.Module,
+    tracker: Tracker,
+    workspaces: Workspaces,
+    device: Device,
+    chunks: Chunks,
+    sequence_length: int,
 ) -> Iterator[None]:
     """Install what libraries beside Transformers need in order to be traced."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(attention.without_library(spec.attention))
         stack.enter_context(true_masks(spec))
         if spec.attention == flex.FLEX:
-            stack.enter_context(flex.on_meta(tracker))
+            keeps_input = spec.activation_checkpointing and spec.method != "full"
+            per_input = _bytes_per_input(model) if keeps_input else 0
+            stack.enter_context(flex.on_meta(tracker, workspaces, per_input))
         if spec.liger:
             stack.enter_context(liger.on_meta(tracker, device, chunks))
         if TRAINERS[spec.trainer].is_trl:
@@ -546,6 +557,12 @@ def _techniques(
             here = [(checkpoint_plan, "keep_products", functools.partial(_keep_of_any_rank, keep))]
             stack.enter_context(replaced(here))
         yield
+
+
+def _bytes_per_input(model: Any) -> int:
+    """Return the bytes of a token as a layer gets it."""
+    size: int = text_part(model.config).hidden_size
+    return size * next(model.parameters()).element_size()
 
 
 def _keep_of_any_rank(keep: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
