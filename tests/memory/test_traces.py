@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import BrokenTrace, Sums, Terms, Trace, evaluate
+from autotune.memory.traces import BrokenTrace, LaterTrace, Sums, Terms, Trace, evaluate
 
 WEIGHT, EMBEDDING = [1000, 0, 0], [9000, 0, 0]
 HIDDEN, SCRATCH, LOGITS, TOKENS = [16, 1, 0], [24, 1, 0], [700, 1, 0], [8, 1, 0]
@@ -489,3 +489,15 @@ def test_two_stacks_of_layers_repeat_each_for_itself() -> None:
     assert [parameter.place for parameter in trace.parameters()] == whole
     blocks = [(phase, place) for phase, place, _ in trace.blocks()]
     assert blocks == [*(("forward", place) for place in whole), ("end", (0, -1))]
+
+
+def test_a_later_trace_that_is_broken_says_so_each_time() -> None:
+    """A search asks again of a trace whose first error it has caught."""
+
+    def read() -> dict[str, Any]:
+        raise BrokenTrace("activation tensors outlive the step")
+
+    later = LaterTrace(read, "its identity")
+    for _ in range(2):
+        with pytest.raises(BrokenTrace, match="outlive the step"):
+            _ = later.workspaces

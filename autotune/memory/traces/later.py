@@ -24,7 +24,11 @@ class LaterTrace(Trace):
         read = self.__dict__.pop("_read", None)
         if read is None:
             raise AttributeError(f"{type(self).__name__} has no {name}")
-        super().__init__(read(), adds_up=self._adds_up)
+        try:
+            super().__init__(read(), adds_up=self._adds_up)
+        except BaseException:
+            self._read = read  # Whoever asks again hears the same.
+            raise
         return getattr(self, name)
 
 
