@@ -92,6 +92,8 @@ def _next(answer: Limit) -> str:
     if beyond.smallest.resident_bytes <= answer.memory_budget_bytes:
         # Its room is lacking, or, where segments grow, pieces between blocks that would suffice.
         budget = format_bytes(beyond.needed_bytes)
+        if beyond.lacks_bytes <= 0:
+            return f"{value} may fit, too: replayed whole it needs a budget of {budget}{room} ({config})"
         return f"{value} needs a budget of {budget}, {lack} more than there is{room} ({config})"
     return f"{value} needs {need} at least, {lack} too much{room} ({config})"
 

@@ -6,12 +6,15 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import answers
 import pytest
 
 from autotune import cli
 from autotune.cli import maximum
+from autotune.report import limits
 from autotune.search.inverse import questions
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
@@ -63,6 +66,20 @@ def test_estimate_says_the_same_of_the_answer(main: Main) -> None:
     assert {name: answer["best"][name] for name in checked if name in answer["best"]} == {
         name: value for name, value in checked.items() if name in answer["best"]
     }
+
+
+def test_a_next_value_that_fits_when_it_is_replayed_whole_lacks_nothing() -> None:
+    smallest = answers.estimate()
+    budget_bytes = smallest.resident_bytes + 10**9
+    beyond = questions.Beyond(
+        value=9, smallest=smallest, budget_bytes=budget_bytes, needed_bytes=budget_bytes - 1
+    )
+    limit = SimpleNamespace(
+        beyond=beyond, what="micro-batch", headroom=None, memory_budget_bytes=budget_bytes
+    )
+    said = limits._next(cast("questions.Limit", limit))
+    assert said.startswith("micro-batch 9 may fit, too: replayed whole it needs a budget of")
+    assert "more than" not in said
 
 
 def test_the_answer_is_drawn_first_and_all_of_it_is_predicted(main: Main) -> None:

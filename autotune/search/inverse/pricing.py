@@ -126,9 +126,8 @@ class Pricer:
         for some in (ladders[:1], ladders[1:]):
             estimator, configs = self._thriftiest(case, some)
             self._progress("tried", self._num_tried, self.num_traces)
-            for config in configs:
-                if not estimator.may_fit(config):
-                    break
+            # How much room is left differs: what needs less may not fit where what needs more does.
+            for config in filter(estimator.may_fit, configs):
                 if (estimate := estimator.fitting(config)) is not None:
                     return estimate
         return None
