@@ -107,23 +107,29 @@ class Program:
             self.take(prefix, spread)
 
 
-def bind(program: Program, tree: ast.Module) -> None:
-    """Bind the module's names that mean one literal everywhere, and count how often each is used."""
+_BINDING_NOTHING = (ast.expr, ast.expr_context, ast.keyword)
+"""Most nodes of a program: none of them is asked for the names that it binds."""
+
+
+def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
+    """Return the module's names that mean one literal everywhere, and how often each is used."""
+    names: dict[str, ast.expr] = {}
+    num_uses: Counter[str] = Counter()
     num_bindings: Counter[str] = Counter()
     changed: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            counter = program.num_uses if isinstance(node.ctx, ast.Load) else num_bindings
+            counter = num_uses if isinstance(node.ctx, ast.Load) else num_bindings
             counter[node.id] += 1
-        for attribute in ("name", "arg", "asname", "rest"):
-            name = getattr(node, attribute, None)
-            if isinstance(name, str) and not isinstance(node, ast.keyword):
-                num_bindings[name] += 1
         # A list or dict whose items are set, or that has a method called, may have changed.
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             changed.add(name_of(node.value))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             changed.add(name_of(node.func.value))
+        elif not isinstance(node, _BINDING_NOTHING):
+            for attribute in ("name", "arg", "asname", "rest"):
+                if isinstance(name := getattr(node, attribute, None), str):
+                    num_bindings[name] += 1
     for node in tree.body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=value):
@@ -133,7 +139,8 @@ def bind(program: Program, tree: ast.Module) -> None:
             case _:
                 continue
         if num_bindings[name] == 1 and _is_followed(value, may_have_changed=name in changed):
-            program.names[name] = value
+            names[name] = value
+    return names, num_uses
 
 
 def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:

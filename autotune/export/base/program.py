@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import re
 import warnings
+from collections import Counter
 
 from autotune.export.base.calls import find_calls
-from autotune.export.base.literals import Program, bind, entries_of
+from autotune.export.base.literals import Program, bindings, entries_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape
 
@@ -41,22 +43,15 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
     content = text.encode("utf-8").removeprefix(b"\xef\xbb\xbf")
     if len(content) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES // 1024} KiB, and no script has that much")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in its strings
-            tree = ast.parse(content)
-    except SyntaxError as error:
-        place = "" if error.lineno is None else f"line {error.lineno}: "
-        raise ValueError(f"{place}{error.msg}") from error
-    except (RecursionError, MemoryError) as error:
-        raise ValueError("it is nested too deeply") from error
+    tree, names, num_uses = _read(content)
     program = Program(
         text=content,
         shape=Shape(name="a Python program", sections=frozenset()),
+        names=names,
+        num_uses=num_uses,
         starts=[0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", content))],
         has_bf16=has_bf16,
     )
-    bind(program, tree)
     if not _find_recipe(program):
         find_calls(program, tree)
     program.shape = dataclasses.replace(
@@ -68,6 +63,21 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
         updates_in_backward=b"add_callback(UpdateInBackward())" in content,
     )
     return program
+
+
+@functools.lru_cache(maxsize=2)  # What is read is then compared, and edited, in further calls.
+def _read(content: bytes) -> tuple[ast.Module, dict[str, ast.expr], Counter[str]]:
+    """Parse a program; nobody changes what is returned. Raises ValueError for what is no Python."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes in its strings
+            tree = ast.parse(content)
+    except SyntaxError as error:
+        place = "" if error.lineno is None else f"line {error.lineno}: "
+        raise ValueError(f"{place}{error.msg}") from error
+    except (RecursionError, MemoryError) as error:
+        raise ValueError("it is nested too deeply") from error
+    return tree, *bindings(tree)
 
 
 def _find_recipe(program: Program) -> bool:
