@@ -30,6 +30,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("busy", deadline=None)
 settings.load_profile("busy")
 
+NUM_OBJECTS_BEFORE_COLLECTING = 200_000
+"""New objects after which Python looks for cycles: with its own 700 that takes a fifth of a trace."""
+
 # They change what is printed. A test that is about one of them sets it.
 for _name in ("CI", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
     os.environ.pop(_name, None)
@@ -46,8 +49,10 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays.
 
     Each collection of garbage, of which Transformers and our own probes ask for several per run, would
-    look through all of torch and all tests: a second.
+    look through all of torch and all tests: a second. Python's own come as seldom as in a command: a trace
+    makes many objects, none of them in a cycle.
     """
+    gc.set_threshold(NUM_OBJECTS_BEFORE_COLLECTING)
     gc.enable()
     gc.collect()
     gc.freeze()
