@@ -12,9 +12,9 @@ from autotune.records.estimate import Estimate, Timed
 from autotune.records.measurement import NOISE
 from autotune.space import learning_rates, requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
-from autotune.space.headroom import DEFAULT_ODDS
+from autotune.space.headroom import DEFAULT_ODDS, VARIED_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS
-from autotune.space.lengths import Lengths
+from autotune.space.lengths import Lengths, vary
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
@@ -351,7 +351,10 @@ def room(estimate: Estimate, budget_bytes: int) -> str:
     odds = estimate.fits_with(budget_bytes)
     tight = "" if odds > DEFAULT_ODDS - _SAME_ODDS else "tight: "
     spare = format_bytes(spare_bytes) if spare_bytes else "nothing"
-    return f"{tight}fits with {_odds(odds)}, {spare} to spare"
+    why = ""
+    if tight and vary(estimate.config.batching):
+        why = f"; batches of varied lengths may need {VARIED_SHARE:.0%} more".replace("%", " %")
+    return f"{tight}fits with {_odds(odds)}, {spare} to spare{why}"
 
 
 _SAME_ODDS = 1e-6

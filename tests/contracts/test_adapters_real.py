@@ -286,6 +286,16 @@ def test_what_looks_at_values_is_refused_in_plain_words() -> None:
         trainer_test.traced(case)
 
 
+def test_an_adapter_of_16_bits_on_experts_is_refused_in_plain_words() -> None:
+    """They share one weight. A search shares 4-bit weights out with such adapters."""
+    asked = case("lora", lora(), {**TARGETS, "adapter_in_base_dtype": True}, precision="bf16-true")
+    asked = dataclasses.replace(asked, architecture="qwen3_moe, every second")
+    with pytest.raises(
+        UnsupportedModel, match=r"experts that share one weight .*--targets attention"
+    ):
+        trainer_test.traced(asked)
+
+
 def test_lora_from_a_file_is_lora() -> None:
     of_method, of_file = (
         trainer_test.traced(each) for each in (case("lora", lora()), from_file(lora()))

@@ -949,6 +949,18 @@ def test_what_is_spare_is_said_with_the_odds(device_gib: float, said: str) -> No
     assert words.room(answers.estimate(device_gib=device_gib), 12 * GIB) == said
 
 
+def test_varied_lengths_are_named_where_they_leave_too_little_room() -> None:
+    padded = dataclasses.replace(answers.CONFIG, batching="padded")
+    said = [
+        words.room(answers.estimate(padded, device_gib=device_gib), 12 * GIB)
+        for device_gib in (9.0, 11.5)
+    ]
+    assert said == [
+        "fits with 99.9 %, 3.00 GiB to spare",
+        "tight: fits with less than 50 %, 0.50 GiB to spare; batches of varied lengths may need 10 % more",
+    ]
+
+
 def test_what_fits_with_too_little_room_is_said_so() -> None:
     estimate = answers.estimate(device_gib=11.1)
     change = Change(setting="optimizer", value="adamw_torch", estimate=estimate, fits=False)

@@ -74,9 +74,15 @@ def _cast_as_beside(model: nn.Module) -> None:
     PEFT does so but for weights on `meta` (peft 0.21 tuners/tuners_utils.py,
     _move_adapter_to_device_of_base_layer).
     """
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            raise UnsupportedModel(
+                "an adapter on experts that share one weight is traced in float32 alone, and here it has 16 "
+                "bits (--targets attention leaves the experts out)"
+            )
         if not isinstance(module, BaseTunerLayer):
             continue
         beside: Any = module.get_base_layer()
