@@ -17,6 +17,8 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autotune.catalogue.gpus import Gpu
+from autotune.common.units import format_bytes
+from autotune.errors import ConfigError
 from autotune.memory.allocator import Replay
 from autotune.memory.traces import Trace
 from autotune.predict.breakdown import Memory, memory_of
@@ -38,10 +40,14 @@ from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.lengths import Filling, vary
 from autotune.space.optimizers import KEEPS_NOTHING, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.words import describe
 from autotune.speed import compiling, roofline
 from autotune.speed.host import USUAL, Host
 from autotune.speed.sureness import Parts, slow_spread_of, step_spread_of
 from autotune.store.trace_cache import PriceCache, ReplayCache
+
+_MOST_BYTES = 1 << 50
+"""Most live bytes of a step that is priced; a replay (autotune.memory.pools) has 32 times the addresses."""
 
 
 class Estimator:
@@ -213,10 +219,19 @@ class Estimator:
         return share * whole.total_seconds / shorter.total_seconds
 
     def estimate(self, config: TrainConfig) -> Estimate:
-        """Predicted peaks, breakdown and time by a full replay, which is made once."""
+        """Predicted peaks, breakdown and time by a full replay, which is made once.
+
+        Raises ConfigError for a step that no memory holds: the replay's addresses end beyond.
+        """
         key = config, self.memory_budget_bytes
         found = self._estimates.get(key)
         if found is None:
+            if (floor_bytes := self.floor_bytes(config)) > _MOST_BYTES:
+                raise ConfigError(
+                    f"A step of {describe(config)} needs {format_bytes(floor_bytes)} at least",
+                    why=f"At most {format_bytes(_MOST_BYTES)} are predicted, which no card has",
+                    remedy="Take fewer or shorter samples (--micro-batch, --seq-len)",
+                )
             found = self._estimates[key] = self._find_estimate(config)
         return found
 

@@ -13,6 +13,7 @@ import pytest
 import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
+from autotune.errors import ConfigError
 from autotune.memory.replayer import replay
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
@@ -92,6 +93,16 @@ def test_no_configuration_peaks_below_its_floor(roomy: Estimator, budget_bytes: 
         peak = estimator.estimate(config).peak_device_bytes
         # Near enough to be of use, too: allocator's rounding of a small model and no more.
         assert floor <= peak <= 1.25 * floor + 1.2 * GB, config
+
+
+def test_a_step_that_no_memory_holds_is_refused(roomy: Estimator) -> None:
+    for size, is_priced in ((10**5, True), (10**8, False)):
+        config = split(FULL, size, 1)
+        if is_priced:
+            assert roomy.estimate(config).peak_device_bytes > 10**9
+            continue
+        with pytest.raises(ConfigError, match=r"At most 1048576.0 GiB are predicted"):
+            roomy.estimate(config)
 
 
 def test_what_is_known_without_a_trace_is_no_more_than_the_floor(roomy: Estimator) -> None:
