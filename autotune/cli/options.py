@@ -139,7 +139,9 @@ class KnobType(click.ParamType):  # type: ignore[type-arg]  # generic from click
         try:
             return self._read(typed)
         except ValueError as error:
-            self.fail(f"{str(value)[:40]!r} {error}", param, context)
+            message = str(error)  # It names the value itself where that is unknown.
+            names_value = message.startswith("unknown ")
+            self.fail(message if names_value else f"{str(value)[:40]!r} {message}", param, context)
 
 
 def knob_options(command: Command) -> Command:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -604,6 +605,10 @@ def read_with_datasets(name: str, builder: str | None = None) -> Iterable[Any]:
         raise UnusableData(
             "the library datasets, which reads it, is not installed", "pip install datasets"
         ) from error
+    if builder == "csv" and not any(
+        line.strip() for line in itertools.islice(opened(name), 1, None)
+    ):
+        return []  # It has a header alone, of which the library says that it "corresponds to no data".
     try:
         return undecoded(datasets, one_split(*load(datasets, name, builder)))
     except UnusableData:

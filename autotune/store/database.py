@@ -240,7 +240,9 @@ def explained(url: URL) -> Iterator[None]:
         for secret in filter(None, _secrets(url)):
             message = message.replace(secret, "***")
         known = ((why, remedy) for part, why, remedy in _EXPLANATIONS if part in message)
-        why, remedy = next(known, (message, "Check its address, and that its server runs"))
+        is_file = url.get_backend_name() == "sqlite"
+        check = "that its disk has room" if is_file else "that its server runs"
+        why, remedy = next(known, (message, f"Check its address, and {check}"))
         raise StorageError(
             f"The database {named(url)} cannot be used", why=why, remedy=f"{remedy}, {ELSEWHERE}"
         ) from error

@@ -138,6 +138,7 @@ def test_options_of_find(
     [
         (("--checkpointing", "every-0"), "none, full, every-N"),
         (("--optimizer", "adamw_torh"), "adamw_torch"),
+        (("--optimizer", "adamw"), "'--optimizer': unknown optimizer 'adamw'. Did you mean"),
         (("--optimizer", "adamw_apex_fused"), "adamw_torch_fused computes the same"),
         (("--optimizer", "adamw_torch_xla"), "runs on XLA devices"),
         (("--precision", "bf16"), "bf16-true"),

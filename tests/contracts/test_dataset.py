@@ -68,6 +68,7 @@ def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str)
     [
         ("missing.jsonl", None, {}, "There is no such file"),
         ("empty.txt", "\n \n", {}, "It is empty."),
+        ("header.csv", "prompt,completion\n", {}, "It is empty."),
         (
             "chat.jsonl",
             '{"messages": [{"role": "user", "content": "word"}]}',
