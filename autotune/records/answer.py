@@ -196,6 +196,8 @@ class Change:
 class Tip(StrEnum):
     """A technique outside the space that may be worth more than anything in it."""
 
+    BY_TOKENS = "batches by tokens"
+    GROUPED = "grouped batches"
     LIGER = "liger"
     CHUNKED_LOSS = "chunked loss"
     FLASH_ATTENTION = "flash attention"

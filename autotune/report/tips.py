@@ -12,6 +12,15 @@ def tip(answer: Answer) -> str:
     best = answer.best
     peak = format_bytes(best.resident_bytes)
     match answer.tip:
+        case Tip.BY_TOKENS | Tip.GROUPED:
+            value, allow = "by-tokens", ""
+            if answer.tip is Tip.GROUPED:
+                value, allow = "grouped", " with --allow recipe"
+            padding = f"{100 * (1 - best.useful_share):.0f} % of the tokens are padding"
+            return (
+                f"{padding}; batches of like lengths have less: batching: [padded, {value}] in a --space"
+                f"{allow} searches them."
+            )
         case Tip.LIGER:
             return (
                 f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and Liger's loss makes "

@@ -12,6 +12,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CAUSAL
 from autotune.records.answer import Tip
 from autotune.records.estimate import Estimate
+from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SearchSpace
@@ -20,6 +21,8 @@ from autotune.space.trainers import TASK_NAMES
 
 LARGE_SHARE = 0.1
 """Share of the peak from which a part is worth a tip. [judgement]"""
+LARGE_PADDING = 0.2
+"""Share of a micro-batch's tokens from which padding is worth a tip. [judgement]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +35,29 @@ class _Candidate:
     """Settings that do as much, of which nothing more needs to be said where the space has them."""
     model_has_it: Callable[[ModelSource], bool] = lambda _: True
     tasks: tuple[str, ...] = TASK_NAMES
+    any_class: bool = False
+    """Whether it is told where a lower class is wanted, too: the tip says so."""
+
+
+def _has_padding(best: Estimate) -> bool:
+    return best.config.batching == "padded" and 1 - best.useful_share >= LARGE_PADDING
 
 
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Keys of models that cap or scale their logits, so that the loss has no parts."""
 _CANDIDATES = (
+    _Candidate(
+        tip=Tip.BY_TOKENS,
+        changes={"batching": BY_TOKENS},
+        others=(("batching", "grouped"),),
+        pays=lambda best, _: _has_padding(best),
+    ),
+    _Candidate(
+        tip=Tip.GROUPED,
+        changes={"batching": "grouped"},
+        pays=lambda best, _: _has_padding(best),
+        any_class=True,
+    ),
     _Candidate(
         tip=Tip.FLASH_ATTENTION,
         changes={"attention": "flash_attention_2"},
@@ -114,7 +135,7 @@ def best_tip(
             and candidate.pays(best, context)
             and candidate.model_has_it(model)
             and context.task in candidate.tasks
-            and LEVEL[tradeoff_class(config, best.config)] <= LEVEL[allow]
+            and (candidate.any_class or LEVEL[tradeoff_class(config, best.config)] <= LEVEL[allow])
             and not broken_rules(config, context)
         ):
             return candidate.tip

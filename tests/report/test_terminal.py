@@ -310,6 +310,10 @@ def test_what_lora_reaches_in_a_mixture_is_said() -> None:
 
 def test_a_tip_has_a_row() -> None:
     assert "tip logits take 0.25 GiB of 10.00 GiB" in one_line(drawn(answers.answer(tip=Tip.LIGER)))
+    padded = dataclasses.replace(answers.answer().best, useful_share=0.6)
+    said = one_line(drawn(answers.answer(best=padded, tip=Tip.GROUPED)))
+    assert "tip 40 % of the tokens are padding" in said
+    assert "batching: [padded, grouped] in a --space with --allow recipe" in said
     assert "tip " not in one_line(drawn(answers.answer()))
 
 

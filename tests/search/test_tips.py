@@ -57,6 +57,18 @@ def tip_of(
     return best_tip(best, model, space, context, "numerics")
 
 
+def test_batches_of_like_lengths_where_much_is_padding() -> None:
+    half, little = (
+        dataclasses.replace(spending(logits=0.11, batching="padded"), useful_share=share)
+        for share in (0.5, 0.9)
+    )
+    assert tip_of(half) is Tip.BY_TOKENS
+    assert tip_of(half, batching=("padded", "grouped")) is Tip.LIGER
+    assert tip_of(little) is Tip.LIGER
+    masked = dataclasses.replace(CONTEXT, task="sequence-classification")
+    assert tip_of(half, context=masked) is Tip.GROUPED
+
+
 def test_liger_where_logits_are_a_large_share_and_nothing_else_stands_against_it() -> None:
     large = spending(logits=0.11)
     assert tip_of(large) is Tip.LIGER
