@@ -81,7 +81,7 @@ def nothing_fits(
     elif smaller := _smaller_step(estimator, allowed):
         why_whole = "with each weight updated in the backward pass, which takes"
         if not smaller.update_in_backward:
-            why_whole = "since samples are each other's negatives, which takes"
+            why_whole = "as the loss compares"
         count = smaller.micro_batch_size
         remedy = f"--effective-batch {count} fits, {why_whole} all samples of a step at once"
     elif "qlora" not in workload.methods and model.checkpoint is None:
