@@ -38,7 +38,13 @@ THEN = {
     "the compiler": """
 import torch
 assert torch._dynamo.eval_frame.OptimizedModule
+assert torch._dynamo.eval_frame.innermost_fn
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+""",
+    "is it compiled": """
+import torch
+from accelerate.utils import is_peft_model
+assert not is_peft_model(torch.nn.Linear(1, 1))
 """,
     "its marks": """
 import torch
@@ -130,6 +136,10 @@ def test_ligers_kernels_have_triton() -> None:
 
 def test_the_compiler_is_there_for_who_asks(plain: dict[str, set[str]]) -> None:
     assert "torch._dynamo.eval_frame" in plain["the compiler"]
+
+
+def test_asking_whether_a_model_is_compiled_loads_no_compiler(plain: dict[str, set[str]]) -> None:
+    assert plain["is it compiled"] == set()
 
 
 def test_marks_for_the_compiler_change_nothing(plain: dict[str, set[str]]) -> None:

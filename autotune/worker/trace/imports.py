@@ -74,7 +74,24 @@ class _Unloaded(ModuleType):
             raise AttributeError(name)
         if (self.__name__, name) == (_COMPILER, "config"):  # Checkpointing reads a setting.
             return importlib.import_module(f"{_COMPILER}.config")
+        if (self.__name__, name) == (_COMPILER, "eval_frame"):
+            return _COMPILES_NOTHING
         return getattr(_loaded(self), name)
+
+
+class _CompilesNothing:
+    """A stand-in for torch._dynamo.eval_frame: accelerate asks, in TRL's losses, whether a model is compiled.
+
+    The compiler's import within a step would keep the step's tensors, in the frames of what it tries in vain.
+    """
+
+    OptimizedModule = type("OptimizedModule", (), {})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_loaded(sys.modules[_COMPILER]).eval_frame, name)
+
+
+_COMPILES_NOTHING = _CompilesNothing()
 
 
 def _unloaded(name: str, path: Any) -> Any:

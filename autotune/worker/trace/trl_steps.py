@@ -65,7 +65,10 @@ def prepare(model: Any, task: str, spec: TraceSpec) -> nn.Module | None:
             f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
         )
     try:
+        import trl
         from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+
+        getattr(trl, row.class_name)  # Imported here, since an import may keep a step's tensors.
     except ImportError as error:
         raise UnsupportedModel(
             f"TRL is not installed here ({error}). It needs: pip install trl"
