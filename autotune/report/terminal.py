@@ -154,10 +154,8 @@ def draw_outcome(
     one that was given. `report`: the command that draws one; `command`: the one that trains, where it is not
     train.py. `unsaid`: settings that some files do not carry, and which.
     """
-    options = f"--dataset {shlex.quote(dataset) if dataset else 'FILE.jsonl'}"
     # A configuration alone cannot be trained.
-    if answer is not None and os.path.isfile(model_reference(answer.workload.model)):
-        options += " --model FOLDER"
+    needs_model = answer is not None and os.path.isfile(model_reference(answer.workload.model))
     rows: list[Row] = []
     if answer is not None:
         rows.append(("rate", f"learning rate {words.learning_rate(answer)}"))
@@ -176,7 +174,7 @@ def draw_outcome(
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
     train = next((path for path in files if path.name in _PROGRAMS), None)
     if not command and train is not None:
-        command = _of_program(train, files, options)
+        command = _of_program(train, files, dataset, needs_model=needs_model)
     if command:
         rows.append(("next", printable(command).replace(" ", words.GLUE), "bold"))
     rows.append(
@@ -194,18 +192,31 @@ def draw_outcome(
 _REWARDED = {f"train_{row.command}.py" for row in BY_TASK.values() if row.generates is not None}
 
 
-def _of_program(path: Path, files: Sequence[Path], options: str) -> str:
-    """The command that trains with our own script."""
-    if any(other.name == "accelerate_config.yaml" for other in files):
-        return (
-            f"cd {shlex.quote(str(path.parent))} && accelerate launch "
-            f"--config_file accelerate_config.yaml {path.name} {options}"
-        )
-    if path.name != "train.py":
-        options = options.removeprefix("--dataset ").removesuffix(" --model FOLDER")
+def _of_program(
+    path: Path, files: Sequence[Path], dataset: str = "", *, needs_model: bool = False
+) -> str:
+    """The command that trains with our own script, from the folder where `find` was typed."""
+    program, names = shlex.quote(str(path)), {other.name for other in files}
+    if "deepspeed.json" in names:  # accelerate looks for it where the launch is typed.
+        folder, program, dataset = path.parent, path.name, _seen_from(path.parent, dataset)
+        launch = f"cd {shlex.quote(str(folder))} && accelerate launch --config_file accelerate_config.yaml"
+    elif "accelerate_config.yaml" in names:
+        config = shlex.quote(str(path.with_name("accelerate_config.yaml")))
+        launch = f"accelerate launch --config_file {config}"
+    else:
+        launch = "python"
+    options = shlex.quote(dataset) if dataset else "FILE.jsonl"
+    if path.name == "train.py":
+        options = f"--dataset {options}" + " --model FOLDER" * needs_model
     if path.name in _REWARDED:
         options += " --reward FILE.py:FUNCTION"
-    return f"python {shlex.quote(str(path))} {options}"
+    return f"{launch} {program} {options}"
+
+
+def _seen_from(folder: Path, dataset: str) -> str:
+    """A dataset's name in a folder, where it is one of files: `data.jsonl`, `folder:split`."""
+    name, colon, split = dataset.partition(":")
+    return os.path.relpath(name, folder) + colon + split if os.path.exists(name) else dataset
 
 
 def _places(files: Sequence[Path]) -> str:

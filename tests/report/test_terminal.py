@@ -557,6 +557,41 @@ def test_what_is_next_names_the_dataset_and_plan_b() -> None:
     assert "python out/train.py --dataset 'my data/chat.jsonl' limits" in shown
 
 
+@pytest.mark.parametrize(
+    ("further", "dataset", "command"),
+    [
+        (
+            "accelerate_config.yaml",
+            "my data/chat.jsonl",
+            "accelerate launch --config_file out/accelerate_config.yaml out/train.py "
+            "--dataset 'my data/chat.jsonl'",
+        ),
+        (
+            "deepspeed.json",
+            "my data/chat.jsonl",
+            "cd out && accelerate launch --config_file accelerate_config.yaml train.py "
+            "--dataset '../my data/chat.jsonl'",
+        ),
+        (
+            "deepspeed.json",
+            "stanfordnlp/imdb:train",
+            "cd out && accelerate launch --config_file accelerate_config.yaml train.py "
+            "--dataset stanfordnlp/imdb:train",
+        ),
+    ],
+)
+def test_what_is_next_finds_the_dataset_where_processes_are_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, further: str, dataset: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my data").mkdir()
+    Path("my data/chat.jsonl").touch()
+    files = [Path("out") / name for name in ("train.py", "accelerate_config.yaml", further)]
+    file = io.StringIO()
+    terminal.draw_outcome(files, "", file, dataset=dataset)
+    assert f"next {command} limits" in one_line(file.getvalue())
+
+
 def test_what_is_next_fits_the_file_of_the_base() -> None:
     files = [Path("out/train.py"), Path("out/yours/train.py"), Path("out/exports/a.json")]
     file = io.StringIO()
