@@ -213,6 +213,8 @@ def test_what_is_not_changed_stays_byte_for_byte(tmp_path: Path) -> None:
         ("f(**{'a': 1})", KeyEdit(key="a", value=2), "f(**{'a': 2})"),
         ("f(é='ü', a=1)", KeyEdit(key="a", value="\"'\n\u2028"), "f(é='ü', a='\"\\'\\n\\u2028')"),
         ("f(old=True)", KeyEdit(key="new", value="x", instead="old"), 'f(new="x")'),
+        ("f()", KeyEdit(key="model_init_kwargs.dtype", value="bfloat16"),
+         'f(model_init_kwargs={"dtype": "bfloat16"})'),
     ],
 )  # fmt: skip
 def test_one_change(old: str, change: KeyEdit, new: str) -> None:

@@ -147,7 +147,8 @@ def _added(
     end = program.span(box)[1]
     quote = _quote(program, box)
     said = _spelled(program, new, None, quote)
-    if is_dtype and new in DTYPES and re.search(rb"^\s*import torch\b", text, re.MULTILINE):
+    is_name = is_dtype and isinstance(new, str) and new in DTYPES
+    if is_name and re.search(rb"^\s*import torch\b", text, re.MULTILINE):
         said = f"torch.{new}"
     entry = f"{name}={said}" if isinstance(box, ast.Call) else f"{quote}{name}{quote}: {said}"
     entries = _entries(program, box)
