@@ -419,15 +419,21 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
     settings = {}
     for name, value in given.items():
         if name not in KNOBS:
-            raise ConfigError(f"There is no setting {name[:40]!r}", nearest(name[:40], KNOBS))
+            asked = _ASKED_FOR.get(name)
+            remedy = f"Give {asked}" if asked else nearest(name[:40], KNOBS)
+            raise ConfigError(f"There is no setting {name[:40]!r}", remedy=remedy)
         if name == "peft":
             settings[name] = _peft(value)
             continue
         try:
             settings[name] = KNOBS[name].read(value)
         except ValueError as error:
-            raise ConfigError(f"{name} is {str(value)[:40]}", why=str(error)) from error
+            raise ConfigError(f"{name} is {str(value)[:40]}: {error}") from error
     return settings
+
+
+_ASKED_FOR = {"sequence_length": "seq_len", "gradient_accumulation_steps": "accumulation"}
+"""Fields of TrainConfig that an argument of its own asks for."""
 
 
 _NOT_IN_COMMAND = ("storage", "progress")
@@ -456,7 +462,7 @@ def _peft(value: Mapping[str, Any] | StrPath) -> str:
     try:
         return read_peft(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValueError as error:
-        raise ConfigError(f"peft is {str(value)[:_MAX_SHOWN]}", why=str(error)) from error
+        raise ConfigError(f"peft is {str(value)[:_MAX_SHOWN]}: {error}") from error
 
 
 _READ: dict[str, Callable[[Any], Any]] = {

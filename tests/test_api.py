@@ -424,7 +424,11 @@ def test_a_limit_is_the_commands(tmp_path: Path) -> None:
     ("ask", "said"),
     [
         (lambda: autotune.estimate(TINY, gpu="t4", micro_batchsize=2), 'Did you mean "micro_batch'),
-        (lambda: autotune.estimate(TINY, gpu="t4", micro_batch_size=0), "micro_batch_size is 0"),
+        (
+            lambda: autotune.estimate(TINY, gpu="t4", micro_batch_size=0),
+            "micro_batch_size is 0: must",
+        ),
+        (lambda: autotune.estimate(TINY, gpu="t4", sequence_length=64), "Give seq_len"),
         (lambda: autotune.limits("speed", TINY, gpu="t4"), "what is 'speed'"),
         (lambda: autotune.limits("micro-batch", gpu="t4"), "needs a model"),
     ],
