@@ -125,7 +125,7 @@ def resolve(
     source = find_model(_model_of(question, run))
     if base is None:
         _note_float16(source, card.gpu, note)
-    of_base = "" if base is None else TRAINERS[base.trainer].task
+    of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = task_of(question, of_base or source.task)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import difflib
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,30 @@ def test_a_script_is_read(tmp_path: Path) -> None:
     said = " ".join(run.notes)
     assert "learning_rate: args.lr (line 40)" in said
     assert "prepare_model_for_kbit_training (line 26)" in said
+
+
+@pytest.mark.parametrize(
+    ("loaded", "task", "precision"),
+    [
+        ('BertForTokenClassification.from_pretrained("google-bert/bert-base-uncased")',
+         "token-classification", "bf16-mixed"),
+        ('AutoModelForQuestionAnswering.from_pretrained("google-bert/bert-base-uncased", dtype="auto")',
+         "question-answering", "bf16-mixed"),
+        ('AutoModelForSequenceClassification.from_pretrained("Qwen/Qwen2.5-0.5B")',
+         "sequence-classification", "bf16-autocast"),
+        ('AutoModelForMaskedLM.from_pretrained("google-bert/bert-base-uncased", torch_dtype=torch.bfloat16)',
+         "masked-lm", "bf16-autocast"),
+        ('T5ForConditionalGeneration.from_pretrained("google-t5/t5-base")', None, "bf16-mixed"),
+    ],
+)  # fmt: skip
+def test_the_class_says_the_task_and_the_checkpoint_the_dtype(
+    tmp_path: Path, loaded: str, task: str | None, precision: str
+) -> None:
+    run = read_base(written(tmp_path, f"m = {loaded}\na = TrainingArguments(bf16=True)\n"))
+    assert (run.task, run.config.precision) == (task, precision)
+    text, left = changed(run, precision="bf16-true")
+    assert left == []
+    assert re.search(r"dtype=(\"bfloat16\"|torch.bfloat16)", text)
 
 
 def test_a_script_says_the_dtype_of_its_adapter(tmp_path: Path) -> None:

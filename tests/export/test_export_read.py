@@ -17,7 +17,7 @@ from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface
 from autotune.export.base.mapping_read import read
 from autotune.export.base.opening import READERS
-from autotune.export.base.read import BaseRun, edited_base, read_base
+from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.carried import Unsaid
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
@@ -310,6 +310,26 @@ def test_training_arguments_keep_the_names_they_have() -> None:
         "- gradient_checkpointing_kwargs: {use_reentrant: false}",
         "+ gradient_checkpointing_kwargs: {use_reentrant: false, every_n_layers: 2}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "bf16", "precision"),
+    [
+        ("google-bert/bert-base-uncased", True, "bf16-mixed"),
+        ("google-bert/bert-base-uncased", False, "fp32"),
+        ("Qwen/Qwen2.5-0.5B", False, "bf16-true"),
+    ],
+)
+def test_training_arguments_leave_the_dtype_to_the_checkpoint(
+    tmp_path: Path, model: str, bf16: bool, precision: str
+) -> None:
+    path = tmp_path / "arguments.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 4, "bf16": bf16}))
+    run = read_base(path, model=model)
+    assert run.config.precision == precision
+    said = changes(run, run.config, dataclasses.replace(run.config, precision="bf16-autocast"))
+    # Where the checkpoint is in float32, no switch makes its weights bfloat16.
+    assert [change.key for change in said] == ([] if "bert" in model else ["bf16"])
 
 
 def test_the_loader_is_the_users_until_its_time_was_measured() -> None:

@@ -218,10 +218,12 @@ def test_what_is_next_is_the_files_own_trainer(name: str, command: str) -> None:
     assert own_run.command(run, Path("out"), run.config) == command
 
 
-def test_pictures_are_said_without_a_way_of_batching() -> None:
+def test_a_way_of_batching_is_said_where_it_is_another_and_samples_have_lengths() -> None:
     run, _ = read("training_arguments.yaml")
+    packed = dataclasses.replace(run.config, batching="packed")
     padded = dataclasses.replace(run.config, batching="padded")
-    assert "not put into it: batching: padded batches." in own_run.changed(run, padded, padded)
+    assert "not put into it: batching: padded batches." in own_run.changed(run, packed, padded)
+    assert not any("batching" in line for line in own_run.changed(run, padded, padded))
     picture = dataclasses.replace(padded, sequence_length=1)
     assert not any("batching" in line for line in own_run.changed(run, picture, picture))
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.catalogue.tasks import TASKS
 from autotune.export.base.literals import Program, name_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
 from autotune.export.base.sections import Shape
@@ -49,8 +50,10 @@ _PEFT_TYPES = {
 }
 """Type (peft.PeftType) by the class of peft 0.21."""
 _UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
-_MODELS = re.compile(r"AutoModel\w*|\w+(ForCausalLM|LMHeadModel|ForMaskedLM|ForConditionalGeneration|"
-                     r"ForSeq2SeqLM|ForSequenceClassification)")  # fmt: skip
+_OF_TASKS = {row.architecture: row.name for row in TASKS.values() if row.architecture}
+"""Tasks by the end of a class's name; the class that has none has no loss."""
+_HEADS = "|".join((*_OF_TASKS, "LMHeadModel", "ForConditionalGeneration"))
+_MODELS = re.compile(rf"AutoModel\w*|\w+({_HEADS})")
 OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
 """Keywords that TrainingArguments lack: SFTConfig's, or those of an older SFTTrainer."""
 _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
@@ -80,6 +83,7 @@ class _Found:
     has_trl_defaults: bool = False
     loads_by_name: bool = False
     is_unsloth: bool = False
+    task: str | None = None
     kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
     plan: tuple[str, int] | None = None
@@ -126,6 +130,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         adapter_in_base_dtype=found.adapter_in_base_dtype,
         plan=found.plan,
         is_part=MODEL not in sections and not loads_by_name,
+        task=found.task,
     )
     _check_switches(program, found.switches)
     _check_assignments(program, tree)
@@ -149,6 +154,9 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
             found.has_trl_defaults = True
             found.trainer = found.trainer or _TRL_ARGUMENTS[function]
         found.is_unsloth |= bool(_UNSLOTH.fullmatch(owner))
+        if prefix == MODEL:
+            ends = (task for end, task in _OF_TASKS.items() if owner.endswith(end))
+            found.task = next(ends, None)
     elif function in _TRL:
         found.trainer = _TRL[function]
         found.loads_by_name = _take_trainer(program, node)

@@ -108,6 +108,8 @@ class Opened:
     notes: tuple[str, ...] = ()
     ours: train_config.SavedRun | None = None
     """Content of our own file, or of the one beside them."""
+    task: str | None = None
+    """Task of the class that a program loads the model with."""
 
 
 def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = None) -> Opened:
@@ -195,6 +197,7 @@ def _open_program(part: RunFile, method: str) -> Opened:
         content=content,
         problems=tuple(program.problems),
         notes=tuple(notes),
+        task=shape.task,
     )
 
 

@@ -143,6 +143,8 @@ def changed(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[str]:
                 f"its comments are lost: {part.path.name} has YAML that is not edited in place."
             )
     unsaid = mapping_write.unsaid(run.target, answer)
+    if answer.batching == base.batching:  # as the task has it, whatever the file's words are
+        unsaid = tuple(each for each in unsaid if each.setting != "batching")
     elsewhere = [each for each in unsaid if each.setting in run.target.elsewhere]
     notes += [f"not put into it: {each}." for each in unsaid if each not in elsewhere]
     if elsewhere:

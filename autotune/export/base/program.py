@@ -13,6 +13,7 @@ import re
 import warnings
 from collections import Counter
 
+from autotune.catalogue.tasks import TASKS
 from autotune.export.base.calls import find_calls
 from autotune.export.base.literals import Program, bindings, entries_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
@@ -101,5 +102,10 @@ def _find_recipe(program: Program) -> bool:
     for key, name in OF_RECIPE.items():
         if name in recipe:
             program.content[key] = program.value(recipe[name])
-    program.shape = Shape(name="a train.py of ours", sections=frozenset(sections))
+    task = program.value(recipe["task"]) if "task" in recipe else None
+    program.shape = Shape(
+        name="a train.py of ours",
+        sections=frozenset(sections),
+        task=task if isinstance(task, str) and task in TASKS else None,
+    )
     return True

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import ConfigError
+from autotune.export.base.checkpoint_dtype import with_checkpoint_dtype
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_current_words, notes, read
 from autotune.export.base.opening import open_base
@@ -48,6 +49,8 @@ class BaseRun:
     """TrainingArguments that no setting decides, as Workload has them."""
     model: str | None = None
     """Model as the file names it."""
+    task: str | None = None
+    """Task of the class that a program loads the model with."""
     notes: tuple[str, ...] = ()
     """Notes on parts of the file that are in no prediction, in words."""
     target: TrainerFile | None = None
@@ -91,7 +94,9 @@ def read_base(
             config=ours.config,
             extra_arguments=ours.extra_arguments,
         )
-    content, chosen = with_default_targets(target, content, model or _model_of(target, content))
+    named = model or _model_of(target, content)
+    content, chosen = with_default_targets(target, content, named)
+    target, content = with_checkpoint_dtype(target, content, named)
     values, problems = read(target, content)
     problems = [*opened.problems, *problems]
     arguments, extra_arguments = arguments_of(target, content), "{}"
@@ -126,6 +131,7 @@ def read_base(
         config=config,
         extra_arguments=extra_arguments,
         model=_model_of(target, content),
+        task=opened.task,
         notes=(
             *opened.notes,
             *chosen,

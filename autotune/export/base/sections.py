@@ -94,6 +94,8 @@ class Shape:
     """Whether the program can update weights in the backward pass; without RECIPE, whether it does."""
     is_part: bool = False
     """Whether what is missing is made elsewhere, and open."""
+    task: str | None = None
+    """Task of the class that the model is loaded with; None: any class that it has."""
 
 
 def adapter_method(fields: Mapping[str, Any], *, is_quantized: bool) -> str:

@@ -1,0 +1,62 @@
+"""The dtype of weights that a file leaves to the checkpoint, where that is float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from autotune.catalogue import models
+from autotune.errors import AutotuneError
+from autotune.export.mapping import Row, TrainerFile, table, value_at
+
+_SWITCHES = {"bf16", "fp16", "tf32"}
+_OF_FLOAT32 = table(
+    "precision",
+    "bf16 fp16 tf32",
+    ("bf16-mixed", True, False),
+    ("fp16-mixed", False, True),
+    ("tf32", False, False, True),
+    ("fp32", False, False, None),
+)
+"""The precisions of float32 weights by TrainingArguments' switches; 16-bit weights cannot be said there."""
+
+
+def with_checkpoint_dtype(
+    target: TrainerFile, content: Mapping[str, Any], model: str | None
+) -> tuple[TrainerFile, Mapping[str, Any]]:
+    """Return the table and the content with float32 where the checkpoint decides, and has it.
+
+    Both stay as they are for other checkpoints, and where nothing here knows the model.
+    Source: transformers 5.23, whose `from_pretrained` loads dtype="auto" by default.
+    """
+    row = next((each for each in target.rows if each.ours == ("precision",)), None)
+    if row is None or not target.source.startswith(("transformers", "trl")):
+        return target, content
+    if not _is_float32(model):
+        return target, content
+    if set(row.keys) == _SWITCHES:
+        rows = tuple(_OF_FLOAT32 if each is row else each for each in target.rows)
+        return dataclasses.replace(target, rows=rows), content
+    key = _dtype_key(row)
+    if key is None:
+        return target, content
+    named = next((old for old, new in target.renamed.items() if new == key and old in content), key)
+    if value_at(content, named, target.defaults.get(key)) in (None, "auto"):
+        return target, {**content, named: "float32"}
+    return target, content
+
+
+def _dtype_key(row: Row) -> str | None:
+    """The key of the weights' dtype; bitsandbytes' is of products."""
+    dtypes = (key for key in row.keys if key.endswith("dtype"))
+    return next((key for key in dtypes if "bnb" not in key), None)
+
+
+def _is_float32(model: str | None) -> bool:
+    if model is None:
+        return False
+    try:
+        return models.resolve(model, asks_hub=False).is_float32
+    except AutotuneError:
+        return False
