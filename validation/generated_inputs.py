@@ -32,6 +32,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from autotune.common import log
+from autotune.store import calibrations, trace_cache
 from tests.support import generated_inputs
 from tests.support.generated_inputs import MAX_CPU_SECONDS, Seeds
 
@@ -58,7 +60,11 @@ def main() -> int:
     commit = _commit()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.environ["AUTOTUNE_LOG"] = str(folder / "log")
+        # Nothing of the user's is read, written or cleared.
+        for variable in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+            os.environ[variable] = str(folder / variable.lower())
+        for variable in (log.VARIABLE, trace_cache.VARIABLE, calibrations.VARIABLE):
+            os.environ.pop(variable, None)
         (folder / "seeds").mkdir()
         seeds = Seeds(folder / "seeds")
         if asked.only is not None:
