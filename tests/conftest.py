@@ -20,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from autotune.search import ahead
+from autotune.space import precisions
 from autotune.store import calibrations, trace_cache
 from autotune.worker.client import launching
 
@@ -258,3 +259,9 @@ def postgres_url(postgres_server: str) -> Iterator[str]:
             connection.exec_driver_sql(f"DROP DATABASE {name} WITH (FORCE)")
     finally:
         engine.dispose()
+
+
+@pytest.fixture
+def torch_before_2_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch whose memory-efficient attention takes as many heads of keys as of queries alone."""
+    monkeypatch.setattr(precisions, "fuses_any_grouped_heads", lambda: False)

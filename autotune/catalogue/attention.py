@@ -6,6 +6,10 @@ import functools
 import tomllib
 from pathlib import Path
 
+from packaging.version import Version
+
+from autotune.catalogue import installed
+
 ATTENTIONS = (
     "eager",
     "sdpa",
@@ -25,9 +29,18 @@ _TABLE = Path(__file__).with_name("data") / "attention.toml"
 
 @functools.cache
 def without() -> dict[str, frozenset[str]]:
-    """Return the families that lack an attention, by its name; every family has eager."""
+    """Return the families that lack an attention in the installed Transformers; every family has eager."""
     lists = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
-    flash = lists.pop("flash_attention")
-    lists |= dict.fromkeys(FLASH_ATTENTIONS, flash)
-    lists[EXPANDED] += lists["sdpa"]
-    return {name: frozenset(families) for name, families in lists.items()}
+    since = lists.pop("since")
+    found = {name: set(families) for name, families in lists.items()}
+    version = Version(installed.version("transformers") or "0")
+    for first in sorted(since, key=Version):
+        if version >= Version(first):
+            for name, families in since[first]["lost"].items():
+                found[name] |= set(families)
+            for name, families in since[first]["gained"].items():
+                found[name] -= set(families)
+    flash = found.pop("flash_attention")
+    found |= dict.fromkeys(FLASH_ATTENTIONS, flash)
+    found[EXPANDED] |= found["sdpa"]
+    return {name: frozenset(families) for name, families in found.items()}

@@ -34,6 +34,17 @@ def takes_lowest_address() -> bool:
     return torch is not None and Version(torch) < Version("2.12")
 
 
+@functools.cache
+def fuses_any_grouped_heads() -> bool:
+    """Return whether each of torch's fused kernels takes fewer heads of keys than of queries.
+
+    The version alone tells: in builds up to 2.13 the memory-efficient kernel does not, in 2.14 it does
+    (studies/attention-kernels).
+    """
+    torch = version("torch")
+    return torch is not None and Version(torch) >= Version("2.14")
+
+
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")
 
 

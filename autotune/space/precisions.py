@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autotune.catalogue.installed import fuses_any_grouped_heads
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
@@ -144,9 +146,11 @@ def fuses_grouped_heads(precision: str, compute_capability: tuple[int, int] | No
     """Return whether a fused kernel of PyTorch takes attention with fewer heads of keys than of queries.
 
     None: the card is not known. Flash attention and cuDNN's do, in 16 bits on cards from compute capability
-    8.0 on; the memory-efficient kernel does not. Sources: pytorch v2.13 sdp_utils.cpp; which card chooses
-    which kernel: studies/attention-kernels.
+    8.0 on; the memory-efficient kernel does since torch 2.14. Sources: pytorch v2.13 and v2.14 sdp_utils.cpp;
+    which card chooses which kernel: studies/attention-kernels.
     """
+    if fuses_any_grouped_heads():
+        return True
     if PRECISIONS[precision].compute_dtype == "float32":
         return False
     return None if compute_capability is None else compute_capability >= (8, 0)

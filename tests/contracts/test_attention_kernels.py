@@ -11,8 +11,9 @@ import torch
 
 from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, TRACED_AS
 from autotune.catalogue.gpus import catalogue
+from autotune.space import precisions
 from autotune.space.precisions import fuses_grouped_heads
-from autotune.worker.trace.sdpa import Call, attention_kernel
+from autotune.worker.trace.sdpa import ALL_KNOW_GROUPS, Call, attention_kernel
 from validation import attention_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +79,10 @@ def test_cards_are_traced_as_others_for_which_pytorch_chose_the_same(
 
 @pytest.mark.parametrize(("letters", "asked"), choices().items(), ids=lambda value: value[0][:20])
 def test_where_key_heads_are_expanded_pytorch_has_no_fused_kernel_for_groups(
-    letters: str, asked: list[str], calls: list[dict[str, Any]]
+    letters: str,
+    asked: list[str],
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Training without mask and dropout, as packed samples are, with heads that fused kernels take."""
     chosen: dict[tuple[torch.dtype, int, bool], set[str]] = {}
@@ -96,11 +100,18 @@ def test_where_key_heads_are_expanded_pytorch_has_no_fused_kernel_for_groups(
             chosen.setdefault((query.dtype, size, is_grouped), set()).add(letter)
     assert len(chosen) > 60
     for name in asked:
-        capability = _numbers(name.split()[1])
+        version, capability = map(_numbers, name.split())
+        knows_groups = version >= ALL_KNOW_GROUPS
+        monkeypatch.setattr(precisions, "fuses_any_grouped_heads", lambda knows=knows_groups: knows)
         for (dtype, size, is_grouped), kernels in chosen.items():
             if dtype is torch.bfloat16 and capability < (8, 0):
                 continue  # Rules have float16 there.
-            if 192 < size <= 224 and is_grouped and capability not in ((8, 0), (9, 0), (10, 0)):
+            if (
+                192 < size <= 224
+                and is_grouped
+                and not knows_groups
+                and capability not in ((8, 0), (9, 0), (10, 0))
+            ):
                 continue  # Flash attention does not train these there; no model is known to have them.
             fuses = fuses_grouped_heads(OF_DTYPE[dtype], capability) or not is_grouped
             assert ("m" not in kernels) == fuses, (name, dtype, size, is_grouped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -77,11 +78,13 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def real_bytes(model: Any, context: int) -> int:
     """Tokens one by one after a first pass, as `generate` does."""
     tokens = torch.zeros(BATCH, context, dtype=torch.int64)
+    # Transformers 5.24 calls it by its new name.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.no_grad():
-        cache = model(tokens[:, :-2], use_cache=True).past_key_values
+        cache = model(tokens[:, :-2], use_cache=True)[name]
         for position in (-2, -1):
             new = tokens[:, position, None]
-            cache = model(new, past_key_values=cache, use_cache=True).past_key_values
+            cache = model(new, **{name: cache}, use_cache=True)[name]
     assert isinstance(cache, DynamicCache)
     return sum(
         kept.numel() * kept.element_size()

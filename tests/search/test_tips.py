@@ -79,6 +79,7 @@ def test_liger_where_logits_are_a_large_share_and_nothing_else_stands_against_it
     assert tip_of(large, context=masked) is None
 
 
+@pytest.mark.usefixtures("torch_before_2_14")
 def test_a_loss_in_parts_where_liger_cannot_be() -> None:
     large = spending(logits=0.11)
     half = spending(logits=0.11, precision="fp16-mixed", attention="sdpa_expanded")
@@ -101,6 +102,7 @@ def test_flash_attention_instead_of_eager() -> None:
     assert tip_of(eager, model_type="gpt_oss") is Tip.LIGER
 
 
+@pytest.mark.usefixtures("torch_before_2_14")
 def test_grouped_heads_are_expanded_where_the_card_fuses_nothing_else() -> None:
     usual = spending(attention="sdpa", precision="fp16-mixed")
     assert tip_of(usual, context=T4) is Tip.EXPANDED_HEADS

@@ -486,6 +486,7 @@ def test_an_adapters_file_breaks_the_rules_of_its_type(
     assert [rule.name for rule in broken_rules(config, ADA)] == broken
 
 
+@pytest.mark.usefixtures("torch_before_2_14")
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
     config, context = BREAKERS[rule.name]

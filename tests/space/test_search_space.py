@@ -10,7 +10,7 @@ import answers
 import pytest
 
 from autotune.catalogue.attention import EXPANDED
-from autotune.space import space_file
+from autotune.space import precisions, space_file
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.enumeration import enumerate_configs
@@ -345,6 +345,7 @@ def test_a_model_without_sdpa_is_searched_with_what_it_has() -> None:
     assert left(offered("sdpa"), "eager", "sdpa") == ("sdpa",)
 
 
+@pytest.mark.usefixtures("torch_before_2_14")
 @pytest.mark.parametrize(
     ("precisions", "capability", "left"),
     [
@@ -372,6 +373,17 @@ def test_key_heads_are_expanded_where_no_fused_kernel_takes_groups(
     assert of("sdpa") == ("sdpa",)
 
 
+def test_no_key_heads_are_expanded_where_every_fused_kernel_takes_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precisions, "fuses_any_grouped_heads", lambda: True)
+    domains = section(attention=("sdpa", EXPANDED, "eager"), precision=("fp16-mixed", "fp32"))
+    offered = SearchSpace(name="s", description="", methods=(domains,))
+    found = with_attentions(offered, ("eager", "sdpa", EXPANDED), (7, 5))
+    assert found.methods[0].domains["attention"] == ("sdpa", "eager")
+
+
+@pytest.mark.usefixtures("torch_before_2_14")
 @pytest.mark.parametrize(
     ("batchings", "left"),
     [

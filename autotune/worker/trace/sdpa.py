@@ -3,7 +3,7 @@
 The choice is that of PyTorch built for CUDA 13: an older one comes with a cuDNN whose attention PyTorch does
 not prefer.
 
-Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h and
+Sources: pytorch v2.13 and v2.14 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h and
 attention.cpp beside it; studies/attention-kernels, what PyTorch's CUDA build itself chose.
 """
 
@@ -23,6 +23,8 @@ from autotune.worker.trace.autocast import HALF
 aten = torch.ops.aten
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+ALL_KNOW_GROUPS = (2, 14)
+"""The version of torch since which every fused kernel takes fewer heads of keys than of queries."""
 
 
 def attention(
@@ -158,21 +160,24 @@ class Call:
         dtype = self.query.dtype
         return dtype is torch.float16 or (dtype in HALF and capability >= (8, 0))
 
-    def suits_all(self, *, groups: bool) -> bool:
+    def suits_all(self, torch_version: tuple[int, ...], *, groups: bool) -> bool:
         """Whether the call is as every fused kernel wants it.
 
         Rows of neighbours lie side by side in memory, and there is a head of keys for each of the queries
-        unless the kernel knows groups and is asked for them. A plain product takes fewer heads, as Falcon's
-        one (check_last_dim_stride_equals_1_dense, check_batch_size_and_num_heads_dense).
+        unless the kernel knows groups and is asked for them. Falcon has one head of keys without asking:
+        before 2.14 only a plain product takes it (check_last_dim_stride_equals_1_dense,
+        check_batch_size_and_num_heads_dense).
         """
         tensors = [t for t in (self.query, self.key, self.value, self.mask) if t is not None]
         heads, key_heads, value_heads = (t.shape[1] for t in (self.query, self.key, self.value))
-        grouped = groups and self.enable_gqa and heads % key_heads == 0
+        serves = heads == key_heads or (key_heads == 1 and torch_version >= ALL_KNOW_GROUPS)
+        if groups and self.enable_gqa:
+            serves = heads % key_heads == 0
         return (
             all(tensor.dim() == 4 for tensor in (self.query, self.key, self.value))
             and all(tensor.stride(-1) == 1 for tensor in tensors)
             and key_heads == value_heads
-            and (grouped or heads == key_heads)
+            and serves
         )
 
 
@@ -187,17 +192,28 @@ def attention_kernel(
     """
     if _cudnn_can(compute_capability, call, torch_version):
         return "cudnn"
-    if _flash_can(compute_capability, call):
+    if _flash_can(compute_capability, call, torch_version):
         return "flash"
-    return "efficient" if _efficient_can(compute_capability, call) else "math"
+    return "efficient" if _efficient_can(compute_capability, call, torch_version) else "math"
 
 
 _CUDNN_SIZES: dict[int, Callable[[int, int], bool]] = {
     9: lambda size, value_size: max(size, value_size) <= 256,
     10: lambda size, value_size: max(size, value_size) <= 128 or (size, value_size) == (192, 128),
 }
-"""Sizes of heads that cuDNN's attention takes, by the major number of those cards that prefer it
+"""Sizes of heads that cuDNN's attention takes before 2.14, by the major number of those cards that prefer it
 (check_prefer_cudnn_attention, check_cudnn_tensor_shapes)."""
+
+
+def _cudnn_takes(capability: tuple[int, int], call: Call, torch_version: tuple[int, ...]) -> bool:
+    """Whether cuDNN takes heads of these sizes (since 2.14 check_cudnn_d256_bprop_head_dim, too)."""
+    if capability[0] not in _CUDNN_SIZES:
+        return False
+    if torch_version < ALL_KNOW_GROUPS:
+        return _CUDNN_SIZES[capability[0]](*call.sizes)
+    if not call.trains:
+        return max(call.sizes) <= 256
+    return max(call.sizes) <= 128 or call.sizes in ((192, 128), (256, 256))
 
 
 def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int, ...]) -> bool:
@@ -205,24 +221,24 @@ def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int
 
     Since 2.13 cuDNN drops sixteenths only: of 0.1 it is not asked.
     """
-    fits = _CUDNN_SIZES.get(capability[0])
     length, key_length = call.lengths
     drops = call.dropout_p > 0
     sixteenths = 16 * call.dropout_p
     return (
-        fits is not None
-        and fits(*call.sizes)
+        _cudnn_takes(capability, call, torch_version)
         and all(size % 8 == 0 for size in call.sizes)
         and call.is_half(capability)
-        and call.suits_all(groups=True)
+        and call.suits_all(torch_version, groups=True)
         and not (call.mask is not None and call.mask.requires_grad)
         and key_length > 1
-        and not (drops and length == 1)
+        and not (
+            length == 1 and (drops or (capability[0] == 10 and torch_version >= ALL_KNOW_GROUPS))
+        )
         and (torch_version < (2, 13) or sixteenths == int(sixteenths))
     )
 
 
-def _flash_can(capability: tuple[int, int], call: Call) -> bool:
+def _flash_can(capability: tuple[int, int], call: Call, torch_version: tuple[int, ...]) -> bool:
     """Whether flash attention can run the call, as can_use_flash_attention says.
 
     Training with the largest heads lacks shared memory on some cards
@@ -239,17 +255,17 @@ def _flash_can(capability: tuple[int, int], call: Call) -> bool:
         and size == value_size <= 256
         and not (small_card and call.trains and trains_none)
         and not (call.is_causal and length != key_length)
-        and call.suits_all(groups=True)
+        and call.suits_all(torch_version, groups=True)
     )
 
 
-def _efficient_can(capability: tuple[int, int], call: Call) -> bool:
+def _efficient_can(capability: tuple[int, int], call: Call, torch_version: tuple[int, ...]) -> bool:
     """Whether memory-efficient attention can run the call, as can_use_mem_efficient_attention says."""
     step = _efficient_alignment(capability, call.query.dtype)
     return (
         (call.query.dtype is torch.float32 or call.is_half(capability))
         and all(size % step == 0 for size in call.sizes)
-        and call.suits_all(groups=False)
+        and call.suits_all(torch_version, groups=torch_version >= ALL_KNOW_GROUPS)
     )
 
 
