@@ -40,10 +40,12 @@ def read_dataset(
     sequence_length: int,
     *,
     beside: int = 0,
+    note: Callable[[str], None] = lambda _: None,
 ) -> tuple[Dataset, Lengths]:
     """Recognise the dataset of a question, and count tokens per sample, cut off at `sequence_length`.
 
-    `beside`: tokens of a completion, which come behind each sample where these are prompts.
+    `beside`: tokens of a completion, which come behind each sample where these are prompts. A prompt that is
+    too long is cut off here, and left out of the run: `note` is told how many.
     The tokenizer is a folder, or an id whose files are in the Hub's cache: none is downloaded, and nothing
     of it or of the dataset is run. Raises ConfigError, WorkerError.
     """
@@ -70,8 +72,41 @@ def read_dataset(
         num_samples=answer["num_samples"],
         longest=answer["longest"] + beside,
     )
+    if beside:
+        _check_prompts(question, answer["counts"], sequence_length, beside, note)
     recognised = {name: answer[name] for name in (*_READ_AS, "input_field", "is_sharegpt")}
     return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths
+
+
+def _check_prompts(
+    question: Question,
+    counts: list[list[int]],
+    sequence_length: int,
+    beside: int,
+    note: Callable[[str], None],
+) -> None:
+    """Say which share of the prompts is too long; ConfigError where that is all of them.
+
+    `counts`: pairs of tokens of a prompt, and of how many have them. `beside`: tokens of a completion.
+    """
+    room = sequence_length - beside
+    num_all = sum(count for _, count in counts)
+    num_long = sum(count for length, count in counts if length > room)
+    if not num_long:
+        return
+    longest = max(length for length, _ in counts)
+    remedy = f"The longest has {longest:,}, so give a longer --seq-len"
+    if num_long == num_all:
+        raise ConfigError(
+            f"No prompt of {question.dataset} is short enough",
+            why=f"Of {sequence_length:,} tokens {beside:,} are a completion's, and every prompt has more "
+            f"than the other {room:,}",
+            remedy=remedy,
+        )
+    note(
+        f"{num_long / num_all:.0%} of the prompts have more than {room:,} tokens, and the run leaves them "
+        f"out. {remedy}."
+    )
 
 
 _READ_AS = ("format", "text_field", "answer_field", "loss_on")

@@ -152,9 +152,8 @@ def resolve(
     if lengths is not None:
         length = budget.longest_batch(lengths, length, packs=False, note=note)
     if question.dataset is not None and (pictures is None or not pictures.is_in_text):
-        data, lengths = read_dataset(
-            question, source, task, length, beside=_completion(task, length, base)
-        )
+        beside = _completion(task, length, base)
+        data, lengths = read_dataset(question, source, task, length, beside=beside, note=note)
         task = task_of_format(task, data.format)
         packs = may_pack(changing.space, task)
         packs = packs or _is_short(task, length)
@@ -265,9 +264,8 @@ def resolve_configuration(
     if lengths is not None:
         length = budget.longest_batch(lengths, length, packs=False, note=note)
     if question.dataset is not None and (pictures is None or not pictures.is_in_text):
-        data, lengths = read_dataset(
-            question, source, task, length, beside=_completion(task, length, None, given)
-        )
+        beside = _completion(task, length, None, given)
+        data, lengths = read_dataset(question, source, task, length, beside=beside, note=note)
         task = task_of_format(task, data.format)
         packs = given.get("batching", usual_batching(task)) == "packed"
         packs = packs or _is_short(task, length)

@@ -96,6 +96,21 @@ def test_what_cannot_be_read_is_said(
 
 
 @pytest.mark.usefixtures("forked_workers")
+def test_prompts_that_a_completion_leaves_no_room_for_are_said(folder: Path) -> None:
+    rows = [json.dumps({"prompt": " ".join(["word"] * count)}) for count in (8, 9, 20, 20)]
+    (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    question = Question(dataset=str(folder / "prompts.jsonl"))
+    source, said = find_model(str(folder / "tiny")), list[str]()
+    read_dataset(question, source, "grpo", 24, beside=12, note=said.append)
+    assert said == [
+        "50% of the prompts have more than 12 tokens, and the run leaves them out. The longest has 20, so "
+        "give a longer --seq-len."
+    ]
+    with pytest.raises(ConfigError, match=r"No prompt of .*12 are a completion's.*longest has 20"):
+        read_dataset(question, source, "grpo", 19, beside=12)
+
+
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("family", ["qwen2", "t5"])
 def test_a_tokenizer_without_files_is_none(folder: Path, family: str) -> None:
     """Transformers makes one for these families all the same: of special tokens alone."""
