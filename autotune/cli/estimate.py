@@ -58,6 +58,7 @@ def estimate(
     with progress_on_stderr(quiet=as_json) as progress:
         made = pricing.priced(asked, progress=progress)
     estimator, priced = made.estimator, made.estimate
+    pricing.note_room(question, made, note)
     lines = explain_estimate(priced) if explain else ()
     book = textbook(estimator, priced, source.name) if explain else None
     if as_json:

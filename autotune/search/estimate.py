@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from autotune.common.units import format_bytes
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
@@ -41,6 +42,22 @@ def estimate(
     Raises ConfigError for what cannot work, HardwareError, WorkerError.
     """
     return priced(resolve_configuration(question, note=note), progress=progress)
+
+
+def note_room(question: Question, pricing: Pricing, note: Callable[[str], None]) -> None:
+    """Say where what fits leaves less room than was asked for."""
+    if question.odds is None and question.headroom is None:
+        return
+    estimate, workload = pricing.estimate, pricing.asked.workload
+    room = workload.headroom.room_bytes(estimate.peak_reserved_bytes, estimate.config)
+    spare = workload.memory_budget_bytes - estimate.resident_bytes
+    if 0 <= spare < room:
+        asked = (
+            f"--odds {question.odds:g}"
+            if question.headroom is None
+            else f"--headroom {question.headroom}"
+        )
+        note(f"{format_bytes(room - spare)} of the room that {asked} asks for are lacking.")
 
 
 def priced(

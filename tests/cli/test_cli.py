@@ -516,9 +516,11 @@ def test_estimate_prices_the_answer_alike(
         *("--accumulation", str(config["gradient_accumulation_steps"])),
         *("--optimizer", config["optimizer"], "--precision", config["precision"]),
         *("--checkpointing", "full" if interval else "none", "--json", "--explain"),
+        *("--headroom", "1.99GB"),
         cwd=tiny,
     )
     assert ran.returncode == 0, ran.stderr
+    assert "of the room that --headroom 1.99GB asks for are lacking" in ran.stderr
     result = json.loads(ran.stdout)
     explanation = {line["name"]: line for line in result.pop("explanation")}
     taught = {row["optimizer"]: row for row in result.pop("textbook")["optimizers"]}
