@@ -7,11 +7,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from test_extrapolation import ADA, LORA, assert_same_traces, spec_of
 
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
+from autotune.worker.build.alike_layers import StandIn
 from autotune.worker.trace import step as trace_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
@@ -140,3 +142,16 @@ def test_few_layers_tell_of_plans_of_all(
     derived = Trace(few).with_lean_layers(count)
     planned = dataclasses.replace(spec, checkpoint_layers=count)
     assert_same_traces(derived, Trace(traced(name, planned, whole=True)), spec)
+
+
+def test_a_stand_in_says_of_itself_what_its_layer_does() -> None:
+    """A model may ask its layers how they attend, which is a layer's own or its class's (Inkling 2)."""
+
+    class Local(torch.nn.Module):
+        attention_type, num_heads = "sliding_attention", 2
+
+    layer = Local()
+    layer.num_heads = 4
+    stand_in = StandIn(layer)
+    assert (stand_in.attention_type, stand_in.num_heads) == ("sliding_attention", 4)
+    assert stand_in(torch.ones(1)) == 1

@@ -430,6 +430,14 @@ def test_a_missing_layer_is_broken() -> None:
         a.trace()
 
 
+def test_a_layer_that_runs_twice_is_said_to() -> None:
+    a = step(full=5)
+    first = next(i for i, b in enumerate(a.blocks) if b["layer"] == 1)
+    a.blocks.insert(first, {**a.blocks[first], "events": []})
+    with pytest.raises(BrokenTrace, match="more than once in a pass"):
+        a.trace()
+
+
 def test_freeing_twice_is_broken() -> None:
     a = step(full=5)
     a.blocks[-1]["events"].append(a.blocks[-1]["events"][0])

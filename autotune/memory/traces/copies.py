@@ -268,7 +268,11 @@ def order_of(blocks: Sequence[Mapping[str, Any]], stacks: Stacks) -> list[tuple[
         lacks_some = any(
             stacks.copies(stack, layer) != 1 for layer in {*range(layers.traced)} - {*by_layer}
         )
-        if lacks_some or len(run) != len(by_layer):
+        if len(run) != len(by_layer):
+            raise BrokenTrace(
+                "some of its layers run more than once in a pass, which is not modelled"
+            )
+        if lacks_some:
             raise BrokenTrace(f"{phase}: layers {[blocks[index]['layer'] for index in run]}")
         whole = range(layers.full)
         if blocks[run[0]]["layer"] > blocks[run[-1]]["layer"]:

@@ -11,7 +11,8 @@ Where every second layer is checkpointed, those that are and those that are not 
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
+from collections import ChainMap, Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,9 @@ class StandIn(GradientCheckpointingLayer):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
+        below = itertools.takewhile(lambda each: each is not nn.Module, type(layer).__mro__)
+        classes = (vars(each) for each in below)
+        for name, value in ChainMap(vars(layer), *map(dict, classes)).items():
             if isinstance(value, (str, int)) and not hasattr(self, name):
                 setattr(self, name, value)
 
