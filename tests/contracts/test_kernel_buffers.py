@@ -53,6 +53,17 @@ def test_buffers_are_what_pytorch_asks_for() -> None:
         assert 0 <= missing <= NOT_MODELLED_BYTES.get(row["operation"], 0), row
 
 
+def test_grouped_heads_have_gradients_of_every_head_in_the_efficient_kernel() -> None:
+    """Torch 2.14.1 allocates 2 x 2 MiB for these before the accumulator (tools/no_card, RTX 3090)."""
+    query = torch.empty(2, 8, 512, 64, device="meta")
+    key = torch.empty(2, 2, 512, 64, device="meta")
+    func = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+    found = hidden_buffers(H200.multiprocessors, func, (query, query, key, key), None)
+    assert [buffer.size_bytes for buffer in found] == [2 * 2**20] * 3
+    (alone,) = hidden_buffers(H200.multiprocessors, func, (query, query, query, query), None)
+    assert alone.size_bytes == 2 * 2**20
+
+
 def _again(row: dict[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:
     """The same call on `meta`, where what it returns is asked for."""
     _, name, overload = row["operation"].split(".")

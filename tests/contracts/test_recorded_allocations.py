@@ -37,8 +37,8 @@ def embedding(make: Make, tokens: int, rows: int) -> torch.Tensor:
 
 
 def unfused_attention(make: Make, heads: int, length: int) -> torch.Tensor:
-    query = make(1, heads, length, 64, trains=True)
-    key = make(1, 1, length, 64)
+    query = make(1, heads, length, 62, trains=True)  # a size that no fused kernel takes in float32
+    key = make(1, 1, length, 62)
     mask = make(1, heads, length, length)
     return F.scaled_dot_product_attention(query, key, key, attn_mask=mask)
 
@@ -69,7 +69,7 @@ PEAKS = {
     "an embedding of few tokens": 27_197_440,
     "an embedding": 29_811_200,
     "an embedding of few rows": 29_659_136,
-    "unfused attention": 99_352_576,
+    "unfused attention": 99_262_464,
     "dropout": 20_971_520,
 }
 """torch.cuda.max_memory_allocated, bytes."""

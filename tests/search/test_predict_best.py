@@ -947,6 +947,7 @@ def test_when_nothing_fits_the_message_has_the_smallest(
     assert ("--method qlora" in message) == ("qlora" not in methods)
 
 
+@pytest.mark.usefixtures("torch_before_2_14")
 @pytest.mark.parametrize(("task", "attention"), [("causal-lm", EXPANDED), ("dpo", "sdpa")])
 def test_a_card_without_fused_groups_has_an_attention_for_whatever_the_batches_are(
     task: str, attention: str, monkeypatch: pytest.MonkeyPatch

@@ -5,8 +5,11 @@ aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, IndexKernel.
 Reduce.cuh, ScanUtils.cuh and SoftMax.cu; aten/src/ATen/native/Convolution.cpp and transformers/attention.cpp;
 cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
 
-Not modelled: what a plan of cuDNN's attention wants besides (no closed form), cub's temporary storage (in an
-embedding's backward it is free again before the partial sums are made), cuDNN's workspaces for convolutions.
+Not modelled: the sums of outputs and gradients in memory-efficient attention's backward (four bytes a row, in
+float32 twice, and a product before) and the tiles of its accumulator (16 bytes each, rows up to a multiple of
+64 or 128; for heads above 128 in 16 bits dK's and dV's, too); what a plan of cuDNN's attention wants besides
+(no closed form); cub's temporary storage (in an embedding's backward it is free again before the partial sums
+are made); cuDNN's workspaces for convolutions.
 """
 
 from __future__ import annotations
@@ -71,9 +74,15 @@ def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
 
 
 def _of_efficient_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """The fp32 accumulator of dQ in global memory (memory-efficient attention)."""
-    batch, heads, length, size = args[1].shape
-    return (Buffer(batch * heads * _ceil_to(length * size, 4) * 4),)
+    """The fp32 accumulator of dQ in global memory (memory-efficient attention).
+
+    Where heads are grouped, which it takes since torch 2.14, dK and dV for every query head are first.
+    """
+    query, key, value = args[1:4]
+    batch, heads, length, size = query.shape
+    grouped = (key, value) if key.shape[1] != heads else ()
+    expanded = (each.nbytes // each.shape[1] * heads for each in grouped)
+    return (*map(Buffer, expanded), Buffer(batch * heads * _ceil_to(length * size, 4) * 4))
 
 
 def _of_cudnn_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
