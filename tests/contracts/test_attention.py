@@ -314,6 +314,11 @@ def test_the_row_of_a_padding_free_batch_grows_with_its_samples() -> None:
     )
 
 
+def test_a_row_of_long_samples_is_traced() -> None:
+    """The running sum that tells samples apart was worked out in a tensor of the row's length squared."""
+    assert trace("flash_attention_2", LLAMA, batching="padding-free", sequence_length=8192)
+
+
 def test_the_names_are_transformers_own() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

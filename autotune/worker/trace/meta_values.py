@@ -16,8 +16,20 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _grouped_product(*args, **kwargs)
     if func is aten.native_layer_norm_backward.default:
         return _layer_norm_gradients(*args, **kwargs)
+    if func is aten.cumsum.default:
+        return _running_sums(*args, **kwargs)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
+
+
+def _running_sums(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Add up along a dimension; sums of whole numbers and truths are int64.
+
+    PyTorch's own shape function makes a tensor of the row's length squared (torch 2.13 _refs,
+    _cumsumprod_common): more bytes than can be counted, for a row of all samples of a trace's micro-batch.
+    """
+    kind = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.int64
+    return torch.empty_like(x, dtype=dtype or kind, memory_format=torch.contiguous_format)
 
 
 def _grouped_product(
