@@ -17,7 +17,7 @@ import pytest
 
 from autotune.catalogue.gpus import detect
 from autotune.worker.client import isolate, launching
-from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.forkserver import Fork, ForkServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are safe on Linux only")
 
@@ -77,29 +77,38 @@ def run(server: ForkServer, folder: Path) -> isolate.WorkerEnd:
     return end
 
 
-def test_probes_share_imports_and_nothing_else(server: ForkServer, tmp_path: Path) -> None:
-    first = run(server, tmp_path)
-    first_fork = server.last_fork
-    second = run(server, tmp_path)
-    second_fork = server.last_fork
+@pytest.fixture(scope="module")
+def steps(
+    server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[isolate.WorkerEnd, Fork]]:
+    """Two jobs, each with the server's state before it."""
+    seen = []
+    for _ in range(2):
+        end = run(server, tmp_path_factory.mktemp("step"))
+        assert server.last_fork is not None
+        seen.append((end, server.last_fork))
+    return seen
+
+
+def test_probes_share_imports_and_nothing_else(
+    server: ForkServer, steps: list[tuple[isolate.WorkerEnd, Fork]]
+) -> None:
+    (_, first_fork), (second, second_fork) = steps
     assert server.unfit_reason == ""
-    for end, fork in ((first, first_fork), (second, second_fork)):
-        assert fork is not None
+    for end, fork in steps:
         assert fork.pid == end.answers[0]["pid"]
         assert fork.num_threads == 1
         assert not fork.cuda_initialized
         assert not fork.cuda_device_open
         assert not end.answers[0]["is_initialized"]
-    assert first_fork is not None
-    assert second_fork is not None
     assert first_fork.pid != second_fork.pid
     assert first_fork.server_pid == second_fork.server_pid
     # Its imports, which take seconds, were made before.
     assert second.answers[0]["cpu_seconds"] < 0.3
 
 
-def test_a_forked_trainer_trains(server: ForkServer, tmp_path: Path) -> None:
-    (first, second) = (run(server, tmp_path).answers[1] for _ in range(2))
+def test_a_forked_trainer_trains(steps: list[tuple[isolate.WorkerEnd, Fork]]) -> None:
+    (first, second) = (end.answers[1] for end, _ in steps)
     assert first["sum"] == 500.0**3
     # The loss of an untrained model over 64 tokens is about ln 64; each process starts from one seed.
     assert first["loss"] == pytest.approx(4.16, abs=0.2)
@@ -119,7 +128,8 @@ def test_a_fork_can_use_cuda_and_the_server_does_not(server: ForkServer) -> None
         assert not server.last_fork.cuda_device_open
 
 
-# torch built without CUDA, told that there is a card: what would create a context says so.
+# torch built without CUDA, told that there is a card: what would create a context says so. Each machine is
+# acted out in a process forked from one that has imported torch.
 ACT = """
 import json, os, sys
 from autotune.worker import server
@@ -130,6 +140,9 @@ touched = []
 
 class Properties:
     major, minor = 9, 0
+
+class Card:
+    compute_capability = (9, 0)
 
 def touch(name, answer):
     def act(*arguments):
@@ -150,19 +163,37 @@ torch.cuda._raw_device_count_nvml = touch("NVML", 1)
 torch._C._cuda_getDeviceCount = touch("cuInit", 1)
 torch.version.cuda = "12.8"
 torch._C._cuda_getCurrentRawStream = None
-if sys.argv[1] == "card":
-    class Card:
-        compute_capability = (9, 0)
-    server.detect = lambda: [Card]
-else:
-    server.detect = lambda: []
 asked = torch.cuda.get_device_capability
-server.import_libraries()
-assert torch.cuda.get_device_capability is asked
-print(json.dumps({"touched": sorted(set(touched)), "state": server._state(),
-    "modules": [name in sys.modules for name in ("bitsandbytes.backends.cuda.ops", "peft")],
-    "environment": sorted(set(server._IMPORT_ENVIRONMENT) & set(os.environ))}))
+for cards in ([Card], []):
+    if not os.fork():
+        server.detect = lambda: cards
+        server.import_libraries()
+        assert torch.cuda.get_device_capability is asked
+        print(json.dumps({"touched": sorted(set(touched)), "state": server._state(),
+            "modules": [name in sys.modules for name in ("bitsandbytes.backends.cuda.ops", "peft")],
+            "environment": sorted(set(server._IMPORT_ENVIRONMENT) & set(os.environ))}), flush=True)
+        os._exit(0)
+    _, status = os.wait()
+    if status:
+        sys.exit(1)
 """
+
+
+@pytest.fixture(scope="module")
+def imports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What importing did, by the card that the machine has."""
+    script = tmp_path_factory.mktemp("act") / "act.py"
+    script.write_text(ACT)
+    acted = subprocess.run(
+        [sys.executable, str(script)],
+        env=launching.worker_environment("probe"),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert acted.returncode == 0, acted.stderr
+    return dict(zip(("card", "none"), map(json.loads, acted.stdout.splitlines()), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -172,20 +203,11 @@ print(json.dumps({"touched": sorted(set(touched)), "state": server._state(),
         ("none", ["NVML", "current_device", "get_device_capability", "get_device_properties"]),
     ],
 )
-def test_imports_leave_cuda_alone(tmp_path: Path, machine: str, touched: list[str]) -> None:
+def test_imports_leave_cuda_alone(
+    imports: dict[str, dict[str, Any]], machine: str, touched: list[str]
+) -> None:
     """Only where NVML knows no card do bitsandbytes and torchao reach the driver: it can fail."""
-    script = tmp_path / "act.py"
-    script.write_text(ACT)
-    acted = subprocess.run(
-        [sys.executable, str(script), machine],
-        env=launching.worker_environment("probe"),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert acted.returncode == 0, acted.stderr
-    seen: dict[str, Any] = json.loads(acted.stdout)
+    seen = imports[machine]
     assert seen["touched"] == touched
     assert seen["modules"] == [True, True]
     assert seen["state"]["num_threads"] == 1

@@ -11,6 +11,7 @@ import pytest
 
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
+from autotune.worker.client.libraries import asked_by
 
 PLAIN = TrainConfig(
     method="lora",
@@ -124,14 +125,15 @@ def test_a_plain_trace_imports_none_of_them(plain: dict[str, set[str]]) -> None:
     assert plain["a trace"] == set()
 
 
-def test_float8_has_torchao() -> None:
-    (found,) = imported(dataclasses.replace(PLAIN, precision="fp8-autocast"), "")
-    assert "torchao" in found
-
-
-def test_ligers_kernels_have_triton() -> None:
-    (found,) = imported(dataclasses.replace(PLAIN, liger=True), "import liger_kernel.ops")
-    assert "triton" in found
+def test_float8_has_torchao_and_ligers_kernels_have_triton() -> None:
+    """Each alone asks for its own library; one process has both."""
+    float8 = dataclasses.replace(PLAIN, precision="fp8-autocast")
+    liger = dataclasses.replace(PLAIN, liger=True)
+    assert asked_by([TraceSpec.of(float8)]) == {"torchao"}
+    assert asked_by([TraceSpec.of(liger)]) == {"triton"}
+    both = dataclasses.replace(float8, liger=True)
+    (found,) = imported(both, "import liger_kernel.ops")
+    assert {"torchao", "triton"} <= found
 
 
 def test_the_compiler_is_there_for_who_asks(plain: dict[str, set[str]]) -> None:
