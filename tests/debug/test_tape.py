@@ -16,7 +16,7 @@ from snapshots import Run
 
 from autotune.common.units import MIB
 from autotune.debug.comparison import SnapshotComparison, compare
-from autotune.debug.snapshot import read_snapshot, recorded
+from autotune.debug.snapshot import Recorded, read_snapshot, recorded
 from autotune.debug.tape import (
     Event,
     TapeFile,
@@ -264,28 +264,41 @@ def unrolled(tape: TapeFile) -> list[Event]:
     return events
 
 
+@pytest.fixture(scope="module")
+def as_predicted(tape: TapeFile, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """What a run of the tape's first micro-batches left in its file."""
+    run = snapshots.run_of([tensor.size_bytes for tensor in tape.tensors], tape.events)
+    path = snapshots.dump(tmp_path_factory.mktemp("run") / "run.pickle", run.snapshot())
+    return recorded(read_snapshot(path), path)
+
+
+def beside_memory(tape: TapeFile, run: Run) -> SnapshotComparison:
+    """Compare a tape with a run of thousands of events, whose file takes seconds to look through."""
+    return compare(tape, recorded(run.snapshot(), Path("run.pickle")))
+
+
 @pytest.mark.parametrize("least_bytes", [MIB, 512])
-def test_a_run_as_predicted_is_equal(tape: TapeFile, beside: Beside, least_bytes: int) -> None:
-    sizes = [tensor.size_bytes for tensor in tape.tensors]
-    run = snapshots.run_of(sizes, tape.events)
+def test_a_run_as_predicted_is_equal(
+    tape: TapeFile, as_predicted: Recorded, least_bytes: int
+) -> None:
     one = dataclasses.replace(
         tape, phases=tuple(dataclasses.replace(phase, repeats=1) for phase in tape.phases)
     )
-    found = beside(one, run, least_bytes=least_bytes)
+    found = compare(one, as_predicted, least_bytes=least_bytes)
     assert (found.sizes, found.live) == (None, None)
     assert found.num_equal == found.num_predicted == found.num_seen > 100
     assert (found.begins_step, found.num_skipped) == (-1, 0)
     assert (found.only_predicted, found.only_seen) == ((), ())
 
 
-def test_further_micro_batches_are_as_many_as_there_are(tape: TapeFile, beside: Beside) -> None:
+def test_further_micro_batches_are_as_many_as_there_are(tape: TapeFile) -> None:
     sizes = [tensor.size_bytes for tensor in tape.tensors]
-    found = beside(tape, snapshots.run_of(sizes, unrolled(tape)))
+    found = beside_memory(tape, snapshots.run_of(sizes, unrolled(tape)))
     assert (found.sizes, found.live) == (None, None)
     assert found.num_equal == found.num_predicted == found.num_seen
 
 
-def test_where_a_tensor_is_larger_they_part(tape: TapeFile, beside: Beside) -> None:
+def test_where_a_tensor_is_larger_they_part(tape: TapeFile) -> None:
     """As with another kernel of attention, say, in the backward pass of the first step."""
     sizes = [tensor.size_bytes for tensor in tape.tensors]
     backward = next(phase for phase in tape.phases if phase.phase == "backward")
@@ -299,7 +312,7 @@ def test_where_a_tensor_is_larger_they_part(tape: TapeFile, beside: Beside) -> N
         and sizes[event] >= 2 * MIB
     )
     changed = [size + (number == larger) * MIB for number, size in enumerate(sizes)]
-    found = beside(tape, snapshots.run_of(changed, unrolled(tape)))
+    found = beside_memory(tape, snapshots.run_of(changed, unrolled(tape)))
     assert found.sizes is not None
     predicted, seen = found.sizes.predicted, found.sizes.seen
     assert predicted is not None
