@@ -47,7 +47,8 @@ def test_what_is_found_trains(tmp_path: Path) -> None:
         *("find", "--model", str(tmp_path / "smolvlm")),
         *("--task", "image-text-to-text", "--dataset", str(dataset)),
         *("--method", "lora", "--backend", "cpu", "--gpu-mem", "200MB", "--space", "space.yaml"),
-        *("--seq-len", "128", "--effective-batch", "4", "--effort", "quick", "--out", "out"),
+        *("--seq-len", "128", "--effective-batch", "4", "--effort", "quick"),
+        *("--confirm-steps", "2", "--out", "out"),
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr

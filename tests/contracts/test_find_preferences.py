@@ -74,11 +74,17 @@ def longest(completions, **_):
 """
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder / "llama"
+
+
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("task", TRL_BY_TASK)
-def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
+def test_what_is_found_trains(task: str, llama: Path, tmp_path: Path) -> None:
     row = TRL_BY_TASK[task]
-    make_models(tmp_path)
     (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     draw = random.Random(0)
     make = labelled if row.rows_per_sample == 1 else pair
@@ -90,10 +96,10 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     dataset.write_text("".join(lines), encoding="utf-8")
 
     found = here.command(
-        *("find", "--model", str(tmp_path / "llama"), "--task", task, "--method", "lora"),
+        *("find", "--model", str(llama), "--task", task, "--method", "lora"),
         *("--dataset", str(dataset), "--space", "space.yaml", "--seq-len", "32"),
         *("--backend", "cpu", "--gpu-mem", "60MB", "--effective-batch", "4", "--effort", "quick"),
-        *("--out", "out"),
+        *("--confirm-steps", "2", "--out", "out"),
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr

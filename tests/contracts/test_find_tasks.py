@@ -184,15 +184,20 @@ CASES = {
 }
 
 
-MAKERS: dict[str, Callable[[Path], None]] = {"vit": make_vit, "whisper": make_whisper}
+@pytest.fixture(scope="module")
+def models_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    make_vit(folder)
+    make_whisper(folder)
+    return folder
 
 
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("task", CASES)
-def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
+def test_what_is_found_trains(task: str, models_here: Path, tmp_path: Path) -> None:
     case = CASES[task]
     pytest.importorskip(case.needs)
-    MAKERS.get(case.model, make_models)(tmp_path)
     (tmp_path / "space.yaml").write_text(SPACE + case.space, encoding="utf-8")
     draw = random.Random(0)
     dataset = tmp_path / "rows.jsonl"
@@ -200,10 +205,10 @@ def test_what_is_found_trains(task: str, tmp_path: Path) -> None:
     dataset.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     found = here.command(
-        *("find", "--model", str(tmp_path / case.model), "--task", task, "--method", "lora"),
+        *("find", "--model", str(models_here / case.model), "--task", task, "--method", "lora"),
         *("--dataset", str(dataset), "--space", "space.yaml", *case.options),
         *("--backend", "cpu", "--gpu-mem", "60MB", "--effective-batch", "4", "--effort", "quick"),
-        *("--out", "out"),
+        *("--confirm-steps", "2", "--out", "out"),
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr
@@ -268,15 +273,6 @@ BAD = {
         "takes audio/sound and text/sentence",
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def models_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    make_models(folder)
-    make_vit(folder)
-    make_whisper(folder)
-    return folder
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -31,6 +31,8 @@ def _import_all() -> None:
 
     with contextlib.suppress(ImportError):
         from trl import DPOTrainer, SFTTrainer  # noqa: F401
+    with contextlib.suppress(ImportError):
+        import sentence_transformers.sentence_transformer.losses  # noqa: F401
 
 
 def _trace(request: dict[str, Any]) -> Answers:
