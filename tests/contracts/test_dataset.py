@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from autotune.catalogue import installed
 from autotune.catalogue.models import resolve as find_model
 from autotune.errors import ConfigError
+from autotune.records import measurement
 from autotune.records.question import Question
 from autotune.search.dataset import read_dataset
 from autotune.space.dataset import Dataset
@@ -24,6 +25,7 @@ from autotune.space.lengths import Lengths, filling
 from autotune.worker.build.by_tokens import micro_batches
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny-llama.json"
+NUM_VARIED = measurement.VARIED_MICRO_BATCHES["cpu"]  # The workers of tests are asked for fewer.
 WORDS = [1, 2, 3, 4, 5, 6, 7, 8, 120]
 """Per line: all short but one."""
 
@@ -277,7 +279,10 @@ def test_a_measured_answer_counts_no_padding_either(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_padded_batches_are_confirmed_with_the_datasets_lengths(folder: Path) -> None:
+def test_padded_batches_are_confirmed_with_the_datasets_lengths(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(measurement.VARIED_MICRO_BATCHES, "cpu", NUM_VARIED)
     found = find(
         folder,
         *("--backend", "cpu", "--gpu-mem", "200MB"),
