@@ -33,6 +33,8 @@ settings.load_profile("busy")
 
 NUM_OBJECTS_BEFORE_COLLECTING = 200_000
 """New objects after which Python looks for cycles: with its own 700 that takes a fifth of a trace."""
+MANY_OBJECTS = 10_000
+"""New objects that are worth being looked through once, and left alone from then on."""
 
 # They change what is printed. A test that is about one of them sets it.
 for _name in ("CI", "COLUMNS", "NO_COLOR", "FORCE_COLOR"):
@@ -59,26 +61,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-_num_frozen_modules = 0
-_last_file: Path | None = None
+_num_collections = 0
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """What earlier files keep, such as their traces, is looked through no more."""
-    global _last_file
-    if item.path != _last_file:
-        _last_file = item.path
+def pytest_runtest_setup() -> None:
+    """What earlier tests keep, such as traces and imports, is looked through no more.
+
+    A Trainer collects garbage several times: a test of it would look through the traces of all before it.
+    """
+    global _num_collections
+    if gc.get_count()[0] > MANY_OBJECTS or _collections() != _num_collections:
         gc.collect()
         gc.freeze()
+        _num_collections = _collections()
 
 
-def pytest_runtest_logfinish() -> None:
-    """What a test was the first to import stays, too."""
-    global _num_frozen_modules
-    if len(sys.modules) > _num_frozen_modules + 100:
-        _num_frozen_modules = len(sys.modules)
-        gc.collect()
-        gc.freeze()
+def _collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
 
 
 def pytest_sessionfinish() -> None:
