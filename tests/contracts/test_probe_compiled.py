@@ -52,7 +52,7 @@ SPEC = ProbeSpec(
     task="causal-lm",
     backend="cpu",
     memory_budget_bytes=200_000_000,
-    max_seconds=0.5,
+    max_seconds=60.0,  # five steps take less, on a busy machine too
     target_spread=0.0,
     max_steps=5,
 )
