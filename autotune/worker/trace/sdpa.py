@@ -109,6 +109,8 @@ def attention_on_cpu(
     """
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     broadcasts = key.shape[1] != query.shape[1] and not enable_gqa
+    if TORCH_VERSION >= ALL_KNOW_GROUPS:
+        broadcasts = broadcasts and key.shape[1] != 1
     if dropout_p or learns_mask or broadcasts or query.shape[-1] != value.shape[-1]:
         return F.scaled_dot_product_attention(
             query,
