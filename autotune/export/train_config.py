@@ -29,6 +29,7 @@ _SMALLEST = {
     "sequence_length": 1,
     "num_gpus": 1,
     "dataloader_prefetch_factor": 1,
+    "loss_mini_batches": 1,
     **{knob.name: knob.smallest for knob in KNOBS.values() if knob.smallest is not None},
 }
 

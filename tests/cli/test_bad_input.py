@@ -463,16 +463,16 @@ def test_a_number_of_400_digits(fail: Fail, tmp_path: Path) -> None:
     assert "is a number of 400 digits" in err
 
 
-@pytest.mark.parametrize("name", ["num_gpus", "dataloader_prefetch_factor"])
+@pytest.mark.parametrize("name", ["num_gpus", "dataloader_prefetch_factor", "loss_mini_batches"])
 def test_a_base_with_less_than_there_can_be(fail: Fail, tmp_path: Path, name: str) -> None:
     text = (
         "version: 1\nconfig: {method: full, micro_batch_size: 1, gradient_accumulation_steps: 1, "
-        f"sequence_length: 64, precision: bf16-true, optimizer: sgd, {name}: -1}}\n"
+        f"sequence_length: 64, precision: bf16-true, optimizer: sgd, {name}: 0}}\n"
     )
     (tmp_path / "base.yaml").write_text(text, encoding="utf-8")
     code, err = fail(*FIND, "--base", "base.yaml")
     assert code == 2
-    assert f"config.{name} is -1 and should be at least 1" in err
+    assert f"config.{name} is 0 and should be at least 1" in err
 
 
 @pytest.mark.parametrize("name", ["effort", "space"])
