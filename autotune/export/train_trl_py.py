@@ -7,6 +7,7 @@ products, which Python can say.
 from __future__ import annotations
 
 import functools
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -100,6 +101,20 @@ _PROMPTS = """\
     if len(rows) < needed:
         sys.exit(f"{{len(rows)}} prompts are too few: completions of {{needed}} are written at a time.")
 """
+_MAKES_TRAINER = """\
+    trainer = {trainer}(
+        model,
+        args=arguments,
+        train_dataset=rows,
+{further}        peft_config=adapter,
+        quantization_config=unpacked or quantization,
+    )
+"""
+_OR_SAYS_WHY_NOT = """\
+    except ValueError as error:  # TRL knows no answers in a chat template of one's own without marks of them
+        remedy = "The answer's train.py learns the answers of any; or say assistant_only_loss=False here."
+        sys.exit(f"{error} {remedy}")
+"""
 _COLUMNS_BESIDE_PICTURES = "images (paths of their files), and messages, or prompt and completion"
 
 
@@ -147,6 +162,11 @@ def write(
     if cuts := config.batching == BY_TOKENS:
         imports.append(f"\n\n{cutting_code()}\n")
         kind = f"by_tokens({kind}, {config.sequence_length})"
+    further = "" if row.generates is None else "        reward_funcs=rewards,\n"
+    makes_trainer = _MAKES_TRAINER.format(trainer=kind, further=further)
+    if values.get("assistant_only_loss"):
+        tried = textwrap.indent(makes_trainer, "    ")
+        makes_trainer = f"    try:\n{tried}{_OR_SAYS_WHY_NOT}"
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
@@ -155,12 +175,11 @@ def write(
         functions="" if row.generates is None else _OF_REWARDS,
         options="" if row.generates is None else _REWARD_OPTION,
         rewards="" if row.generates is None else _REWARDS,
-        further="" if row.generates is None else "        reward_funcs=rewards,\n",
+        makes_trainer=makes_trainer,
         rewarded="" if row.generates is None else " --reward FILE.py:FUNCTION",
         tokenizer="" if row.generates is None else ", AutoTokenizer",
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
-        trainer=kind,
         libraries=_libraries(row, cuts=cuts),
         abstract="from collections.abc import Sequence\n" if cuts else "",
         typing="from typing import Any\n"

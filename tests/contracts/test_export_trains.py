@@ -418,6 +418,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
         arguments = ["--dataset", str(chats), "--output-dir", str(folder / name / "output")]
         options = ["--max-steps", str(NUM_STEPS), "--eval-dataset", str(chats)]
         programs[name] = ([*arguments, *options], str(folder / name / "train.py"))
+    answers = Dataset(
+        name=str(chats), format="chat", loss_on="answers", text_field="messages", tokenizer="llama"
+    )
+    export.export_files(
+        folder / "answers",
+        workload=Workload(model=str(models / "llama"), dataset=answers, memory_budget_bytes=10**9),
+        config=dataclasses.replace(FULL, trainer="trl-sft"),
+        result={"evidence": "predicted"},
+    )
+    programs["answers"] = ([str(chats)], str(folder / "answers" / "exports" / "train_sft.py"))
     export.export_files(
         folder / "too-many",
         workload=Workload(model=str(models / "llama"), memory_budget_bytes=10**9),
@@ -460,6 +470,15 @@ def test_a_plan_for_another_model_is_refused(runs: Path) -> None:
     assert report["problem"].splitlines()[-1] == (
         "SystemExit: LlamaForCausalLM has 4 layers that can be checkpointed, of 4, and the plan is for 5 of "
         "them. Set 'checkpoint_plan' to 'interval' in this file, or train the model it is for."
+    )
+
+
+def test_answers_in_a_template_that_trl_does_not_know_are_refused(runs: Path) -> None:
+    report = json.loads((runs / "reports.json").read_text())["answers"]
+    (line,) = report["problem"].splitlines()[-1:]
+    assert line.startswith("SystemExit: The chat template is not training-compatible"), line
+    assert line.endswith(
+        "The answer's train.py learns the answers of any; or say assistant_only_loss=False here."
     )
 
 
