@@ -16,7 +16,7 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _grouped_product(*args, **kwargs)
     if func is aten.native_layer_norm_backward.default:
         return _layer_norm_gradients(*args, **kwargs)
-    if func is aten.cumsum.default:
+    if func is aten.cumsum.default and args[0].is_meta:  # what has values is added up
         return _running_sums(*args, **kwargs)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
