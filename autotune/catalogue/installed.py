@@ -34,15 +34,16 @@ def takes_lowest_address() -> bool:
     return torch is not None and Version(torch) < Version("2.12")
 
 
+OTHER_ATTENTION_SINCE = (2, 14)
+"""Version of torch since which it chooses kernels of attention by other rules: each of the fused ones takes
+fewer heads of keys than of queries (studies/attention-kernels). The version alone tells."""
+
+
 @functools.cache
 def fuses_any_grouped_heads() -> bool:
-    """Return whether each of torch's fused kernels takes fewer heads of keys than of queries.
-
-    The version alone tells: in builds up to 2.13 the memory-efficient kernel does not, in 2.14 it does
-    (studies/attention-kernels).
-    """
+    """Return whether each of torch's fused kernels takes fewer heads of keys than of queries."""
     torch = version("torch")
-    return torch is not None and Version(torch) >= Version("2.14")
+    return torch is not None and Version(torch).release >= OTHER_ATTENTION_SINCE
 
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")

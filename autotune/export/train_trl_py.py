@@ -111,8 +111,8 @@ _MAKES_TRAINER = """\
     )
 """
 _OR_SAYS_WHY_NOT = """\
-    except ValueError as error:  # TRL knows no answers in a chat template of one's own without marks of them
-        remedy = "The answer's train.py learns the answers of any; or say assistant_only_loss=False here."
+    except ValueError as error:  # such as a chat template of which TRL has no form that marks the answers
+        remedy = "If that is the chat template: train.py takes any; or say assistant_only_loss=False here."
         sys.exit(f"{error} {remedy}")
 """
 _COLUMNS_BESIDE_PICTURES = "images (paths of their files), and messages, or prompt and completion"

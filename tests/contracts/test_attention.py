@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from autotune.catalogue.attention import ATTENTIONS, FLASH_ATTENTIONS
+from autotune.catalogue.installed import OTHER_ATTENTION_SINCE
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
@@ -208,7 +209,7 @@ def test_heads_that_are_broadcast_keep_every_fused_kernel_away(capability: tuple
         }
         names = kernel_names(trace("sdpa", falcon, device=device))
         is_fused = any("scaled_dot_product" in name for name in names)
-        assert is_fused == (not multi_query or sdpa.TORCH_VERSION >= sdpa.ALL_KNOW_GROUPS)
+        assert is_fused == (not multi_query or sdpa.TORCH_VERSION >= OTHER_ATTENTION_SINCE)
 
 
 @pytest.mark.parametrize("batching", ["packed", "padded"])

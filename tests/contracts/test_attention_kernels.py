@@ -11,9 +11,10 @@ import torch
 
 from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, TRACED_AS
 from autotune.catalogue.gpus import catalogue
+from autotune.catalogue.installed import OTHER_ATTENTION_SINCE
 from autotune.space import precisions
 from autotune.space.precisions import fuses_grouped_heads
-from autotune.worker.trace.sdpa import ALL_KNOW_GROUPS, Call, attention_kernel
+from autotune.worker.trace.sdpa import Call, attention_kernel
 from validation import attention_kernels
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +102,7 @@ def test_where_key_heads_are_expanded_pytorch_has_no_fused_kernel_for_groups(
     assert len(chosen) > 60
     for name in asked:
         version, capability = map(_numbers, name.split())
-        knows_groups = version >= ALL_KNOW_GROUPS
+        knows_groups = version >= OTHER_ATTENTION_SINCE
         monkeypatch.setattr(precisions, "fuses_any_grouped_heads", lambda knows=knows_groups: knows)
         for (dtype, size, is_grouped), kernels in chosen.items():
             if dtype is torch.bfloat16 and capability < (8, 0):

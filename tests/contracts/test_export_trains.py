@@ -478,7 +478,7 @@ def test_answers_in_a_template_that_trl_does_not_know_are_refused(runs: Path) ->
     (line,) = report["problem"].splitlines()[-1:]
     assert line.startswith("SystemExit: The chat template is not training-compatible"), line
     assert line.endswith(
-        "The answer's train.py learns the answers of any; or say assistant_only_loss=False here."
+        "If that is the chat template: train.py takes any; or say assistant_only_loss=False here."
     )
 
 

@@ -67,14 +67,14 @@ def _write(model: Any, cache: Any, num_rows: int, num_read: int, length: int) ->
     """Read so many tokens of each row, and sample the next; with them rows are `length` tokens long."""
     ids = torch.empty((num_rows, num_read), dtype=torch.int64, device=META)
     mask = torch.empty((num_rows, length), dtype=torch.int64, device=META)
-    # Transformers 5.24 calls the cache by its new name.
-    caches = {"cache": cache, "past_key_values": cache}
-    further = {"logits_to_keep": 1, "position_ids": torch.empty_like(ids), **caches}
+    further = {"logits_to_keep": 1, "position_ids": torch.empty_like(ids)}
     taken = inspect.signature(model.forward).parameters
+    name_of_cache = "cache" if "cache" in taken else "past_key_values"  # before Transformers 5.24
     outputs = model(
         input_ids=ids,
         attention_mask=mask,
         use_cache=True,
+        **{name_of_cache: cache},
         **{name: value for name, value in further.items() if name in taken},
     )
     logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)

@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotune.catalogue.installed import OTHER_ATTENTION_SINCE
 from autotune.worker.build import context_parallel
 from autotune.worker.trace.autocast import HALF
 
 aten = torch.ops.aten
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-ALL_KNOW_GROUPS = (2, 14)
-"""The version of torch since which every fused kernel takes fewer heads of keys than of queries."""
 
 
 def attention(
@@ -109,7 +108,7 @@ def attention_on_cpu(
     """
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     broadcasts = key.shape[1] != query.shape[1] and not enable_gqa
-    if TORCH_VERSION >= ALL_KNOW_GROUPS:
+    if TORCH_VERSION >= OTHER_ATTENTION_SINCE:
         broadcasts = broadcasts and key.shape[1] != 1
     if dropout_p or learns_mask or broadcasts or query.shape[-1] != value.shape[-1]:
         return F.scaled_dot_product_attention(
@@ -172,7 +171,7 @@ class Call:
         """
         tensors = [t for t in (self.query, self.key, self.value, self.mask) if t is not None]
         heads, key_heads, value_heads = (t.shape[1] for t in (self.query, self.key, self.value))
-        serves = heads == key_heads or (key_heads == 1 and torch_version >= ALL_KNOW_GROUPS)
+        serves = heads == key_heads or (key_heads == 1 and torch_version >= OTHER_ATTENTION_SINCE)
         if groups and self.enable_gqa:
             serves = heads % key_heads == 0
         return (
@@ -211,7 +210,7 @@ def _cudnn_takes(capability: tuple[int, int], call: Call, torch_version: tuple[i
     """Whether cuDNN takes heads of these sizes (since 2.14 check_cudnn_d256_bprop_head_dim, too)."""
     if capability[0] not in _CUDNN_SIZES:
         return False
-    if torch_version < ALL_KNOW_GROUPS:
+    if torch_version < OTHER_ATTENTION_SINCE:
         return _CUDNN_SIZES[capability[0]](*call.sizes)
     if not call.trains:
         return max(call.sizes) <= 256
@@ -234,7 +233,8 @@ def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int
         and not (call.mask is not None and call.mask.requires_grad)
         and key_length > 1
         and not (
-            length == 1 and (drops or (capability[0] == 10 and torch_version >= ALL_KNOW_GROUPS))
+            length == 1
+            and (drops or (capability[0] == 10 and torch_version >= OTHER_ATTENTION_SINCE))
         )
         and (torch_version < (2, 13) or sixteenths == int(sixteenths))
     )
@@ -267,7 +267,7 @@ def _efficient_can(capability: tuple[int, int], call: Call, torch_version: tuple
     return (
         (call.query.dtype is torch.float32 or call.is_half(capability))
         and all(size % step == 0 for size in call.sizes)
-        and call.suits_all(torch_version, groups=torch_version >= ALL_KNOW_GROUPS)
+        and call.suits_all(torch_version, groups=torch_version >= OTHER_ATTENTION_SINCE)
     )
 
 
