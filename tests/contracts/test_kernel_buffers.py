@@ -5,16 +5,23 @@ Recorded under a CUDA runtime that computes nothing: studies/op-memory-no-card/.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from autotune.memory.traces.terms import RULES
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.kernel_buffers import hidden_buffers
+from autotune.worker.trace.kernels import parted
+from validation.efficient_attention_no_card import operands
 
-ROWS = Path(__file__).parents[2] / "studies" / "op-memory-no-card" / "rows.jsonl"
+STUDY = Path(__file__).parents[2] / "studies" / "op-memory-no-card"
+ROWS = STUDY / "rows.jsonl"
+EFFICIENT = STUDY / "efficient_attention.jsonl"
+EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 H200 = Device(compute_capability=(9, 0), cublas_workspace_bytes=0, num_sms=132)
 NOT_MODELLED_BYTES = {
     # cub's temporary storage, pointers to each expert's matrices, random numbers' seeds, copies of masks.
@@ -53,15 +60,42 @@ def test_buffers_are_what_pytorch_asks_for() -> None:
         assert 0 <= missing <= NOT_MODELLED_BYTES.get(row["operation"], 0), row
 
 
+def test_efficient_attention_asks_for_what_it_was_recorded_to_on_seven_cards() -> None:
+    rows = [json.loads(line) for line in EFFICIENT.read_text(encoding="utf-8").splitlines()]
+    assert len({tuple(row["compute_capability"]) for row in rows}) == 7
+    for row in rows:
+        device = Device(
+            compute_capability=tuple(row["compute_capability"]), cublas_workspace_bytes=0
+        )
+        call = row["call"]
+        gradient, *inputs = operands(call, "meta")
+        args = gradient, *inputs, *[None] * 5, call["dropout"]
+        first, brief, then = parted(
+            hidden_buffers(device.multiprocessors, EFFICIENT_BACKWARD, args, None)
+        )
+        made = [tensor.nbytes for tensor in inputs]
+        for group in first, brief, then:
+            assert all(
+                b.rule is None or RULES[b.rule[0]](b.rule[1:]) == b.size_bytes for b in group
+            )
+        of_first, of_brief, of_then = ([b.size_bytes for b in g] for g in (first, brief, then))
+        asked = [size_bytes for size_bytes in row["events"] if size_bytes > 0]
+        assert {*of_first, *made, *of_brief, *of_then} == {*asked}, row
+        peak_bytes = sum(of_first) + sum(made) + max(sum(of_brief), sum(of_then))
+        assert peak_bytes == max(itertools.accumulate(row["events"])), row
+
+
 def test_grouped_heads_have_gradients_of_every_head_in_the_efficient_kernel() -> None:
     """Torch 2.14.1 allocates 2 x 2 MiB for these before the accumulator (tools/no_card, RTX 3090)."""
     query = torch.empty(2, 8, 512, 64, device="meta")
     key = torch.empty(2, 2, 512, 64, device="meta")
-    func = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
-    found = hidden_buffers(H200.multiprocessors, func, (query, query, key, key), None)
-    assert [buffer.size_bytes for buffer in found] == [2 * 2**20] * 3
-    (alone,) = hidden_buffers(H200.multiprocessors, func, (query, query, query, query), None)
-    assert alone.size_bytes == 2 * 2**20
+    found = hidden_buffers(H200.multiprocessors, EFFICIENT_BACKWARD, (query, query, key, key), None)
+    alone = hidden_buffers(
+        H200.multiprocessors, EFFICIENT_BACKWARD, (query, query, query, query), None
+    )
+    expanded = [buffer.size_bytes for buffer in found if buffer not in alone]
+    assert expanded == [2 * 2**20] * 2
+    assert len(found) == len(alone) + 2
 
 
 def _again(row: dict[str, Any]) -> tuple[Any, tuple[Any, ...], Any]:

@@ -82,7 +82,21 @@ def flash_splits(numbers: Sequence[int]) -> int:
     return 4 * num_floats * fewest * samples * heads * length if fewest > 1 else 0
 
 
+def efficient_splits(numbers: Sequence[int]) -> int:
+    """Bytes of memory-efficient attention's backward where dK and dV do not stay in registers.
+
+    From (samples, heads, keys, keys of a tile, elements of a key and a value in fp32, bytes of the rest).
+
+    Each head's keys are split into no more parts than there are tiles, and than make 200 of all heads.
+    Source: torch 2.13 transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h.
+    """
+    samples, heads, num_keys, tile, size, rest_bytes = numbers
+    parts = max(1, min(-(-num_keys // tile), 200 // (samples * heads)))
+    return samples * heads * parts * tile * size * 4 + rest_bytes
+
+
 RULES = {
+    "efficient splits": efficient_splits,
     # Partial sums, EmbeddingBackwardKernel.cu: `numel / 10 + min(numel, num_weights)` rows.
     "embedding": _of_embedding(lambda count, rows, each: each * (count // 10 + min(count, rows))),
     # A number for each row that got a gradient.

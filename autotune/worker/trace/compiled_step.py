@@ -27,6 +27,7 @@ from autotune.worker.trace.joint_graph import (
     require_one_graph,
 )
 from autotune.worker.trace.kernel_costs import count_flops, dtype_of, shape_of
+from autotune.worker.trace.kernels import parted
 from autotune.worker.trace.lowering import base_of, bytes_of, outputs_of, value_of
 from autotune.worker.trace.meta_step import MetaStep, num_items
 from autotune.worker.trace.meta_values import tensors_in
@@ -272,10 +273,12 @@ class _Emitter:
         buffers: tuple[Buffer, ...] = ()
         if self._hidden_buffers is not None:
             buffers = self._hidden_buffers(func, args, out)
-        self._tracker.record_buffers(tuple(b for b in buffers if b.comes_first))
+        first, brief, then = parted(buffers)
+        self._tracker.record_buffers(first)
         for result in made:
             self._number[result] = self._allocate(value_of(result))
-        self._tracker.record_buffers(tuple(b for b in buffers if not b.comes_first))
+        self._tracker.record_buffers(brief)
+        self._tracker.record_buffers(then)
         tensors = list(tensors_in((args, kwargs)))
         name = str(func._overloadpacket).partition(".")[2]  # type: ignore[union-attr]
         moved = (*kernel.reads.values(), *(bytes_of(result) for result in made))

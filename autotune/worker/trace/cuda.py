@@ -47,7 +47,8 @@ class Device:
 
     @property
     def multiprocessors(self) -> Multiprocessors:
-        return self.num_sms, THREADS_PER_SM.get(self.compute_capability, MOST_THREADS_PER_SM)
+        num_threads = THREADS_PER_SM.get(self.compute_capability, MOST_THREADS_PER_SM)
+        return Multiprocessors(self.num_sms, num_threads, self.compute_capability)
 
 
 @contextlib.contextmanager

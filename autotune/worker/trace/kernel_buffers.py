@@ -3,31 +3,36 @@
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
 aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, IndexKernel.cpp, Indexing.cu,
 Reduce.cuh, ScanUtils.cuh and SoftMax.cu; aten/src/ATen/native/Convolution.cpp and transformers/attention.cpp;
+transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h;
 cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
 
-Not modelled: the sums of outputs and gradients in memory-efficient attention's backward (four bytes a row, in
-float32 twice, and a product before) and the tiles of its accumulator (16 bytes each, rows up to a multiple of
-64 or 128; for heads above 128 in 16 bits dK's and dV's, too); what a plan of cuDNN's attention wants besides
-(no closed form); cub's temporary storage (in an embedding's backward it is free again before the partial sums
-are made); cuDNN's workspaces for convolutions.
+Not modelled: what a plan of cuDNN's attention wants besides (no closed form); cub's temporary storage (in an
+embedding's backward it is free again before the partial sums are made); cuDNN's workspaces for convolutions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from autotune.memory.reductions import may_be_shared, shared_bytes
-from autotune.memory.traces.terms import flash_splits
+from autotune.memory.traces.terms import efficient_splits, flash_splits
 from autotune.worker.trace.kernels import Buffer
 
 aten = torch.ops.aten
 
-Multiprocessors = tuple[int, int]
-"""The card's multiprocessors: (how many, threads of each)."""
+
+class Multiprocessors(NamedTuple):
+    """The card's multiprocessors."""
+
+    number: int
+    num_threads: int
+    """Threads of each."""
+    compute_capability: tuple[int, int]
+
 
 Found = tuple[Buffer, ...]
 Args = tuple[Any, ...]
@@ -47,7 +52,7 @@ def _of_flash_forward(multiprocessors: Multiprocessors, args: Args, out: Any) ->
     if len(args) > 3 and args[3]:
         return ()
     batch, heads, length, size = args[0].shape
-    numbers = batch, heads, length, args[1].shape[2], size, multiprocessors[0]
+    numbers = batch, heads, length, args[1].shape[2], size, multiprocessors.number
     rules = [("flash splits", *numbers, num_floats) for num_floats in (1, _flash_head(size))]
     return tuple(Buffer(flash_splits(rule[1:]), rule=rule) for rule in rules)
 
@@ -61,7 +66,6 @@ def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
     heads are grouped.
     """
     q, k = args[1], args[2]
-    lying = (t for t in (args[0], args[4]) if not t.transpose(1, 2).is_contiguous())
     batch, heads, length, size = q.shape
     rounded_length = _ceil_to(length, 128)
     sizes = [
@@ -70,19 +74,73 @@ def _of_flash_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
     ]
     if k.shape[1] != heads:
         sizes += 2 * [batch * k.shape[2] * heads * size * q.element_size()]
-    return (*(Buffer(t.nbytes, comes_first=True) for t in lying), *map(Buffer, sizes))
+    return (*_copies_by_token((args[0], args[4])), *map(Buffer, sizes))
 
 
-def _of_efficient_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
-    """The fp32 accumulator of dQ in global memory (memory-efficient attention).
+def _copies_by_token(tensors: Iterable[torch.Tensor]) -> Found:
+    """Copies of tensors of (samples, heads, tokens, size) that do not lie token by token."""
+    lying = (t for t in tensors if not t.transpose(1, 2).is_contiguous())
+    return tuple(Buffer(t.nbytes, comes_first=True) for t in lying)
 
-    Where heads are grouped, which it takes since torch 2.14, dK and dV for every query head are first.
+
+_LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)})
+"""Compute capabilities whose blocks may share 163 KiB or more."""
+
+
+def _efficient_tile(
+    compute_capability: tuple[int, int], is_half: bool, size: int, *, drops: bool
+) -> tuple[int, int, bool]:
+    """Return the (rows, columns) of a tile of dQ, and whether dK and dV are accumulated outside registers.
+
+    Of the kernels whose heads are large enough the one of the smallest, there the one with most rows whose
+    shared memory the card has (mem_eff_attention/kernels/generate_kernels.py, BwdKernel).
     """
-    query, key, value = args[1:4]
+    is_large = compute_capability in _LARGE_SHARED_MEMORY
+    if size <= 64:
+        return 64, 64, False
+    if not is_half:
+        return 128 if is_large else 64, 64, False
+    if size > 128:
+        return 128, 64, True
+    if is_large:
+        return 128, 128, False
+    fits_registers = compute_capability < (8, 0) or (
+        compute_capability in ((8, 6), (8, 9)) and size <= 96 and not drops
+    )
+    return (128, 64, False) if fits_registers else (64, 64, True)
+
+
+def _of_efficient_backward(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    """Buffers of memory-efficient attention's backward.
+
+    First a copy of a gradient that does not lie token by token. Where heads are grouped, which it takes since
+    torch 2.14, dK and dV for every query head. The sum of output x gradient in each row, in fp32; in float32
+    it is made by two operations and turned round. Then a workspace: dQ in tiles of fp32, each with a lock of
+    16 bytes, and dK and dV where they do not stay in registers.
+    """
+    gradient, query, key, value = args[:4]
     batch, heads, length, size = query.shape
+    value_size = value.shape[-1]
     grouped = (key, value) if key.shape[1] != heads else ()
-    expanded = (each.nbytes // each.shape[1] * heads for each in grouped)
-    return (*map(Buffer, expanded), Buffer(batch * heads * _ceil_to(length * size, 4) * 4))
+    expanded = (Buffer(each.nbytes // each.shape[1] * heads) for each in grouped)
+    is_half = query.element_size() == 2
+    rows, columns, is_staged = _efficient_tile(
+        multiprocessors.compute_capability,
+        is_half,
+        max(size, value_size),
+        drops=len(args) > 9 and bool(args[9]),
+    )
+    num_tiles = math.ceil(length / rows) * math.ceil(size / columns)
+    workspace = Buffer(batch * heads * num_tiles * (rows * columns * 4 + 16))
+    if is_staged:
+        head = _ceil_to(size, rows) + _ceil_to(value_size, rows)
+        numbers = batch, heads, key.shape[2], columns, head, workspace.size_bytes
+        workspace = Buffer(efficient_splits(numbers), rule=("efficient splits", *numbers))
+    sums_bytes = batch * heads * length * 4
+    num_sums = 2 if heads > 1 and length > 1 else 1
+    made_of = () if is_half else (gradient.nbytes, *num_sums * [sums_bytes])
+    brief = (Buffer(size_bytes, goes_first=True) for size_bytes in made_of)
+    return (*_copies_by_token((gradient,)), *expanded, *brief, Buffer(sums_bytes), workspace)
 
 
 def _of_cudnn_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
@@ -139,7 +197,7 @@ def _reduction_buffers(
     if not may_be_shared(num_inputs, row):
         return ()
     item_bytes = max(out.element_size(), 4)
-    numbers = (num_inputs, num_outputs, row, item_bytes, *multiprocessors)
+    numbers = (num_inputs, num_outputs, row, item_bytes, *multiprocessors[:2])
     sizes = shared_bytes(*numbers)
     return tuple(
         Buffer(size, rule=("reduction", part, *numbers)) for part, size in enumerate(sizes)

@@ -23,11 +23,22 @@ class Buffer:
     rule: tuple[Any, ...] | None = None
     comes_first: bool = False
     """Whether the buffer is there before the results are."""
+    goes_first: bool = False
+    """Whether it is given back before those are asked for that do not."""
 
 
 HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
 """A function from (operation, arguments, output) to the buffers that the CUDA kernel allocates and frees
 inside."""
+
+
+def parted(
+    buffers: tuple[Buffer, ...],
+) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...], tuple[Buffer, ...]]:
+    """Part the buffers: there before the results, given back early, and the others."""
+    first = tuple(each for each in buffers if each.comes_first)
+    brief = tuple(each for each in buffers if each.goes_first)
+    return first, brief, tuple(each for each in buffers if each not in (*first, *brief))
 
 
 @dataclass(slots=True)
@@ -72,6 +83,8 @@ class KernelCost:
     """Make its launches, one each, of whether they are recomputed and repeated."""
     first: tuple[Buffer, ...]
     """Buffers inside the kernel that are there before its results."""
+    brief: tuple[Buffer, ...]
+    """Buffers that are given back before the others are asked for."""
     then: tuple[Buffer, ...]
     """The others."""
     made: dict[tuple[bool, bool, int], tuple[TrackedKernel, ...]] = field(default_factory=dict)

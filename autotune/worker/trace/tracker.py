@@ -34,7 +34,14 @@ from autotune.worker.trace.kernel_costs import (
     shape_of,
     tensor_bytes,
 )
-from autotune.worker.trace.kernels import ORDERS, Buffer, HiddenBuffers, KernelCost, TrackedKernel
+from autotune.worker.trace.kernels import (
+    ORDERS,
+    Buffer,
+    HiddenBuffers,
+    KernelCost,
+    TrackedKernel,
+    parted,
+)
 from autotune.worker.trace.meta_values import (
     FAULTS,
     QUESTIONS,
@@ -339,6 +346,7 @@ class Tracker(TorchDispatchMode):
         if self._at_launch is not None:
             self._at_launch(self, func, args)
         if cost is not None:
+            self.record_buffers(cost.brief)
             self._free([*inside, *self._allocated(cost.then)])
             self.recording.kernels += cost.launches(
                 _in_recomputation(), self.is_repeated, self.pieces
@@ -384,11 +392,7 @@ class Tracker(TorchDispatchMode):
                     shape=(),
                 ),
             )
-        return KernelCost(
-            (*before, kernel),
-            first=tuple(buffer for buffer in buffers if buffer.comes_first),
-            then=tuple(buffer for buffer in buffers if not buffer.comes_first),
-        )
+        return KernelCost((*before, kernel), *parted(buffers))
 
     def record_kernel(
         self,
