@@ -16,6 +16,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import read_extra_arguments
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
+from autotune.space.trainers import TASK_NAMES
 
 filename = "train_config.yaml"
 
@@ -41,6 +42,10 @@ class SavedRun:
     config: TrainConfig
     extra_arguments: str = "{}"
     """TrainingArguments that no setting decides, as Workload has them."""
+    model: str | None = None
+    """Model that the file was written for."""
+    task: str | None = None
+    """Task that it was written for."""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
@@ -66,7 +71,7 @@ def read_train_config(path: Path) -> SavedRun:
 
 
 def from_yaml(text: str, *, source: str = filename) -> SavedRun:
-    """Read what `write` has written. The workload in it is for people and not read.
+    """Read what `write` has written. Its workload is for people: of that, model and task are read alone.
 
     Raises ConfigError, which names every problem: broken YAML, Python tags, unknown or missing
     keys, wrong types, unknown values, a newer version. `source` names the file in messages.
@@ -93,6 +98,18 @@ def from_yaml(text: str, *, source: str = filename) -> SavedRun:
             f"{source} has version {version}", why="A newer autotune wrote it", remedy="Update"
         )
     problems = [*_unknown(content, _KEYS, ""), *_problems(content["config"])]
+    workload = content.get("workload") or {}
+    model, task = (
+        (workload.get("model"), workload.get("task"))
+        if isinstance(workload, dict)
+        else (None, None)
+    )
+    if model is not None and not isinstance(model, str):
+        problems.append(f"workload.model is of type {type(model).__name__} and should be str")
+    if task is not None and task not in TASK_NAMES:
+        problems.append(
+            f"workload.task is {str(task)[:80]!r}. {nearest(str(task)[:80], TASK_NAMES)}"
+        )
     extra_arguments = "{}"
     try:
         extra_arguments = read_extra_arguments(content.get("extra_arguments", {}))
@@ -103,7 +120,7 @@ def from_yaml(text: str, *, source: str = filename) -> SavedRun:
     if problems:
         raise ConfigError(f"{source} cannot be used", why="; ".join(problems))
     config = TrainConfig(**content["config"])
-    return SavedRun(config=config, extra_arguments=extra_arguments)
+    return SavedRun(config=config, extra_arguments=extra_arguments, model=model, task=task)
 
 
 def _problems(values: dict[Any, Any]) -> list[str]:

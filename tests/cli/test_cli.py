@@ -628,6 +628,11 @@ def test_a_base_lends_what_was_not_typed(
     assert asked[0]["base"].sequence_length == 2048
     assert asked[0]["workload"].sequence_length == 2048
     assert asked[0]["workload"].effective_batch_size == 16
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("task: causal-lm", "task: masked-lm"), encoding="utf-8")
+    assert main("find", "--gpu-mem", "12GB", "--base", str(path)).code == 0
+    assert asked[1]["workload"].model == answers.WORKLOAD.model
+    assert asked[1]["workload"].task == "masked-lm"
 
 
 def test_what_the_base_sets_beside_goes_through(
@@ -719,7 +724,10 @@ def test_a_model_is_needed_where_no_file_names_one(
     main: Main, asked: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     assert "There is no model" in main("find", "--gpu-mem", "12GB").err
-    ran = main("find", "--gpu-mem", "12GB", "--base", str(base_file(tmp_path)))
+    path = base_file(tmp_path)
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace(f"  model: {answers.WORKLOAD.model}\n", ""), encoding="utf-8")
+    ran = main("find", "--gpu-mem", "12GB", "--base", str(path))
     assert ran.code == 2
     assert "base.yaml names none. Give --model" in ran.err
     assert asked == []

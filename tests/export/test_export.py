@@ -607,6 +607,14 @@ def edited(**changes: Any) -> str:
         (edited(activation_checkpointing=True), ["activation_checkpointing is of type bool"]),
         (edited(lora_rank=1.5), ["lora_rank is of type float and should be int or None"]),
         (edited(precision="x", attention="y"), ["config.precision", "config.attention"]),
+        (
+            edited().replace("task: causal-lm", "task: causal") + "extra: 1\n",
+            ["workload.task is 'causal'", '"causal-lm"', "extra is unknown"],
+        ),
+        (
+            edited().replace(f"model: {WORKLOAD.model}", "model: 7"),
+            ["workload.model is of type int and should be str"],
+        ),
     ],
 )
 def test_a_bad_file_is_explained(text: str, parts: list[str]) -> None:

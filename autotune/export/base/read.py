@@ -93,6 +93,8 @@ def read_base(
             path=path,
             config=ours.config,
             extra_arguments=ours.extra_arguments,
+            model=ours.model,
+            task=ours.task,
         )
     named = model or _model_of(target, content)
     content, chosen = with_default_targets(target, content, named)
@@ -130,8 +132,8 @@ def read_base(
         path=path,
         config=config,
         extra_arguments=extra_arguments,
-        model=_model_of(target, content),
-        task=opened.task,
+        model=_model_of(target, content) or (None if ours is None else ours.model),
+        task=opened.task or (None if ours is None else ours.task),
         notes=(
             *opened.notes,
             *chosen,
