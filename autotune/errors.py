@@ -15,6 +15,7 @@ AutotuneError as such; out of memory is an outcome, not an error.
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable
 
 EXIT_INTERRUPTED = 130
@@ -103,5 +104,9 @@ def _cut(name: str) -> str:
 
 
 def first_line(error: BaseException, most: int = 300) -> str:
-    """Return the start of what another library's error says; its class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:most]
+    """Return the start of what another library's error says; its class where it says nothing.
+
+    Where more than `most` characters are cut off, the last word is whole, and dots follow.
+    """
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return textwrap.shorten(line, most, placeholder=" ...") if len(line) > most else line

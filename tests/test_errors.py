@@ -78,3 +78,9 @@ def test_names_that_are_too_long_to_be_shown_are_cut() -> None:
 
 def test_nearest_of_nothing_is_empty() -> None:
     assert nearest("a", []) == ""
+
+
+def test_what_a_library_says_is_cut_between_words() -> None:
+    error = OSError("Can't load the processor of a model.\nDetails")
+    assert errors.first_line(error) == "Can't load the processor of a model."
+    assert errors.first_line(error, 24) == "Can't load the ..."

@@ -195,6 +195,8 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
         remedy = "Give --attention eager"
     elif all(PARALLELISMS[spec.parallelism].splits_sequences for spec in specs):
         remedy = "Take another way to share (--parallelism fsdp2), or another precision"
+    elif all(PARALLELISMS[spec.parallelism].splits for spec in specs):
+        remedy = "Take another way to share (--parallelism fsdp2), or another --num-gpus"
     elif any(spec.lora_targets not in (None, "all-linear", "attention") for spec in specs):
         remedy = "Name modules that it has with --targets, or another model or method"
     why = reason[:1].upper() + reason[1:]

@@ -14,8 +14,10 @@ from typing import Any
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.common.units import format_count
 from autotune.records.estimate import Estimate
+from autotune.space.adapters import ADAPTERS
+from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
-from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
+from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.space.trainers import TRAINERS
 
 
@@ -113,6 +115,13 @@ def _same(state_bytes: int, textbook_bytes: int) -> bool:
     return abs(state_bytes - textbook_bytes) <= max(0.002 * textbook_bytes, 4096)
 
 
+def _trains_float32(config: TrainConfig) -> bool:
+    """Whether what trains is in float32, as PEFT makes adapters."""
+    is_cast = config.method != "full" and ADAPTERS[config.method].is_float32
+    beside = dtype_beside(config.precision, config.quantization, config.quantization_storage)
+    return (is_cast and not config.adapter_in_base_dtype) or beside == "float32"
+
+
 def _why_shared(estimate: Estimate, textbook_bytes: int, state_bytes: int) -> str:
     """The effect of several GPUs on a state, in words; empty where it is one GPU's, or whole on each."""
     if estimate.per_gpu is None or _same(state_bytes, textbook_bytes):
@@ -159,7 +168,7 @@ def _why_optimizer(estimate: Estimate, textbook_bytes: int) -> str:
         return ""
     if shared := _why_shared(estimate, textbook_bytes, state.optimizer_state_bytes):
         return shared
-    if row.state_note:
+    if row.state_note and not (row.note_of_16_bits and _trains_float32(estimate.config)):
         return row.state_note
     if estimate.config.method != "full" or row.state_format == "32bit":
         return "float32 moments"

@@ -101,7 +101,10 @@ def _lengths_of(
     if texts is None:
         return None
     if "unread" in texts:
-        note(f"Its texts are not measured ({texts['unread']}): --seq-len says how long samples are")
+        note(
+            f"Its texts are not measured: {texts['unread'].rstrip(' .')}. --seq-len says how long samples "
+            "are; --tokenizer names a folder that has the model's processor"
+        )
         return None
     return Lengths.of(
         dict(texts["counts"]), limit, num_samples=texts["num_samples"], longest=texts["longest"]

@@ -65,6 +65,8 @@ class Optimizer:
     """TrainingArguments that belong to it."""
     state_note: str = ""
     """Reason why its state is not what the textbook counts, where that is not the dtype alone."""
+    note_of_16_bits: bool = False
+    """Whether the reason holds for 16-bit weights alone."""
     summary: str
     source: str
 
@@ -462,6 +464,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
             algorithm=StableAdamW(),
             steps_alone=False,
             state_note="the rounding error of 16-bit weights is kept too",
+            note_of_16_bits=True,
             summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",
             source="torch-optimi 0.3 optimi/stableadamw.py, transformers 5.23 trainer_optimizer.py",
         ),

@@ -306,8 +306,11 @@ def test_a_model_that_cannot_be_split_is_refused(
     if targets is not None:
         config = dataclasses.replace(config, method="lora", lora_rank=3, lora_targets=targets)
     source = dataclasses.replace(SOURCE, config=model)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as caught:
         trace_all(source, "causal-lm", 8, GPU, [TraceSpec.of(config)], num_gpus=num_gpus)
+    assert caught.value.remedy == (
+        "Take another way to share (--parallelism fsdp2), or another --num-gpus"
+    )
 
 
 def test_peft_still_cannot_adapt_what_is_split_by_rows(

@@ -792,6 +792,7 @@ def test_the_textbook_sum_of_an_adapter_on_4_bits() -> None:
         ("galore_adamw", 2, "rank 128", "at the peak"),
         ("grokadamw", 3, "in host memory", "at the peak"),
         ("adalomo", 0, "rows and columns", "used up in the backward pass"),
+        ("stable_adamw", 2, "rounding error of 16-bit weights", "at the peak"),
     ],
 )
 def test_the_textbook_knows_every_optimizer(
@@ -804,6 +805,12 @@ def test_the_textbook_knows_every_optimizer(
     state = dataclasses.replace(answers.estimate().state, gradients_bytes=3_000_000_000)
     lines = {line.name: line for line in explain(answers.estimate(config, state=state))}
     assert why_gradients in lines["gradients"].why
+
+
+def test_the_textbook_names_no_16_bit_weights_where_none_train() -> None:
+    config = dataclasses.replace(answers.ADAPTER, optimizer="stable_adamw")
+    lines = {line.name: line for line in explain(answers.estimate(config))}
+    assert lines["optimizer"].why == "float32 moments"
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ def test_a_dataset_is_looked_at_and_what_it_is_like_is_said(
     monkeypatch.setitem(ANSWER, "texts", {"unread": "no tokenizer"})
     _, unread = read_pictures(Question(dataset="x"), source, TASK, 165, note=said.append)
     assert unread is None
-    assert "texts are not measured (no tokenizer)" in said[-1]
+    assert "texts are not measured: no tokenizer. --seq-len" in said[-1]
 
 
 def test_a_dataset_that_cannot_be_used_is_refused_with_a_remedy(
