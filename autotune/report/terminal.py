@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH_COLUMNS = 100
 """Width of output that goes to no terminal: rich's own 80 would break lines that a log has room for."""
-LIST_COLUMNS = 8
-"""Fewest columns of a terminal per column of a list: with fewer, words are spelt downwards."""
+NARROW_COLUMNS = 60
+"""Fewest columns of a terminal for a table that breaks words: with fewer, each row is a list. [judgement]"""
 
 _LABEL_WIDTH = 9
 _PROGRAMS = ("train.py", *{f"train_{row.command}.py" for row in BY_TASK.values()}, "train_sft.py")
@@ -320,7 +320,7 @@ def draw_explanation(lines: Sequence[SumLine], file: TextIO) -> None:
         cells = ("" if figure is None else f"{figure / unit_bytes:.3f}" for figure in figures)
         _add_row(table, [line.name, line.formula, *cells, line.why], bold=line.name == "total")
     console.print()
-    console.print(table)
+    _print_table(console, table)
 
 
 def draw_gpus(here: Sequence[Gpu], known: Sequence[Gpu], file: TextIO) -> None:
@@ -365,10 +365,8 @@ def draw_table(
     if is_list:
         if not (file.isatty() or os.environ.get("COLUMNS")):
             console.width = sum(widths) + 2 * len(widths)
-        # Rather lines which the terminal breaks.
-        console.width = max(console.width, LIST_COLUMNS * len(widths))
         table.columns[0].no_wrap = widths[0] <= console.width // 2
-    console.print(table)
+    _print_table(console, table)
 
 
 def console_on(file: TextIO) -> Console:
@@ -392,6 +390,37 @@ def _table(*headers: str) -> Table:
             overflow="fold",
         )
     return table
+
+
+def _print_table(console: Console, table: Table) -> None:
+    """Print a table; on a narrow terminal that would break its words, a line per cell."""
+    from rich.table import Table
+
+    if console.width >= NARROW_COLUMNS or _num_columns(table) <= console.width:
+        console.print(table)
+        return
+    for number, row in enumerate(zip(*(column.cells for column in table.columns), strict=True)):
+        cells = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        cells.add_column(style="dim", no_wrap=True)
+        cells.add_column(overflow="fold")
+        for column, cell in zip(table.columns, row, strict=True):
+            if str(cell):
+                cells.add_row(column.header, cell)
+        if number:
+            console.print()
+        console.print(cells)
+
+
+def _num_columns(table: Table) -> int:
+    """The columns of the terminal that a table needs for its words to stay whole."""
+    from rich.cells import cell_len
+
+    widest = 0
+    for column in table.columns:
+        texts = [str(cell) for cell in (column.header, *column.cells)]
+        parts = texts if column.no_wrap else [word for text in texts for word in text.split()]
+        widest += max(map(cell_len, parts), default=0) + 2
+    return widest
 
 
 def _add_row(table: Table, cells: Iterable[str], *, bold: bool = False) -> None:
@@ -458,6 +487,6 @@ def _print_classes(console: Console, answer: Answer) -> None:
                 "" if estimate.config == answer.best.config else words.gain(estimate, answer.best),
             ]
         _add_row(table, [name, words.class_entry(name, estimate, answer), *figures])
-    console.print(table)
+    _print_table(console, table)
     meanings = (f"{name}: {meaning}" for name, meaning, _ in rows)
     console.print("; ".join(meanings), style="dim")
