@@ -145,6 +145,7 @@ def resolve(
         )
     length = _possible_length(source, length, note)
     _note_untrained_positions(source, length, note)
+    _note_unpacked(source, note)
     source = budget.for_task(source, task)
     budget.check_length(task, length)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
@@ -259,6 +260,7 @@ def resolve_configuration(
     source = budget.for_task(source, task)
     budget.check_length(task, length)
     _note_untrained_positions(source, length, note)
+    _note_unpacked(source, note)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
     data = None
     if lengths is not None:
@@ -357,6 +359,15 @@ def _note_float16(source: ModelSource, card: Gpu, note: Callable[[str], None]) -
         note(
             f"{card.name} has no bfloat16 (it came with compute capability 8.0): float16 with loss scaling "
             "is searched instead."
+        )
+
+
+def _note_unpacked(source: ModelSource, note: Callable[[str], None]) -> None:
+    """Say that a quantised checkpoint trains in 16 bits: it takes several times the memory of its files."""
+    if source.checkpoint is not None and source.checkpoint.unpacked_by is not None:
+        note(
+            f"The checkpoint of {source.short_name} is quantised, and is unpacked into 16 bits as it is "
+            f"loaded ({source.checkpoint.unpacked_by}): its weights take more memory than its files."
         )
 
 

@@ -120,6 +120,8 @@ def test_a_study_is_named_by_the_methods_that_were_asked_for(
 ) -> None:
     """Its checkpoint is quantised already: qlora is left out by itself."""
     question = Question(model="openai/gpt-oss-20b", gpu_mem="80GB", methods=methods)
-    problem = resolve(question)
+    notes: list[str] = []
+    problem = resolve(question, note=notes.append)
+    assert "is unpacked into 16 bits as it is loaded (Mxfp4Config)" in notes[0]
     assert "qlora" not in problem.workload.methods
     assert problem.study == study
