@@ -144,7 +144,6 @@ def resolve(
             remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
         )
     length = _possible_length(source, length, note)
-    _note_untrained_positions(source, length, note)
     _note_unpacked(source, note)
     source = budget.for_task(source, task)
     budget.check_length(task, length)
@@ -159,6 +158,7 @@ def resolve(
         packs = may_pack(changing.space, task)
         packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
+    _note_untrained_positions(source, length, note)
     if base is not None and lengths is not None:
         base = dataclasses.replace(base, sequence_length=length)
     if run is not None and base is not None:
@@ -259,7 +259,6 @@ def resolve_configuration(
     length = budget.possible_length(source, asked, is_given=question.seq_len is not None)
     source = budget.for_task(source, task)
     budget.check_length(task, length)
-    _note_untrained_positions(source, length, note)
     _note_unpacked(source, note)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
     data = None
@@ -272,6 +271,7 @@ def resolve_configuration(
         packs = given.get("batching", usual_batching(task)) == "packed"
         packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
+    _note_untrained_positions(source, length, note)
     parallelism = PARALLELISMS[given.get("parallelism", "none" if num_gpus == 1 else "ddp")]
     least = TRAINERS[trainers_of(task)[0]].least_micro_batch
     workload = Workload(

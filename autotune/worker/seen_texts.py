@@ -75,7 +75,9 @@ def _texts_of(row: Mapping[str, Any], num_images: int, processor: Any) -> list[s
     if "messages" in row:
         messages = prepare_multimodal_messages(row["messages"], images=blanks)
         return [processor.apply_chat_template(messages, tokenize=False)]
-    pair = {name: row[name] for name in ("prompt", "completion")}
+    pair = {name: row[name] for name in ("prompt", "completion") if row.get(name) is not None}
+    if len(pair) < 2:
+        raise ValueError(f"it has {', '.join(row)} alone")
     if is_conversational(pair):
         pair["prompt"] = prepare_multimodal_messages(pair["prompt"], images=blanks)
         pair["completion"] = prepare_multimodal_messages(pair["completion"])

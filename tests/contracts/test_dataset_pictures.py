@@ -162,3 +162,6 @@ def test_samples_have_the_tokens_that_their_processor_makes(
     )
     # All of them stand for what is seen, whatever lies between two pictures.
     assert len(pictures.places_of(config, sees)) == pictures.num_features(config, sees)
+    lines(tmp_path / "seen.jsonl", [{"images": rows[0]["images"], "conversations": []}])
+    with pytest.raises(UnusableData, match="sample 1 cannot be read: it has images, conversations"):
+        look_at(str(tmp_path / "seen.jsonl"), seeing.CONFIGS[family], {}, "model")

@@ -13,8 +13,11 @@ import pytest
 from autotune.errors import ConfigError
 from autotune.records.question import Question
 from autotune.search import find as find_module
+from autotune.search import resolve as resolve_module
 from autotune.search.listener import SILENT
 from autotune.search.resolve import resolve, resolve_configuration
+from autotune.space.dataset import Dataset
+from autotune.space.lengths import Lengths
 
 QUESTION = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", gpu_mem="12GB", accumulation=4)
 
@@ -109,6 +112,21 @@ def test_a_context_beyond_the_models_own_is_warned_of(length: int, is_told: bool
         notes: list[str] = []
         ask(asked, note=notes.append)
         assert any("32,768 positions" in note for note in notes) == is_told
+
+
+@pytest.mark.parametrize("ask", [resolve, resolve_configuration])
+def test_a_context_that_no_sample_of_a_dataset_fills_is_not_warned_of(
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Dataset(name="a.txt", format="text", loss_on="all", text_field="text", tokenizer="mine")
+    lengths = Lengths.of({900: 3}, 40_000, num_samples=3, longest=900)
+    monkeypatch.setattr(resolve_module, "read_dataset", lambda *_, **__: (data, lengths))
+    settings = {} if ask is resolve else {"batching": "padded"}
+    asked = dataclasses.replace(QUESTION, seq_len=40_000, dataset="a.txt", settings=settings)
+    notes: list[str] = []
+    monkeypatch.setattr(resolve_module, "may_pack", lambda *_: False)
+    assert ask(asked, note=notes.append).workload.sequence_length == 900
+    assert notes == ["no sample has more than 900 tokens: that is the sequence length."]
 
 
 @pytest.mark.parametrize(
