@@ -16,7 +16,8 @@ Known limitations
   such plan with Liger's kernels, nor where hardly two layers are alike.
 - With adapters the model's first layer keeps less than the others, since its input needs no gradient: to
   leave it out of the lean ones would need a little less.
-- Two stacks, an encoder and a decoder, have no plan.
+- Of an encoder and a decoder as many layers are lean, the first of each; where they have unlike numbers of
+  layers there is no plan.
 """
 
 from __future__ import annotations

@@ -149,13 +149,35 @@ def test_a_number_of_layers_that_the_model_lacks_is_refused(count: int) -> None:
     assert runs_again(model, "llama") == {}
 
 
-def test_layers_in_two_stacks_are_refused() -> None:
+@pytest.mark.parametrize("num_decoder_layers", [3, 2])
+def test_the_first_layers_of_an_encoder_and_of_a_decoder_are_lean(num_decoder_layers: int) -> None:
+    torch.manual_seed(0)
     config = transformers.T5Config(
-        vocab_size=97, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4
+        vocab_size=97,
+        d_model=64,
+        d_kv=16,
+        d_ff=128,
+        num_layers=3,
+        num_decoder_layers=num_decoder_layers,
+        num_heads=4,
+        dropout_rate=0.1,
+        decoder_start_token_id=0,
     )
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config)
-    with pytest.raises(ValueError, match="4 layers that can be checkpointed, of 2"):
-        planned(model, "products", 2)
+    plain = transformers.AutoModelForSeq2SeqLM.from_config(config).train()
+    model = copy.deepcopy(plain)
+    if num_decoder_layers == 2:
+        with pytest.raises(ValueError, match="5 layers that can be checkpointed, of 3 each in"):
+            planned(model, "recompute", 2)
+        return
+    planned(model, "recompute", 2)
+    for stack in model.encoder.block, model.decoder.block:
+        assert ["forward" in vars(layer) for layer in stack] == [True, True, False]
+    assert torch.equal(loss_of(plain), loss_of(model))
+    for each in plain, model:
+        loss_of(each).backward()
+    others = dict(model.named_parameters())
+    for of, parameter in plain.named_parameters():
+        torch.testing.assert_close(others[of].grad, parameter.grad, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -268,19 +268,33 @@ PLANNED = {
     "gpt_neox": SPECS["lora"],
     "bert": SPECS["lora"],
     "phi3": SPECS["qlora"],
+    "t5, two stacks": SPECS["lora"],
 }
 
 
-@pytest.mark.parametrize("plan", CHECKPOINT_PLANS)
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        (name, plan)
+        for name in PLANNED
+        for plan in CHECKPOINT_PLANS
+        # Two stacks are slow to trace whole: the plan that has both ways to keep less.
+        if "stacks" not in name or plan == "recompute-products"
+    ],
+)
 def test_one_trace_of_a_plan_stands_for_any_number_of_lean_layers(name: str, plan: str) -> None:
     period = 2 if "alternating" in name else 1
-    # Three periods of each kind are traced: these leave none, one or two of a kind to be made.
-    architecture = dataclasses.replace(ARCHITECTURES[name], num_layers=8 * period)
+    # Three periods of each kind are traced: these leave none, one or two of a kind to be made. Of two stacks,
+    # whose first layers make what the others share, it is one more and four of each.
+    first, periods = (1, 4) if "stacks" in name else (0, 3)
+    least = first + periods * period
+    architecture = dataclasses.replace(
+        ARCHITECTURES[name], num_layers=least + (periods + 2) * period
+    )
     spec = dataclasses.replace(PLANNED[name], activation_checkpointing=1, checkpoint_plan=plan)
     few = Trace(traced(architecture, spec))
-    assert few.lean_layers == range(3 * period, 5 * period + 1, period)
-    assert_tells_of(few, architecture, spec, (3 * period, 4 * period, 5 * period))
+    assert few.lean_layers == range(least, least + 2 * period + 1, period)
+    assert_tells_of(few, architecture, spec, (least, least + period, least + 2 * period))
 
 
 @pytest.mark.parametrize(

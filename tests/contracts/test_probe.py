@@ -605,19 +605,29 @@ def test_a_plan_of_checkpointing_that_is_another(
     assert part in measured.message
 
 
-def test_a_plan_of_checkpointing_is_for_one_stack_of_layers() -> None:
+@pytest.mark.parametrize("num_decoder_layers", [4, 2])
+def test_a_plan_of_checkpointing_is_for_two_stacks_of_as_many_layers(
+    num_decoder_layers: int,
+) -> None:
     two_stacks = {
         "model_type": "t5",
         "d_model": 64,
         "d_kv": 16,
         "d_ff": 128,
-        "num_layers": 2,
+        "num_layers": 4,
+        "num_decoder_layers": num_decoder_layers,
         "num_heads": 4,
         "decoder_start_token_id": 0,
     }
-    measured = run(PLANS["products"], {**WIDE, **two_stacks}, task="seq2seq-lm")
-    assert measured.outcome == "invalid"
-    assert "6 layers that can be checkpointed, of 4" in measured.message
+    measured = run(PLANS["recompute-products"], {**WIDE, **two_stacks}, task="seq2seq-lm")
+    if num_decoder_layers == 4:
+        assert measured.outcome == "ok", measured.message
+    else:
+        assert measured.outcome == "invalid"
+        assert (
+            "6 layers that can be checkpointed, of 4 each in an encoder and a decoder"
+            in measured.message
+        )
 
 
 @pytest.mark.parametrize("how", ["1", "2", "plan"])

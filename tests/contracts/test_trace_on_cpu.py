@@ -89,6 +89,11 @@ CASES = {
     "gpt2 mixed": dataclasses.replace(GPT2, precision="bf16-mixed"),
     "t5": T5,
     "t5 mixed": dataclasses.replace(T5, precision="bf16-mixed"),
+    "t5 plan": dataclasses.replace(
+        T5,
+        checkpointing=1,
+        settings={"checkpoint_plan": "recompute-products", "checkpoint_layers": 2},
+    ),
     "llama expanded heads": dataclasses.replace(LLAMA, precision="fp32", attention="sdpa_expanded"),
     "llama plan": dataclasses.replace(
         LLAMA,

@@ -249,7 +249,6 @@ BREAKERS = {
         ADA,
     ),
     "plan-without-offloading": (dataclasses.replace(PLAN, activation_offloading=True), ADA),
-    "plan-needs-one-stack": (PLAN, dataclasses.replace(ADA, task="seq2seq-lm")),
     "plan-runs-eagerly-on-one-gpu": (dataclasses.replace(PLAN, torch_compile="default"), ADA),
     "bf16-needs-ampere": (FULL, TURING),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),

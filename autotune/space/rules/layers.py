@@ -42,13 +42,6 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.has_plan and c.activation_offloading,
     ),
     Rule(
-        name="plan-needs-one-stack",
-        reason="the layers of an encoder and of a decoder are not in one row",
-        breaks=lambda c, context: (
-            c.has_plan and context.task_row is not None and context.task_row.has_two_stacks
-        ),
-    ),
-    Rule(
         name="plan-runs-eagerly-on-one-gpu",
         reason="a plan of checkpointing is not modelled on several GPUs, nor compiled",
         breaks=lambda c, _: c.has_plan and (c.parallelism != "none" or c.is_compiled),

@@ -18,8 +18,9 @@ from typing import Any
 def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str) -> Any:
     """Let the first `count` layers keep `first_keep` for the backward pass, the others `others_keep`.
 
-    Either is `inputs`, `products` or `all`. Return a function that undoes it. Raises ValueError for a model
-    whose layers are not in one stack, or are fewer.
+    Either is `inputs`, `products` or `all`. Of an encoder and a decoder it is the first of both. Return a
+    function that undoes it. Raises ValueError for a model whose layers are not in one stack, or in two of as
+    many, or are fewer.
     """
     import functools
 
@@ -31,16 +32,21 @@ def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str)
     # Beside layers that read text, some models have others for pictures.
     text = inner if config is inner.config else inner.get_decoder()
     layers = [m for m in text.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if len(layers) != config.num_hidden_layers or not 0 < count <= len(layers):
+    length = config.num_hidden_layers
+    # An encoder's layers come first, then a decoder's: the plan is for those of either.
+    if len(layers) not in (length, 2 * length if config.is_encoder_decoder else length) or not (
+        0 < count <= length
+    ):
         raise ValueError(
-            f"{type(inner).__name__} has {len(layers)} layers that can be checkpointed, of "
-            f"{config.num_hidden_layers}, and the plan is for {count} of them"
+            f"{type(inner).__name__} has {len(layers)} layers that can be checkpointed, of {length}"
+            f"{' each in an encoder and a decoder' if config.is_encoder_decoder else ''}, and the plan "
+            f"is for {count} of them"
         )
     # What is computed again would be cached again. Trainer sees to it, but not within a model for pictures.
     config.use_cache = False
     changed = []
     for number, layer in enumerate(layers):
-        keeps = first_keep if number < count else others_keep
+        keeps = first_keep if number % length < count else others_keep
         if keeps == "all":
             continue
         options: dict[str, Any] = {"use_reentrant": False}

@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.space.adapters import ADAPTERS, peft_fields
@@ -149,6 +150,10 @@ class FirstStep:
     def __init__(self, model: Any, device_type: str) -> None:
         self._modules = list(model.modules())
         self._layers = [m for m in self._modules if isinstance(m, GradientCheckpointingLayer)]
+        configs = (m.config for m in self._modules if isinstance(m, PreTrainedModel))
+        self._length_of_stack: int | None = next(
+            (config.num_hidden_layers for config in configs if config.is_encoder_decoder), None
+        )
         self._ran: set[int] = set()
         """Numbers of the layers that ran; those that see images do not in a step on text."""
         self._recomputed: set[int] = set()
@@ -238,8 +243,12 @@ class FirstStep:
     def _check_plan(self, config: TrainConfig) -> list[str]:
         """Check which layers were computed again, and what each is told to keep."""
         plan = CHECKPOINT_PLANS[config.checkpoint_plan]
+        # Of an encoder and a decoder it is for the first layers of both.
+        length = self._length_of_stack or len(self._layers)
         kept = {
-            number: plan.first_keep if place < config.checkpoint_layers else plan.others_keep
+            number: plan.first_keep
+            if place % length < config.checkpoint_layers
+            else plan.others_keep
             for place, number in enumerate(sorted(self._ran))
         }
         wanted = {number for number, keeps in kept.items() if keeps != "all"}
