@@ -83,6 +83,13 @@ UPDATING = dataclasses.replace(FULL, update_in_backward=True, gradient_accumulat
 FP8 = dataclasses.replace(FULL, precision="fp8-mixed", gradient_accumulation_steps=1)
 
 SFT = dataclasses.replace(FULL, trainer="trl-sft", activation_checkpointing=1)
+LORA_PLANNED = dataclasses.replace(
+    LORA,
+    activation_checkpointing=1,
+    activation_offloading=False,
+    checkpoint_plan="recompute-products",
+    checkpoint_layers=2,
+)
 PLANNED = dataclasses.replace(SFT, checkpoint_plan="recompute", checkpoint_layers=3)
 TOO_MANY = dataclasses.replace(PLANNED, trainer="transformers", checkpoint_layers=NUM_LAYERS + 1)
 ADAPTED = dataclasses.replace(LORA, lora_rank=None, lora_targets=None, activation_checkpointing=0)
@@ -159,7 +166,7 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
         [],
     ),
     "classes": ("bert", "sequence-classification", LORA, []),
-    "seq2seq": ("t5", "seq2seq-lm", LORA, []),
+    "seq2seq": ("t5", "seq2seq-lm", LORA_PLANNED, []),
     **{name: ("llama", "causal-lm", config, []) for name, config in ADAPTERS.items()},
 }
 

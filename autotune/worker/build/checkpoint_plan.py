@@ -25,6 +25,7 @@ def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str)
     import functools
 
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    from transformers import PreTrainedModel
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -42,8 +43,11 @@ def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str)
             f"{' each in an encoder and a decoder' if config.is_encoder_decoder else ''}, and the plan "
             f"is for {count} of them"
         )
-    # What is computed again would be cached again. Trainer sees to it, but not within a model for pictures.
-    config.use_cache = False
+    # What is computed again would be cached again. Trainer sees to it, but not within a model for pictures, nor
+    # in a decoder that has a configuration of its own.
+    for part in inner.modules():
+        if isinstance(part, PreTrainedModel):
+            part.config.get_text_config().use_cache = False
     changed = []
     for number, layer in enumerate(layers):
         keeps = first_keep if number % length < count else others_keep
