@@ -43,8 +43,8 @@ def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str)
             f"{' each in an encoder and a decoder' if config.is_encoder_decoder else ''}, and the plan "
             f"is for {count} of them"
         )
-    # What is computed again would be cached again. Trainer sees to it, but not within a model for pictures, nor
-    # in a decoder that has a configuration of its own.
+    # What is computed again would be cached again. Trainer sees to it, but not within a model for pictures,
+    # nor in a decoder that has a configuration of its own.
     for part in inner.modules():
         if isinstance(part, PreTrainedModel):
             part.config.get_text_config().use_cache = False
