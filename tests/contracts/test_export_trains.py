@@ -554,6 +554,27 @@ def test_a_checkpoint_that_is_quantised_already_is_unpacked(
         torch.testing.assert_close(weight.float(), original[name], rtol=0.1, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("ViTImageProcessorPil", {"size": {"height": 64, "width": 64}}),
+        ("ConvNextImageProcessorPil", {"size": {"shortest_edge": 64}}),
+        ("BitImageProcessorPil", {"size": {"shortest_edge": 64}}),
+        ("PoolFormerImageProcessorPil", {}),
+    ],
+)
+def test_a_picture_has_the_size_of_the_recipe(runs: Path, kind: str, settings: Any) -> None:
+    import transformers
+    from PIL import Image
+
+    program = runpy.run_path(str(runs / "full" / "train.py"), run_name="imported")
+    processor = getattr(transformers, kind)(**settings)
+    made = processor(
+        Image.new("RGB", (70, 90)), return_tensors="pt", **program["sizes_of"](processor, 32, 32)
+    )
+    assert made["pixel_values"].shape == (1, 3, 32, 32)
+
+
 @pytest.mark.parametrize("loss_on", ["answers", "all"])
 def test_another_dataset_than_the_recipes_is_recognised_anew(tmp_path: Path, loss_on: str) -> None:
     known = Dataset(
