@@ -403,7 +403,10 @@ TINY = str(Path(__file__).parents[1] / "examples" / "tiny-llama.json")
 def test_an_estimate_is_the_commands(tmp_path: Path) -> None:
     arguments = ("--model", TINY, "--gpu", "rtx-4090", "--seq-len", "64", "--micro-batch", "2")
     told = json.loads(here.command("estimate", *arguments, "--json", cwd=tmp_path).stdout)
-    made = autotune.estimate(TINY, gpu="rtx-4090", seq_len=64, micro_batch_size=2)
+    as_told = {
+        name: told["config"][name] for name in ("micro_batch_size", "activation_checkpointing")
+    }
+    made = autotune.estimate(TINY, gpu="rtx-4090", seq_len=64, **as_told)
     assert made.peak_device_bytes == told["peak_device_bytes"]
     assert made.tokens_per_second == told["tokens_per_second"]
     assert made.config.to_dict() == told["config"]

@@ -52,7 +52,9 @@ def _of_section(before: MethodSpace, after: MethodSpace) -> Iterator[str]:
         old, new = before.domains.get(name), after.domains.get(name)
         if old != new:
             shown = [
-                "by default" if values is None else ", ".join(map(knob.words, values))
+                "by default"
+                if values is None
+                else ", ".join("none" if each is None else knob.words(each) for each in values)
                 for values in (old, new)
             ]
             yield f"{before.method}: {name} {shown[0]} -> {shown[1]}"

@@ -88,7 +88,12 @@ def flag(value: object) -> bool:
 
 
 def checkpointing(value: object) -> int:
-    """Interval of layers that are checkpointed. none: 0; full: 1; every-N: N; solve: SOLVE."""
+    """Interval of layers that are checkpointed. none: 0; full: 1; every-N: N; solve: SOLVE.
+
+    A whole number is that interval, as TrainConfig has it.
+    """
+    if type(value) is int and 0 <= value < 10**6:
+        return value
     if value == "solve":
         return SOLVE
     if value in ("none", "full"):

@@ -22,6 +22,14 @@ def test_what_is_different_is_kept_in_words_and_in_order() -> None:
     ]
 
 
+def test_a_setting_that_was_not_there_is_called_none() -> None:
+    changing = Changing(space(full={"num_generations": (None,), "kl_beta": (None,)}))
+    changing.to(space(full={"num_generations": (8,), "kl_beta": (0.05,)}), "grpo")
+    assert list(map(str, changing.changes)) == [
+        "grpo: full: num_generations none -> 8 completions a prompt; full: kl_beta none -> KL 0.05"
+    ]
+
+
 def test_what_changes_nothing_is_no_change() -> None:
     changing = Changing(space(full={}), (SpaceChange(why="before", what=("x",)),))
     changing.to(space(full={}), "nothing")
