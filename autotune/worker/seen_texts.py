@@ -18,6 +18,10 @@ from autotune.export.samples import UnusableData
 Size = tuple[int, int]
 
 
+_REMEDY = "Give `messages`, or `prompt` and `completion`, with a place for each picture"
+_WITHOUT_TEMPLATE = "Give `prompt` and `completion`, texts with a place for each picture: the model has no chat template"
+
+
 def counted(
     samples: Iterable[tuple[Any, list[Size]]],
     tokens_of: Mapping[Size, int],
@@ -48,10 +52,14 @@ def counted(
         except Exception as error:
             raise UnusableData(
                 f"the text of sample {number + 1} cannot be read: {first_line(error, 200)}",
-                "Give `messages`, or `prompt` and `completion`, with a place for each picture",
+                _REMEDY if _has_template(processor) else _WITHOUT_TEMPLATE,
             ) from error
         counts[tokens + sum(tokens_of[size] + (around or 0) for size in sizes)] += 1
     return {"num_samples": num_samples, "counts": sorted(counts.items()), "longest": max(counts)}
+
+
+def _has_template(processor: Any) -> bool:
+    return bool(processor.chat_template or processor.tokenizer.chat_template)
 
 
 def _load(folder: str | None) -> Any:

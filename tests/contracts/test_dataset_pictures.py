@@ -126,6 +126,9 @@ def test_a_dataset_without_pictures_is_refused(rows: Any, said: str, tmp_path: P
         look_at(lines(tmp_path / "seen.jsonl", rows), CONFIG, {})
 
 
+TALK = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+
+
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava"])
 def test_samples_have_the_tokens_that_their_processor_makes(
     family: str,
@@ -165,3 +168,7 @@ def test_samples_have_the_tokens_that_their_processor_makes(
     lines(tmp_path / "seen.jsonl", [{"images": rows[0]["images"], "conversations": []}])
     with pytest.raises(UnusableData, match="sample 1 cannot be read: it has images, conversations"):
         look_at(str(tmp_path / "seen.jsonl"), seeing.CONFIGS[family], {}, "model")
+    lines(tmp_path / "seen.jsonl", [{"images": rows[0]["images"], "messages": TALK}])
+    with pytest.raises(UnusableData, match="sample 1 cannot be read: Cannot use") as caught:
+        look_at(str(tmp_path / "seen.jsonl"), seeing.CONFIGS[family], {}, "model")
+    assert "the model has no chat template" in caught.value.remedy
