@@ -19,7 +19,7 @@ Size = tuple[int, int]
 
 
 _REMEDY = "Give `messages`, or `prompt` and `completion`, with a place for each picture"
-_WITHOUT_TEMPLATE = "Give `prompt` and `completion`, texts with a place for each picture: the model has no chat template"
+_WITHOUT_TEMPLATE = "Give `prompt` and `completion` as texts: the model has no chat template"
 
 
 def counted(
