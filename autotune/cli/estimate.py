@@ -80,6 +80,7 @@ def estimate(
         budget_bytes=budget_bytes,
         file=sys.stdout,
         sees=workload.pictures,
+        teacher=workload.teacher,
     )
     if cache is not None:
         draw_kv_cache(cache, priced, budget_bytes, sys.stdout)

@@ -183,6 +183,7 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
         ),
         click.option("--seq-len", type=LENGTH, default=SEQUENCE_LENGTH, help="Tokens per sample."),
         picture_options,
+        teacher_option,
         dataset_options,
         json_option,
     )
@@ -203,6 +204,17 @@ def picture_options(command: Command) -> Command:
         "--image-size", metavar="WxH", help="Size of each picture in pixels: 1024x768."
     )
     return images(size(command))
+
+
+def teacher_option(command: Command) -> Command:
+    """Return the option that names a teacher."""
+    return click.option(
+        "--teacher",
+        metavar="NAME",
+        shell_complete=completion.models,
+        help="Model whose next words --model learns (--task distillation), named as --model is; of the same "
+        "vocabulary.",
+    )(command)
 
 
 def dataset_options(command: Command) -> Command:

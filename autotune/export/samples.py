@@ -65,6 +65,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "kto": ("unpaired", "preferences"),
     "grpo": ("prompts",),
     "rloo": ("prompts",),
+    "distillation": ("prompts",),
     "sentence-similarity": ("triplets", "rated-pairs", "pairs"),
     "sentence-triplets": ("triplets",),
     "sentence-ratings": ("rated-pairs",),

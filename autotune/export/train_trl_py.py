@@ -64,6 +64,8 @@ def function_of(name: str) -> Any:
         sys.exit(f"--reward {name} names no function: {type(error).__name__} {error}.")
 
 
+"""
+_NUM_TOKENS = """\
 def num_tokens(tokenizer: Any, prompt: Any) -> int:
     if isinstance(prompt, str):
         return len(tokenizer(prompt)["input_ids"])
@@ -97,10 +99,15 @@ _PROMPTS = """\
     short = rows.filter(lambda row: num_tokens(tokenizer, row["prompt"]) <= {most})
     if len(short) < len(rows):
         print(f"Left out: {{len(rows) - len(short)}} prompts of more than {most} tokens.", file=sys.stderr)
-    rows, needed = short, arguments.generation_batch_size // arguments.num_generations
+    rows, needed = short, {needed}
     if len(rows) < needed:
         sys.exit(f"{{len(rows)}} prompts are too few: completions of {{needed}} are written at a time.")
 """
+_NEEDED = {
+    True: "arguments.generation_batch_size // arguments.num_generations",
+    False: "arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps",
+}
+"""Prompts that are needed at a time, by whether completions are rewarded."""
 _MAKES_TRAINER = """\
     trainer = {trainer}(
         model,
@@ -122,6 +129,7 @@ def write(
     row: Trainer, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
 ) -> str:
     """Return a Python program. Every value in it is an ASCII literal."""
+    writes = row.generates is not None
     arguments, known = trl_arguments(config, workload, row), trl_fields(row)
     values = {key: arguments[key] for key in arguments if known is None or key in known}
     plan = ""
@@ -162,7 +170,15 @@ def write(
     if cuts := config.batching == BY_TOKENS:
         imports.append(f"\n\n{cutting_code()}\n")
         kind = f"by_tokens({kind}, {config.sequence_length})"
-    further = "" if row.generates is None else "        reward_funcs=rewards,\n"
+    further = "        reward_funcs=rewards,\n" if row.is_rewarded else ""
+    taught = ""
+    if workload.teacher is not None:
+        further = "        teacher_model=teacher,\n"
+        taught = f"teacher = {model_reference(workload.teacher.name)!a}\n"
+        values["teacher_model_init_kwargs"] = {
+            "dtype": PRECISIONS[config.precision].compute_dtype,
+            "attn_implementation": config.attention,
+        }
     makes_trainer = _MAKES_TRAINER.format(trainer=kind, further=further)
     if values.get("assistant_only_loss"):
         tried = textwrap.indent(makes_trainer, "    ")
@@ -172,18 +188,20 @@ def write(
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         columns=_COLUMNS_BESIDE_PICTURES if sees else row.fields,
         rows_code=_rows_code(row, config, sees=sees),
-        functions="" if row.generates is None else _OF_REWARDS,
-        options="" if row.generates is None else _REWARD_OPTION,
-        rewards="" if row.generates is None else _REWARDS,
+        functions=(_OF_REWARDS if row.is_rewarded else "") + (_NUM_TOKENS if writes else ""),
+        options=_REWARD_OPTION if row.is_rewarded else "",
+        rewards=_REWARDS if row.is_rewarded else "",
+        teacher=taught,
+        models="(model, teacher)" if taught else "(model,)",
         makes_trainer=makes_trainer,
-        rewarded="" if row.generates is None else " --reward FILE.py:FUNCTION",
-        tokenizer="" if row.generates is None else ", AutoTokenizer",
+        rewarded=" --reward FILE.py:FUNCTION" if row.is_rewarded else "",
+        tokenizer=", AutoTokenizer" if writes else "",
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
         libraries=_libraries(row, cuts=cuts),
         abstract="from collections.abc import Sequence\n" if cuts else "",
         typing="from typing import Any\n"
-        if config.attention == EXPANDED or plan or cuts or row.generates is not None
+        if config.attention == EXPANDED or plan or cuts or writes
         else "",
         plan=plan,
         imports="".join(imports),
@@ -200,13 +218,14 @@ def _libraries(row: Trainer, *, cuts: bool) -> str:
     """Return imports between argparse and sys."""
     if cuts:
         return "import copy\nimport functools\nimport itertools\n"
-    return "" if row.generates is None else "import importlib\nimport runpy\n"
+    return "import importlib\nimport runpy\n" if row.is_rewarded else ""
 
 
 def _rows_code(row: Trainer, config: TrainConfig, *, sees: bool) -> str:
     """Return what is done to the rows that were read."""
     if row.generates is not None and config.max_completion_length is not None:
-        return _PROMPTS.format(most=config.sequence_length - config.max_completion_length)
+        most = config.sequence_length - config.max_completion_length
+        return _PROMPTS.format(most=most, needed=_NEEDED[row.is_rewarded])
     return _PICTURES if sees else ""
 
 

@@ -11,7 +11,7 @@ from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, of
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
-from autotune.space.trainers import Trainer
+from autotune.space.trainers import FIXED_BY_A_TEACHER, Trainer
 
 LORA = ("lora", "qlora")
 MOST_LAYERS = 128
@@ -71,6 +71,8 @@ def attention(key: str = "attn_implementation", *, expands: bool = False) -> Row
     return of_values("attention", key, named, nearest={(EXPANDED,): ("sdpa",)})
 
 
+TEACHER_KEY = "teacher_model_name_or_path"
+"""The key of a teacher, whose name a program gives to its trainer."""
 FIXED_OF_TASKS = {"batching": "padded", "lora_dropout": 0.0}
 """Settings of TRL's trainers that have a task of their own: they pad, and switch dropout off."""
 
@@ -84,9 +86,11 @@ ALL_LOGITS: tuple[Callable[[TrainConfig], bool], str] = (
 
 
 def fixed_of(trainer: Trainer) -> dict[str, Any]:
-    """Return FIXED_OF_TASKS; what writes completions leaves dropout on."""
+    """Return FIXED_OF_TASKS and what a teacher fixes; what writes completions leaves dropout on."""
     left = () if trainer.generates is None else ("lora_dropout",)
-    return {name: value for name, value in FIXED_OF_TASKS.items() if name not in left}
+    of_teacher = FIXED_BY_A_TEACHER if trainer.has_teacher else {}
+    fixed = {name: value for name, value in FIXED_OF_TASKS.items() if name not in left}
+    return {**fixed, **of_teacher}
 
 
 def without_fixed(

@@ -285,6 +285,8 @@ _OF_COMPLETIONS = {name: name for name in OF_COMPLETIONS} | {"kl_beta": "beta"}
 
 def completion_arguments(config: TrainConfig) -> dict[str, object]:
     """Return arguments of a trainer that writes completions, those left out that follow from others."""
+    if TRAINERS[config.trainer].has_teacher:
+        return {"max_completion_length": config.max_completion_length}
     return {
         theirs: value
         for ours, theirs in _OF_COMPLETIONS.items()

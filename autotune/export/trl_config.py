@@ -17,6 +17,7 @@ from autotune.export import dataset_entries, installed, targets
 from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, comments, heading, unsaid
 from autotune.export.exporter import Exporter
 from autotune.export.references import model_reference
+from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
 from autotune.export.training_args import (
     completion_arguments,
@@ -72,6 +73,7 @@ def write(
     content = {
         **({"env": variables} if variables else {}),
         "model_name_or_path": model_reference(workload.model),
+        **teacher_fields(workload, config),
         **{key: value for key, value in model.items() if of_model is None or key in of_model},
         **{key: fields[key] for key in fields if known is None or key in known},
         **dataset_entries.trl_dataset(workload.dataset),
@@ -80,7 +82,7 @@ def write(
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(what, config, result["evidence"], lost)
     data = "" if workload.dataset else "dataset_name, "
-    rewards = "" if row.generates is None else "reward_funcs, "
+    rewards = "reward_funcs, " if row.is_rewarded else ""
     yours = comments([f"Yours to add: {data}{rewards}num_train_epochs."])
     return head + yours + yaml.safe_dump(content, sort_keys=False)
 
@@ -165,6 +167,16 @@ def trl_arguments(
         # One stream, cut into blocks. The others leave gaps, and need FlashAttention.
         "packing_strategy": "wrapped",
         "padding_free": config.batching == "padding-free",
+    }
+
+
+def teacher_fields(workload: Workload, config: TrainConfig) -> dict[str, object]:
+    """Return keys of DistillationConfig that name the teacher; none without one."""
+    if workload.teacher is None:
+        return {}
+    return {
+        TEACHER_KEY: model_reference(workload.teacher.name),
+        "teacher_model_init_kwargs": {"dtype": PRECISIONS[config.precision].compute_dtype},
     }
 
 

@@ -29,6 +29,7 @@ from autotune.predict.trace_jobs import TraceJobs
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.pictures import Pictures
+from autotune.space.teacher import Teacher
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd, run_many
@@ -50,6 +51,7 @@ def trace_all(
     *,
     num_gpus: int = 1,
     pictures: Pictures | None = None,
+    teacher: Teacher | None = None,
     on_trace: Callable[[int, int], None] | None = None,
     server: ForkServer | None = None,
     cache: TraceCache | None = None,
@@ -76,7 +78,7 @@ def trace_all(
             why="What its kernels and its allocator do is not modelled",
             remedy="Name an NVIDIA card (autotune gpus)",
         )
-    shared = asked_of_all(model, task, sequence_length, gpu, pictures)
+    shared = asked_of_all(model, task, sequence_length, gpu, pictures, teacher)
     run = run_many if server is None else functools.partial(_run_forked, server)
     assert cache is None or not operations
     specs = set(specs)
@@ -161,7 +163,12 @@ def trace_all(
 
 
 def asked_of_all(
-    model: ModelSource, task: str, sequence_length: int, gpu: Gpu, pictures: Pictures | None
+    model: ModelSource,
+    task: str,
+    sequence_length: int,
+    gpu: Gpu,
+    pictures: Pictures | None,
+    teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """Return what a request says of all its traces."""
     return {
@@ -170,6 +177,7 @@ def asked_of_all(
         "sequence_length": sequence_length,
         **of_card(gpu),
         **({} if pictures is None else {"pictures": json_records.plain(pictures)}),
+        **({} if teacher is None else {"teacher": teacher.config}),
     }
 
 

@@ -14,6 +14,7 @@ from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
 from autotune.space.pictures import Pictures
+from autotune.space.teacher import Teacher
 
 NOISE = 0.02
 """Speeds closer than this are tied: a probe measures until its spread is under 2 %."""
@@ -75,6 +76,8 @@ class ProbeSpec:
     """Lengths of those samples, as Lengths.percentiles; empty: not known."""
     pictures: Pictures | None = None
     """Pictures of each sample; None: there is text alone."""
+    teacher: Teacher | None = None
+    """The model whose next words are learnt; None for tasks without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

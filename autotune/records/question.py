@@ -47,8 +47,8 @@ RANGES: dict[str, tuple[int, int]] = {
 ODDS = (0.5, MOST_ODDS)
 """Range of the odds."""
 _TEXTS = (
-    "model", "gpu", "gpu_mem", "headroom", "image_size", "dataset", "text_field", "answer_field", "tokenizer",
-    "peft", "space", "study",
+    "model", "gpu", "gpu_mem", "headroom", "image_size", "teacher", "dataset", "text_field", "answer_field",
+    "tokenizer", "peft", "space", "study",
 )  # fmt: skip
 _PATHS = ("base",)
 
@@ -77,6 +77,8 @@ class Question:
     """Pictures of each sample; None: there is text alone."""
     image_size: str | None = None
     """Size of each picture in pixels, `WIDTHxHEIGHT`."""
+    teacher: str | None = None
+    """The model whose next words are learnt; None: the base's, or none."""
     dataset: str | None = None
     """A file, a folder, or a dataset of the Hub (`name[:split]`)."""
     format: str | None = None

@@ -136,11 +136,13 @@ def _why_weights(estimate: Estimate, textbook_bytes: int) -> str:
         return ""
     if shared := _why_shared(estimate, textbook_bytes, estimate.state.parameters_bytes):
         return shared
+    row = TRAINERS[estimate.config.trainer]
+    if row.has_teacher:
+        return "of the model, and of its teacher"
     if estimate.config.quantization != "none":
         return "embeddings, norms and head are not quantised; scales; adapters in float32"
     if estimate.config.method != "full":
         return "adapters are in float32"
-    row = TRAINERS[estimate.config.trainer]
     is_scored = row.has_reference and not estimate.config.precompute_ref_log_probs
     if is_scored or estimate.config.kl_beta:
         return "of the model, and of its reference"

@@ -398,6 +398,8 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         rows.append(("sound", text))
     if workload.pictures is not None:
         rows.append(("pictures", words.pictures(workload.pictures)))
+    if workload.teacher is not None:
+        rows.append(("teacher", workload.teacher.name))
     if found is not None:
         seen = found.final.fingerprint
         rows.append(("measured on", seen.device))

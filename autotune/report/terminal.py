@@ -26,6 +26,7 @@ from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.space import requirements
 from autotune.space.pictures import Pictures
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import BY_TASK
 from autotune.space.words import describe
 
@@ -45,8 +46,9 @@ Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""
 
 
-def _pictures(seen: Pictures | None) -> list[Row]:
-    return [] if seen is None else [("sees", words.pictures(seen))]
+def _beside(seen: Pictures | None, teacher: Teacher | None) -> list[Row]:
+    taught: list[Row] = [] if teacher is None else [("teacher", printable(teacher.name))]
+    return [*taught, *([] if seen is None else [("sees", words.pictures(seen))])]
 
 
 def draw_answer(answer: Answer, file: TextIO) -> None:
@@ -71,7 +73,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
                 f"{counts.feasible:,}, in {format_seconds(answer.elapsed_seconds)}",
             ),
             *([("data", words.data(answer.workload))] if answer.workload.lengths else []),
-            *_pictures(answer.workload.pictures),
+            *_beside(answer.workload.pictures, answer.workload.teacher),
             *([("carried", words.carried(answer.workload))] if answer.workload.extra else []),
             *(("left out", str(each)) for each in answer.left_out),
         ],
@@ -189,7 +191,7 @@ def draw_outcome(
     _print_rows(console, rows)
 
 
-_REWARDED = {f"train_{row.command}.py" for row in BY_TASK.values() if row.generates is not None}
+_REWARDED = {f"train_{row.command}.py" for row in BY_TASK.values() if row.is_rewarded}
 
 
 def _of_program(
@@ -244,6 +246,7 @@ def draw_estimate(
     budget_bytes: int,
     file: TextIO,
     sees: Pictures | None = None,
+    teacher: Teacher | None = None,
 ) -> None:
     """Draw one configuration: whether it fits, where the memory goes, how fast it is."""
     console = console_on(file)
@@ -255,7 +258,7 @@ def draw_estimate(
     rows: list[Row] = [
         ("card", f"{printable(estimate.gpu)}, {gpu_reason}"),
         ("config", describe(estimate.config), "bold"),
-        *_pictures(sees),
+        *_beside(sees, teacher),
         ("budget", words.exact_size(budget_bytes)),
         verdict,
         ("memory", words.memory(estimate, budget_bytes)),

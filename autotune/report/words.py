@@ -73,7 +73,8 @@ def typed_size(size_bytes: int) -> str:
 def limits(config: TrainConfig | None) -> str:
     """Return what a prediction leaves out; of a configuration, where there is one."""
     if config is not None and config.max_completion_length is not None:
-        return f"{_LIMITS}, rewards, completions that end early"
+        rewards = "rewards, " if TRAINERS[config.trainer].is_rewarded else ""
+        return f"{_LIMITS}, {rewards}completions that end early"
     if config is None or not config.precompute_ref_log_probs:
         return _LIMITS
     return f"{_LIMITS}, the reference's pass over all samples before training"

@@ -83,6 +83,7 @@ def priced(
         specs | plan_specs(lean) if solves else specs,
         num_gpus=workload.num_gpus,
         pictures=workload.pictures,
+        teacher=workload.teacher,
         on_trace=functools.partial(progress, "trace"),
         cache=cache,
         operations=with_operations,

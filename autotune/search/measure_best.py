@@ -68,6 +68,7 @@ def measured(
         memory_budget_bytes=workload.memory_budget_bytes,
         max_seconds=PROBE_SECONDS[backend],
         pictures=workload.pictures,
+        teacher=workload.teacher,
     )
     # What was measured here before is not of cards elsewhere.
     assumed = fingerprint.assumed_fingerprint(backend) if fleet is None else None

@@ -17,7 +17,7 @@ from autotune.predict.trace_servers import run_ahead
 from autotune.records.question import Question
 from autotune.space.lengths import Lengths
 from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset, PictureTensor
-from autotune.space.trainers import row_of
+from autotune.space.trainers import DISTILLATION, row_of
 from autotune.store.trace_cache import SeenPictures
 
 DEADLINE_SECONDS = 120.0
@@ -32,7 +32,8 @@ def task_of(question: Question, usual: str) -> str:
     Raises ConfigError for pictures of a task that has none.
     """
     sees = question.images is not None
-    task = question.task or (PICTURES if sees else usual)
+    is_taught = question.teacher is not None
+    task = question.task or (PICTURES if sees else DISTILLATION if is_taught else usual)
     if sees and task != PICTURES:
         raise ConfigError(
             f"--images does not go with --task {task}", remedy=f"Give --task {PICTURES}"

@@ -291,6 +291,7 @@ def find(
             specs,
             num_gpus=workload.num_gpus,
             pictures=workload.pictures,
+            teacher=workload.teacher,
             on_trace=on_trace,
             server=server,
             cache=cache,
@@ -306,7 +307,8 @@ def find(
     # More is traced once the first are priced: what imports once does for all.
     server: ForkServer | None
     server = serving = trace_server(specs)
-    asked = asked_of_all(model, workload.task, workload.sequence_length, gpu, workload.pictures)
+    length, shown, taught_by = workload.sequence_length, workload.pictures, workload.teacher
+    asked = asked_of_all(model, workload.task, length, gpu, shown, taught_by)
     with traces_ahead(serving, asked, cache) as ahead:
         supported = in_turn.first(
             *map(TraceSpec.of, baselines),

@@ -27,6 +27,7 @@ from autotune.search import budget, nearest_base
 from autotune.search.budget import CHOOSERS, CardSource, ChosenCard, choose_card
 from autotune.search.dataset import note_unread, read_dataset
 from autotune.search.pictures import read_pictures, task_of
+from autotune.search.teacher import read_teacher
 from autotune.space import space_file
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
@@ -147,6 +148,7 @@ def resolve(
     _note_unpacked(source, note)
     source = budget.for_task(source, task)
     budget.check_length(task, length)
+    teacher = read_teacher(question, source, task, None if run is None else run.teacher)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
     data = None
     if lengths is not None:
@@ -179,6 +181,7 @@ def resolve(
         sequence_length=length,
         lengths=lengths,
         pictures=pictures,
+        teacher=teacher,
         dataset=data,
         effective_batch_size=budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
         methods=methods,
@@ -260,6 +263,7 @@ def resolve_configuration(
     source = budget.for_task(source, task)
     budget.check_length(task, length)
     _note_unpacked(source, note)
+    teacher = read_teacher(question, source, task, None)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
     data = None
     if lengths is not None:
@@ -280,6 +284,7 @@ def resolve_configuration(
         sequence_length=length,
         lengths=lengths,
         pictures=pictures,
+        teacher=teacher,
         dataset=data,
         effective_batch_size=given.get("micro_batch_size", least)
         * question.accumulation

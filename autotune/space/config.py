@@ -23,6 +23,7 @@ from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Filling, Lengths, filling
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.pictures import Pictures
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS, row_of
 
 TRADEOFF_CLASSES = ("exact", "numerics", "recipe")
@@ -75,6 +76,8 @@ class Workload:
     """The room that a predicted peak leaves in the budget."""
     pictures: Pictures | None = None
     """Pictures of each sample; None: there is text alone."""
+    teacher: Teacher | None = None
+    """The model whose next words are learnt; None for tasks without one."""
     dataset: Dataset | None = None
     """The dataset itself, which exports name; None where there is none. A step does not depend on it."""
     extra_arguments: str = "{}"
@@ -104,8 +107,8 @@ class Workload:
     def to_dict(self) -> dict[str, object]:
         """The workload as it is stored and shown.
 
-        It leaves out what there is not (a dataset, pictures, several GPUs), the usual headroom, and the
-        dataset's name and the extra arguments, which make no other workload.
+        It leaves out what there is not (a dataset, pictures, a teacher, several GPUs), the usual headroom, and
+        the dataset's name and the extra arguments, which make no other workload.
         """
         values = dataclasses.asdict(self)
         del values["extra_arguments"], values["dataset"]
@@ -115,6 +118,8 @@ class Workload:
             del values["lengths"]
         if self.pictures is None:
             del values["pictures"]
+        if self.teacher is None:
+            del values["teacher"]
         if self.num_gpus == 1:
             del values["num_gpus"]
         return values

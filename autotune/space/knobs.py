@@ -444,7 +444,7 @@ KNOBS: dict[str, Knob] = {
             smallest=1,
             usual_largest=64,
             is_slope=True,
-            words=lambda number: f"{number} completions a prompt",
+            words=lambda number: f"{number} completion{'s' * (number != 1)} a prompt",
             flag="--num-generations",
             metavar="N",
             summary="Completions of each prompt, whose rewards are compared [default: none; grpo 8, rloo 2].",
@@ -461,7 +461,7 @@ KNOBS: dict[str, Knob] = {
             flag="--max-completion",
             metavar="N",
             summary="Tokens of a completion, of those of --seq-len "
-            "[default: none; grpo and rloo 512, or the half where --seq-len is less].",
+            "[default: none; else 512, or the half where --seq-len is less].",
         ),
         Knob(
             name="kl_beta",

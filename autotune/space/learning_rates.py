@@ -82,6 +82,10 @@ OF_TASKS: dict[str, dict[str, LearningRate]] = {
             ),
         ),
     ),
+    "distillation": _of_both(
+        LearningRate(value=2e-5, source="trl 1.16 scripts/distillation.py, its first example"),
+        LearningRate(value=2e-4, source="trl 1.16 scripts/distillation.py, its example of LoRA"),
+    ),
     "kto": _of_both(
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its first example"),
         LearningRate(value=5e-7, source="trl 1.16 scripts/kto.py, its example of QLoRA"),

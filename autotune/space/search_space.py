@@ -20,7 +20,7 @@ from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import fuses_grouped_heads
-from autotune.space.trainers import BY_TASK, EMBEDDERS, Trainer, trainers_of
+from autotune.space.trainers import BY_TASK, EMBEDDERS, FIXED_BY_A_TEACHER, Trainer, trainers_of
 
 _PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
 _FOR_QUANTIZED = ("device-map",)
@@ -209,6 +209,8 @@ def with_trainers(space: SearchSpace, task: str, like: TrainConfig | None = None
         }  # fmt: skip
         if task in BY_TASK and BY_TASK[task].generates is not None:
             of_task |= _of_completions(section, like)
+            if BY_TASK[task].has_teacher:
+                of_task |= {name: (value,) for name, value in FIXED_BY_A_TEACHER.items()}
         if task in EMBEDDERS:
             return of_task | _of_embeddings(section, EMBEDDERS[task], like)
         is_scored_before = section.domains.get("precompute_ref_log_probs") == (True,)

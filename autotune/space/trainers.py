@@ -58,6 +58,8 @@ class Trainer:
     """Class of the same loss in mini-batches, where there is one."""
     has_reference: bool = False
     """Whether a frozen model besides scores each sample."""
+    has_teacher: bool = False
+    """Whether another model, which is held besides, says how each completion should go on."""
     generates: Generates | None = None
     """Its completions, where the model writes them; its samples are these."""
     compares_all: bool = False
@@ -94,6 +96,11 @@ class Trainer:
         return self.is_trl and bool(self.task)
 
     @property
+    def is_rewarded(self) -> bool:
+        """Whether a function of the user's says what completions are worth."""
+        return self.generates is not None and not self.has_teacher
+
+    @property
     def passes_without_gradients(self) -> bool:
         """Whether it switches checkpointing off for passes of its own, and then on for every layer."""
         return self.has_reference or self.generates is not None
@@ -122,6 +129,9 @@ def _embedder(**values: Any) -> Trainer:
     }
     return Trainer(**{**shared, **values})
 
+
+DISTILLATION = "distillation"
+"""The task that has a teacher."""
 
 TRAINERS: dict[str, Trainer] = {
     row.name: row
@@ -197,6 +207,19 @@ TRAINERS: dict[str, Trainer] = {
             sample="completion",
             generates=Generates(num_generations=2, kl_beta=0.05, scores_always=True),
         ),
+        Trainer(
+            # trl 1.16 distillation_trainer.py: a completion of each prompt, for each step anew.
+            name="trl-distillation",
+            class_name="DistillationTrainer",
+            arguments_class="DistillationConfig",
+            command="distillation",
+            task=DISTILLATION,
+            trains_on="completions of prompts, as a teacher would go on with them",
+            fields="prompt",
+            sample="completion",
+            generates=Generates(num_generations=1, kl_beta=0.0),
+            has_teacher=True,
+        ),
         # Each text of a micro-batch is told apart from all others in it: its negatives.
         _embedder(
             name="sentence-transformers",
@@ -229,6 +252,11 @@ TRAINERS: dict[str, Trainer] = {
         ),
     )
 }
+
+FIXED_BY_A_TEACHER: dict[str, Any] = {
+    "num_generations": 1, "kl_beta": 0.0, "num_iterations": 1, "steps_per_generation": None
+}  # fmt: skip
+"""Settings of completions that a trainer with a teacher leaves no choice of."""
 
 BY_TASK: dict[str, Trainer] = {row.task: row for row in TRAINERS.values() if row.task}
 """Trainers that have a task of their own, by it."""

@@ -25,6 +25,9 @@ _DEFAULTS = {
     if field.default is not dataclasses.MISSING
 }
 
+_OF_SPEC = ("varied_steps", "lengths", "pictures", "teacher")
+"""Fields of a ProbeSpec that are part of a key where they say anything."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeKey:
@@ -86,7 +89,7 @@ def columns_of(record: Any) -> dict[str, str]:
         "backend": spec.get("backend"),
         "confirm_steps": spec.get("confirm_steps"),
         "device": device,
-        **{name: spec[name] for name in ("varied_steps", "lengths", "pictures") if spec.get(name)},
+        **{name: spec[name] for name in _OF_SPEC if spec.get(name)},
     }
     return {"near_key": _digest(near), "fingerprint": _digest(fingerprint), "device": device}
 

@@ -39,6 +39,8 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
         parts.append(workload.task)
     if workload.pictures is not None:
         parts.append(f"{workload.pictures.num_images}x{workload.pictures.size}")
+    if workload.teacher is not None:
+        parts.append(slug(Path(workload.teacher.name).name))
     if set(workload.methods) != set(METHODS):
         parts += [method for method in METHODS if method in workload.methods]
     if workload.lengths is not None:

@@ -420,7 +420,7 @@ def test_a_base_of_another_trainer_that_is_none(
 @pytest.mark.parametrize(
     ("text", "task", "said"),
     [
-        ("beta: 0.1", (), "say --task dpo or kto or grpo or rloo"),
+        ("beta: 0.1", (), "say --task dpo or kto or grpo or rloo or distillation"),
         (
             "use_vllm: true",
             ("--task", "grpo"),

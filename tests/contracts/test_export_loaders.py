@@ -17,7 +17,8 @@ from test_export_trains import ADAPTERS, FULL, LORA, QLORA, make_models, run_pyt
 
 from autotune import export
 from autotune.space.config import TrainConfig, Workload
-from autotune.space.trainers import TRAINERS, TRL_BY_TASK
+from autotune.space.teacher import Teacher
+from autotune.space.trainers import FIXED_BY_A_TEACHER, TRAINERS, TRL_BY_TASK
 
 pytest.importorskip("trl")
 
@@ -385,6 +386,9 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
     """Training wants a reward besides: test_find_preferences.py."""
     trl = pytest.importorskip("trl")
     row = TRL_BY_TASK[command]
+    groups = {
+        "num_generations": 4, "kl_beta": 0.04, "num_iterations": 1, "steps_per_generation": 2
+    }  # fmt: skip
     config = dataclasses.replace(
         PADDED,
         trainer=row.name,
@@ -392,15 +396,13 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
         precision="fp32",
         micro_batch_size=2,
         gradient_accumulation_steps=2,
-        num_generations=4,
         max_completion_length=8,
-        kl_beta=0.04,
-        num_iterations=1,
-        steps_per_generation=2,
+        **(FIXED_BY_A_TEACHER if row.has_teacher else groups),
     )
+    teacher = Teacher(name="larger", config_json="{}") if row.has_teacher else None
     export.export_files(
         tmp_path,
-        workload=Workload(model="llama", task=command, memory_budget_bytes=10**9),
+        workload=Workload(model="llama", task=command, memory_budget_bytes=10**9, teacher=teacher),
         config=config,
         result={"evidence": "predicted"},
     )
@@ -411,7 +413,12 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
         ["--config", str(path), "--use_cpu", "true"]
     )
     assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, 2)
-    assert (read.num_generations, read.max_completion_length, read.beta) == (4, 8, 0.04)
+    assert read.max_completion_length == 8
+    if row.has_teacher:
+        assert read.teacher_model_name_or_path == "larger"
+        assert (read.beta, read.teacher_model_init_kwargs) == (1.0, {"dtype": "float32"})
+        return
+    assert (read.num_generations, read.beta) == (4, 0.04)
     assert (read.steps_per_generation, read.num_iterations) == (2, 1)
 
 

@@ -90,7 +90,9 @@ def test_what_is_found_trains(task: str, llama: Path, tmp_path: Path) -> None:
     make = labelled if row.rows_per_sample == 1 else pair
     if row.generates is not None:
         make = prompt
-        (tmp_path / "space.yaml").write_text(OF_COMPLETIONS, encoding="utf-8")
+        groups = "" if row.is_rewarded else "num_generations: [2]"
+        space = OF_COMPLETIONS.replace(groups, "")
+        (tmp_path / "space.yaml").write_text(space, encoding="utf-8")
     dataset = tmp_path / "rows.jsonl"
     lines = (json.dumps(make(draw)) + "\n" for _ in range(NUM_SAMPLES))
     dataset.write_text("".join(lines), encoding="utf-8")
@@ -100,6 +102,7 @@ def test_what_is_found_trains(task: str, llama: Path, tmp_path: Path) -> None:
         *("--dataset", str(dataset), "--space", "space.yaml", "--seq-len", "32"),
         *("--backend", "cpu", "--gpu-mem", "60MB", "--effective-batch", "4", "--effort", "quick"),
         *("--confirm-steps", "2", "--out", "out"),
+        *(("--teacher", str(llama)) if row.has_teacher else ()),
         cwd=tmp_path,
     )
     assert found.returncode == 0, found.stderr
@@ -119,8 +122,8 @@ def test_what_is_found_trains(task: str, llama: Path, tmp_path: Path) -> None:
 
     program = tmp_path / "out" / f"train_{task}.py"
     (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
-    more = ["--reward", "rewards.py:longest"] if is_written else []
-    if is_written:
+    more = ["--reward", "rewards.py:longest"] if row.is_rewarded else []
+    if row.is_rewarded:
         ran = here.workers.program(RUN, str(program), str(dataset), cwd=tmp_path)
         assert (ran.returncode, "--reward FILE.py:FUNCTION" in ran.stderr) == (1, True)
     ran = here.workers.program(RUN, str(program), str(dataset), *more, cwd=tmp_path)

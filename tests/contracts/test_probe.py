@@ -41,6 +41,7 @@ from autotune.records.measurement import Measurement, ProbeSpec, measurement_fro
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig
 from autotune.space.pictures import Pictures
+from autotune.space.teacher import Teacher
 from autotune.worker.build import model as models
 from autotune.worker.client import isolate
 from autotune.worker.probe import checks, confirm, memory, training
@@ -144,6 +145,7 @@ def estimated(
     model: dict[str, Any] | None = None,
     task: str = "causal-lm",
     sees: Pictures | None = None,
+    teacher: Teacher | None = None,
 ) -> Estimate:
     """Return what is predicted. `model` None: MODEL, which a test may have replaced."""
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
@@ -155,6 +157,7 @@ def estimated(
         sequence_length=config.sequence_length,
         device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),
         sees=sees,
+        teacher=None if teacher is None else models.load_config(teacher.config),
     )
     traces = {spec: Trace(json.loads(json.dumps(answer)))}
     return Estimator(traces, find_gpu("rtx-4070"), memory_budget_bytes=GIB).estimate(config)

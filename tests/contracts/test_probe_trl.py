@@ -6,6 +6,7 @@ Bytes as in test_probe_sft.py.
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from test_probe_sft import _folded_in_registers  # noqa: F401
 
 from autotune.common.units import MIB
 from autotune.space.config import TrainConfig
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS, TRL_BY_TASK
 
 pytest.importorskip("trl")
@@ -38,7 +40,17 @@ def of(
 ) -> TrainConfig:
     """`written_length`: where completions are written, each token with a forward pass of its own."""
     written = completions(written_length) if TRAINERS[trainer].generates is not None else {}
+    if TRAINERS[trainer].has_teacher:
+        written |= {"num_generations": 1}
     return dataclasses.replace(config, trainer=trainer, batching="padded", **{**written, **changes})
+
+
+def taught(config: TrainConfig) -> dict[str, Any]:
+    """Return the teacher that a probe of a trainer with one needs: a deeper model, with a head of its own."""
+    if not TRAINERS[config.trainer].has_teacher:
+        return {}
+    larger = {**MODEL, "num_hidden_layers": 6, "hidden_size": 2 * MODEL["hidden_size"]}
+    return {"teacher": Teacher(name="larger", config_json=json.dumps(larger))}
 
 
 def completions(length: int) -> dict[str, Any]:
@@ -72,6 +84,8 @@ CONFIGS = {
     "rloo lora checkpointed, with reference": of(
         "trl-rloo", OF_LORA, activation_checkpointing=1, kl_beta=0.05
     ),
+    "distillation full": of("trl-distillation"),
+    "distillation lora checkpointed": of("trl-distillation", OF_LORA, activation_checkpointing=1),
 }
 TRAINERS_OF_OWN = [row.name for row in TRL_BY_TASK.values()]
 
@@ -84,7 +98,9 @@ def task_of(config: TrainConfig) -> str:
 def test_a_probe_needs_what_was_predicted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = CONFIGS[name]
     task = task_of(config)
-    measured, predicted = run(config, task=task), estimated(config, monkeypatch, task=task)
+    more = taught(config)
+    measured = run(config, task=task, **more)
+    predicted = estimated(config, monkeypatch, task=task, **more)
     assert (measured.outcome, measured.message) == ("ok", "")
     assert measured.loss_is_finite
     assert measured.peak_allocated_bytes is not None
@@ -106,8 +122,9 @@ def test_in_16_bits_a_probe_needs_a_little_more(
     config = of(trainer, QLORA, written_length=SEQUENCE_LENGTH)
     task = task_of(config)
     model = {**MODEL, "num_hidden_layers": 4}
-    measured = run(config, model, task=task)
-    predicted = estimated(config, monkeypatch, model, task)
+    more = taught(config)
+    measured = run(config, model, task=task, **more)
+    predicted = estimated(config, monkeypatch, model, task, **more)
     assert (measured.outcome, measured.message) == ("ok", "")
     assert measured.peak_allocated_bytes is not None
     assert 1 <= measured.peak_allocated_bytes / predicted.peak_allocated_bytes < 1.04
@@ -117,9 +134,8 @@ def test_in_16_bits_a_probe_needs_a_little_more(
 def test_a_confirmation_evaluates_saves_and_goes_on_with_varied_lengths(trainer: str) -> None:
     config = of(trainer, OF_LORA, written_length=12)
     longest = min(24, config.sequence_length)
-    measured = run(
-        config, task=task_of(config), confirm_steps=2, varied_steps=4, lengths=(4, longest)
-    )
+    varied = {"confirm_steps": 2, "varied_steps": 4, "lengths": (4, longest)}
+    measured = run(config, task=task_of(config), **varied, **taught(config))
     assert (measured.outcome, measured.message) == ("ok", "")
     assert (measured.num_steps, measured.num_varied_steps) == (2, 4)
 

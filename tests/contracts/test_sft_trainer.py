@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,9 +79,7 @@ def _no_hidden_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def way_of_cuda() -> Iterator[None]:
-    kernels = importlib.import_module("trl.kernels.chunked_logprob")
-    utils = importlib.import_module("trl.trainer.utils")
-    with sft.as_on_cuda(kernels, utils, lambda *_: None), sdpa_kernel(SDPBackend.MATH):
+    with sft.as_on_cuda(lambda *_: None), sdpa_kernel(SDPBackend.MATH):
         yield
 
 

@@ -281,6 +281,8 @@ class Case:
     neftune_noise_alpha: float = 0.0
     batching: str = "packed"
     updates_in_backward: bool = False
+    teacher: str = ""
+    """Architecture of a teacher with seven layers; empty: there is none."""
     device: Device | None = None
     """None: a card on which the real run can be made to do what the trace does."""
 
@@ -290,6 +292,12 @@ class Case:
         if self.num_layers is not None:
             values["num_hidden_layers"] = self.num_layers
         return models.load_config(values)
+
+    @property
+    def teacher_config(self) -> transformers.PretrainedConfig | None:
+        if not self.teacher:
+            return None
+        return dataclasses.replace(self, architecture=self.teacher, num_layers=7).config
 
     @property
     def spec(self) -> TraceSpec:
@@ -580,6 +588,7 @@ def traced(case: Case, *, whole: bool = False) -> Trace:
         device=case.device or (AMPERE if case.liger else TURING),
         whole=whole,
         sees=SEEN if row_of(case.task).reads == "pixels" else None,
+        teacher=case.teacher_config,
     )
     trace = Trace(json.loads(json.dumps(answer)))
     if "cut" in answer["layers"]:
@@ -636,8 +645,8 @@ def frees_in_no_order(events: Events) -> Events:
     ]
 
 
-def real_model(case: Case) -> Any:
-    config = case.config
+def real_model(case: Case, config: Any = None) -> Any:
+    config = config or case.config
     config.use_cache = False
     if case.task == "reward":
         config.num_labels = 1

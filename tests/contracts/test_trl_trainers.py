@@ -6,6 +6,9 @@ that count is scaled up to all.
 
 Completions are generated, rewarded, dealt out and scored in another order than in the trace, where each
 micro-batch is scored by itself: what scores them and what trains on them are compared one after the other.
+
+A teacher and a student are compared in chunks of tokens, each of which notes sums of its own: the trace has
+two chunks, the second of which stands for all others, a small step has one.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ from trainer_step import NUM_PADDED, NUM_STEPS, Events, Run, run_trainer
 from autotune.catalogue.tasks import TASKS
 from autotune.export.samples import FORMATS_OF_TASKS
 from autotune.export.training_args import checkpointing_arguments
+from autotune.memory.traces import Trace
 from autotune.predict.generation import generation_of
 from autotune.space.config import TrainConfig
 from autotune.space.learning_rates import OF_TASKS
@@ -82,6 +86,9 @@ def written(*, beta: float = 0.0, scored: bool = False) -> dict[str, Any]:
 
 grpo = functools.partial(of, "trl-grpo", settings=written(), accumulation=1)
 rloo = functools.partial(of, "trl-rloo", settings=written(scored=True), accumulation=1)
+distillation = functools.partial(
+    of, "trl-distillation", settings=written(), accumulation=1, teacher="qwen2"
+)
 WITH_REFERENCE = written(beta=1.0)
 CASES = {
     "dpo full": dpo(),
@@ -133,6 +140,13 @@ CASES = {
         checkpointing=1,
         settings=written(beta=1.0, scored=True) | {"lora_dropout": 0.5},
     ),
+    "distillation full": distillation(accumulation=2),
+    "distillation tied head, micro-batch 1": distillation(
+        "qwen2", teacher="llama", micro_batch=1, accumulation=2
+    ),
+    "distillation lora checkpointed": distillation(
+        method="lora", num_layers=7, checkpointing=1, micro_batch=4
+    ),
 }
 
 
@@ -144,14 +158,16 @@ def test_every_trainer_with_a_task_of_its_own_has_its_parts() -> None:
     for name, generates in writing.items():
         kind = getattr(trl, TRAINERS[name].arguments_class)
         defaults = {field.name: field.default for field in dataclasses.fields(kind)}
-        assert (
-            defaults["num_generations"],
-            defaults["max_completion_length"],
-            defaults["beta"],
-        ) == (generates.num_generations, generates.max_completion_length, generates.kl_beta)
+        assert not defaults["disable_dropout"]
+        assert defaults["max_completion_length"] == generates.max_completion_length
+        if TRAINERS[name].has_teacher:
+            assert (defaults["temperature"], defaults["beta"]) == (1.0, 1.0)
+            assert "num_generations" not in defaults
+            continue
+        said = defaults["num_generations"], defaults["beta"]
+        assert said == (generates.num_generations, generates.kl_beta)
         assert defaults.get("loss_type") == TRAINERS[name].loss_type
         assert (defaults["num_iterations"], defaults["steps_per_generation"]) == (1, None)
-        assert not defaults["disable_dropout"]
     assert OF_TASKS.keys() == BY_TASK.keys() <= FORMATS_OF_TASKS.keys()
 
 
@@ -214,6 +230,11 @@ def lengths(prompts: Any, completions: Any, **_: Any) -> list[float]:
 def writing(case: Case) -> dict[str, Any]:
     """Return arguments with which groups of two are generated, and no completion ends early."""
     is_scored = case.trainer == "trl-grpo" and case.spec.scores_policy
+    if case.teacher:
+        return {
+            "max_completion_length": COMPLETION,
+            "generation_kwargs": {"min_new_tokens": COMPLETION},
+        }
     return {
         "num_generations": 2,
         "max_completion_length": COMPLETION,
@@ -266,6 +287,10 @@ def run_real(case: Case, folder: Path, passes: list[tuple[int, int]]) -> Run:
         if row.generates is not None:
             arguments |= writing(case)
             model.generation_config.use_cache = True  # as of a model that is loaded
+        if row.has_teacher:
+            full = dataclasses.replace(case, method="full")
+            more["teacher_model"] = real_model(full, case.teacher_config).eval()
+        if row.is_rewarded:
             more["reward_funcs"] = lengths
             trainer_class = watched(case, passes)
             module = importlib.import_module(f"trl.trainer.{row.command}_trainer")
@@ -305,7 +330,8 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         return canonical(events, sizes)
 
     for number, window in enumerate(run.micro_steps):
-        expected = predicted(case, trace, is_first=number % case.accumulation == 0)
+        is_first = number % case.accumulation == 0
+        expected = predicted(case, trace, is_first=is_first, leave_out=another_chunk(case, trace))
         if case.spec.max_completion_length is not None:
             update = real((run.prepared[number], window[1]))
             expected = without_literals(expected)
@@ -325,8 +351,16 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         assert 1 <= peak_bytes(tape.events, tape.sizes) / real_bytes < 1.05
 
 
+def another_chunk(case: Case, trace: Trace) -> list[int]:
+    """Find what the trace of several micro-batches makes for a chunk of tokens that a small step lacks."""
+    sizes, of_chunk = trace.sizes(case.micro_batch, RANK), 4 * case.micro_batch * COMPLETION
+    those = [n for n, traced in enumerate(trace.template) if traced in trace._chunked]
+    of_tokens = [n for n in those if case.teacher and sizes[n] == of_chunk]
+    return of_tokens[: len(of_tokens) // 2]
+
+
 def generating(case: Case) -> TrainConfig:
-    num_together = 2 if case.micro_batch == 1 else 1
+    num_together = case.accumulation if case.teacher or case.micro_batch == 1 else 1
     return dataclasses.replace(
         test_probe.FULL,
         trainer=case.trainer,

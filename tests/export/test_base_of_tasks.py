@@ -12,6 +12,7 @@ from autotune.errors import ConfigError
 from autotune.export import train_trl_py, trl_config
 from autotune.export.base.read import changes, read_base
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRL_BY_TASK
 
 pytest.importorskip("trl")
@@ -34,6 +35,7 @@ QLORA = dataclasses.replace(
     lora_targets="all-linear",
     activation_checkpointing=1,
 )
+TEACHER = "Qwen/Qwen2.5-7B"
 EXPORTERS = {
     task: (
         next(each for each in trl_config.EXPORTERS if each.name == row.command),
@@ -45,7 +47,12 @@ EXPORTERS = {
 
 def written(folder: Path, task: str, number: int, config: TrainConfig) -> Path:
     exporter = EXPORTERS[task][number]
-    workload = Workload(model="Qwen/Qwen2.5-1.5B", task=task, memory_budget_bytes=12 * 10**9)
+    workload = Workload(
+        model="Qwen/Qwen2.5-1.5B",
+        task=task,
+        memory_budget_bytes=12 * 10**9,
+        teacher=Teacher(name=TEACHER, config_json="{}") if TRL_BY_TASK[task].has_teacher else None,
+    )
     path = folder / exporter.filename
     text = exporter.write(workload=workload, config=config, result={"evidence": "predicted"})
     path.write_text(text, encoding="utf-8")
@@ -66,12 +73,16 @@ def test_what_is_written_is_read(tmp_path: Path, task: str, base: TrainConfig, n
     asked = (
         "rloo" if (task, number) == ("rloo", 0) else None
     )  # as all of its keys are GRPOConfig's, too
-    assert read_base(path, task=asked, sequence_length=768).config == config
+    run = read_base(path, task=asked, sequence_length=768)
+    assert run.config == config
+    assert run.teacher == (TEACHER if TRL_BY_TASK[task].has_teacher else None)
 
 
 def of_task(config: TrainConfig, task: str) -> TrainConfig:
     completions = {"num_generations": 4, "max_completion_length": 256, "kl_beta": 0.04}
     more = completions if TRL_BY_TASK[task].generates is not None else {}
+    if TRL_BY_TASK[task].has_teacher:
+        more = {**completions, "num_generations": 1, "kl_beta": 0.0}
     return dataclasses.replace(config, trainer=TRL_BY_TASK[task].name, **more)
 
 
@@ -113,10 +124,14 @@ def test_dropout_that_is_switched_off_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("beta: 0.2", "RLOOConfig: say --task dpo or kto or grpo or rloo"),
+        ("beta: 0.2", "DistillationConfig: say --task dpo or kto or grpo or rloo or distillation"),
         (
             "num_generations: 4",
             "num_generations is of GRPOConfig, RLOOConfig: say --task grpo or rloo",
+        ),
+        (
+            "teacher_model_name_or_path: a/c\nteacher_model_init_kwargs: {quantization_config: {}}",
+            "quantises the teacher",
         ),
         ("scale_rewards: none\nuse_vllm: true", "use_vllm: writes completions with vLLM"),
         ("scale_rewards: none\ngeneration_batch_size: 32", "say steps_per_generation"),

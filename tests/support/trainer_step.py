@@ -225,7 +225,8 @@ def run_trainer(
     gc.disable()
     try:
         with tracker:
-            for each in filter(None, (model, getattr(trainer, "ref_model", None))):
+            beside = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+            for each in filter(None, (model, *beside)):
                 for tensor in [*each.parameters(), *each.buffers()]:
                     tracker.index_of(tensor)
             for module in model.modules():

@@ -26,7 +26,7 @@ from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.config import COMPILE_MODES, TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.learning_rates import default_rate
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import BY_TASK, FIXED_BY_A_TEACHER
 from autotune.worker.given import objects
 
 pytestmark = [
@@ -148,6 +148,9 @@ def test_trainers_with_a_task_of_their_own_have_arguments_of_their_own(task: str
             pairs, num_generations=2, max_completion_length=64, kl_beta=0.25, steps_per_generation=2
         )
         of_own = "beta", 0.25
+    if row.has_teacher:
+        pairs = dataclasses.replace(pairs, **FIXED_BY_A_TEACHER)
+        of_own = "max_completion_length", 64
     theirs = kind(output_dir="out", logging_steps=7, use_cpu=True, bf16=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

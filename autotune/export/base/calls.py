@@ -15,6 +15,7 @@ from autotune.catalogue.tasks import TASKS
 from autotune.export.base.literals import Program, name_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
 from autotune.export.base.sections import Shape
+from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.trainers import TRAINERS
@@ -211,6 +212,9 @@ def _take_trainer(program: Program, node: ast.Call) -> bool:
     if not isinstance(value, str):
         return False
     program.content.setdefault(f"{MODEL}name", value)
+    teacher = program.value(keywords.get("teacher_model", ast.Constant(None)))
+    if isinstance(teacher, str):
+        program.content[TEACHER_KEY] = teacher
     return True
 
 

@@ -29,6 +29,7 @@ from autotune.export.trainer_rows import (
     NOT_FROM_FILES,
     NOT_PREDICTED,
     OPTIMIZER,
+    TEACHER_KEY,
     attention,
     fixed_of,
     lora_rows,
@@ -230,6 +231,12 @@ REFUSED_OF_TASKS = {
     "sync_ref_model": "changes the reference, which is not predicted",
 }
 """Keys of trainers that have a task of their own, as TrainerFile.refused."""
+_REFUSED_OF_A_TEACHER = {
+    "teacher_model_init_kwargs.quantization_config": "quantises the teacher, which is not predicted",
+}
+_UNPREDICTED_OF_A_TEACHER = {
+    "beta": "between 0 and 1 goes through both heads once more, which is not timed",
+}
 _ANOTHER_WAY = "writes completions in another way than the one that is predicted"
 _REFUSED_OF_COMPLETIONS = {
     "use_vllm": "writes completions with vLLM, which is not predicted: only generation by Transformers is",
@@ -248,13 +255,21 @@ _MOST_MICRO_BATCHES = 512
 def refused_of_task(trainer: Trainer) -> dict[str, str]:
     """Return keys that are refused of a trainer that has a task of its own, as TrainerFile.refused."""
     more = {} if trainer.generates is None else _REFUSED_OF_COMPLETIONS
-    return {**REFUSED_OF_TASKS, **more}
+    of_teacher = _REFUSED_OF_A_TEACHER if trainer.has_teacher else {}
+    return {**REFUSED_OF_TASKS, **more, **of_teacher}
+
+
+def unpredicted_of_task(trainer: Trainer) -> dict[str, str]:
+    """Return keys of the trainer's that are noted, as TrainerFile.unpredicted."""
+    return _UNPREDICTED_OF_A_TEACHER if trainer.has_teacher else {}
 
 
 def defaults_of_task(trainer: Trainer) -> dict[str, Any]:
     """Return the trainer's defaults beside those of SFTConfig."""
     if trainer.generates is None:
         return {}
+    if trainer.has_teacher:
+        return {"max_completion_length": trainer.generates.max_completion_length}
     return {
         "num_generations": trainer.generates.num_generations,
         "max_completion_length": trainer.generates.max_completion_length,
@@ -265,6 +280,8 @@ def defaults_of_task(trainer: Trainer) -> dict[str, Any]:
 
 def rows_of_task(trainer: Trainer) -> tuple[Row, ...]:
     """Return the rows of a trainer that has a task of its own, beside those of SFTConfig."""
+    if trainer.has_teacher:
+        return (of_key("max_completion_length", "max_completion_length"),)
     if trainer.generates is not None:
         at_a_time = {number: number for number in (None, *range(1, _MOST_MICRO_BATCHES + 1))}
         return (
@@ -307,6 +324,7 @@ def _of_task(trainer: Trainer) -> TrainerFile:
         defaults={**SFT.defaults, **defaults_of_task(trainer)},
         fixed={"trainer": trainer.name, **fixed_of(trainer)},
         refused={**SFT.refused, **refused_of_task(trainer)},
+        unpredicted={**SFT.unpredicted, **unpredicted_of_task(trainer)},
         # A language model's is TRL's default.
         follows=None if kind == TASKS[CAUSAL].peft_type else follows,
     )
@@ -324,19 +342,23 @@ _OF_GRPO = (
     "delta",
 )
 _LOSSES_OF_GRPO = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+_OF_A_TEACHER = (TEACHER_KEY, "teacher_model_revision", "teacher_model_init_kwargs")
 _OF_RLOO = ("normalize_advantages", "reward_clip_range")
 _WITH_REFERENCE = ("dpo", "kto")
 _WITH_COMPLETIONS = tuple(row.task for row in TRL_BY_TASK.values() if row.generates is not None)
+_WITH_REWARDS = tuple(row.task for row in TRL_BY_TASK.values() if row.is_rewarded)
 _SHARED_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("precompute_ref_log_probs", "precompute_ref_batch_size"), _WITH_REFERENCE),
     **dict.fromkeys(
-        ("num_generations", "max_completion_length", "num_iterations", *_REFUSED_OF_COMPLETIONS),
+        ("max_completion_length", "use_vllm", "cache_implementation"),
         _WITH_COMPLETIONS,
     ),
+    **dict.fromkeys(("num_generations", "num_iterations", *_REFUSED_OF_COMPLETIONS), _WITH_REWARDS),
     **dict.fromkeys(("beta", "sync_ref_model"), (*_WITH_REFERENCE, *_WITH_COMPLETIONS)),
 }
 """Keys of several of TRL's trainers, and the tasks of these."""
 _ONLY: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "distillation": lambda content: not content.keys().isdisjoint(_OF_A_TEACHER),
     "grpo": lambda content: (
         content.get("loss_type") in _LOSSES_OF_GRPO or not content.keys().isdisjoint(_OF_GRPO)
     ),

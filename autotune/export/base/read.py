@@ -27,6 +27,7 @@ from autotune.export.mapping_write import keys_of
 from autotune.export.own_modules import with_own_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
+from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import METHODS, TrainConfig
@@ -49,6 +50,8 @@ class BaseRun:
     """TrainingArguments that no setting decides, as Workload has them."""
     model: str | None = None
     """Model as the file names it."""
+    teacher: str | None = None
+    """Its teacher, as the file names it."""
     task: str | None = None
     """Task of the class that a program loads the model with."""
     notes: tuple[str, ...] = ()
@@ -133,6 +136,7 @@ def read_base(
         config=config,
         extra_arguments=extra_arguments,
         model=_model_of(target, content) or (None if ours is None else ours.model),
+        teacher=_text(content.get(TEACHER_KEY)) or (None if ours is None else ours.teacher),
         task=opened.task or (None if ours is None else ours.task),
         notes=(
             *opened.notes,
@@ -193,8 +197,11 @@ def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int
 def _model_of(target: TrainerFile, content: Mapping[str, Any]) -> str | None:
     if target.model_of is not None:
         return target.model_of(content)
-    model = content.get(target.model_key) if target.model_key else None
-    return model if isinstance(model, str) and model else None
+    return _text(content.get(target.model_key)) if target.model_key else None
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from autotune.export.base.huggingface import (
     refused_of_task,
     rows_beside,
     rows_of_task,
+    unpredicted_of_task,
 )
 from autotune.export.base.section_rows import (
     ADAPTER,
@@ -224,7 +225,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             **_REFUSED,
             **(refused_of_task(trainer) if trainer.task else {}),
         },
-        unpredicted=UNPREDICTED,
+        unpredicted={**UNPREDICTED, **unpredicted_of_task(trainer)},
         caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
     )
 

@@ -25,7 +25,7 @@ from autotune.space.search_space import (
     without_solve,
     without_updates,
 )
-from autotune.space.trainers import row_of, task_of_format
+from autotune.space.trainers import DISTILLATION, row_of, task_of_format
 from autotune.worker.client.forkserver import ForkServer
 
 MAX_ACCUMULATION = 1024
@@ -50,6 +50,12 @@ def limits(
 
 def _check_sees_nothing(task: str | None) -> None:
     """Raise ConfigError for a task whose samples have pictures."""
+    if task == DISTILLATION:
+        raise ConfigError(
+            f"--task {task} does not go with `max`",
+            why="Its teacher is not asked for here",
+            remedy="`autotune estimate --teacher NAME` prices one configuration",
+        )
     if task is None or (task != PICTURES and row_of(task).has_lengths):
         return
     size = "--images 1 --image-size 1024x768" if task == PICTURES else "--image-size 224x224"

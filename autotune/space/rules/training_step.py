@@ -17,7 +17,14 @@ from autotune.space.rules.rule import (
     is_prompt,
     names_of,
 )
-from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS, model_task, trainers_of
+from autotune.space.trainers import (
+    BY_TASK,
+    EMBEDDERS,
+    FIXED_BY_A_TEACHER,
+    TRAINERS,
+    model_task,
+    trainers_of,
+)
 
 
 def _is_untried_on_pictures(config: TrainConfig) -> bool:
@@ -219,8 +226,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="completions-are-of-their-trainers",
-        reason="GRPOTrainer and RLOOTrainer write completions, of which they must know how many, how long, "
-        "and how they may differ from a reference's; other trainers write none",
+        reason="GRPOTrainer, RLOOTrainer and DistillationTrainer write completions, of which they must know "
+        "how many, how long, and how they may differ from a reference's; other trainers write none",
         breaks=lambda c, _: (
             any(getattr(c, name) is None for name in OF_COMPLETIONS[:3])
             if TRAINERS[c.trainer].generates is not None
@@ -234,7 +241,18 @@ RULES: tuple[Rule, ...] = (
         "are written at a time (micro-batch x accumulation is a multiple of --num-generations)",
         breaks=lambda c, _: (
             c.num_generations is not None
+            and not TRAINERS[c.trainer].has_teacher
             and (c.num_generations < 2 or c.generation_batch_size % c.num_generations != 0)
+        ),
+    ),
+    Rule(
+        # trl 1.16 distillation_trainer.py, _get_train_sampler and _prepare_inputs.
+        name="a-teacher-sees-each-completion-once",
+        reason="DistillationTrainer writes one completion of each prompt for each step, trains on it once, "
+        "and has no reference",
+        breaks=lambda c, _: (
+            TRAINERS[c.trainer].has_teacher
+            and (any(getattr(c, name) != value for name, value in FIXED_BY_A_TEACHER.items()))
         ),
     ),
     Rule(

@@ -124,8 +124,12 @@ def _kind_of(model_type: str) -> str:
     return f"it is a model for {kind}{f': {remedy}' if remedy else ', which is not trained here'}"
 
 
-def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Module:
+def build_base(
+    config: PretrainedConfig, task: str, spec: TraceSpec, dtype_name: str = ""
+) -> nn.Module:
     """Build the bare model on `meta`, with the dtype that `from_pretrained(dtype=...)` would load.
+
+    `dtype_name`: empty for that of the precision.
 
     Raises UnsupportedModel.
     """
@@ -140,7 +144,7 @@ def build_base(config: PretrainedConfig, task: str, spec: TraceSpec) -> nn.Modul
     if task in BY_TASK and row.has_classes:
         config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
     config.use_cache = False  # TrainingArguments.use_cache's default
-    dtype = getattr(torch, PRECISIONS[spec.precision].parameter_dtype)
+    dtype = getattr(torch, dtype_name or PRECISIONS[spec.precision].parameter_dtype)
     if spec.attention == EXPANDED:
         expand_key_heads()
     try:

@@ -70,7 +70,7 @@ def build_trainer(
         more = embedding_trainer.beside(model, config)
     elif TRAINERS[config.trainer].is_trl:
         trainer_class = trl_trainers.trainer_class(config, spec.task)
-        more |= trl_trainers.beside(model, spec.task, config)
+        more |= trl_trainers.beside(model, spec.task, config, spec.teacher)
         if spec.pictures is not None:
             more["data_collator"] = collate
     elif row_of(spec.task).reads == "sound":

@@ -8,6 +8,7 @@ their rows afterwards.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,9 +19,13 @@ from autotune.catalogue.tasks import CAUSAL, PICTURES
 from autotune.export.training_args import completion_arguments
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig
+from autotune.space.precisions import PRECISIONS
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build import adapters
-from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.build.model import UnsupportedModel, load_config
+from autotune.worker.build.real_model import build
+from autotune.worker.build.trl_classes import class_of
 
 
 def trainer_class(config: TrainConfig, task: str) -> type[Trainer]:
@@ -35,13 +40,7 @@ def trainer_class(config: TrainConfig, task: str) -> type[Trainer]:
         )
     if not row.task and task not in (CAUSAL, PICTURES):
         raise UnsupportedModel(f"{row.class_name} trains causal language models only")
-    try:
-        import trl
-    except ImportError as error:
-        raise UnsupportedModel(
-            f"TRL is not installed here ({error}). It needs: pip install trl"
-        ) from error
-    found: type[Trainer] = getattr(trl, row.class_name)
+    found: type[Trainer] = class_of(row)
     return found
 
 
@@ -72,7 +71,7 @@ def arguments(values: dict[str, Any], config: TrainConfig) -> TrainingArguments:
     return made
 
 
-def beside(model: Any, task: str, config: TrainConfig) -> dict[str, Any]:
+def beside(model: Any, task: str, config: TrainConfig, teacher: Teacher | None) -> dict[str, Any]:
     """Return the keywords of TRL's trainers beside arguments and rows.
 
     A trainer with a reference makes the adapter itself: one that is there already would be its reference's,
@@ -82,15 +81,26 @@ def beside(model: Any, task: str, config: TrainConfig) -> dict[str, Any]:
     row = TRAINERS[config.trainer]
     if not row.task:
         return given
-    if row.generates is not None:
+    if row.is_rewarded:
         given["reward_funcs"] = _reward
+    if row.generates is not None:
         model.generation_config.use_cache = True  # as of a model that is loaded
+    if teacher is not None:
+        given["teacher_model"] = _teacher(teacher, task, config, model.device)
     if config.method != "full":
         fields = peft_fields(config)
         return {**given, "peft_config": adapters.peft_config(model, task, fields, config.method)}
     if row.has_reference and not config.precompute_ref_log_probs:
         given["ref_model"] = copy.deepcopy(model).eval()
     return given
+
+
+def _teacher(teacher: Teacher, task: str, config: TrainConfig, device: torch.device) -> Any:
+    """Build a teacher of random weights, in the dtype that is computed in."""
+    dtype = PRECISIONS[config.precision].compute_dtype
+    plain = next(name for name, row in PRECISIONS.items() if row.parameter_dtype == dtype)
+    like = dataclasses.replace(config, method="full", quantization="none", precision=plain)
+    return build(load_config(teacher.config), task, like, device).eval()
 
 
 def _reward(prompts: Any, **_: Any) -> list[float]:

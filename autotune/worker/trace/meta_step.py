@@ -86,10 +86,12 @@ class MetaStep:
         rank: int,
         copies: Callable[[int, int], int] | None = None,
         sees: Pictures | None = None,
+        teacher: nn.Module | None = None,
     ) -> None:
         self.model = model
         self.reference: nn.Module | None = None
-        """A frozen copy of the model, where it is compared to one."""
+        """A frozen copy of the model, where it is compared to one; or its teacher."""
+        self._teacher = teacher
         self.frozen: set[int] = set()
         """Numbers of its parameters' tensors."""
         self.task = task
@@ -195,13 +197,16 @@ class MetaStep:
         if spec.trainer == "trl-sft":
             sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
         if self._trl is not None:
-            self.reference = trl_steps.prepare(self.model, self.task, spec)
+            copied = trl_steps.prepare(self.model, self.task, spec)
+            self.reference = copied if self._teacher is None else self._teacher
         if self._embeds:
             self.model = embedder(self.model, META)
         if spec.method in ADAPTERS or self._embeds:
             self._own_new(Phase.ADAPTER, place_of)
         if self.reference is not None:
             before = {*self.parameters}
+            if self._teacher is not None:
+                place_of = place_finder(self._teacher, self.task, first_stack=TOWER)
             self._own_new(Phase.REFERENCE_WEIGHTS, place_of, self.reference)
             self.frozen = {*self.parameters} - before
         if spec.liger:
@@ -344,7 +349,8 @@ class MetaStep:
             return sft_loss if accepts else sft_loss / 1  # the number of micro-batches
         if self._trl is not None:
             own_loss: torch.Tensor = self._trl.loss_of(model, self.reference, inputs, self.spec)
-            is_scaled = self.spec.trainer == "trl-grpo"  # its class says so: loss_is_scaled_for_ga
+            # Their classes say so: loss_is_scaled_for_ga.
+            is_scaled = self.spec.trainer in ("trl-grpo", "trl-distillation")
             return own_loss if is_scaled else own_loss / 1  # the number of micro-batches
         outputs = model(**inputs)
         loss: torch.Tensor = outputs["loss"]
@@ -358,7 +364,7 @@ class MetaStep:
     def _hook_gradients(self) -> list[Any]:
         handles: list[Any] = []
         for index, parameter in self.parameters.items():
-            if parameter.requires_grad:
+            if parameter.requires_grad and index not in self.frozen:
                 handles.append(parameter.register_hook(self._arrival_hook(index)))
                 hook = self._gradient_hook(index)
                 handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -394,7 +400,8 @@ class MetaStep:
     def hook_passes(self, model: nn.Module) -> list[Any]:
         """Mark where passes of a model and its layers begin and end; return the hooks."""
         handles: list[Any] = [model.register_forward_pre_hook(self._begin)]
-        for number, stack in enumerate(layer_stacks(model)):
+        first = TOWER if model is self._teacher else 0
+        for number, stack in enumerate(layer_stacks(model), first):
             handles += self._hook_layers(number, stack)
         if self.task == PICTURES and (tower := tower_layers(model)) is not None:
             handles += self._hook_layers(TOWER, tower)
@@ -487,13 +494,15 @@ def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
     return held if scales is None else [*held, scales]
 
 
-def place_finder(model: Any, task: str) -> Callable[[str], Place]:
+def place_finder(model: Any, task: str, *, first_stack: int = 0) -> Callable[[str], Place]:
     """A function that finds the place of a module or parameter among the repeated layers, by its name.
+
+    `first_stack`: the number of the first of its stacks.
 
     Layers are numbered without those that are left out, whose stand-ins count to the one before.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    stacks = dict(enumerate(layer_stacks(model)))
+    stacks = dict(enumerate(layer_stacks(model), first_stack))
     if task == PICTURES and (tower := tower_layers(model)) is not None:
         stacks[TOWER] = tower
     prefixes = {stack: names[id(layers)] + "." for stack, layers in stacks.items()}

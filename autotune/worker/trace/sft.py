@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
+import importlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -86,10 +88,8 @@ def loss_of(
 @contextlib.contextmanager
 def on_meta(tracker: Tracker, chunks: Chunks, counted: tuple[int, int]) -> Iterator[None]:
     """Let TRL's loss be traced: of a row of so many tokens so many count, all of them or a completion's."""
-    try:
-        from trl.kernels import chunked_logprob
-        from trl.trainer import utils
-    except ImportError:
+    modules = chunking_modules()
+    if not modules:
         yield  # `prepare` says so.
         return
 
@@ -109,42 +109,56 @@ def on_meta(tracker: Tracker, chunks: Chunks, counted: tuple[int, int]) -> Itera
     }
     attributes: list[tuple[Any, str, Any]] = []
     if chunks.is_symbolic:
-        limit = chunked_logprob.TOKEN_CHUNK_SIZE
-
-        def over(*bounds: int) -> Iterable[int]:
-            if bounds[2:] != (CHUNK_ROWS,):
-                return builtins.range(*bounds)
-            chunks.meets("trl", bounds[1], limit)
-            return chunks.over_chunks(*bounds)
-
-        attributes += [
-            (chunked_logprob, "TOKEN_CHUNK_SIZE", CHUNK_ROWS),
-            (chunked_logprob, "range", over),
-        ]
+        for module in filter(lambda each: hasattr(each, "TOKEN_CHUNK_SIZE"), modules):
+            over = functools.partial(_over, chunks, module.TOKEN_CHUNK_SIZE)
+            attributes += [(module, "TOKEN_CHUNK_SIZE", CHUNK_ROWS), (module, "range", over)]
     with (
-        as_on_cuda(chunked_logprob, utils, launch),
+        as_on_cuda(launch),
         taken_for_cuda("meta", "trl.kernels"),
         replaced(attributes),
     ):
         yield
 
 
+def _over(chunks: Chunks, limit: int, *bounds: int) -> Iterable[int]:
+    """Replace `range` in a module with a loop over chunks of so many tokens at most."""
+    if bounds[2:] != (CHUNK_ROWS,):
+        return builtins.range(*bounds)
+    chunks.meets("trl", bounds[1], limit)
+    return chunks.over_chunks(*bounds)
+
+
+_CHUNKING = (
+    "trl.trainer.utils",
+    "trl.trainer.distillation_trainer",
+    "trl.kernels.chunked_logprob",
+    "trl.kernels.chunked_divergence",
+)
+"""Modules that take another way on CUDA, some of which a version of TRL may lack."""
+
+
+def chunking_modules() -> list[Any]:
+    """TRL's modules that take another way on CUDA; none where it has no chunked loss at all."""
+    found = []
+    for name in _CHUNKING:
+        with contextlib.suppress(ImportError):
+            found.append(importlib.import_module(name))
+    return found if any(hasattr(module, "TOKEN_CHUNK_SIZE") for module in found) else []
+
+
 def as_on_cuda(
-    chunked_logprob: Any, utils: Any, launch: Callable[[str, Iterable[Any]], None]
+    launch: Callable[[str, Iterable[Any]], None],
 ) -> contextlib.AbstractContextManager[None]:
     """Let TRL take the way it takes on CUDA; `launch` gets its Triton kernels."""
     division = SimpleNamespace(cdiv=lambda dividend, divisor: -(-dividend // divisor))
-    return replaced(
-        [
-            (utils, "_use_triton", lambda _: True),
-            (chunked_logprob, "_use_triton", lambda _: True),
-            (chunked_logprob, "triton", division),
-            *(
-                (chunked_logprob, name, _Kernel(name, launch))
-                for name in ("_forward_kernel", "_backward_kernel")
-            ),
-        ]
-    )
+    attributes: list[tuple[Any, str, Any]] = []
+    for module in chunking_modules():
+        attributes.append((module, "_use_triton", lambda _: True))
+        if hasattr(module, "TOKEN_CHUNK_SIZE"):
+            attributes.append((module, "triton", division))
+            kernels = (name for name in vars(module) if name.endswith("_kernel"))
+            attributes += [(module, name, _Kernel(name, launch)) for name in kernels]
+    return replaced(attributes)
 
 
 class _Kernel:

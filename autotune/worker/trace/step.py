@@ -60,6 +60,7 @@ from autotune.worker.trace import (
     pictures,
     sft,
     shared_models,
+    teachers,
     trl_steps,
 )
 from autotune.worker.trace.chunks import Chunks
@@ -189,6 +190,7 @@ def _compiled_or_eager(
     """Trace the step that is wanted; where it cannot be traced compiled, as it runs without, and say why."""
     said = request.get("pictures")
     sees = None if said is None else json_records.read(Pictures, said, "pictures")
+    taught_by = request.get("teacher")
 
     def trace(spec: TraceSpec, shared: SharedModels) -> dict[str, Any]:
         trace_this = functools.partial(
@@ -201,6 +203,9 @@ def _compiled_or_eager(
             operations=wanted.get("operations", False),
             shared=shared,
             sees=sees,
+            teacher=None
+            if taught_by is None
+            else models.with_every_layer(models.load_config(taught_by)),
         )
         try:
             return trace_this(whole=wanted["whole"])
@@ -234,6 +239,7 @@ def trace_step(
     operations: bool = False,
     shared: SharedModels | None = None,
     sees: Pictures | None = None,
+    teacher: PretrainedConfig | None = None,
 ) -> dict[str, Any]:
     """Trace one micro-step.
 
@@ -249,6 +255,11 @@ def trace_step(
     is_split = num_processes > 1
     tensor_parallel.begin(num_processes)
     base = _base({} if shared is None else shared, config, task, spec, whole=whole)
+    taught_by, of_teacher = (
+        (None, {})
+        if teacher is None
+        else teachers.build(teacher, task, spec, teachers.vocabulary_of(config), whole=whole)
+    )
     if spec.has_plan:
         count = base.layers["layers"].get("cut", spec.checkpoint_layers)
         if not count:
@@ -293,7 +304,9 @@ def trace_step(
     chunks = Chunks(tracker, is_symbolic=not spec.single)
     takes_block = spec.quantization != "none" and device.backend == "cuda"
     copies = Stacks.of_answer(base.layers).copies if takes_block else None
-    step = MetaStep(base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees)
+    step = MetaStep(
+        base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees, teacher=taught_by
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_trace_settings(tracker))
         stack.enter_context(
@@ -354,7 +367,8 @@ def trace_step(
     made_by = {}
     if isinstance(tracker, NamingTracker):
         made_by = with_weights(tracker.operations, step.model, step.parameters)
-    answer = encode(step, workspaces, chunks, symbols, base.layers, made_by)
+    said = {**base.layers, **of_teacher}
+    answer = encode(step, workspaces, chunks, symbols, said, made_by)
     return {**answer, "compiled": True} if spec.is_compiled else answer
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from autotune.memory.traces import Phase
 from autotune.records.estimate import TraceSpec
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.build.trl_classes import class_of
 from autotune.worker.trace.sft import cast_adapter
 
 OF_MODEL = ("input_ids", "attention_mask")
@@ -64,21 +66,17 @@ def prepare(model: Any, task: str, spec: TraceSpec) -> nn.Module | None:
         raise UnsupportedModel(
             f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
         )
-    try:
-        import trl
-        from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
+    class_of(row)  # Imported here, since an import may keep a step's tensors.
+    from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-        getattr(trl, row.class_name)  # Imported here, since an import may keep a step's tensors.
-    except ImportError as error:
-        raise UnsupportedModel(
-            f"TRL is not installed here ({error}). It needs: pip install trl"
-        ) from error
     has_adapter = hasattr(model, "get_base_model")
     if spec.quantization != "none":
         cast_adapter(model)
     is_scored = row.has_reference and not spec.precompute_ref_log_probs
     is_copy = (is_scored or bool(spec.kl_beta)) and not has_adapter
     reference = copy.deepcopy(model).eval() if is_copy else None
+    if row.has_teacher:
+        return None
     if row.generates is None:  # trl 1.16 GRPOConfig and RLOOConfig, disable_dropout
         for each in filter(None, (model, reference)):
             disable_dropout_in_model(each)
@@ -116,14 +114,16 @@ def _generated(
     of_each = (micro_batch,) if spec.trainer == "trl-rloo" else (micro_batch, length)
     scores = {
         "trl-rloo": ["old_logps"],
+        "trl-distillation": [],
         "trl-grpo": [
             *(["old_per_token_logps"] if spec.scores_policy else []),
             *(["ref_per_token_logps"] if spec.kl_beta else []),
         ],
     }
     batch |= {name: empty(*of_each, dtype=torch.float32) for name in scores[spec.trainer]}
-    batch["advantages"] = empty(micro_batch, dtype=torch.float32)
-    if spec.trainer == "trl-grpo":
+    if TRAINERS[spec.trainer].is_rewarded:
+        batch["advantages"] = empty(micro_batch, dtype=torch.float32)
+    if spec.trainer != "trl-rloo":
         batch["num_items_in_batch"] = empty()
     return batch
 
@@ -157,6 +157,7 @@ def passes_of(spec: TraceSpec) -> tuple[Phase, ...]:
     return (
         *([Phase.POLICY] if spec.scores_policy else []),
         *([Phase.GENERATED_REFERENCE] if spec.kl_beta else []),
+        *STEPS[spec.trainer].passes,
     )
 
 
@@ -292,6 +293,31 @@ def _generated_loss(
     return kind._compute_loss(trainer, model, inputs)
 
 
+def _distillation_loss(
+    model: Any, teacher: nn.Module | None, inputs: dict[str, Any], _: TraceSpec
+) -> Any:
+    from trl.models.utils import _ForwardRedirection
+    from trl.trainer.distillation_trainer import DistillationTrainer
+
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    trainer = _trainer(
+        model,
+        None,
+        teacher_model=teacher,
+        temperature=1.0,
+        model_kwarg_keys=inspect.signature(inner.forward).parameters.keys(),
+        _is_vlm=False,
+        _forward_redirection=_ForwardRedirection(),
+    )
+    trainer.beta = 1.0
+    trainer.accelerator.num_processes = 1
+    kind: Any = DistillationTrainer
+    hidden_state = kind._get_last_hidden_state.__wrapped__
+    trainer._get_last_hidden_state = functools.partial(hidden_state, trainer)
+    trainer._compute_loss = functools.partial(kind._compute_loss, trainer)
+    return kind.compute_loss.__wrapped__(trainer, model, inputs)
+
+
 _OF_COMPLETIONS = OwnStep(loss_of=_generated_loss, outputs=("log_probs", "entropy"))
 STEPS = {
     "trl-dpo": OwnStep(
@@ -314,5 +340,6 @@ STEPS = {
     ),
     "trl-grpo": _OF_COMPLETIONS,
     "trl-rloo": _OF_COMPLETIONS,
+    "trl-distillation": OwnStep(loss_of=_distillation_loss, passes=(Phase.REFERENCE,)),
 }
 """Trainers that have a task of their own, by their names in TRAINERS."""
