@@ -62,9 +62,11 @@ CONFIGS = {
 }
 
 
+MODULES = ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence")
+
+
 @pytest.fixture(autouse=True)
 def _folded_in_registers() -> Iterator[None]:
-    kernels = importlib.import_module("trl.kernels.chunked_logprob")
 
     def unseen(fold: Callable[..., None]) -> Callable[..., None]:
         def folded(*args: Any, **kwargs: Any) -> None:
@@ -73,8 +75,13 @@ def _folded_in_registers() -> Iterator[None]:
 
         return folded
 
-    names = ("_forward_tile", "_backward_tile")
-    with replaced([(kernels, name, unseen(getattr(kernels, name))) for name in names]):
+    folds = [
+        (kernels, name, unseen(fold))
+        for kernels in map(importlib.import_module, MODULES)
+        for name, fold in vars(kernels).items()
+        if name.endswith("_tile")
+    ]
+    with replaced(folds):
         yield
 
 

@@ -116,6 +116,7 @@ GRPO = dataclasses.replace(
     max_completion_length=64,
     kl_beta=0.0,
 )
+DISTILLATION = dataclasses.replace(GRPO, trainer="trl-distillation", num_generations=1)
 
 
 def test_completions_are_of_a_trainer_that_writes_them() -> None:
@@ -146,6 +147,11 @@ BREAKERS = {
         dataclasses.replace(FULL, num_generations=8),
         ADA,
     ),
+    "a-teacher-sees-each-completion-once": (
+        dataclasses.replace(DISTILLATION, num_iterations=2),
+        ADA,
+    ),
+    "a-student-is-not-cast": (dataclasses.replace(DISTILLATION, precision="bf16-mixed"), ADA),
     "groups-are-whole": (dataclasses.replace(GRPO, num_generations=5), ADA),
     "completions-are-of-the-step": (
         dataclasses.replace(

@@ -268,6 +268,8 @@ class FirstStep:
         precision = PRECISIONS[config.precision]
         # FSDP2 and DeepSpeed cast the weights instead.
         is_on = precision.autocast and not is_made_on_host(config)
+        # trl 1.16 DistillationTrainer puts its loss in the place of the forward pass that has it.
+        is_on = is_on and not TRAINERS[config.trainer].has_teacher
         wanted = getattr(torch, precision.compute_dtype) if is_on else None
         found = set(self._autocast)
         if found == {wanted}:
