@@ -46,6 +46,8 @@ class SavedRun:
     """Model that the file was written for."""
     task: str | None = None
     """Task that it was written for."""
+    teacher: str | None = None
+    """Teacher that it was written for."""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
@@ -53,6 +55,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     import yaml
 
     values = workload.to_dict()
+    if workload.teacher is not None:
+        values["teacher"] = workload.teacher.name
     content = {
         "version": VERSION,
         "evidence": result["evidence"],
@@ -71,7 +75,7 @@ def read_train_config(path: Path) -> SavedRun:
 
 
 def from_yaml(text: str, *, source: str = filename) -> SavedRun:
-    """Read what `write` has written. Its workload is for people: of that, model and task are read alone.
+    """Read what `write` has written. Its workload is for people: of that model, task and teacher are read.
 
     Raises ConfigError, which names every problem: broken YAML, Python tags, unknown or missing
     keys, wrong types, unknown values, a newer version. `source` names the file in messages.
@@ -99,13 +103,11 @@ def from_yaml(text: str, *, source: str = filename) -> SavedRun:
         )
     problems = [*_unknown(content, _KEYS, ""), *_problems(content["config"])]
     workload = content.get("workload") or {}
-    model, task = (
-        (workload.get("model"), workload.get("task"))
-        if isinstance(workload, dict)
-        else (None, None)
-    )
-    if model is not None and not isinstance(model, str):
-        problems.append(f"workload.model is of type {type(model).__name__} and should be str")
+    named = workload if isinstance(workload, dict) else {}
+    model, task, teacher = map(named.get, ("model", "task", "teacher"))
+    for key, value in (("model", model), ("teacher", teacher)):
+        if value is not None and not isinstance(value, str):
+            problems.append(f"workload.{key} is of type {type(value).__name__} and should be str")
     if task is not None and task not in TASK_NAMES:
         problems.append(
             f"workload.task is {str(task)[:80]!r}. {nearest(str(task)[:80], TASK_NAMES)}"
@@ -120,7 +122,9 @@ def from_yaml(text: str, *, source: str = filename) -> SavedRun:
     if problems:
         raise ConfigError(f"{source} cannot be used", why="; ".join(problems))
     config = TrainConfig(**content["config"])
-    return SavedRun(config=config, extra_arguments=extra_arguments, model=model, task=task)
+    return SavedRun(
+        config=config, extra_arguments=extra_arguments, model=model, task=task, teacher=teacher
+    )
 
 
 def _problems(values: dict[Any, Any]) -> list[str]:

@@ -107,8 +107,8 @@ class Workload:
     def to_dict(self) -> dict[str, object]:
         """The workload as it is stored and shown.
 
-        It leaves out what there is not (a dataset, pictures, a teacher, several GPUs), the usual headroom, and
-        the dataset's name and the extra arguments, which make no other workload.
+        It leaves out what there is not (a dataset, pictures, a teacher, several GPUs), the usual headroom,
+        and the dataset's name and the extra arguments, which make no other workload.
         """
         values = dataclasses.asdict(self)
         del values["extra_arguments"], values["dataset"]

@@ -418,6 +418,23 @@ def test_a_base_of_another_trainer_that_is_none(
 
 
 @pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--task", "distillation"), "needs a teacher. Nothing names the model"),
+        (("--teacher", "Qwen/Qwen2.5-7B"), "has 152,064 entries and the student's 151,936"),
+        (("--teacher", "./nowhere.json"), "No such file or folder: './nowhere.json'"),
+        (("--teacher", "unsloth/Llama-3.2-1B-bnb"), "Llama-3.2-1B-bnb could not be fetched"),
+        (("--teacher", "qwen2.5-0.5b", "--task", "dpo"), "does not go with --task dpo"),
+    ],
+)
+def test_a_teacher_that_is_none(fail: Fail, options: tuple[str, ...], said: str) -> None:
+    code, err = fail(*FIND, *options)
+    assert code == 2
+    assert said in " ".join(err.split())
+    assert len(err) < 3000
+
+
+@pytest.mark.parametrize(
     ("text", "task", "said"),
     [
         ("beta: 0.1", (), "say --task dpo or kto or grpo or rloo or distillation"),

@@ -87,6 +87,7 @@ SHARED = {
     "--seq-len": 1024,
     "--images": None,
     "--image-size": None,
+    "--teacher": None,
     "--dataset": None,
     "--format": None,
     "--text-field": None,

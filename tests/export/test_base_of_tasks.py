@@ -130,7 +130,7 @@ def test_dropout_that_is_switched_off_is_none(tmp_path: Path) -> None:
             "num_generations is of GRPOConfig, RLOOConfig: say --task grpo or rloo",
         ),
         (
-            "teacher_model_name_or_path: a/c\nteacher_model_init_kwargs: {quantization_config: {load_in_4bit: true}}",
+            "teacher_model_init_kwargs: {quantization_config: {load_in_4bit: true}}",
             "quantises the teacher",
         ),
         ("scale_rewards: none\nuse_vllm: true", "use_vllm: writes completions with vLLM"),

@@ -116,7 +116,9 @@ GRPO = dataclasses.replace(
     max_completion_length=64,
     kl_beta=0.0,
 )
-DISTILLATION = dataclasses.replace(GRPO, trainer="trl-distillation", num_generations=1)
+DISTILLATION = dataclasses.replace(
+    GRPO, trainer="trl-distillation", num_generations=1, precision="fp32"
+)
 
 
 def test_completions_are_of_a_trainer_that_writes_them() -> None:

@@ -97,6 +97,7 @@ def read_base(
             config=ours.config,
             extra_arguments=ours.extra_arguments,
             model=ours.model,
+            teacher=ours.teacher,
             task=ours.task,
         )
     named = model or _model_of(target, content)

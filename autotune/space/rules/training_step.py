@@ -258,8 +258,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         # trl 1.16 models/utils.py, _ForwardRedirection.
         name="a-student-is-not-cast",
-        reason="DistillationTrainer's loss goes around autocast, so that weights in float32 would be computed "
-        "with in float32: take the precision fp32, or one with weights in 16 bits",
+        reason="DistillationTrainer's loss goes around autocast, so that weights in float32 would be "
+        "computed with in float32: take the precision fp32, or one with weights in 16 bits",
         breaks=lambda c, _: (
             TRAINERS[c.trainer].has_teacher
             and PRECISIONS[c.precision].parameter_dtype != PRECISIONS[c.precision].compute_dtype
