@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,10 @@ from autotune.predict.generation import generation_of
 from autotune.space.config import TrainConfig
 from autotune.space.learning_rates import OF_TASKS
 from autotune.space.trainers import BY_TASK, TRAINERS, TRL_BY_TASK
+from autotune.worker.build.model import UnsupportedModel
+from autotune.worker.build.trl_classes import class_of
 from autotune.worker.probe import trl_trainers
-from autotune.worker.trace import liger, trl_steps
+from autotune.worker.trace import liger, teachers, trl_steps
 
 trl = pytest.importorskip("trl")
 
@@ -423,3 +426,12 @@ def test_flash_attention_is_told_where_each_answer_begins(make: Callable[..., Ca
     trace, answers = traced(case), 5 * TRAINERS[case.trainer].rows_per_sample
     # An int32 for each, and for the end of the last.
     assert 4 * (answers + 1) in trace.sizes(5, 1)
+
+
+def test_an_older_trl_lacks_the_trainer_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl.kernels.chunked_divergence", None)
+    case = CASES["distillation full"]
+    with pytest.raises(UnsupportedModel, match=r"^TRL [\d.]+ has no DistillationTrainer as it is"):
+        class_of(TRAINERS[case.trainer])
+    with pytest.raises(UnsupportedModel, match="the student's 100"):
+        teachers.build(case.config, case.task, case.spec, 100, whole=False)
