@@ -275,6 +275,7 @@ def find(
     seq_len: int | None = None,
     images: int | None = None,
     image_size: str | None = None,
+    teacher: StrPath | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002
     text_field: str | None = None,
@@ -355,6 +356,7 @@ def estimate(
     seq_len: int | None = None,
     images: int | None = None,
     image_size: str | None = None,
+    teacher: StrPath | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002
     text_field: str | None = None,
@@ -467,6 +469,7 @@ def _peft(value: Mapping[str, Any] | StrPath) -> str:
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "model": _text,
+    "teacher": _text,
     "tokenizer": _text,
     "space": _text,
     "dataset": _text,
