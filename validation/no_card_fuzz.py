@@ -39,6 +39,7 @@ from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
+from autotune.space.trainers import row_of
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
 from tools.gpu_check.check import Nothing, card_and_budget, say, shown
@@ -117,7 +118,9 @@ def draw(
     return TrainConfig(method=method, **values)
 
 
-def is_valid(config: TrainConfig, source: ModelSource, capability: tuple[int, int] | None) -> bool:
+def is_valid(
+    config: TrainConfig, source: ModelSource, task: str, capability: tuple[int, int] | None
+) -> bool:
     longest = source.max_sequence_length
     context = Context(
         effective_batch_size=config.effective_batch_size,
@@ -125,7 +128,7 @@ def is_valid(config: TrainConfig, source: ModelSource, capability: tuple[int, in
         compute_capability=capability,
         max_sequence_length=longest,
         head_size=source.head_size,
-        task=TASK,
+        task=task,
     )
     return (
         config.attention in source.attentions
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=20, help="configurations")
     parser.add_argument("--layers", type=int, default=0, help="of each model, at most [all]")
     parser.add_argument("--model", action="append", help="one of these alone")
+    parser.add_argument("--task", default=TASK, help=f"what they are trained for [{TASK}]")
     parser.add_argument("--method", action="append", help="one of these alone")
     parser.add_argument("--only", action="append", default=[], help="a setting that differs")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="that of every configuration")
@@ -165,16 +169,19 @@ def main() -> None:
     chance, records = random.Random(options.seed), Records(options.out)
     methods = options.method or [name for name in METHODS if name != "peft"]
     table: Any = Nothing()
-    spec = ProbeSpec(task=TASK, backend="cuda", memory_budget_bytes=budget_bytes, max_seconds=0.1)
+    task = options.task
+    spec = ProbeSpec(task=task, backend="cuda", memory_budget_bytes=budget_bytes, max_seconds=0.1)
     with ForkServer() as tracers, ForkServer() as probes:
         for _ in range(options.num):
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 config = draw(chance, options.only, methods, source.num_layers)
+                if not row_of(task).packs and config.batching == "packed":
+                    config = dataclasses.replace(config, batching="padded")
                 for name in ("optimizer", "attention"):
                     if value := getattr(options, name):
                         config = dataclasses.replace(config, **{name: value})
-                if is_valid(config, source, card.compute_capability):
+                if is_valid(config, source, task, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)} {config.lora_dropout}"
             key += " capped" * options.capped
@@ -183,7 +190,7 @@ def main() -> None:
             try:
                 specs = [TraceSpec.of(config)]
                 length = config.sequence_length
-                traces = trace_all(source, TASK, length, card, specs, server=tracers)
+                traces = trace_all(source, task, length, card, specs, server=tracers)
                 estimator = Estimator(traces, card, memory_budget_bytes=budget_bytes)
                 estimate = estimator.estimate(config)
             except AutotuneError as error:
