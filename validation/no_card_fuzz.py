@@ -175,7 +175,8 @@ def main() -> None:
         for _ in range(options.num):
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
-                config = draw(chance, options.only, methods, source.num_layers)
+                num_layers = source.num_layers or source.config.get("num_layers")
+                config = draw(chance, options.only, methods, num_layers)
                 if not row_of(task).packs and config.batching == "packed":
                     config = dataclasses.replace(config, batching="padded")
                 for name in ("optimizer", "attention"):
