@@ -246,7 +246,19 @@ class _Search:
             eager=compiled.fastest(known, is_compiled=False),
             compiled=compiled.fastest(known, is_compiled=True),
             num_compiled=sum(m.config.is_compiled for m in known),
+            slower=tuple(m.config for m in known if self._is_slower(m, found.best)),
         )
+
+    def _is_slower(self, measured: Measurement, best: Measurement) -> bool:
+        if measured.config == best.config:
+            return False
+        if measured.outcome == "slow":
+            # It was stopped beside the fastest by then, which may have been rejected since.
+            return not self._rejected
+        if not measured.fits:
+            return False
+        steps = self._plan.train_steps
+        return run_speed(measured, steps) < (1 - NOISE) * run_speed(best, steps)
 
     def _probe(self, pool: Sequence[Estimate], max_probes: int) -> None:
         """Probe until nothing that is left is likely to be faster.

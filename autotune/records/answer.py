@@ -79,6 +79,8 @@ class Measured:
     figures is here."""
     near_versions: tuple[str, ...] = ()
     """Versions that those probes were made with and that are not here, such as `torch 2.12.0`."""
+    slower: tuple[TrainConfig, ...] = ()
+    """Configurations whose probes were slower than the winner's, by more than the noise."""
 
     @property
     def final(self) -> Measurement:

@@ -622,4 +622,6 @@ def class_entry(name: str, estimate: Estimate | None, answer: Answer) -> str:
     if count.trainable < count.total:
         share = 100 * count.trainable / count.total
         words += f"; trains {share:.1f} % of the weights"
+    if answer.measured is not None and estimate.config in answer.measured.slower:
+        words += "; its probe was slower"
     return words

@@ -162,6 +162,10 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
     `not_compiled`: why nothing could be compiled here, where it was to be.
     """
     best = measured.predicted
+    shown = [each.config for each in (*answer.best_by_class.values(), answer.further) if each]
+    measured = dataclasses.replace(
+        measured, slower=tuple(config for config in measured.slower if config in shown)
+    )
     return dataclasses.replace(
         answer,
         best=best,

@@ -137,6 +137,9 @@ def test_the_answer_says_why_nothing_was_compiled() -> None:
     answer = dataclasses.replace(answers.answer(), left_out=left_out)
     eager = dataclasses.replace(found(measured(EAGER, 1.0), None), num_compiled=0)
     assert with_measured(answer, eager).left_out == left_out
+    # Of the slower ones those are kept that the answer shows.
+    slower = dataclasses.replace(eager, slower=(answers.ADAPTER, EAGER))
+    assert with_measured(answer, slower).measured.slower == (answers.ADAPTER,)
     told = with_measured(answer, eager, not_compiled="no C++ compiler")
     assert list(map(str, told.left_out)) == [
         "torch.compile (default) (no C++ compiler)",

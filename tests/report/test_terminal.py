@@ -632,6 +632,12 @@ def test_the_classes_of_a_measured_answer_are_marked_as_predicted() -> None:
         drawn(answers.answer(measured=answers.measured()))
     )
     assert "class, predicted" not in one_line(drawn(answers.answer()))
+    # What is predicted to be faster, and was measured.
+    slower = answers.measured(slower=(answers.ADAPTER,))
+    assert "its probe was slower" in one_line(drawn(answers.answer(measured=slower)))
+    assert "its probe was slower" not in one_line(
+        drawn(answers.answer(measured=answers.measured()))
+    )
 
 
 def test_nothing_written_promises_nothing() -> None:
