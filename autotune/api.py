@@ -33,7 +33,7 @@ from autotune.errors import ConfigError, nearest
 from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
-from autotune.records.question import Question
+from autotune.records.question import ARGUMENTS, Question
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
@@ -477,7 +477,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "peft": _peft,
 }
 """Arguments that Question has as texts and paths."""
-_NAMES = {"method": "methods", "compile": "compile_mode"}
+_NAMES = {argument: field for field, argument in ARGUMENTS.items()}
 """Fields of Question that an argument names otherwise."""
 
 

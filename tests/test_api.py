@@ -183,8 +183,8 @@ def test_what_cannot_be_written_does_not_cost_the_answer(
 @pytest.mark.parametrize(
     ("options", "part"),
     [
-        ({"method": "loar"}, r"methods is 'loar'. Did you mean \"lora\""),
-        ({"method": ("full", 3)}, "methods is '3'"),
+        ({"method": "loar"}, r"method is 'loar'. Did you mean \"lora\""),
+        ({"method": ("full", 3)}, "method is '3'"),
         ({"backend": "gpu"}, "backend is 'gpu'"),
         ({"effort": "fast"}, "effort is 'fast'"),
         ({"allow": "all"}, "allow is 'all'"),
@@ -199,7 +199,7 @@ def test_what_cannot_be_written_does_not_cost_the_answer(
         ({"gpu": "rtx-9999"}, "rtx-9999"),
         ({"model": 3}, "model is 3"),
         ({"model": None}, "There is no model"),
-        ({"compile": "fast"}, "compile_mode is 'fast'"),
+        ({"compile": "fast"}, "compile is 'fast'"),
         ({"model": "no/such", "space": "nowhere.yaml"}, "nowhere.yaml"),
         ({"peft": {"r": 4}}, "peft is .*must be a mapping with a peft_type"),
         ({"peft": "missing.json"}, "missing.json cannot be read"),

@@ -34,6 +34,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "format": FORMATS,
     "loss_on": LOSS_ON,
 }
+ARGUMENTS = {"methods": "method", "compile_mode": "compile"}
+"""What Python's functions call a field, where they have another name for it."""
 # Every micro-batch of an optimizer step is replayed: 100,000 take 2 s.
 RANGES: dict[str, tuple[int, int]] = {
     "num_gpus": (1, MAX_GPUS),
@@ -132,7 +134,9 @@ class Question:
             for one in value if isinstance(value, tuple) else (value,):
                 if one is not None and one not in choices:
                     shown = str(one)[:40]
-                    raise ConfigError(f"{name} is {shown!r}", remedy=nearest(shown, choices))
+                    raise ConfigError(
+                        f"{ARGUMENTS.get(name, name)} is {shown!r}", remedy=nearest(shown, choices)
+                    )
         for name, (least, most) in RANGES.items():
             value = getattr(self, name)
             if value is not None and not (type(value) is int and least <= value <= most):

@@ -218,17 +218,17 @@ def shared_batch(effective_batch_size: int, num_gpus: int) -> int:
 
 
 def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
-    """The sequence length, or all that the model has positions for where none was asked for."""
+    """The sequence length, or all that the model is made for where none was asked for."""
     limit = source.max_sequence_length
-    if limit is None or length <= limit:
-        return length
-    if is_given:
+    if not is_given:
+        return min(length, limit or length, source.positions or length)
+    if limit is not None and length > limit:
         raise ConfigError(
             f"A sequence of {length} tokens is too long for {source.short_name}",
             why=f"It has learned positions for {limit}",
             remedy=f"Give --seq-len {limit} or less",
         )
-    return limit
+    return length
 
 
 def for_task(source: ModelSource, task: str) -> ModelSource:
@@ -303,9 +303,7 @@ def generation(
     return kv_cache(
         source.config,
         batch_size=batch_size or config.micro_batch_size,
-        context=possible_length(
-            source, context or config.sequence_length, is_given=context is not None
-        ),
+        context=possible_length(source, context or config.sequence_length, is_given=True),
         dtype=PRECISIONS[config.precision].compute_dtype,
     )
 

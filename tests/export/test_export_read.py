@@ -151,7 +151,9 @@ def test_ours_is_read_as_ever(tmp_path: Path) -> None:
     path = tmp_path / "train_config.yaml"
     text = train_config.write(workload=WORKLOAD, config=AXOLOTL, result={"evidence": "predicted"})
     path.write_text(text, encoding="utf-8")
-    assert read_base(path) == BaseRun(path=path, config=AXOLOTL)
+    assert read_base(path) == BaseRun(
+        path=path, config=AXOLOTL, model=WORKLOAD.model, task=WORKLOAD.task
+    )
 
 
 def diff(name: str, **changed: Any) -> list[str]:

@@ -124,11 +124,18 @@ def test_the_shortest_sample_has_a_next_token() -> None:
 def test_learned_positions_end_somewhere(config: dict[str, Any], limit: int | None) -> None:
     model = source(**config)
     assert model.max_sequence_length == limit
-    assert budget.possible_length(model, 100_000, is_given=False) == (limit or 100_000)
+    made_for = limit or model.positions or 100_000
+    assert budget.possible_length(model, 100_000, is_given=False) == made_for
     if limit is not None:
         assert budget.possible_length(model, limit, is_given=True) == limit
         with pytest.raises(ConfigError, match="too long"):
             budget.possible_length(model, limit + 1, is_given=True)
+
+
+def test_a_length_that_nobody_gave_is_one_that_the_model_is_made_for() -> None:
+    rotary = source(model_type="llama", max_position_embeddings=512)
+    assert budget.possible_length(rotary, 1024, is_given=False) == 512
+    assert budget.possible_length(rotary, 1024, is_given=True) == 1024
 
 
 @pytest.mark.parametrize(
