@@ -68,8 +68,10 @@ def pytest_runtest_setup() -> None:
     """What earlier tests keep, such as traces and imports, is looked through no more.
 
     A Trainer collects garbage several times: a test of it would look through the traces of all before it.
+    A test that traces as a worker does leaves the collector off, as that process would.
     """
     global _num_collections
+    gc.enable()
     if gc.get_count()[0] > MANY_OBJECTS or _collections() != _num_collections:
         gc.collect()
         gc.freeze()

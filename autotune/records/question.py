@@ -35,7 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_on": LOSS_ON,
 }
 ARGUMENTS = {"methods": "method", "compile_mode": "compile"}
-"""What Python's functions call a field, where they have another name for it."""
+"""Names of arguments of Python's functions, by field, where these are called otherwise."""
 # Every micro-batch of an optimizer step is replayed: 100,000 take 2 s.
 RANGES: dict[str, tuple[int, int]] = {
     "num_gpus": (1, MAX_GPUS),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import gc
 import json
 import os
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +114,6 @@ def test_a_trace_is_the_same_with_a_model_that_has_checkpointed_other_layers(
         assert json.dumps(answer["trace"]) == json.dumps(alone)
 
 
-@pytest.fixture
-def collects_again() -> Iterator[None]:
-    """A worker that traces collects garbage no more by itself: the next tests' process does."""
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("collects_again")
 def test_a_trace_that_is_made_ahead_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models take turns, each in the order in which its traces are asked for."""
     lean = [dataclasses.replace(spec, activation_checkpointing=1) for spec in (FULL, QLORA)]
