@@ -15,9 +15,9 @@ AutotuneError as such; out of memory is an outcome, not an error.
 from __future__ import annotations
 
 import difflib
-import textwrap
 from collections.abc import Iterable
 
+_DOTS = " ..."
 EXIT_INTERRUPTED = 130
 """128 + SIGINT, the shells' convention."""
 EXIT_REGRESSION = 7
@@ -106,7 +106,10 @@ def _cut(name: str) -> str:
 def first_line(error: BaseException, most: int = 300) -> str:
     """Return the start of what another library's error says; its class where it says nothing.
 
-    Where more than `most` characters are cut off, the last word is whole, and dots follow.
+    A line of more than `most` characters is cut after a whole word where it has one, and dots follow.
     """
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return textwrap.shorten(line, most, placeholder=" ...") if len(line) > most else line
+    if len(line) <= most:
+        return line
+    start = line[: most - len(_DOTS)]
+    return (start.rpartition(" ")[0] or start) + _DOTS

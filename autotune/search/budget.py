@@ -218,7 +218,10 @@ def shared_batch(effective_batch_size: int, num_gpus: int) -> int:
 
 
 def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
-    """The sequence length, or all that the model is made for where none was asked for."""
+    """Return the sequence length; where none was given no more than the model is made for.
+
+    Raises ConfigError for a given one beyond the model's learned positions.
+    """
     limit = source.max_sequence_length
     if not is_given:
         return min(length, limit or length, source.positions or length)

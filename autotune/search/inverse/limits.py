@@ -48,8 +48,8 @@ def limits(
         return questions.answer(what, problem, server, progress=progress)
 
 
-def _check_sees_nothing(task: str | None) -> None:
-    """Raise ConfigError for a task whose samples have pictures."""
+def _check_task(task: str | None) -> None:
+    """Raise ConfigError for a task that needs pictures or a teacher, which are not asked for here."""
     if task == DISTILLATION:
         raise ConfigError(
             f"--task {task} does not go with `max`",
@@ -74,7 +74,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
             why="Every micro-batch of a step is replayed, for every value",
             remedy=f"Give {MAX_ACCUMULATION:,} or less; `autotune estimate` prices one such configuration",
         )
-    _check_sees_nothing(question.task)
+    _check_task(question.task)
     if question.settings.get("activation_checkpointing") == SOLVE:
         raise ConfigError(
             "--checkpointing solve does not go with `max`",
@@ -88,7 +88,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         length = budget.possible_length(source, length, is_given=question.seq_len is not None)
         budget.check_length(question.task or source.task, length)
     task = question.task or (None if source is None else source.task)
-    _check_sees_nothing(task)
+    _check_task(task)
     if source is not None and task is not None:
         source = budget.for_task(source, task)
     space, _ = without_solve(space_file.load(question.space))

@@ -24,7 +24,7 @@ class Buffer:
     comes_first: bool = False
     """Whether the buffer is there before the results are."""
     goes_first: bool = False
-    """Whether it is given back before those are asked for that do not."""
+    """Whether it is given back before the kernel asks for its other buffers."""
 
 
 HiddenBuffers = Callable[[Any, tuple[Any, ...], Any], tuple[Buffer, ...]]
