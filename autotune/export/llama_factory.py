@@ -187,6 +187,7 @@ TARGET = TrainerFile(
         "fp8": FP8_IS_OURS,
         "shift_attn": "is another attention",
         "mixture_of_depths": "is another model",
+        "freeze_language_model": "trains a part of the weights",
         "adapter_name_or_path": "starts from adapters, which may be merged",
         "fsdp": NOT_FROM_FILES,
         "deepspeed": NOT_FROM_FILES,
@@ -194,6 +195,7 @@ TARGET = TrainerFile(
     unpredicted={
         "additional_target": "trains further modules in full",
         "neat_packing": "gives attention a mask of blocks",
+        "freeze_vision_tower": "leaves out the tower that sees, which is predicted to train",
         "upcast_layernorm": "keeps norms in float32",
         "upcast_lmhead_output": "makes a float32 copy of the logits",
     },

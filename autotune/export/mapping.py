@@ -7,6 +7,7 @@ Keys below others are written with dots: `bnb_config_kwargs.bnb_4bit_quant_type`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -240,9 +241,14 @@ def module_names(targets: str) -> list[str]:
     return list(ATTENTION_PROJECTIONS) if targets == "attention" else targets.split(",")
 
 
+_NAMES = re.compile(r"[\w.,\s-]*")
+
+
 def targets_of(names: object) -> str:
     """Return the value of lora_targets for a list of modules. ValueError where it is none."""
     if isinstance(names, str):
+        if not _NAMES.fullmatch(names):
+            raise ValueError("is a pattern: name the modules in a list")
         names = names.split(",")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("must be a list of names")

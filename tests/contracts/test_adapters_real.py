@@ -23,6 +23,7 @@ from test_trace_is_the_trainer import (
     assert_as_traced,
 )
 
+from autotune.export.base.calls import PEFT_TYPES
 from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
 from autotune.space.config import TrainConfig
 from autotune.worker.build import adapters
@@ -230,6 +231,11 @@ def _prompts_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 
     make = trainer_test.real_model
     monkeypatch.setattr(trainer_test, "real_model", real_model)
+
+
+def test_a_program_is_read_with_each_of_pefts_classes() -> None:
+    installed = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING
+    assert {config.__name__: str(kind.value) for kind, config in installed.items()} == PEFT_TYPES
 
 
 def test_every_method_is_here() -> None:

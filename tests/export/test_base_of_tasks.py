@@ -121,6 +121,23 @@ def test_dropout_that_is_switched_off_is_none(tmp_path: Path) -> None:
         assert read_base(path).config == config
 
 
+@pytest.mark.parametrize("task", [None, "dpo"])
+def test_older_names_of_trls_are_read_and_kept(task: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "config_full.yaml"
+    path.write_text(
+        "model_name_or_path: a/b\ntorch_dtype: bfloat16\nbf16: true\nmax_seq_length: 2048\n",
+        encoding="utf-8",
+    )
+    run = read_base(path, task=task)
+    assert (run.config.precision, run.config.sequence_length) == ("bf16-autocast", 2048)
+    assert run.notes == ()
+    answer = dataclasses.replace(run.config, precision="bf16-mixed", sequence_length=512)
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    assert "torch_dtype: float32" in text
+    assert "max_seq_length: 512" in text
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

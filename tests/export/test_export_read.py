@@ -403,7 +403,7 @@ def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path)
     said = refusal(
         tmp_path, "base_model: x\nadapter: lora\nlora_r: 8\nlora_target_modules: 'a.*'\n"
     )
-    assert "lora_target_modules must be all-linear, attention, or module names" in said
+    assert "lora_target_modules is a pattern: name the modules in a list" in said
     assert "lora_target_linear" not in said
     said = refusal(tmp_path, "base_model: x\ndeepspeed: zero3.json\n")
     assert said.count("deepspeed") == 1

@@ -29,7 +29,7 @@ _ARGUMENTS = (
     "UnslothTrainingArguments",
     *_TRL_ARGUMENTS,
 )
-_PEFT_TYPES = {
+PEFT_TYPES = {
     "LoraConfig": "LORA",
     "VeraConfig": "VERA",
     "MissConfig": "MISS",
@@ -48,6 +48,33 @@ _PEFT_TYPES = {
     "HRAConfig": "HRA",
     "RandLoraConfig": "RANDLORA",
     "FourierFTConfig": "FOURIERFT",
+    "AdamssConfig": "ADAMSS",
+    "BeftConfig": "BEFT",
+    "C3AConfig": "C3A",
+    "CartridgeConfig": "CARTRIDGE",
+    "CPTConfig": "CPT",
+    "DeftConfig": "DEFT",
+    "DeloraConfig": "DELORA",
+    "FrodConfig": "FROD",
+    "GloraConfig": "GLORA",
+    "GraloraConfig": "GRALORA",
+    "HiraConfig": "HIRA",
+    "LilyConfig": "LILY",
+    "MultitaskPromptTuningConfig": "MULTITASK_PROMPT_TUNING",
+    "OSFConfig": "OSF",
+    "PeanutConfig": "PEANUT",
+    "PolyConfig": "POLY",
+    "PsoftConfig": "PSOFT",
+    "PveraConfig": "PVERA",
+    "RoadConfig": "ROAD",
+    "ShadowConfig": "SHADOW",
+    "ShiraConfig": "SHIRA",
+    "SupertuningConfig": "SUPERTUNING",
+    "TinyLoraConfig": "TINYLORA",
+    "UniLoraConfig": "UNILORA",
+    "VBLoRAConfig": "VBLORA",
+    "WaveFTConfig": "WAVEFT",
+    "XLoraConfig": "XLORA",
 }
 """Type (peft.PeftType) by the class of peft 0.21."""
 _UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
@@ -87,6 +114,8 @@ class _Found:
     task: str | None = None
     kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
+    adapted: int | None = None
+    """Line of PEFT's get_peft_model."""
     plan: tuple[str, int] | None = None
 
 
@@ -110,6 +139,10 @@ def find_calls(program: Program, tree: ast.Module) -> None:
             program.problems.append(
                 f"{what}: lines {named} each have one: leave the one that trains"
             )
+    if found.adapted is not None and ADAPTER not in found.lines:
+        program.problems.append(
+            f"line {found.adapted}: get_peft_model has an adapter that is not made here: write its class"
+        )
     sections = frozenset(prefix or "arguments" for prefix in found.lines)
     loads_by_name = MODEL not in sections and (
         found.loads_by_name or "model_init_kwargs" in program.content
@@ -146,6 +179,7 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
     # Unsloth's of that name is another function.
     found.kbit_preparation |= function == _PREPARATION
     if function == "get_peft_model" and prefix is None:
+        found.adapted = node.lineno
         found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
     if prefix is not None:
         found.lines.setdefault(prefix, []).append(node.lineno)
@@ -165,9 +199,9 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         found.switches.append((function, node.lineno))
     elif function == _PLAN:
         found.plan = _plan_of(program, node)
-    elif function == "HfArgumentParser":
+    elif function in ("HfArgumentParser", "TrlParser"):
         program.problems.append(
-            f"line {node.lineno}: HfArgumentParser takes settings from the command line: give the "
+            f"line {node.lineno}: {function} takes settings from the command line: give the "
             "file that it reads instead"
         )
 
@@ -176,7 +210,7 @@ def _section(function: str, owner: str) -> str | None:
     """Return the prefix of a call's keywords; None for any other call."""
     if function in _ARGUMENTS:
         return ""
-    if function in _PEFT_TYPES:
+    if function in PEFT_TYPES:
         return ADAPTER
     if function == "BitsAndBytesConfig":
         return QUANTIZATION
@@ -197,8 +231,8 @@ def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> 
         program.problems.append(
             f"line {node.lineno}: {function} is given values without their names"
         )
-    if function in _PEFT_TYPES:
-        program.content.setdefault(f"{ADAPTER}peft_type", _PEFT_TYPES[function])
+    if function in PEFT_TYPES:
+        program.content.setdefault(f"{ADAPTER}peft_type", PEFT_TYPES[function])
 
 
 def _take_trainer(program: Program, node: ast.Call) -> bool:

@@ -79,6 +79,8 @@ _RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
+_RENAMED_OF_TRL = {**_RENAMED, "torch_dtype": "dtype", "max_seq_length": "max_length"}
+"""Names of TRL's before 0.20, too: its ModelConfig's dtype and its SFTConfig's length."""
 _FLAGS = {"group_by_length": ("train_sampling_strategy", "group_by_length")}
 _REFUSED = {
     "fsdp": NOT_FROM_FILES,
@@ -212,7 +214,7 @@ SFT = TrainerFile(
         "attn_implementation": "sdpa",
     },
     fixed={"trainer": "trl-sft"},
-    renamed=_RENAMED,
+    renamed=_RENAMED_OF_TRL,
     flags=_FLAGS,
     of_adapters=(
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
