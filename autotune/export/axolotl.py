@@ -37,6 +37,7 @@ from autotune.export.trainer_rows import (
     fixed_of,
     lora_rows,
     method_row,
+    rows_of_vllm,
     targets_row,
     without_fixed,
 )
@@ -343,18 +344,22 @@ GRPO = _of_task(
     table("", "rl", ("grpo",), beside={"trl.reward_funcs": ["rewards.reward"]}),
     *(of_key(name, f"trl.{name}") for name in _OF_COMPLETIONS),
     of_key("kl_beta", "trl.beta", off=0.0),
+    *rows_of_vllm(modes=("colocate",), trl="trl.", vllm="vllm."),
     defaults={
         **TARGET.defaults,
         "trl.num_generations": 8,
         "trl.num_iterations": 1,
         "trl.beta": 0.0,
+        "trl.use_vllm": False,
+        "trl.vllm_enable_sleep_mode": False,
+        "vllm.gpu_memory_utilization": 0.9,
     },
     refused={
+        "trl.vllm_lora_sync": _ANOTHER_WAY,
+        "trl.vllm_sync_interval": _ANOTHER_WAY,
         "rl_beta": "is not read: say trl.beta",
         "trl.generation_batch_size": "is not read: leave it out, and a step's completions are written at a "
         "time",
-        "trl.use_vllm": "writes completions with vLLM, which is not predicted: only generation by "
-        "Transformers is",
         "trl.rollout_func": _ANOTHER_WAY,
         "trl.use_data_producer": _ANOTHER_WAY,
         "trl.async_prefetch": _ANOTHER_WAY,
@@ -367,6 +372,11 @@ GRPO = _of_task(
         (
             lambda _: True,
             "trl.reward_funcs names your own functions, here reward of rewards.py beside this file",
+        ),
+        (
+            lambda config: config.writes_with_vllm,
+            "axolotl tells vLLM no length: its share of the card has to hold the cache of one sequence as "
+            "long as the model reads, or vLLM does not start",
         ),
         *TARGET.caveats,
     ),

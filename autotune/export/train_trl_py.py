@@ -91,6 +91,12 @@ _REWARDS = """\
         )
     rewards = [function_of(name) for name in options.reward]
 """
+_VLLM = """\
+    try:
+        importlib.import_module("vllm")
+    except ImportError:
+        sys.exit("vLLM writes the completions here, and is not installed: pip install 'trl[vllm]'.")
+"""
 _PROMPTS = """\
     if "prompt" not in rows.column_names:
         sys.exit(f"{{options.dataset}} has no column prompt: it has {{', '.join(rows.column_names)}}.")
@@ -190,7 +196,7 @@ def write(
         rows_code=_rows_code(row, config, sees=sees),
         functions=(_OF_REWARDS if row.is_rewarded else "") + (_NUM_TOKENS if writes else ""),
         options=_REWARD_OPTION if row.is_rewarded else "",
-        rewards=_REWARDS if row.is_rewarded else "",
+        rewards=(_REWARDS if row.is_rewarded else "") + _VLLM * config.writes_with_vllm,
         teacher=taught,
         models="(model, teacher)" if taught else "(model,)",
         makes_trainer=makes_trainer,

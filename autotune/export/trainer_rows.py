@@ -177,3 +177,48 @@ def method_row(
     qlora = (("qlora", *way) for way in quantized(of_8_bits, of_4_bits, fields))
     ways = (("full", "none", "uint8", full), ("lora", "none", "uint8", lora), *qlora)
     return choices(ours[:num_ours], *(Spelling(ours=way[:num_ours], theirs=way[3]) for way in ways))
+
+
+def rows_of_vllm(
+    *, modes: tuple[str | None, ...], trl: str = "", vllm: str = "vllm_"
+) -> tuple[Row, ...]:
+    """Return rows of vLLM on the card that trains, by the names of TRL's arguments.
+
+    `modes`: values of its mode that mean this card. `trl`, `vllm`: what is before TRL's keys and vLLM's own.
+    """
+    use, mode, asleep = f"{trl}use_vllm", f"{trl}vllm_mode", f"{trl}vllm_enable_sleep_mode"
+    share, parts = f"{vllm}gpu_memory_utilization", f"{vllm}tensor_parallel_size"
+    weighed = f"{trl}vllm_importance_sampling_"
+    corrected, way = f"{weighed}correction", f"{weighed}mode"
+
+    def hear(said: Mapping[str, Any]) -> Any:
+        if not said[use]:
+            return 0.0
+        for key, values, why in (
+            (mode, modes, "only vLLM in the process that trains is (colocate)"),
+            (parts, (1, None), "only vLLM on one GPU is"),
+            (corrected, (True, None), "only completions that are weighed by their odds are"),
+            (way, ("sequence_mask", None), "only sequence_mask is"),
+        ):
+            if said[key] not in values:
+                raise ValueError(f"with this {key} is not predicted: {why}")
+        if not said[share]:
+            raise ValueError(f"needs a share of the card: {share}")
+        return said[share]
+
+    return (
+        Row(
+            ours=("vllm_gpu_memory_utilization",),
+            keys=(use, share, mode, parts, corrected, way),
+            say=lambda value: (
+                {use: True, mode: "colocate", share: value, parts: 1} if value else {use: False}
+            ),
+            hear=hear,
+        ),
+        Row(
+            ours=("vllm_enable_sleep_mode",),
+            keys=(asleep, use),
+            say=lambda value: {asleep: value},
+            hear=lambda said: bool(said[use] and said[asleep]),
+        ),
+    )

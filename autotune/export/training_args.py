@@ -17,7 +17,13 @@ from autotune.export import installed, targets
 from autotune.export.carried import Unsaid, heading, keywords, unsaid
 from autotune.export.exporter import Exporter
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES
-from autotune.space.config import LOADER_SETTINGS, OF_COMPLETIONS, TrainConfig, Workload
+from autotune.space.config import (
+    LOADER_SETTINGS,
+    OF_COMPLETIONS,
+    OF_VLLM,
+    TrainConfig,
+    Workload,
+)
 from autotune.space.knobs import KNOBS
 from autotune.space.learning_rates import default_rate
 from autotune.space.optimizers import OPTIMIZERS
@@ -287,7 +293,16 @@ def completion_arguments(config: TrainConfig) -> dict[str, object]:
     """Return arguments of a trainer that writes completions, those left out that follow from others."""
     if TRAINERS[config.trainer].has_teacher:
         return {"max_completion_length": config.max_completion_length}
-    return {
+    served: dict[str, object] = {}
+    if config.writes_with_vllm:
+        # Without a length vLLM's cache must hold one as long as the model can read (trl 1.16 GRPOConfig).
+        served = {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            **{name: getattr(config, name) for name in OF_VLLM},
+            "vllm_max_model_length": config.sequence_length,
+        }
+    return served | {
         theirs: value
         for ours, theirs in _OF_COMPLETIONS.items()
         if (value := getattr(config, ours)) is not None
@@ -318,7 +333,8 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
     elif "max_length" in fields:
         decided["max_length"] = config.sequence_length
     if config.max_completion_length is not None and "max_completion_length" in fields:
-        decided |= completion_arguments(config)
+        off = {} if TRAINERS[config.trainer].has_teacher else {"use_vllm": False}
+        decided |= off | completion_arguments(config)
     if "precompute_ref_log_probs" in fields:
         decided["precompute_ref_log_probs"] = config.precompute_ref_log_probs
     if TRAINERS[config.trainer].compares_samples and TRAINERS[config.trainer].is_trl:

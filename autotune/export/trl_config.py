@@ -28,7 +28,7 @@ from autotune.export.training_args import (
     unknown_values,
 )
 from autotune.space.adapters import peft_fields, whole_alpha
-from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
+from autotune.space.config import OF_COMPLETIONS, OF_VLLM, TrainConfig, Workload
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.trainers import TRAINERS, Trainer
@@ -123,6 +123,8 @@ def unsaid_by_trl(
     uncut: tuple[Unsaid, ...] = ()
     if row.generates is not None:
         said.update(OF_COMPLETIONS)
+        if row.is_rewarded:
+            said.update(OF_VLLM)
         if "sequence_length" not in carried:
             tokens = config.sequence_length - (config.max_completion_length or 0)
             words = f"prompts of {tokens} tokens at most ({row.class_name} cuts none off)"

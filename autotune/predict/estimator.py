@@ -21,9 +21,11 @@ from autotune.common.units import format_bytes
 from autotune.errors import ConfigError
 from autotune.memory.allocator import Replay
 from autotune.memory.traces import Trace
+from autotune.memory.vllm import share_bytes
 from autotune.predict.breakdown import Memory, memory_of
 from autotune.predict.estimate_parts import per_gpu, time_shares
 from autotune.predict.floors import MicroStepBytes, micro_step_of
+from autotune.predict.generation import kept_bytes
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import Update
@@ -33,6 +35,7 @@ from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.step_times import StepSeconds, StepTimes
 from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
+from autotune.predict.vllm_generation import served_of
 from autotune.records.charts import Timeline
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.space.config import TrainConfig
@@ -105,16 +108,30 @@ class Estimator:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
         is_shared = config.num_gpus > 1 and PARALLELISMS[config.parallelism].is_launched
         outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
+        outside += kept_bytes(config, self.gpu.capacity_bytes)
         return self.headroom.within(self.memory_budget_bytes, outside, config)
 
     def fits(self, estimate: Estimate) -> bool:
-        """Whether the predicted peak leaves the headroom."""
-        return estimate.peak_device_bytes <= self.room_for(estimate.config)
+        """Whether the predicted peak leaves the headroom, and vLLM starts where it writes."""
+        config = estimate.config
+        return estimate.peak_device_bytes <= self.room_for(config) and self._starts(config)
+
+    def _starts(self, config: TrainConfig) -> bool:
+        """Whether what writes completions starts: vLLM's share of the card may be too small for it."""
+        if not config.writes_with_vllm:
+            return True
+        trace = self._traces[TraceSpec.of(config)]
+        assert isinstance(trace, Trace)
+        return served_of(trace, config, self.gpu).starts(
+            config.vllm_gpu_memory_utilization,
+            num_sequences=config.generation_batch_size,
+            sequence_length=config.sequence_length,
+        )
 
     def least_needed(self, config: TrainConfig) -> int:
         """A lower bound of the budget that the configuration fits into: no replay is made."""
         floor_bytes = self.floor_bytes(config)
-        reserved_bytes = floor_bytes - self._outside_bytes(TraceSpec.of(config))
+        reserved_bytes = floor_bytes - self._outside_bytes(config)
         return floor_bytes + self.headroom.room_bytes(reserved_bytes, config)
 
     def may_fit(self, config: TrainConfig) -> bool:
@@ -147,13 +164,34 @@ class Estimator:
         """A lower bound of peak_device_bytes: live tensors and the context, nothing cached."""
         if stages := self._stages_of(config):
             return max(stage.floor_bytes(config) for stage in stages)
-        return self._floor(
+        floor_bytes = self._floor(
             TraceSpec.of(config),
             config.samples_per_pass,
             config.lora_rank or 0,
             config.updater,
             config.gradient_accumulation_steps,
         )
+        if not config.writes_with_vllm:
+            return floor_bytes
+        floor_bytes += kept_bytes(config, self.gpu.capacity_bytes)
+        return max(floor_bytes, self._writing_bytes(config))
+
+    def _writing_bytes(self, config: TrainConfig) -> int:
+        """Bytes on the device while vLLM writes beside what training keeps; 0 where it never sleeps.
+
+        Before it wakes up the allocator's cache is emptied, so that tensors alone count.
+        """
+        if not config.vllm_enable_sleep_mode:
+            return 0
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        in_backward = bool(UPDATERS[config.updater].updates)
+        micro = self._micro_step(spec, config.samples_per_pass, rank, in_backward)
+        held = micro.weights_bytes + micro.workspace_bytes
+        held += self._updates.of(spec, rank, config.updater).state_bytes
+        if config.micro_batches_per_generation < config.gradient_accumulation_steps:
+            held += micro.gradients_bytes
+        share = share_bytes(config.vllm_gpu_memory_utilization, self.gpu.capacity_bytes)
+        return self._context_bytes + held + share
 
     def _find_floor(
         self, spec: TraceSpec, micro_batch: int, rank: int, updater: str, accumulation: int
@@ -168,7 +206,7 @@ class Estimator:
         )
         above += accumulation * micro.batch_bytes
         state = optimizer.state_bytes
-        outside = self._outside_bytes(spec)
+        outside = self._outside_of(spec)
         return outside + micro.weights_bytes + micro.workspace_bytes + state + above
 
     def seconds(self, config: TrainConfig, resident_bytes: int | None = None) -> StepSeconds | None:
@@ -237,7 +275,7 @@ class Estimator:
 
     def fitting(self, config: TrainConfig) -> Estimate | None:
         """The estimate of a configuration that fits; None where it does not, by a replay up to there."""
-        room_bytes = self.room_for(config) - self._outside_bytes(TraceSpec.of(config))
+        room_bytes = self.room_for(config) - self._outside_bytes(config)
         estimate = self.reserving(config, room_bytes)
         return estimate if estimate is not None and self.fits(estimate) else None
 
@@ -312,8 +350,10 @@ class Estimator:
             f"memory {result.peak_allocated_event} {name_of(config)}",
             lambda: self._find_memory(config, result),
         )
-        outside = self._outside_bytes(spec)
+        outside = self._outside_bytes(config)
         resident = result.peak_reserved_bytes + outside
+        # What is beyond the peak of training while vLLM writes is taken for vLLM's.
+        beyond = max(self._writing_bytes(config) - resident, 0)
         managed = self._update(config).managed_bytes - self._paged_out_bytes(config, resident)
         seconds, parts = self.seconds(config, resident), self.parts(config)
         flops, model_flops = memory.flops
@@ -323,8 +363,9 @@ class Estimator:
             gpu=self.gpu.name,
             peak_allocated_bytes=result.peak_allocated_bytes,
             peak_reserved_bytes=result.peak_reserved_bytes,
-            nontorch_bytes=outside + managed,
+            nontorch_bytes=outside + managed + beyond,
             paged_in_bytes=managed,
+            vllm_bytes=kept_bytes(config, self.gpu.capacity_bytes) + beyond,
             breakdown=memory.breakdown,
             state=state,
             parameters=memory.parameters,
@@ -371,8 +412,11 @@ class Estimator:
             return None
         return compiling.compile_seconds(num_kernels=num_kernels, num_updates=num_updates)
 
-    def _outside_bytes(self, spec: TraceSpec) -> int:
-        """Device memory outside torch's allocator: the context, and NCCL's buffers."""
+    def _outside_bytes(self, config: TrainConfig) -> int:
+        """Device memory beside what is replayed: the context, NCCL's buffers, and what vLLM keeps."""
+        return self._outside_of(TraceSpec.of(config)) + kept_bytes(config, self.gpu.capacity_bytes)
+
+    def _outside_of(self, spec: TraceSpec) -> int:
         is_shared = isinstance(self._traces[spec], SharedTrace)
         is_shared = is_shared and PARALLELISMS[spec.parallelism].is_launched
         return self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
@@ -391,7 +435,7 @@ class Estimator:
 
     def _run(self, config: TrainConfig) -> Replayable:
         spec = TraceSpec.of(config)
-        room_bytes = self.room_for(config) - self._outside_bytes(spec)
+        room_bytes = self.room_for(config) - self._outside_bytes(config)
         return Replayable(
             config=config,
             identity=self._traces[spec].identity,

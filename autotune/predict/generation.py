@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from autotune.memory.allocator import Tape
 from autotune.memory.traces import Launch, Phase, Trace
+from autotune.memory.vllm import KEPT_ASLEEP_BYTES, share_bytes
 from autotune.space.config import TrainConfig
 
 _IDS_BYTES = 6 * 8
@@ -75,6 +76,13 @@ def generation_of(trace: Trace, config: TrainConfig) -> Generation:
     for number in (*numbers.values(), ids):
         tape.free(number)
     return Generation(tape=tape, cache_bytes=cache_bytes)
+
+
+def kept_bytes(config: TrainConfig, capacity_bytes: int) -> int:
+    """Bytes of the card that vLLM keeps all the time: its share, or what it does not give up asleep."""
+    if config.vllm_enable_sleep_mode:
+        return KEPT_ASLEEP_BYTES
+    return share_bytes(config.vllm_gpu_memory_utilization, capacity_bytes)
 
 
 def generations_per_step(config: TrainConfig) -> float:

@@ -13,11 +13,12 @@ import numpy as np
 
 from autotune.catalogue.gpus import Gpu
 from autotune.memory.traces import Trace
-from autotune.predict import generation
+from autotune.predict import generation, vllm_generation
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.launched_kernels import as_kernels, rate_dtype
 from autotune.predict.optimizer_update import Trainable, kernels_of
 from autotune.predict.priced_updates import PricedUpdates
+from autotune.predict.replays import name_of
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.pipeline import PipelineTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
@@ -364,6 +365,15 @@ class StepTimes:
         sizes = (config.generation_batch_size, config.max_completion_length)
         trace = self._traces[spec]
         assert isinstance(trace, Trace)
+        if config.writes_with_vllm:
+            found = self._prices.time(
+                float | None,
+                trace.identity,
+                f"vllm {name_of(config)}",
+                lambda: vllm_generation.seconds(trace, config, self._gpu, self._machine),
+            )
+            spread = vllm_generation.SPREAD
+            return None if found is None else part(found, spread, RatesFrom.CARDS_LIKE_IT)
 
         def seconds() -> float | None:
             total = 0.0

@@ -143,7 +143,8 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
         tape, parts = update.tape, _updating_after(trace, update, config)
     behind = len(sizes)
     written = Tape()
-    if config.max_completion_length is not None and isinstance(trace, Trace):
+    is_here = config.max_completion_length is not None and not config.writes_with_vllm
+    if is_here and isinstance(trace, Trace):
         written = generation_of(trace, config).tape
         parts = _generating(parts, _shifted(written.events, behind), config)
     behind += len(written.sizes)

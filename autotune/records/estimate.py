@@ -78,6 +78,8 @@ class TraceSpec(HashedOnce):
     """Weight of the divergence from a reference, 1 for any but 0."""
     scores_policy: bool = False
     """Whether the policy's log-probabilities of completions are worked out before they are trained on."""
+    vllm_gpu_memory_utilization: float = 0.0
+    """Share of the card that vLLM takes to write completions, 1 for any but 0."""
     neftune_noise_alpha: float = 0.0
     """Noise of NEFTune, 1 for any strength."""
     batching: str = "packed"
@@ -169,6 +171,7 @@ def _spec_of(
     shared["lora_dropout"] = 0.5 if shared["lora_dropout"] else 0.0
     if shared["kl_beta"]:
         shared["kl_beta"] = 1.0
+    shared["vllm_gpu_memory_utilization"] = float(shared["vllm_gpu_memory_utilization"] > 0)
     shared["neftune_noise_alpha"] = float(shared["neftune_noise_alpha"] > 0)
     if shared["batching"] == "grouped":
         shared["batching"] = "padded"
@@ -350,6 +353,9 @@ class Estimate(Timed):
     paged_in_bytes: int = 0
     """Bytes of paged optimizer state on the device, a part of `nontorch_bytes`: it gives way to what has
     to be there."""
+    vllm_bytes: int = 0
+    """Bytes that vLLM adds to the peak on the device, a part of `nontorch_bytes`: the share that it takes;
+    where it sleeps, what it keeps, or what its share comes to beyond the peak of training."""
     per_gpu: PerGpu | None = None
     """Figures of each GPU; None: there is one. Memory, FLOPs and mfu above are those of each; tokens of
     all."""
@@ -427,6 +433,7 @@ class Estimate(Timed):
             "peak_device_bytes": self.peak_device_bytes,
             "resident_bytes": self.resident_bytes,
             "paged_in_bytes": self.paged_in_bytes,
+            "vllm_bytes": self.vllm_bytes,
             "headroom_bytes": budget_bytes - self.resident_bytes,
             "breakdown": dataclasses.asdict(self.breakdown),
             "state": dataclasses.asdict(self.state),

@@ -101,9 +101,18 @@ def _beyond(estimate: Estimate) -> Iterator[tuple[Any, ...]]:
             cached_bytes,
             "reserved by the allocator, in no tensor: gaps and blocks kept for reuse",
         ),
-        ("outside", estimate.nontorch_bytes, outside),
+        ("vLLM", estimate.vllm_bytes, _why_vllm(estimate.config)),
+        ("outside", estimate.nontorch_bytes - estimate.vllm_bytes, outside),
     ):
-        yield name, "", None, None, size_bytes, why
+        if name != "vLLM" or size_bytes:
+            yield name, "", None, None, size_bytes, why
+
+
+def _why_vllm(config: TrainConfig) -> str:
+    share = f"{100 * config.vllm_gpu_memory_utilization:.4g} % of the card"
+    if config.vllm_enable_sleep_mode:
+        return f"kept asleep, or what its {share} comes to beyond training's peak while it writes"
+    return f"its {share}: its own copy of the weights, its cache of keys and values, CUDA graphs"
 
 
 def _product(count: int, bits: int) -> str:

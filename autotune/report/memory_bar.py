@@ -20,6 +20,7 @@ _STYLES = (
     "black on white",
     "white on red",
     "black on bright_red",
+    "black on bright_blue",
 )
 """Styles of the parts, in the order of words.memory_parts."""
 _ROOM_STYLE = "dim"

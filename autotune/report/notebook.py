@@ -17,7 +17,7 @@ from autotune.space.words import describe
 
 _COLOURS = (
     "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#999999", "#777777",
-    "#bbbbbb",
+    "#bbbbbb", "#dddddd",
 )  # fmt: skip
 """Paul Tol's bright scheme (personal.sron.nl/~pault), told apart by the colour-blind too; in the order
 of words.memory_parts."""

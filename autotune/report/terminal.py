@@ -177,6 +177,8 @@ def draw_outcome(
     train = next((path for path in files if path.name in _PROGRAMS), None)
     if not command and train is not None:
         command = _of_program(train, files, dataset, needs_model=needs_model)
+    if command and answer is not None and requirements.of_vllm(answer.best.config):
+        command = f"pip install '{requirements.VLLM}' && {command}"
     if command:
         rows.append(("next", printable(command).replace(" ", words.GLUE), "bold"))
     rows.append(

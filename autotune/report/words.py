@@ -74,7 +74,8 @@ def limits(config: TrainConfig | None) -> str:
     """Return what a prediction leaves out; of a configuration, where there is one."""
     if config is not None and config.max_completion_length is not None:
         rewards = "rewards, " if TRAINERS[config.trainer].is_rewarded else ""
-        return f"{_LIMITS}, {rewards}completions that end early"
+        started = "the start of vLLM, " if config.writes_with_vllm else ""
+        return f"{_LIMITS}, {rewards}{started}completions that end early"
     if config is None or not config.precompute_ref_log_probs:
         return _LIMITS
     return f"{_LIMITS}, the reference's pass over all samples before training"
@@ -318,8 +319,13 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
             parts.temporaries_bytes + parts.workspace_bytes + parts.rounding_bytes,
         ),
         ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
-        ("CUDA", estimate.nontorch_bytes - estimate.paged_in_bytes),
+        (
+            "CUDA",
+            estimate.nontorch_bytes - estimate.paged_in_bytes - estimate.vllm_bytes,
+        ),
     ]
+    if estimate.vllm_bytes:
+        parted.append(("vLLM", estimate.vllm_bytes))
     if estimate.state.optimizer_state_managed_bytes:
         parted.append(("paged state", estimate.paged_in_bytes))
     return parted

@@ -24,6 +24,7 @@ from autotune.errors import ConfigError, HardwareError
 from autotune.memory.kv_cache import KvCache, kv_cache
 from autotune.records.question import Question
 from autotune.search.own_rates import with_own_rates
+from autotune.search.room import served_by_vllm
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.knobs import KNOBS
@@ -358,6 +359,7 @@ def check_rules(
         head_size=source.head_size,
         task=workload.task,
         checkpoint=source.checkpoint,
+        served=served_by_vllm(source, card),
         is_estimate=is_estimate,
     )
     rules = broken_rules(config, context)

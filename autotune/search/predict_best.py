@@ -233,6 +233,7 @@ def find(
         max_sequence_length=model.max_sequence_length,
         head_size=model.head_size,
         checkpoint=model.checkpoint,
+        served=room.served_by_vllm(model, gpu),
     )
     if not points.configs:
         trainer = BY_TASK.get(workload.task)
@@ -492,6 +493,7 @@ def _context(workload: Workload, gpu: Gpu, model: ModelSource) -> Context:
         weight_decay=workload.decays,
         task=workload.task,
         checkpoint=model.checkpoint,
+        served=room.served_by_vllm(model, gpu),
     )
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
+from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CAUSAL
+from autotune.errors import ConfigError
+from autotune.memory.kv_cache import kv_cache
 from autotune.memory.traces import Trace
+from autotune.memory.vllm import Served
 from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.answer import MORE_MEMORY_BYTES
@@ -50,6 +54,23 @@ def is_possible(
         count=count,
         vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
         workload=workload,
+    )
+
+
+def served_by_vllm(model: ModelSource, gpu: Gpu) -> Served | None:
+    """Return the model as vLLM holds it on a card; None where the model does not say enough."""
+    vocab_size, count = model.text_config.get("vocab_size"), model.num_parameters_known
+    if not isinstance(vocab_size, int) or count is None:
+        return None
+    try:
+        cache = kv_cache(model.config, batch_size=1, context=1, dtype="bfloat16")
+    except ConfigError:
+        return None
+    return Served(
+        capacity_bytes=gpu.capacity_bytes,
+        num_parameters=count,
+        vocab_size=vocab_size,
+        cache_bytes_per_token=cache.bytes_per_token,
     )
 
 

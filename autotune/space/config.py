@@ -44,6 +44,8 @@ OF_COMPLETIONS = (
     "steps_per_generation",
 )
 """Fields of TrainConfig that only trainers which write completions themselves have."""
+OF_VLLM = ("vllm_gpu_memory_utilization", "vllm_enable_sleep_mode")
+"""Fields of TrainConfig that say how vLLM writes completions, by their names in TRL's arguments."""
 LOADER_SETTINGS = (
     "dataloader_num_workers",
     "dataloader_prefetch_factor",
@@ -223,6 +225,10 @@ class TrainConfig(HashedOnce):
     """Number of times that completions are trained on."""
     steps_per_generation: int | None = None
     """Micro-batches that are generated at a time, of which a step's is a multiple; None: all of a step."""
+    vllm_gpu_memory_utilization: float = 0.0
+    """Share of the card that vLLM takes in the same process to write completions; 0: Transformers writes."""
+    vllm_enable_sleep_mode: bool = False
+    """Whether vLLM gives its weights and its cache up while what it wrote is trained on."""
     torch_empty_cache_steps: int = 0
     """Interval of the steps that empty the allocator's cache before the backward pass. 0: none; n: every
     n-th."""
@@ -304,14 +310,22 @@ class TrainConfig(HashedOnce):
         return self.micro_batch_size * self.micro_batches_per_generation
 
     @property
+    def writes_with_vllm(self) -> bool:
+        """Whether vLLM writes the completions, in the same process and on the same card."""
+        return self.vllm_gpu_memory_utilization > 0
+
+    @property
     def scores_policy(self) -> bool:
         """Whether the policy's log-probabilities of completions are worked out before they are trained on.
 
-        Source: trl 1.16 GRPOTrainer._generate_and_score_completions.
+        Where vLLM writes, they say how far its own are off. Source: trl 1.16
+        GRPOTrainer._generate_and_score_completions.
         """
         generates = TRAINERS[self.trainer].generates
         if generates is None:
             return False
+        if self.writes_with_vllm:
+            return True
         every = self.micro_batches_per_generation * self.num_iterations
         return generates.scores_always or self.gradient_accumulation_steps % every != 0
 

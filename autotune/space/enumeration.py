@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autotune.catalogue.checkpoint import Checkpoint
+from autotune.memory.vllm import Served
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS
@@ -53,6 +54,7 @@ def enumerate_configs(
     max_sequence_length: int | None = None,
     head_size: int | None = None,
     checkpoint: Checkpoint | None = None,
+    served: Served | None = None,
 ) -> Enumeration:
     """Return the valid points for the workload's methods, in the order of the file.
 
@@ -77,6 +79,7 @@ def enumerate_configs(
             head_size=head_size,
             task=workload.task,
             checkpoint=checkpoint,
+            served=served,
         )
         points = _Points.of(section, workload)
         valid = np.ones(points.shape, dtype=bool)

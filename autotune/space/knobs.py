@@ -503,6 +503,29 @@ KNOBS: dict[str, Knob] = {
             summary="Micro-batches whose completions are written at a time [default: none, all of a step].",
         ),
         Knob(
+            # Its mathematics: whether vLLM writes at all, of space.tradeoffs.
+            name="vllm_gpu_memory_utilization",
+            tradeoff="exact",
+            read=values.share,
+            default=0.0,
+            choices=(0.0, 0.2, 0.3, 0.5),
+            is_open=True,
+            words=lambda share: (
+                f"vLLM on {100 * share:.4g} % of the card" if share else "Transformers writes"
+            ),
+            flag="--vllm",
+            metavar="SHARE",
+            summary="vLLM writes the completions of GRPO and RLOO in the same process, on this share of the "
+            "card (TRL's vllm_gpu_memory_utilization) [default: 0, Transformers does].",
+        ),
+        _switch(
+            name="vllm_enable_sleep_mode",
+            tradeoff="exact",
+            words=lambda on: "vLLM sleeps in updates" if on else "vLLM awake",
+            flag="--vllm-sleep",
+            summary="vLLM gives its weights and its cache up while its completions are trained on.",
+        ),
+        Knob(
             name="torch_empty_cache_steps",
             tradeoff="exact",
             read=values.from_zero,

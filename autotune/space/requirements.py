@@ -22,6 +22,10 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import SearchSpace
 
 
+VLLM = "trl[vllm]"
+"""The package that brings vLLM in a version that TRL takes, as pip names it."""
+
+
 class Reason(StrEnum):
     """Why a search leaves values out."""
 
@@ -47,11 +51,18 @@ class LeftOut:
 
 def of_config(config: TrainConfig) -> tuple[str, ...]:
     """Return what a configuration needs that is not installed, for people."""
-    return tuple(
+    lacks = tuple(
         f"{knob.words(value)} ({reason})"
         for knob in KNOBS.values()
         if (reason := _lacks(knob, value := getattr(config, knob.name)))
     )
+    return (*lacks, *of_vllm(config))
+
+
+def of_vllm(config: TrainConfig) -> tuple[str, ...]:
+    """Return that vLLM writes where it is not installed: a search predicts that all the same."""
+    lacks = config.writes_with_vllm and not is_installed("vllm")
+    return (f"vLLM (needs: pip install {VLLM})",) if lacks else ()
 
 
 ON_CPUS = ("ddp", "fsdp2", "hsdp", "tp", "cp", "zero1", "zero2", "zero3")
@@ -94,6 +105,10 @@ def of_probe(config: TrainConfig, backend: str) -> tuple[str, ...]:
         return (f"{config.parallelism} is predicted alone: no trainer runs it",)
     if PARALLELISMS[config.parallelism].deals_layers:
         return (f"{config.parallelism} is predicted alone: a probe has one GPU in each process",)
+    if config.writes_with_vllm:
+        # It loads a model's files by name; a probe has a model of random weights, and no files.
+        reason = "vLLM writes completions of a model from its files, and a probe has none"
+        return of_vllm(config) or (f"{reason}: take the prediction",)
     lacks: tuple[str, ...] = ()
     if PARALLELISMS[config.parallelism].is_deepspeed and not is_installed("deepspeed"):
         lacks = (f"{config.parallelism} is run by DeepSpeed (needs: pip install deepspeed)",)

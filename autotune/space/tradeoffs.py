@@ -18,7 +18,14 @@ LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
 _COSTLY_SETTINGS = (
     *(
         (name, LEVEL["recipe"])
-        for name in ("method", "sequence_length", "effective_batch_size", "compared_samples")
+        for name in (
+            "method",
+            "sequence_length",
+            "effective_batch_size",
+            "compared_samples",
+            # Its odds are rounded otherwise: GRPO weighs what it writes by how far, and drops some.
+            "writes_with_vllm",
+        )
     ),
     *(
         (knob.name, LEVEL[knob.tradeoff])

@@ -439,9 +439,9 @@ def test_a_teacher_that_is_none(fail: Fail, options: tuple[str, ...], said: str)
     [
         ("beta: 0.1", (), "say --task dpo or kto or grpo or rloo or distillation"),
         (
-            "use_vllm: true",
+            "use_vllm: true\nvllm_tensor_parallel_size: 2",
             ("--task", "grpo"),
-            "use_vllm: writes completions with vLLM, which is not",
+            "use_vllm with this vllm_tensor_parallel_size is not predicted",
         ),
         ("num_generations: 4", ("--task", "rloo"), "it has two at least"),
         ("loss_type: kto", ("--task", "dpo"), "it is a file of KTOConfig: --task kto"),

@@ -41,11 +41,13 @@ from test_trace_is_the_trainer import (
 )
 from trainer_step import NUM_PADDED, NUM_STEPS, Events, Run, run_trainer
 
+from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.tasks import TASKS
 from autotune.export.samples import FORMATS_OF_TASKS
 from autotune.export.training_args import checkpointing_arguments
 from autotune.memory.traces import Trace
 from autotune.predict.generation import generation_of
+from autotune.predict.vllm_generation import served_of
 from autotune.space.config import TrainConfig
 from autotune.space.learning_rates import OF_TASKS
 from autotune.space.trainers import BY_TASK, TRAINERS, TRL_BY_TASK
@@ -85,6 +87,10 @@ PROMPT, COMPLETION = 26, 6
 
 def written(*, beta: float = 0.0, scored: bool = False) -> dict[str, Any]:
     return {"max_completion_length": COMPLETION, "kl_beta": beta, "scores_policy": scored}
+
+
+def with_vllm(**more: Any) -> dict[str, Any]:
+    return written(scored=True, **more) | {"vllm_gpu_memory_utilization": 1.0}
 
 
 grpo = functools.partial(of, "trl-grpo", settings=written(), accumulation=1)
@@ -129,6 +135,11 @@ CASES = {
     "grpo lora with dropout, scored": grpo(
         method="lora", settings=written(scored=True) | {"lora_dropout": 0.5}
     ),
+    "grpo full, vLLM": grpo(accumulation=2, settings=with_vllm()),
+    "grpo lora checkpointed, vLLM, with reference": grpo(
+        method="lora", num_layers=7, checkpointing=1, settings=with_vllm(beta=1.0)
+    ),
+    "rloo lora, vLLM": rloo(method="lora", settings=with_vllm()),
     "rloo full checkpointed, with reference": rloo(
         checkpointing=1, settings=written(beta=1.0, scored=True)
     ),
@@ -226,13 +237,33 @@ def sizes_of_all(run: Run, case: Case) -> list[int]:
     ]
 
 
+class InPlaceOfVllm:
+    """A generator at vLLM's own boundary, which needs a card: TRL's VLLMGeneration, and no more of it.
+
+    It writes completions of full length, and gives the odds of their tokens, where they are asked for.
+    """
+
+    def __init__(self, *, logprobs: int | None, max_completion_length: int, **_: Any) -> None:
+        self.has_odds = logprobs is not None
+        self.num_new = max_completion_length
+
+    def sync_weights(self) -> None:
+        """Take nothing over."""
+
+    def generate(self, *, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
+        written = [[3 + n for n in range(self.num_new)] for _ in prompts]
+        odds = [[[-1.0] for _ in range(self.num_new)] for _ in prompts] if self.has_odds else None
+        return prompts, written, odds, None
+
+
 def lengths(prompts: Any, completions: Any, **_: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
 
 def writing(case: Case) -> dict[str, Any]:
     """Return arguments with which groups of two are generated, and no completion ends early."""
-    is_scored = case.trainer == "trl-grpo" and case.spec.scores_policy
+    is_served = case.spec.vllm_gpu_memory_utilization > 0
+    is_scored = case.trainer == "trl-grpo" and case.spec.scores_policy and not is_served
     if case.teacher:
         return {
             "max_completion_length": COMPLETION,
@@ -244,6 +275,7 @@ def writing(case: Case) -> dict[str, Any]:
         "generation_kwargs": {"min_new_tokens": COMPLETION},
         "beta": 0.04 * bool(case.spec.kl_beta),
         "num_iterations": 1 + is_scored,
+        "use_vllm": is_served,
         "steps_per_generation": 2 if case.micro_batch == 1 else 1,
     }
 
@@ -300,6 +332,7 @@ def run_real(case: Case, folder: Path, passes: list[tuple[int, int]]) -> Run:
             reference = real_model(case).eval()
             load = mock.patch.object(module, "create_model_from_path", return_value=reference)
             stack.enter_context(load)
+            stack.enter_context(mock.patch.object(module, "VLLMGeneration", InPlaceOfVllm))
         if case.liger:
             pytest.importorskip("liger_kernel.transformers")
             stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
@@ -347,11 +380,24 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         else:
             assert real(window) == expected, f"micro-step {number}"
     assert len(run.micro_steps) == 2 * case.accumulation
-    if case.spec.max_completion_length is not None:
+    if case.spec.max_completion_length is not None and not case.spec.vllm_gpu_memory_utilization:
         until = min([run.prepared[0], *(first for first, _ in passes)])
         real_bytes = peak_bytes(run.window((run.micro_steps[0][0], until)), sizes)
         tape = generation_of(trace, generating(case)).tape
         assert 1 <= peak_bytes(tape.events, tape.sizes) / real_bytes < 1.05
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "vLLM" in name])
+def test_a_trace_tells_what_vllm_holds(name: str) -> None:
+    case = CASES[name]
+    plain = dataclasses.replace(case, method="full")
+    config = dataclasses.replace(generating(case), method=case.method, precision="fp32")
+    served = served_of(traced(case), config, find_gpu("rtx-4090"))
+    text = case.config.get_text_config()
+    assert served.num_parameters == sum(weight.numel() for weight in real_model(plain).parameters())
+    assert served.vocab_size == text.vocab_size
+    elements = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
+    assert served.cache_bytes_per_token == 2 * elements
 
 
 def another_chunk(case: Case, trace: Trace) -> list[int]:

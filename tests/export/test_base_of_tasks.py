@@ -150,7 +150,11 @@ def test_older_names_of_trls_are_read_and_kept(task: str | None, tmp_path: Path)
             "teacher_model_init_kwargs: {quantization_config: {load_in_4bit: true}}",
             "quantises the teacher",
         ),
-        ("scale_rewards: none\nuse_vllm: true", "use_vllm: writes completions with vLLM"),
+        (
+            "scale_rewards: none\nuse_vllm: true\nvllm_mode: server",
+            "use_vllm with this vllm_mode is not predicted",
+        ),
+        ("teacher_model_name_or_path: a/b\nuse_vllm: true", "predicted for GRPO and RLOO alone"),
         ("scale_rewards: none\ngeneration_batch_size: 32", "say steps_per_generation"),
         ("loss_type: apo_zero_unpaired", "loss_type"),
         ("loss_type: [ipo]\nsync_ref_model: true", "sync_ref_model: changes the reference"),

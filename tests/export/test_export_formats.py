@@ -123,6 +123,12 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("kl_beta", GRPO, (0.0, 0.04)),
     ("num_iterations", GRPO, (1, 2)),
     ("steps_per_generation", GRPO, (None, 1)),
+    ("vllm_gpu_memory_utilization", GRPO, (0.0, 0.25, 0.3)),
+    (
+        "vllm_enable_sleep_mode",
+        dataclasses.replace(GRPO, vllm_gpu_memory_utilization=0.3),
+        (False, True),
+    ),
     ("torch_empty_cache_steps", FULL, (0, 1, 2)),
     ("expandable_segments", FULL, (False, True)),
     ("neftune_noise_alpha", FULL, (0.0, 5.0, 7.5)),

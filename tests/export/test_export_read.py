@@ -265,7 +265,7 @@ def test_completions_of_axolotl_are_read_and_what_is_not_predicted_is_named(tmp_
     with pytest.raises(ConfigError) as error:
         read_base(path)
     for part in (
-        "trl.use_vllm: writes completions with vLLM",
+        "trl.use_vllm with this trl.vllm_mode is not predicted: only vLLM in the process that trains",
         "trl.generation_batch_size: is not read",
         "trl.max_completion_length is missing",
     ):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.traces import Trace
+from autotune.memory.vllm import KEPT_ASLEEP_BYTES
+from autotune.predict import vllm_generation
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
@@ -72,9 +75,11 @@ def of_phase(phase: str, num_completions: int) -> float:
     return found.gpu_seconds
 
 
-def of_step(config: TrainConfig, *left_out: str) -> Estimator:
+def of_step(
+    config: TrainConfig, *left_out: str, memory_budget_bytes: int = 24 * 10**9
+) -> Estimator:
     traces = {TraceSpec.of(config): trace(*left_out)}
-    return Estimator(traces, CARD, memory_budget_bytes=24 * 10**9, host=HOST)
+    return Estimator(traces, CARD, memory_budget_bytes=memory_budget_bytes, host=HOST)
 
 
 def seconds(config: TrainConfig, *left_out: str) -> float:
@@ -118,3 +123,49 @@ def test_work_and_causes_of_a_step_have_its_share_of_scoring() -> None:
     assert once is not None
     spared = once["memory"].seconds - parts["memory"].seconds
     assert spared == pytest.approx(4 * scoring / 2)
+
+
+VLLM = dataclasses.replace(RLOO, vllm_gpu_memory_utilization=0.25)
+
+
+def test_vllm_takes_its_share_of_the_whole_card_from_training() -> None:
+    plain, served = of_step(RLOO).estimate(RLOO), of_step(VLLM).estimate(VLLM)
+    share_bytes = math.ceil(CARD.capacity_bytes / 4)
+    assert served.vllm_bytes == share_bytes
+    assert served.peak_reserved_bytes == plain.peak_reserved_bytes
+    assert served.peak_device_bytes == plain.peak_device_bytes + share_bytes
+    # Half of the card fits once, not beside another half.
+    half = dataclasses.replace(VLLM, vllm_gpu_memory_utilization=0.5)
+    assert of_step(half).fits(of_step(half).estimate(half))
+    tight = of_step(half, memory_budget_bytes=CARD.capacity_bytes // 2)
+    assert not tight.may_fit(half)
+
+
+def test_asleep_it_takes_what_training_leaves_while_it_writes() -> None:
+    asleep = dataclasses.replace(VLLM, vllm_enable_sleep_mode=True)
+    estimate, plain = of_step(asleep).estimate(asleep), of_step(RLOO).estimate(RLOO)
+    # The weight is there while vLLM writes, and no gradient yet; its activations are gone.
+    assert CARD.context_bytes is not None
+    writing_bytes = CARD.context_bytes + 2 * MIB + math.ceil(CARD.capacity_bytes / 4)
+    assert estimate.peak_device_bytes == writing_bytes
+    assert estimate.vllm_bytes == writing_bytes - plain.peak_device_bytes
+    assert of_step(asleep).floor_bytes(asleep) == writing_bytes
+    # With little for vLLM it is training that peaks, beside what vLLM does not give up.
+    small = dataclasses.replace(asleep, vllm_gpu_memory_utilization=0.001)
+    assert of_step(small).estimate(small).vllm_bytes == KEPT_ASLEEP_BYTES
+    # In the midst of a step the gradients of the micro-batches before are there, too.
+    parted = dataclasses.replace(asleep, steps_per_generation=2)
+    assert of_step(parted).estimate(parted).peak_device_bytes == writing_bytes + 2 * MIB
+
+
+def test_weights_are_taken_over_once_a_step_and_asleep_with_each_generation() -> None:
+    parted = dataclasses.replace(VLLM, steps_per_generation=1, num_generations=3)
+    asleep = dataclasses.replace(parted, vllm_enable_sleep_mode=True)
+    # Three more times, and four times awake and asleep.
+    taken_over = seconds(asleep) - seconds(parted) - 4 * vllm_generation.WAKE_SECONDS
+    whole = [dataclasses.replace(each, steps_per_generation=None) for each in (parted, asleep)]
+    assert seconds(whole[1]) == pytest.approx(seconds(whole[0]) + vllm_generation.WAKE_SECONDS)
+    assert taken_over > 3 * vllm_generation.LOAD_SECONDS
+    # A batch of twelve at a time takes a quarter of the engine's steps.
+    steps = 11 * vllm_generation.STEP_SECONDS
+    assert seconds(parted) - seconds(whole[0]) == pytest.approx(3 * steps, rel=0.05)

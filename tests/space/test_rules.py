@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.checkpoint import Checkpoint
+from autotune.memory.vllm import Served
 from autotune.space.config import TrainConfig
 from autotune.space.rules import RULES, Context, Rule, broken_rules
 
@@ -121,6 +122,31 @@ DISTILLATION = dataclasses.replace(
 )
 
 
+SERVED = Served(
+    capacity_bytes=24 * 2**30,
+    num_parameters=2**30,
+    vocab_size=2**15,
+    cache_bytes_per_token=2**18,
+)
+"""Two GiB of weights, a half of one of graphs, nine of 4 MiB for 32 sequences; 256 KiB a token."""
+
+
+def test_vllm_starts_where_its_share_holds_the_cache_of_one_sequence() -> None:
+    asleep = dataclasses.replace(GRPO, vllm_enable_sleep_mode=True)
+    (broken,) = broken_rules(asleep, ADA)
+    assert broken.name == "vllm-writes-rewarded-completions"
+    served = dataclasses.replace(ADA, served=SERVED)
+    sequence_bytes = GRPO.sequence_length * SERVED.cache_bytes_per_token
+    needed = 2.5 * 2**30 + 9 * 4 * 2**20 + sequence_bytes
+    for more_bytes, is_enough in ((0, True), (-(2**20), False)):
+        share = (needed + more_bytes) / SERVED.capacity_bytes
+        config = dataclasses.replace(GRPO, vllm_gpu_memory_utilization=share)
+        assert (broken_rules(config, served) == []) == is_enough
+    roomy = {"num_sequences": 32, "sequence_length": GRPO.sequence_length}
+    share = (needed + 2 * sequence_bytes) / SERVED.capacity_bytes
+    assert [SERVED.num_running(each, **roomy) for each in (0.01, share, 0.95)] == [0, 3, 32]
+
+
 def test_completions_are_of_a_trainer_that_writes_them() -> None:
     assert broken_rules(GRPO, dataclasses.replace(ADA, task="grpo")) == []
     parted = dataclasses.replace(
@@ -166,6 +192,35 @@ BREAKERS = {
         ADA,
     ),
     "completions-need-tried-settings": (dataclasses.replace(GRPO, liger=True), ADA),
+    "vllm-writes-rewarded-completions": (
+        dataclasses.replace(DISTILLATION, vllm_gpu_memory_utilization=0.3),
+        ADA,
+    ),
+    "vllm-writes-with-plain-weights": (
+        dataclasses.replace(
+            GRPO,
+            method="qlora",
+            precision="bf16-autocast",
+            lora_rank=16,
+            lora_targets="all-linear",
+            quantization="nf4",
+            vllm_gpu_memory_utilization=0.3,
+        ),
+        ADA,
+    ),
+    "vllm-sleeps-on-segments-of-fixed-size": (
+        dataclasses.replace(
+            GRPO,
+            expandable_segments=True,
+            vllm_gpu_memory_utilization=0.3,
+            vllm_enable_sleep_mode=True,
+        ),
+        ADA,
+    ),
+    "vllm-has-room": (
+        dataclasses.replace(GRPO, vllm_gpu_memory_utilization=0.1),
+        dataclasses.replace(ADA, served=SERVED),
+    ),
     "trainer-of-the-task": (FULL, dataclasses.replace(ADA, task="dpo")),
     "answers-are-padded": (dataclasses.replace(DPO, batching="packed"), ADA),
     "compared-answers-need-others": (

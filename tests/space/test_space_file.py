@@ -165,6 +165,8 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "kl_beta": (None,),
         "num_iterations": (1,),
         "steps_per_generation": (None,),
+        "vllm_gpu_memory_utilization": (0.0,),
+        "vllm_enable_sleep_mode": (False,),
         "torch_empty_cache_steps": (0,),
         "expandable_segments": (False,),
         "neftune_noise_alpha": (0.0,),

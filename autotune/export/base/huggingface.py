@@ -34,11 +34,12 @@ from autotune.export.trainer_rows import (
     fixed_of,
     lora_rows,
     method_row,
+    rows_of_vllm,
     targets_row,
     without_fixed,
 )
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
-from autotune.space.config import LOADER_SETTINGS, TrainConfig
+from autotune.space.config import LOADER_SETTINGS, OF_VLLM, TrainConfig
 from autotune.space.trainers import TRL_BY_TASK, Trainer
 
 _KWARGS = "activation_checkpointing_kwargs"
@@ -234,6 +235,7 @@ REFUSED_OF_TASKS = {
 }
 """Keys of trainers that have a task of their own, as TrainerFile.refused."""
 _REFUSED_OF_A_TEACHER = {
+    "use_vllm": "writes completions with vLLM, which is predicted for GRPO and RLOO alone",
     "teacher_model_init_kwargs.quantization_config": "quantises the teacher, which is not predicted",
 }
 _UNPREDICTED_OF_A_TEACHER = {
@@ -241,7 +243,6 @@ _UNPREDICTED_OF_A_TEACHER = {
 }
 _ANOTHER_WAY = "writes completions in another way than the one that is predicted"
 _REFUSED_OF_COMPLETIONS = {
-    "use_vllm": "writes completions with vLLM, which is not predicted: only generation by Transformers is",
     "use_transformers_continuous_batching": _ANOTHER_WAY,
     "use_transformers_paged": _ANOTHER_WAY,
     "cache_implementation": _ANOTHER_WAY,
@@ -277,6 +278,13 @@ def defaults_of_task(trainer: Trainer) -> dict[str, Any]:
         "max_completion_length": trainer.generates.max_completion_length,
         "beta": trainer.generates.kl_beta,
         "num_iterations": 1,
+        "use_vllm": False,
+        "vllm_mode": "colocate",
+        "vllm_gpu_memory_utilization": 0.3,
+        "vllm_enable_sleep_mode": False,
+        "vllm_tensor_parallel_size": 1,
+        "vllm_importance_sampling_correction": True,
+        "vllm_importance_sampling_mode": "sequence_mask",
     }
 
 
@@ -290,6 +298,7 @@ def rows_of_task(trainer: Trainer) -> tuple[Row, ...]:
             *map(of_key, ("num_generations", "max_completion_length", "num_iterations")),
             of_key("kl_beta", "beta", off=0.0),
             of_values("steps_per_generation", "steps_per_generation", at_a_time),
+            *rows_of_vllm(modes=("colocate", None)),
         )
     scored = of_values(
         "precompute_ref_log_probs", "precompute_ref_log_probs", {False: False, True: True}
@@ -355,7 +364,9 @@ _SHARED_BY: dict[str, tuple[str, ...]] = {
         ("max_completion_length", "use_vllm", "cache_implementation"),
         _WITH_COMPLETIONS,
     ),
-    **dict.fromkeys(("num_generations", "num_iterations", *_REFUSED_OF_COMPLETIONS), _WITH_REWARDS),
+    **dict.fromkeys(
+        ("num_generations", "num_iterations", *OF_VLLM, *_REFUSED_OF_COMPLETIONS), _WITH_REWARDS
+    ),
     **dict.fromkeys(("beta", "sync_ref_model"), (*_WITH_REFERENCE, *_WITH_COMPLETIONS)),
 }
 """Keys of several of TRL's trainers, and the tasks of these."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autotune.catalogue.checkpoint import Checkpoint
 from autotune.catalogue.tasks import Task
+from autotune.memory.vllm import Served
 from autotune.space.adapters import ADAPTERS, adapter_of
 from autotune.space.config import TrainConfig
 from autotune.space.trainers import TRAINERS, row_of
@@ -36,6 +37,8 @@ class Context:
     checkpoint: Checkpoint | None = None
     """Choices that a checkpoint which is quantised already leaves."""
 
+    served: Served | None = None
+    """The model as vLLM holds it on the card."""
     is_estimate: bool = False
     """Whether the configuration is only priced: nobody asks for a program that trains with it."""
 

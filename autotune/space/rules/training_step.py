@@ -282,6 +282,47 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        name="vllm-writes-rewarded-completions",
+        reason="vLLM writes completions for GRPOTrainer and RLOOTrainer here (--vllm), on one GPU, and "
+        "sleeps only where it writes",
+        breaks=lambda c, _: (
+            (c.vllm_enable_sleep_mode and not c.writes_with_vllm)
+            or (
+                c.writes_with_vllm
+                and not (TRAINERS[c.trainer].is_rewarded and TRAINERS[c.trainer].is_trl)
+            )
+        ),
+    ),
+    Rule(
+        # trl 1.16 generation/vllm_generation.py: 8 bits are refused, 4 bits are merged and rounded anew.
+        name="vllm-writes-with-plain-weights",
+        reason="before vLLM writes, TRL merges the adapter into the weights: with weights of 8 bits it "
+        "refuses, and weights of 4 bits would be rounded anew in each step, which is not modelled",
+        breaks=lambda c, _: c.writes_with_vllm and c.quantization != "none",
+    ),
+    Rule(
+        # vllm device_allocator/cumem.py, use_memory_pool: it looks at PYTORCH_CUDA_ALLOC_CONF alone.
+        name="vllm-sleeps-on-segments-of-fixed-size",
+        reason="what vLLM gives up when it sleeps lies in a memory pool of its own, which expandable "
+        "segments of torch's allocator do not go with (pytorch issue 147851)",
+        breaks=lambda c, _: c.vllm_enable_sleep_mode and c.expandable_segments,
+    ),
+    Rule(
+        # vllm v1/core/kv_cache_utils.py, _check_enough_kv_cache_memory.
+        name="vllm-has-room",
+        reason="vLLM does not start where its share of the card (--vllm) has no room for its copy of the "
+        "weights, for what it works with, and for the cache of one sequence: take a larger share",
+        breaks=lambda c, context: (
+            c.writes_with_vllm
+            and context.served is not None
+            and not context.served.starts(
+                c.vllm_gpu_memory_utilization,
+                num_sequences=c.generation_batch_size,
+                sequence_length=c.sequence_length,
+            )
+        ),
+    ),
+    Rule(
         name="completions-need-tried-settings",
         reason="writing completions was tried with sdpa and eager attention, without Liger's kernels",
         breaks=lambda c, _: (

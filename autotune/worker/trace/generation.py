@@ -1,5 +1,8 @@
 """Writing of completions in a trace, as `generate` of Transformers samples them, with a cache that grows.
 
+Where vLLM writes, the same passes tell what its kernels compute and what its cache holds
+(autotune.predict.generation).
+
 Two tokens behind the prompt are written, the cache is made as long as it is before the last one, and that is
 written. How the cache grows in between, and how long it takes, follows from these.
 
@@ -10,6 +13,7 @@ Source: transformers 5.23 generation/utils.py, _sample; torch 2.13 native/Distri
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +39,10 @@ def generate(step: MetaStep, num_rows: int, sequence_length: int) -> None:
     cache: Any = DynamicCache(config=model.config.get_text_config(decoder=True))
     handles = step.hook_passes(base)
     step.expect((Phase.PREFILL, Phase.DECODE, Phase.LAST))
-    with torch.no_grad(), disable_gradient_checkpointing(model):
+    # vLLM writes by weights into which the adapter was merged.
+    merged = step.spec.vllm_gpu_memory_utilization and hasattr(model, "disable_adapter")
+    plain: Any = model.disable_adapter() if merged else contextlib.nullcontext()
+    with torch.no_grad(), disable_gradient_checkpointing(model), plain:
         step.mark(Phase.PREFILL)
         _write(base, cache, num_rows, prompt, prompt)
         step.mark(Phase.DECODE)

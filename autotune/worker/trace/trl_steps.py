@@ -118,9 +118,13 @@ def _generated(
         "trl-grpo": [
             *(["old_per_token_logps"] if spec.scores_policy else []),
             *(["ref_per_token_logps"] if spec.kl_beta else []),
+            *(["sampling_per_token_logps"] if spec.vllm_gpu_memory_utilization else []),
         ],
     }
     batch |= {name: empty(*of_each, dtype=torch.float32) for name in scores[spec.trainer]}
+    if spec.vllm_gpu_memory_utilization and spec.trainer == "trl-grpo":
+        # Of whole completions: GRPOConfig's vllm_importance_sampling_mode is "sequence_mask".
+        batch["importance_sampling_ratio"] = empty(micro_batch, 1, dtype=torch.float32)
     if TRAINERS[spec.trainer].is_rewarded:
         batch["advantages"] = empty(micro_batch, dtype=torch.float32)
     if spec.trainer != "trl-rloo":
@@ -258,7 +262,8 @@ def _generated_loss(
     trainer = _trainer(
         model,
         reference,
-        use_vllm=False,
+        use_vllm=bool(spec.vllm_gpu_memory_utilization),
+        vllm_importance_sampling_correction=True,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level="token",
