@@ -16,8 +16,6 @@ Source: trl 1.16 generation/vllm_generation.py, generate, sync_weights and _iter
 
 from __future__ import annotations
 
-import functools
-
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.traces import Launch, Phase, Trace
@@ -85,37 +83,38 @@ def num_running(trace: Trace, config: TrainConfig, gpu: Gpu) -> int:
 def seconds(
     trace: Trace, config: TrainConfig, gpu: Gpu, machine: roofline.CardRates
 ) -> float | None:
-    """Seconds of an optimizer step in which vLLM writes; None where a rate is unknown."""
-    served, running = served_of(trace, config, gpu), num_running(trace, config, gpu)
-    rank, num_new = config.lora_rank or 0, config.max_completion_length or 0
-    priced = functools.partial(_priced, machine)
-    prompt_tokens = config.sequence_length - num_new
-    # Prompts of one group are the same: what is computed of the first serves all (prefix caching).
-    num_prompts = config.generation_batch_size / (config.num_generations or 1)
-    prefill = priced(trace.generation_launches(Phase.PREFILL, max(round(num_prompts), 1), rank))
-    steps = [
-        priced(trace.generation_launches(p, running, rank)) for p in (Phase.DECODE, Phase.LAST)
-    ]
-    context = prompt_tokens + num_new / 2
-    read = _moved(machine, running * context * served.cache_bytes_per_token)
-    sampled = _moved(machine, _SAMPLING_PASSES * 4 * served.vocab_size * running)
-    copied = _moved(machine, _synchronised_bytes(config, served))
-    found = (prefill, *steps, read, sampled, copied)
-    if any(each is None for each in found):
+    """Seconds of an optimizer step in which vLLM writes and takes weights over; None as of a rate."""
+    written = generation_seconds(trace, config, gpu, machine)
+    copied = _moved(machine, _synchronised_bytes(config, served_of(trace, config, gpu)))
+    if written is None or copied is None:
         return None
-    prefill_seconds, first, last, read_seconds, sampled_seconds, copied_seconds = (
-        each or 0.0 for each in found
-    )
-    step_seconds = (first + last) / 2 + read_seconds + sampled_seconds
-    step_seconds += STEP_SECONDS + SEQUENCE_SECONDS * running
-    written_seconds = prefill_seconds
-    written_seconds += config.generation_batch_size / running * num_new * step_seconds
     num_generations = generations_per_step(config)
     num_syncs = num_generations if config.vllm_enable_sleep_mode else min(num_generations, 1.0)
-    sync_seconds = copied_seconds + LOAD_SECONDS * trace.num_weights
-    if config.vllm_enable_sleep_mode:
-        written_seconds += WAKE_SECONDS
-    return num_generations * written_seconds + num_syncs * sync_seconds
+    asleep_seconds = WAKE_SECONDS if config.vllm_enable_sleep_mode else 0.0
+    sync_seconds = copied + LOAD_SECONDS * trace.num_weights
+    return num_generations * (written + asleep_seconds) + num_syncs * sync_seconds
+
+
+def generation_seconds(
+    trace: Trace, config: TrainConfig, gpu: Gpu, machine: roofline.CardRates
+) -> float | None:
+    """Seconds in which vLLM, awake, writes the completions of one generation; None as of a rate."""
+    served, running = served_of(trace, config, gpu), num_running(trace, config, gpu)
+    rank, num_new = config.lora_rank or 0, config.max_completion_length or 0
+    # Prompts of one group are the same: what is computed of the first serves all (prefix caching).
+    num_prompts = max(round(config.generation_batch_size / (config.num_generations or 1)), 1)
+    context = config.sequence_length - num_new / 2
+    moved_bytes = running * context * served.cache_bytes_per_token
+    moved_bytes += _SAMPLING_PASSES * DTYPE_BYTES["float32"] * served.vocab_size * running
+    prefill = _priced(machine, trace.generation_launches(Phase.PREFILL, num_prompts, rank))
+    first = _priced(machine, trace.generation_launches(Phase.DECODE, running, rank))
+    last = _priced(machine, trace.generation_launches(Phase.LAST, running, rank))
+    moved = _moved(machine, moved_bytes)
+    if prefill is None or first is None or last is None or moved is None:
+        return None
+    step_seconds = (first + last) / 2 + moved + STEP_SECONDS + SEQUENCE_SECONDS * running
+    num_steps = config.generation_batch_size / running * num_new
+    return prefill + num_steps * step_seconds
 
 
 def _synchronised_bytes(config: TrainConfig, served: Served) -> int:
