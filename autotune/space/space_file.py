@@ -34,6 +34,8 @@ and what the method's row of adapters.ADAPTERS has:
         num_generations: [4, 8]                         with --task grpo or rloo; default the trainer's
         max_completion_length: [256]                    the same; so kl_beta, num_iterations and
                                                         steps_per_generation
+        vllm_gpu_memory_utilization: [0, 0.3]           the same: vLLM writes; default [0]
+        vllm_enable_sleep_mode: [false, true]           and sleeps between; default [false]
         loss_mini_batches: [1, 4]                       with --task sentence-similarity; default [1],
                                                         or 1, 4 and 16 as the batch allows
         adapter_in_base_dtype: [false, true]            beside a base in 16 bits; default [false]

@@ -56,6 +56,13 @@ CONFIGS = {
     ),
     "kto lora": dataclasses.replace(LORA, trainer="trl-kto", batching="padded"),
     "grpo": dataclasses.replace(FULL, trainer="trl-grpo", batching="padded", **COMPLETIONS),
+    "grpo vllm": dataclasses.replace(
+        FULL,
+        trainer="trl-grpo",
+        batching="padded",
+        vllm_gpu_memory_utilization=0.25,
+        **COMPLETIONS,
+    ),
     "grpo lora": dataclasses.replace(
         LORA,
         trainer="trl-grpo",
@@ -152,12 +159,12 @@ def test_it_keeps_what_was_written(name: str, asked: dict[str, Any]) -> None:
     values = asked["read"][name]
     content = written(CONFIGS[name])
     # Sections are filled up with their defaults.
-    kept = {key: values[key] for key in content if key != "trl"} | {
-        f"trl.{key}": values["trl"][key] for key in content.get("trl", ())
-    }
-    said = {key: value for key, value in content.items() if key != "trl"} | {
-        f"trl.{key}": value for key, value in content.get("trl", {}).items()
-    }
+    sections = [key for key in ("trl", "vllm") if key in content]
+    kept = {key: values[key] for key in content if key not in sections}
+    said = {key: value for key, value in content.items() if key not in sections}
+    for section in sections:
+        kept |= {f"{section}.{key}": values[section][key] for key in content[section]}
+        said |= {f"{section}.{key}": value for key, value in content[section].items()}
     assert said.pop("datasets")
     kept.pop("datasets")
     assert kept == said

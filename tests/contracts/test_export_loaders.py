@@ -16,6 +16,7 @@ import pytest
 from test_export_trains import ADAPTERS, FULL, LORA, QLORA, make_models, run_python
 
 from autotune import export
+from autotune.export.base.read import read_base
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import FIXED_BY_A_TEACHER, TRAINERS, TRL_BY_TASK
@@ -387,7 +388,8 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
     trl = pytest.importorskip("trl")
     row = TRL_BY_TASK[command]
     groups = {
-        "num_generations": 4, "kl_beta": 0.04, "num_iterations": 1, "steps_per_generation": 2
+        "num_generations": 4, "kl_beta": 0.04, "num_iterations": 1, "steps_per_generation": 2,
+        "vllm_gpu_memory_utilization": 0.25, "vllm_enable_sleep_mode": True,
     }  # fmt: skip
     config = dataclasses.replace(
         PADDED,
@@ -420,6 +422,11 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
         return
     assert (read.num_generations, read.beta) == (4, 0.04)
     assert (read.steps_per_generation, read.num_iterations) == (2, 1)
+    assert (read.use_vllm, read.vllm_mode, read.vllm_enable_sleep_mode) == (True, "colocate", True)
+    assert read.vllm_gpu_memory_utilization == 0.25
+    assert read.vllm_max_model_length == config.sequence_length
+    again = read_base(path, task=command).config
+    assert dataclasses.replace(again, sequence_length=config.sequence_length) == config
 
 
 def near_a_guess(loss: float) -> None:

@@ -130,3 +130,36 @@ def test_what_is_found_trains(task: str, llama: Path, tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr[-4000:]
     saved = {path.name for path in (tmp_path / "output").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
+
+
+WITH_VLLM = """
+    vllm_gpu_memory_utilization: [0.3]
+    vllm_enable_sleep_mode: [false, true]
+"""
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_what_vllm_writes_is_predicted_and_needs_it(llama: Path, tmp_path: Path) -> None:
+    space = OF_COMPLETIONS.rstrip() + WITH_VLLM
+    (tmp_path / "space.yaml").write_text(space, encoding="utf-8")
+    asked = ("find", "--model", str(llama), "--task", "grpo", "--method", "lora")
+    asked += ("--space", "space.yaml", "--seq-len", "32", "--effective-batch", "4")
+    found = here.command(*asked, "--gpu", "rtx-4090", "--out", "out", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    said = " ".join(found.stdout.split())
+    assert "vLLM on 30 % of the card" in said
+    assert "next pip install 'trl[vllm]' && python out/train_grpo.py" in said.replace("\xa0", " ")
+    result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
+    assert result["best"]["vllm_bytes"] > 0
+
+    # As any other library that is missing: in a line.
+    measured = here.command(*asked, "--backend", "cpu", "--gpu-mem", "11GB", cwd=tmp_path)
+    assert measured.returncode != 0
+    assert "vLLM (needs: pip install trl[vllm])" in " ".join(measured.stderr.split())
+    program = tmp_path / "out" / "train_grpo.py"
+    (tmp_path / "rewards.py").write_text(REWARD, encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a b"}) + "\n", encoding="utf-8")
+    more = ("rows.jsonl", "--reward", "rewards.py:longest")
+    ran = here.workers.program(RUN, str(program), *more, cwd=tmp_path)
+    assert (ran.returncode, "Traceback" in ran.stderr) == (1, False)
+    assert "vLLM writes the completions here, and is not installed" in ran.stderr
