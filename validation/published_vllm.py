@@ -2,10 +2,10 @@
 
 Run: python -m validation.published_vllm
 
-The figures are those of others (studies/published-vllm/runs.csv, its sources in README.md); nothing in them was
-measured by this project. What is predicted is a generation alone, of
-autotune.predict.vllm_generation.generation_seconds: no training step beside it, and no weights taken over.
-Every sequence has a prompt of its own. The table is written into README.md.
+The figures are those of others (studies/published-vllm/runs.csv, its sources in README.md): none was
+measured by this project. What is predicted is a generation alone, as generation_seconds of
+autotune.predict.vllm_generation does: no training step beside it, and no weights taken over. Every sequence
+has a prompt of its own. The tables are written into README.md.
 """
 
 from __future__ import annotations

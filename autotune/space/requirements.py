@@ -21,7 +21,6 @@ from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import SearchSpace
 
-
 VLLM = "trl[vllm]"
 """The package that brings vLLM in a version that TRL takes, as pip names it."""
 
