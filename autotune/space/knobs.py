@@ -511,7 +511,9 @@ KNOBS: dict[str, Knob] = {
             choices=(0.0, 0.2, 0.3, 0.5),
             is_open=True,
             words=lambda share: (
-                f"vLLM on {100 * share:.4g} % of the card" if share else "Transformers writes"
+                f"vLLM on {100 * share:.4g} % of the card"
+                if share
+                else "generation by Transformers"
             ),
             flag="--vllm",
             metavar="SHARE",
@@ -521,7 +523,7 @@ KNOBS: dict[str, Knob] = {
         _switch(
             name="vllm_enable_sleep_mode",
             tradeoff="exact",
-            words=lambda on: "vLLM sleeps in updates" if on else "vLLM awake",
+            words=lambda on: "vLLM asleep in updates" if on else "vLLM awake in updates",
             flag="--vllm-sleep",
             summary="vLLM gives its weights and its cache up while its completions are trained on.",
         ),
