@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 
@@ -9,7 +10,8 @@ import answers
 import pytest
 
 from autotune.common.units import GIB
-from autotune.report import terminal
+from autotune.report import terminal, words
+from autotune.report.explain import explain
 from autotune.report.memory_bar import memory_bar
 
 
@@ -64,3 +66,19 @@ def test_colours_are_for_terminals_that_want_them(
     terminal.draw_answer(answers.answer(), screen)
     assert ("\x1b[30;46mweights" in screen.getvalue()) is coloured
     assert ("|weights----" in screen.getvalue()) is not coloured
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_what_vllm_takes_has_a_part_and_a_line_of_its_own(asleep: bool) -> None:
+    config = dataclasses.replace(
+        answers.CONFIG, vllm_gpu_memory_utilization=0.1, vllm_enable_sleep_mode=asleep
+    )
+    estimate = answers.estimate(config, vllm_bytes=GIB)
+    parts = dict(words.memory_parts(estimate))
+    assert (parts["vLLM"], parts["CUDA"]) == (GIB, GIB // 2)
+    assert sum(parts.values()) == estimate.peak_device_bytes
+    lines = {line.name: line for line in explain(estimate)}
+    assert lines["vLLM"].peak_bytes == GIB
+    assert "10 % of the card" in lines["vLLM"].why
+    assert ("asleep" in lines["vLLM"].why) == asleep
+    assert "vLLM" not in {line.name for line in explain(answers.estimate())}
