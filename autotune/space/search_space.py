@@ -17,7 +17,7 @@ from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
 from autotune.catalogue.tasks import PICTURES, TASKS
 from autotune.space.checkpoint_plans import SOLVE
-from autotune.space.config import OF_COMPLETIONS, OF_VLLM, TrainConfig, Workload
+from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.trainers import BY_TASK, EMBEDDERS, FIXED_BY_A_TEACHER, Trainer, trainers_of
@@ -254,12 +254,6 @@ def _of_completions(section: MethodSpace, like: TrainConfig | None) -> dict[str,
         or (None if like is None else getattr(like, name),)
         for name in OF_COMPLETIONS
     }
-    for name in OF_VLLM:
-        default = (KNOBS[name].default,)
-        offered = section.domains.get(name, default)
-        # Whoever writes with vLLM already goes on so, unless the space says otherwise.
-        is_left = offered == default and like is not None
-        found[name] = (getattr(like, name),) if is_left else offered
     return {**found, "attention": _unfused(section), "liger": (False,)}
 
 
