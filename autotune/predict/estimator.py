@@ -35,7 +35,7 @@ from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.step_times import StepSeconds, StepTimes
 from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
-from autotune.predict.vllm_generation import served_of
+from autotune.predict.vllm_generation import facts_of, served_of
 from autotune.records.charts import Timeline
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.space.config import TrainConfig
@@ -122,10 +122,15 @@ class Estimator:
             return True
         trace = self._traces[TraceSpec.of(config)]
         assert isinstance(trace, Trace)
-        return served_of(trace, config, self.gpu).starts(
-            config.vllm_gpu_memory_utilization,
-            num_sequences=config.generation_batch_size,
-            sequence_length=config.sequence_length,
+        return self._prices.time(
+            bool,
+            trace.identity,
+            f"vllm starts {facts_of(config)}",
+            lambda: served_of(trace, config, self.gpu).starts(
+                config.vllm_gpu_memory_utilization,
+                num_sequences=config.generation_batch_size,
+                sequence_length=config.sequence_length,
+            ),
         )
 
     def least_needed(self, config: TrainConfig) -> int:

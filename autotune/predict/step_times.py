@@ -18,7 +18,6 @@ from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.launched_kernels import as_kernels, rate_dtype
 from autotune.predict.optimizer_update import Trainable, kernels_of
 from autotune.predict.priced_updates import PricedUpdates
-from autotune.predict.replays import name_of
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.pipeline import PipelineTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
@@ -369,7 +368,7 @@ class StepTimes:
             found = self._prices.time(
                 float | None,
                 trace.identity,
-                f"vllm {name_of(config)}",
+                f"vllm {vllm_generation.facts_of(config)} {rank} {config.precision}",
                 lambda: vllm_generation.seconds(trace, config, self._gpu, self._machine),
             )
             spread = vllm_generation.SPREAD

@@ -42,6 +42,19 @@ up and up to 2.8 for falling asleep."""
 _DTYPE = "bfloat16"
 
 
+def facts_of(config: TrainConfig) -> tuple[object, ...]:
+    """Return what vLLM's time depends on beside the trace, an adapter's rank and the precision."""
+    return (
+        config.vllm_gpu_memory_utilization,
+        config.vllm_enable_sleep_mode,
+        config.sequence_length,
+        config.max_completion_length,
+        config.num_generations,
+        config.generation_batch_size,
+        generations_per_step(config),
+    )
+
+
 def served_of(trace: Trace, config: TrainConfig, gpu: Gpu) -> Served:
     """Return the model as vLLM holds it, by its trace."""
     rank = config.lora_rank or 0
