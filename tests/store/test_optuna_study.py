@@ -132,6 +132,8 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "loss_mini_batches": 1,
         "precompute_ref_log_probs": False,
         "num_iterations": 1,
+        "vllm_gpu_memory_utilization": 0.0,
+        "vllm_enable_sleep_mode": False,
         "torch_empty_cache_steps": 0,
         "expandable_segments": False,
         "neftune_noise_alpha": 0.0,
