@@ -42,6 +42,14 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
+# Fields that some formats have beside theirs: where nothing reads them, samples may lack what they are about.
+OFTEN_READ = ("prompt", "system", "history", "instruction", "question", "query", "input", "context")
+FREE = (
+    "prompts",
+    "tagged",
+    "pictures",
+    "sounds",
+)  # formats whose further fields are others' or harmless
 INPUTS = ("input", "context")  # fields of what an instruction is about
 # A format's fields beside these: of some it has none where it lacks them.
 BESIDE: dict[str, tuple[str, ...]] = {
@@ -116,6 +124,7 @@ class Samples:
     input_field: str | None = None  # what is beside them (BESIDE)
     is_sharegpt: bool = False  # messages have from and value
     folder: str = ""  # where the paths of pictures and sounds begin
+    unread: tuple[str, ...] = ()  # fields of OFTEN_READ that the first has, and that are not read
 
     def loss_on(self, asked: str | None) -> str:
         """Return what the loss is taken on: `answers` by default, where there are some."""
@@ -141,6 +150,7 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             recognised = recognise(row, columns, task)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
             about = field_of(row, BESIDE.get(recognised[0], ()))
+            unread = unread_of(row, recognised, about)
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
         if recognised[0] == "preferences":
             read += read_pair(row, place)
@@ -159,7 +169,7 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
         raise UnusableData("it is empty")
     form, text_field, answer_field = recognised
     folder = os.path.dirname(os.path.abspath(name))
-    return Samples(form, read, text_field, answer_field, about, is_sharegpt, folder)
+    return Samples(form, read, text_field, answer_field, about, is_sharegpt, folder, unread)
 
 
 def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
@@ -191,6 +201,17 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     has = f"the fields {shown(', '.join(held))}" if held else "no field that holds something"
     without = f" (nothing in {shown(', '.join(empty))})" if empty else ""
     raise UnusableData(f"sample 1 has {has}{without}, and {task} takes {wanted}", remedy)
+
+
+def unread_of(
+    row: Mapping[str, Any], recognised: tuple[str, str, str | None], about: str | None
+) -> tuple[str, ...]:
+    """The fields of a row that others call a part of a sample, and that its format does not read."""
+    form, *names = recognised
+    more = {"preferences": ("prompt",), "question-context": ("context",), "instruction": INPUTS}
+    read = {*names, about, *more.get(form, ())}
+    held = [str(name) for name, value in row.items() if value and name not in read]
+    return tuple(name for name in held if name.lower() in OFTEN_READ and form not in FREE)
 
 
 def words_of(name: str) -> str:
@@ -254,7 +275,16 @@ def read_sample(
     for each, value in ((text_field, text), (answer_field, answer)):
         if name != "labels" or each == text_field:
             check_text(value, each, place)
+    if name == "labels" and not is_class(answer):
+        raise UnusableData(
+            f"{place} has no class in {answer_field}: {shown(answer)}",
+            "A class is a word or a whole number; several at once, and numbers between, are not trained here",
+        )
     return Sample(text=text, answer=answer)
+
+
+def is_class(value: Any) -> bool:
+    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
 
 
 def check_fields(row: Mapping[str, Any], names: Iterable[str | None], place: str) -> None:

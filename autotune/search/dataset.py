@@ -66,6 +66,9 @@ def read_dataset(
             why=answer["problem"],
             remedy=answer["remedy"],
         )
+    if answer["unread"]:
+        names = " and ".join(answer["unread"])
+        note(f"{names} of the samples: not trained on, since {answer['format']} has other fields.")
     lengths = Lengths.of(
         {length + beside: count for length, count in answer["counts"]},
         sequence_length,

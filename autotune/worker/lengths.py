@@ -9,11 +9,12 @@ import dataclasses
 import heapq
 import random
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_line
-from autotune.export.encode import encode, has_words
+from autotune.export.encode import IGNORED, Encoded, encode, has_words
 from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of
 from autotune.export.samples import (
     Columns,
@@ -53,7 +54,12 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
         _check_sounds(_of(data, some))
     tokenizer = load_tokenizer(request["tokenizer"])
     if loss_on == "answers":
-        list(encode(_of(data, some[:NUM_TRIED]), tokenizer, loss_on))
+        tried = list(encode(_of(data, some[:NUM_TRIED]), tokenizer, loss_on))
+        if not _teaches(tried) and not _teaches(encode(_of(data, some), tokenizer, loss_on)):
+            raise UnusableData(
+                "no sample has an answer",
+                "Nothing would be learnt: --loss-on all takes the loss on everything",
+            )
     counts = _counted(_of(data, some), tokenizer, request["task"])
     counts.pop(0, None)
     if not counts:
@@ -74,7 +80,12 @@ def _recognised(data: Samples, loss_on: str) -> dict[str, Any]:
         "is_sharegpt": data.is_sharegpt,
         "loss_on": loss_on,
         "num_samples": len(data.samples),
+        "unread": list(data.unread),
     }
+
+
+def _teaches(encoded: Iterable[Encoded]) -> bool:
+    return any(label != IGNORED for _, labels in encoded for label in labels)
 
 
 def _check_pictures(data: Samples) -> None:

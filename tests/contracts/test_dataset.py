@@ -98,6 +98,27 @@ def test_what_cannot_be_read_is_said(
 
 
 @pytest.mark.usefixtures("forked_workers")
+def test_chats_are_read_for_their_answers_and_refused_without_any(folder: Path) -> None:
+    fast = PreTrainedTokenizerFast.from_pretrained(folder / "tiny")
+    fast.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    fast.save_pretrained(folder / "chats")
+    source, said = find_model(str(folder / "tiny")), list[str]()
+    question = Question(dataset=str(folder / "turns.jsonl"), tokenizer=str(folder / "chats"))
+    turns = [{"role": "user", "content": "word"}, {"role": "assistant", "content": "word"}]
+
+    def write(*messages: dict[str, str]) -> None:
+        row = {"system": "word", "messages": messages}
+        (folder / "turns.jsonl").write_text(json.dumps(row), encoding="utf-8")
+
+    write(*turns)
+    read_dataset(question, source, "causal-lm", 100, note=said.append)
+    assert said == ["system of the samples: not trained on, since chat has other fields."]
+    write(turns[0])
+    with pytest.raises(ConfigError, match=r"No sample has an answer. Nothing would be learnt"):
+        read_dataset(question, source, "causal-lm", 100)
+
+
+@pytest.mark.usefixtures("forked_workers")
 def test_prompts_that_a_completion_leaves_no_room_for_are_said(folder: Path) -> None:
     rows = [json.dumps({"prompt": " ".join(["word"] * count)}) for count in (8, 9, 20, 20)]
     (folder / "prompts.jsonl").write_text("\n".join(rows), encoding="utf-8")

@@ -87,8 +87,30 @@ def test_the_field_of_what_an_instruction_is_about_is_known(
 
 
 @pytest.mark.parametrize(
+    ("row", "task", "unread"),
+    [
+        ({"id": "x", "system": "s", "question": "q", "chosen": "a", "rejected": "b"}, "dpo",
+         ("system", "question")),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "score": 1}, "dpo", ()),
+        ({"system": "", "chosen": "a", "rejected": "b"}, "reward", ()),
+        ({"System": "s", "conversations": [{"from": "human", "value": "a"}]}, "causal-lm", ("System",)),
+        ({"instruction": "a", "Context": "", "input": "c", "output": "b", "history": [["x", "y"]]},
+         "causal-lm", ("history",)),
+        ({**ASKED, "answers": SQUAD}, "question-answering", ()),
+        ({"prompt": "p", "question": "q", "answer": "3"}, "grpo", ()),
+    ],
+)  # fmt: skip
+def test_fields_that_others_train_on_are_known_where_nothing_reads_them(
+    tmp_path: Path, row: dict[str, Any], task: str, unread: tuple[str, ...]
+) -> None:
+    assert read(tmp_path, row, task=task).unread == unread
+
+
+@pytest.mark.parametrize(
     ("row", "task", "why"),
     [
+        ({"text": "a", "labels": [0, 1, 1]}, "sequence-classification", "no class in labels: [0, 1, 1]"),
+        ({"text": "a", "label": 0.3}, "sequence-classification", "no class in label: 0.3"),
         ({"tokens": ["a"]}, "token-classification", "takes tokens/words and ner_tags/tags/labels"),
         ({"tokens": "a", "tags": [1]}, "token-classification", "no list of words in tokens: a"),
         ({"tokens": ["a"], "tags": [None]}, "token-classification", "no list of tags in tags"),
