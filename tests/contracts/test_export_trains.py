@@ -211,6 +211,11 @@ BAD_DATA = {
     "no-field": ("no-field.jsonl", '{"body": "w1"}', "Sample 1 has the fields body"),
     "no-json": ("no-json.jsonl", "[1", "Line 1 is not JSON"),
     "roles": ("roles.jsonl", '{"messages": [{"role": "boss", "content": "w1"}]}', "the role boss"),
+    "no-answer": (
+        "no-answer.jsonl",
+        json.dumps({"messages": [{"role": "user", "content": TEXT}]}),
+        "has no answer: there is nothing to learn",
+    ),
     "late": ("late.jsonl", json.dumps({"prompt": TEXT, "completion": "w1"}), "within the first 16"),
 }
 
