@@ -13,6 +13,8 @@ layers, or six times the model's pattern of them.
 --out: the same, a JSON object per line {"schema_version", "key", "model", "num_layers",
 "capped_at_prediction", "prediction": {Estimate.to_dict}, "measurement": {Measurement.to_dict}}; what it has
 already is not run again.
+--task: with several, one of them is drawn for each configuration. --teacher: for --task distillation, of the
+same vocabulary as all of the models.
 --capped: with what is predicted to do as the budget, in place of all of the card.
 """
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,8 @@ from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
-from autotune.space.trainers import row_of
+from autotune.space.teacher import Teacher
+from autotune.space.trainers import DISTILLATION, row_of
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
 from tools.gpu_check.check import Nothing, card_and_budget, say, shown
@@ -157,7 +161,8 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=20, help="configurations")
     parser.add_argument("--layers", type=int, default=0, help="of each model, at most [all]")
     parser.add_argument("--model", action="append", help="one of these alone")
-    parser.add_argument("--task", default=TASK, help=f"what they are trained for [{TASK}]")
+    parser.add_argument("--task", action="append", help=f"what they are trained for [{TASK}]")
+    parser.add_argument("--teacher", help="the model whose next words are learnt")
     parser.add_argument("--method", action="append", help="one of these alone")
     parser.add_argument("--only", action="append", default=[], help="a setting that differs")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="that of every configuration")
@@ -169,11 +174,16 @@ def main() -> None:
     chance, records = random.Random(options.seed), Records(options.out)
     methods = options.method or [name for name in METHODS if name != "peft"]
     table: Any = Nothing()
-    task = options.task
-    spec = ProbeSpec(task=task, backend="cuda", memory_budget_bytes=budget_bytes, max_seconds=0.1)
+    tasks = options.task or [TASK]
+    teacher = None
+    if options.teacher is not None:
+        config_json = json.dumps(cut(options.teacher, options.layers).config)
+        teacher = Teacher(name=options.teacher, config_json=config_json)
     with ForkServer() as tracers, ForkServer() as probes:
         for _ in range(options.num):
             while True:
+                task = chance.choice(tasks) if len(tasks) > 1 else tasks[0]
+                taught_by = teacher if task == DISTILLATION else None
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 num_layers = source.num_layers or source.config.get("num_layers")
                 config = draw(chance, options.only, methods, num_layers)
@@ -191,7 +201,9 @@ def main() -> None:
             try:
                 specs = [TraceSpec.of(config)]
                 length = config.sequence_length
-                traces = trace_all(source, task, length, card, specs, server=tracers)
+                traces = trace_all(
+                    source, task, length, card, specs, teacher=taught_by, server=tracers
+                )
                 estimator = Estimator(traces, card, memory_budget_bytes=budget_bytes)
                 estimate = estimator.estimate(config)
             except AutotuneError as error:
@@ -201,8 +213,14 @@ def main() -> None:
             if least_bytes > budget_bytes:
                 say(f"does not fit: {key}")
                 continue
-            capped_spec = dataclasses.replace(spec, memory_budget_bytes=least_bytes)
-            seen = Prober(OneCard(probes), table, source, capped_spec).measure(config)
+            spec = ProbeSpec(
+                task=task,
+                backend="cuda",
+                memory_budget_bytes=least_bytes,
+                max_seconds=0.1,
+                teacher=taught_by,
+            )
+            seen = Prober(OneCard(probes), table, source, spec).measure(config)
             records.add(
                 key,
                 model=source.name,
