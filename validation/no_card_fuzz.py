@@ -42,8 +42,9 @@ from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
+from autotune.space.search_space import usual_batching
 from autotune.space.teacher import Teacher
-from autotune.space.trainers import DISTILLATION, row_of
+from autotune.space.trainers import BY_TASK, DISTILLATION, FIXED_BY_A_TEACHER, row_of
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
 from tools.gpu_check.check import Nothing, card_and_budget, say, shown
@@ -122,6 +123,27 @@ def draw(
     return TrainConfig(method=method, **values)
 
 
+def of_task(config: TrainConfig, task: str, chance: random.Random) -> TrainConfig:
+    """The configuration with what the task's own trainer has to know."""
+    values: dict[str, Any] = {}
+    if not row_of(task).packs and config.batching == "packed":
+        values["batching"] = "padded"
+    row = BY_TASK.get(task)
+    if row is None:
+        return dataclasses.replace(config, **values)
+    values |= {"trainer": row.name, "batching": usual_batching(task)}
+    if row.generates is not None:
+        values |= {
+            "num_generations": chance.choice((2, 4)),
+            "max_completion_length": config.sequence_length // 2,
+            "kl_beta": chance.choice((0.0, 0.04)),
+            "num_iterations": 1,
+        }
+    if row.has_teacher:
+        values |= FIXED_BY_A_TEACHER
+    return dataclasses.replace(config, **values)
+
+
 def is_valid(
     config: TrainConfig, source: ModelSource, task: str, capability: tuple[int, int] | None
 ) -> bool:
@@ -187,8 +209,7 @@ def main() -> None:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 num_layers = source.num_layers or source.config.get("num_layers")
                 config = draw(chance, options.only, methods, num_layers)
-                if not row_of(task).packs and config.batching == "packed":
-                    config = dataclasses.replace(config, batching="padded")
+                config = of_task(config, task, chance)
                 for name in ("optimizer", "attention"):
                     if value := getattr(options, name):
                         config = dataclasses.replace(config, **{name: value})
