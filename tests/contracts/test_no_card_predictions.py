@@ -29,6 +29,7 @@ UPDATES = [json.loads(line) for line in (STUDY / "backward_updates.jsonl").read_
 FLEX = [json.loads(line) for line in (STUDY / "flex.jsonl").read_text().splitlines()]
 T4 = [json.loads(line) for line in (STUDY / "t4_attention.jsonl").read_text().splitlines()]
 EMBEDDINGS = [json.loads(line) for line in (STUDY / "embeddings.jsonl").read_text().splitlines()]
+PREFERENCES = [json.loads(line) for line in (STUDY / "trainers.jsonl").read_text().splitlines()]
 SHORT = 1024
 
 
@@ -75,11 +76,39 @@ def test_embeddings_as_pytorch_allocates(key: str) -> None:
 
 def predicted(record: dict[str, Any], gpu: str) -> Estimate:
     config = TrainConfig(**record["measurement"]["config"])
+    task = TRAINERS[config.trainer].task or "causal-lm"
     card, source = find_gpu(gpu), cut(record["model"], record["num_layers"])
     specs = {TraceSpec.of(config)}
     length = config.sequence_length
-    traces = trace_all(source, "causal-lm", length, card, specs, server=here.workers)
+    traces = trace_all(source, task, length, card, specs, server=here.workers)
     return Estimator(traces, card, memory_budget_bytes=card.capacity_bytes).estimate(config)
+
+
+@pytest.mark.parametrize(
+    ("method", "trainer", "attention"),
+    [
+        ("full", "trl-dpo", "eager"),
+        ("lora", "trl-kto", "sdpa"),
+        ("qlora", "trl-reward", "sdpa"),
+    ],
+)
+def test_preferences_and_rewards_as_pytorch_allocates(
+    method: str, trainer: str, attention: str
+) -> None:
+    records = [
+        each
+        for each in PREFERENCES
+        if each["model"] == "HuggingFaceTB/SmolLM2-135M"
+        and each["measurement"]["outcome"] == "ok"
+        and not each["measurement"]["config"]["precompute_ref_log_probs"]
+        and [each["measurement"]["config"][name] for name in ("method", "trainer", "attention")]
+        == [method, trainer, attention]
+    ]
+    assert records
+    for record in records:
+        estimate, seen = predicted(record, "rtx-3090"), record["measurement"]
+        for name, share in (("peak_allocated_bytes", 1e-5), ("peak_reserved_bytes", 0.01)):
+            assert getattr(estimate, name) == pytest.approx(seen[name], rel=share), record["key"]
 
 
 def expanded_on_a_t4() -> list[dict[str, Any]]:
