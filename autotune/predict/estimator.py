@@ -25,7 +25,7 @@ from autotune.memory.vllm import share_bytes
 from autotune.predict.breakdown import Memory, memory_of
 from autotune.predict.estimate_parts import per_gpu, time_shares
 from autotune.predict.floors import MicroStepBytes, micro_step_of
-from autotune.predict.generation import kept_bytes
+from autotune.predict.generation import vllm_kept_bytes
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import Update
@@ -108,7 +108,7 @@ class Estimator:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
         is_shared = config.num_gpus > 1 and PARALLELISMS[config.parallelism].is_launched
         outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
-        outside += kept_bytes(config, self.gpu.capacity_bytes)
+        outside += vllm_kept_bytes(config, self.gpu.capacity_bytes)
         return self.headroom.within(self.memory_budget_bytes, outside, config)
 
     def fits(self, estimate: Estimate) -> bool:
@@ -178,7 +178,7 @@ class Estimator:
         )
         if not config.writes_with_vllm:
             return floor_bytes
-        floor_bytes += kept_bytes(config, self.gpu.capacity_bytes)
+        floor_bytes += vllm_kept_bytes(config, self.gpu.capacity_bytes)
         return max(floor_bytes, self._writing_bytes(config))
 
     def _writing_bytes(self, config: TrainConfig) -> int:
@@ -370,7 +370,7 @@ class Estimator:
             peak_reserved_bytes=result.peak_reserved_bytes,
             nontorch_bytes=outside + managed + beyond,
             paged_in_bytes=managed,
-            vllm_bytes=kept_bytes(config, self.gpu.capacity_bytes) + beyond,
+            vllm_bytes=vllm_kept_bytes(config, self.gpu.capacity_bytes) + beyond,
             breakdown=memory.breakdown,
             state=state,
             parameters=memory.parameters,
@@ -419,7 +419,9 @@ class Estimator:
 
     def _outside_bytes(self, config: TrainConfig) -> int:
         """Device memory beside what is replayed: the context, NCCL's buffers, and what vLLM keeps."""
-        return self._outside_of(TraceSpec.of(config)) + kept_bytes(config, self.gpu.capacity_bytes)
+        return self._outside_of(TraceSpec.of(config)) + vllm_kept_bytes(
+            config, self.gpu.capacity_bytes
+        )
 
     def _outside_of(self, spec: TraceSpec) -> int:
         is_shared = isinstance(self._traces[spec], SharedTrace)

@@ -78,7 +78,7 @@ def generation_of(trace: Trace, config: TrainConfig) -> Generation:
     return Generation(tape=tape, cache_bytes=cache_bytes)
 
 
-def kept_bytes(config: TrainConfig, capacity_bytes: int) -> int:
+def vllm_kept_bytes(config: TrainConfig, capacity_bytes: int) -> int:
     """Bytes of the card that vLLM keeps all the time: its share, or what it does not give up asleep."""
     if config.vllm_enable_sleep_mode:
         return KEPT_ASLEEP_BYTES
