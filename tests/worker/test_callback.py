@@ -24,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from autotune.api import Result
 from autotune.catalogue.installed import cpu_name
 from autotune.common.units import GIB
+from autotune.records.estimate import Estimate
 from autotune.space.config import TrainConfig
 from autotune.worker.given.callback import WatchCallback
 from autotune.worker.given.pace import NUM_WARM_UP_STEPS, Pace
@@ -383,7 +384,10 @@ class Card:
     """The counters of a card that is not here, and a run on it that is told each event."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, fallback: dict[str, Any] | None = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        fallback: dict[str, Any] | None = None,
+        predicted: Estimate | None = None,
     ) -> None:
         self.peak_gib = 3.0
         self.free_gib = 2.0
@@ -407,6 +411,8 @@ class Card:
             config = dataclasses.replace(result.config, **fallback)
             told = dataclasses.replace(result.answer, fallbacks=(answers.estimate(config),))
             result = dataclasses.replace(result, answer=told)
+        if predicted:
+            result = Result(answer=answers.answer(best=predicted, gpu="NVIDIA L4"))
         self.watch = result.callback(window_steps=1, say=lambda _: None)
         self._arguments = result.training_arguments(output_dir="out", report_to=[])
         monkeypatch.setattr(type(self._arguments), "device", torch.device("cuda", 0))
@@ -452,6 +458,33 @@ def test_memory_beyond_the_plan_says_what_to_go_on_with(monkeypatch: pytest.Monk
         "Likely cause: unknown. Should memory run out, go on from a checkpoint with .fallbacks[0]: "
         "micro-batch 1 x 4, checkpoint every layer"
     )
+
+
+def test_what_vllm_holds_in_this_process_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, ["NVIDIA L4"])
+    config = dataclasses.replace(
+        CONFIG,
+        trainer="trl-grpo",
+        batching="padded",
+        num_generations=4,
+        max_completion_length=LENGTH // 2,
+        vllm_gpu_memory_utilization=0.25,
+    )
+    plan = answers.estimate(
+        config,
+        step_seconds=1e-9,
+        peak_reserved_bytes=5 * GIB,
+        nontorch_bytes=4 * GIB,
+        vllm_bytes=3 * GIB,
+    )
+    card = Card(monkeypatch, predicted=plan)
+    # torch counts 5 GiB of training and vLLM's 3: 1 GiB is outside, 2 GiB are others'.
+    card.peak_gib, card.free_gib = 8.0, 1.0
+    for _ in range(NUM_WARM_UP_STEPS + 2):
+        card.step()
+    told = "\n".join(card.watch.lines)
+    assert "more memory than" not in told
+    assert "other programs are on the card, with 2.00 GiB of it" in told
 
 
 @pytest.mark.parametrize(

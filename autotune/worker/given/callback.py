@@ -19,7 +19,8 @@ Known limitations
 - With torch.compile the batches are taken to be as long as planned: looking at them would be compiled too.
 - Where TRL adds an adapter, it lets the embeddings need gradients for a checkpointing of every layer. With a
   plan that stays, and takes a little time and memory that were not planned.
-- Not yet run on a GPU: everything that says CUDA.
+- Not yet run on a GPU: everything that says CUDA. Nor with vLLM, whose share of the card torch's counters are
+  taken to hold: it allocates with torch, and torch is not told when it sleeps.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.installed import cpu_name
 from autotune.common.units import MIB, format_bytes
+from autotune.memory.vllm import share_bytes
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
@@ -96,11 +98,11 @@ class WatchCallback(TrainerCallback):
         self._evidence = answer.evidence
         self._card = answer.gpu
         self._plan: Estimate | Measurement = answer.best
-        self._planned_bytes: int | None = answer.best.peak_reserved_bytes
-        """Planned bytes that torch's allocator reserves at the peak."""
+        self._training_bytes: int | None = answer.best.peak_reserved_bytes
+        """Planned bytes that torch's allocator reserves at the peak, without vLLM's."""
         if answer.measured is not None:
             self._plan = answer.measured.final
-            self._planned_bytes = answer.measured.final.most_reserved_bytes
+            self._training_bytes = answer.measured.final.most_reserved_bytes
         self._config = self._plan.config
         self._fallbacks = answer.fallbacks
         self._tolerance = TOLERANCES[self._evidence] if tolerance is None else tolerance
@@ -118,9 +120,11 @@ class WatchCallback(TrainerCallback):
         self._step_tokens = 0
         self._largest_batch = (0, 0)
         self._said: set[str] = set()
-        self._held_bytes = self._reserved_before_bytes = 0
+        self._held_bytes = self._reserved_before_bytes = self._vllm_bytes = 0
         if self._is_cuda:
             self._reserved_before_bytes = torch.cuda.max_memory_reserved(self._device)
+            total = torch.cuda.mem_get_info(self._device)[1]
+            self._vllm_bytes = share_bytes(self._config.vllm_gpu_memory_utilization, total)
         self._differences = objects.differences(self._config, args)
         self._not_checked = self._why_not_checked()
         # No argument says it: the model itself is told.
@@ -245,6 +249,8 @@ class WatchCallback(TrainerCallback):
             return f"memory is short: the allocator emptied its cache {retries} times"
         free, total = torch.cuda.mem_get_info(self._device)
         ours = torch.cuda.memory_reserved(self._device) + (self._plan.nontorch_bytes or 0)
+        if isinstance(self._plan, Estimate):
+            ours -= self._plan.vllm_bytes
         others_bytes = total - free - ours
         if others_bytes > OTHERS_BYTES:
             return f"other programs are on the card, with {format_bytes(others_bytes)} of it"
@@ -299,6 +305,11 @@ class WatchCallback(TrainerCallback):
             return ""
         what = difference(self._fallbacks[0].config, self._config)
         return f". Should memory run out, go on from a checkpoint with .fallbacks[0]: {what}"
+
+    @property
+    def _planned_bytes(self) -> int | None:
+        """Planned peak of what torch's allocator reserves, to which vLLM's tensors in this process belong."""
+        return None if self._training_bytes is None else self._training_bytes + self._vllm_bytes
 
     @property
     def _peak_bytes(self) -> int:
