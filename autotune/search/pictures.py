@@ -132,7 +132,9 @@ def _one_picture(question: Question, source: ModelSource) -> Pictures:
 
     Raises ConfigError where nothing says how large it is.
     """
-    own = _own_size(models.image_processor(source)) or _own_size(source.config)
+    seen_by = source.config.get("vision_config")
+    config = {**source.config, **seen_by} if isinstance(seen_by, dict) else source.config
+    own = _own_size(models.image_processor(source)) or _own_size(config)
     if question.image_size is not None:
         own = _size_of(question.image_size)
     if own is None:
@@ -142,7 +144,7 @@ def _one_picture(question: Question, source: ModelSource) -> Pictures:
             remedy="Give --image-size 224x224, say",
         )
     width, height = own
-    channels = source.config.get("num_channels", 3)
+    channels = config.get("num_channels", 3)
     shape = (1, channels if isinstance(channels, int) else 3, height, width)
     tensor = PictureTensor(name="pixel_values", shape=shape, dtype="float32")
     return Pictures(num_images=1, width=width, height=height, num_tokens=0, tensors=(tensor,))

@@ -101,6 +101,7 @@ CUT = {"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 192
         (VIT, CUT, {}, "192x224"),
         (VIT, {**CUT, "do_center_crop": False}, {}, "256x256"),
         (VIT, {}, {"image_size": "64x32"}, "64x32"),
+        ({"model_type": "siglip", "vision_config": VIT}, {}, {}, "384x384"),
     ],
 )
 def test_a_model_of_pictures_alone_says_how_large_they_are(
