@@ -432,9 +432,11 @@ def why(answer: Answer) -> str:
             f"Bound by {best.bound}, not by the amount of memory: {more_gb} would make nothing faster."
         ]
     else:
-        settings = difference(more.estimate.config, best.config)
+        bought = f"allow {difference(more.estimate.config, best.config)}"
+        if more.estimate.config == best.config:
+            bought = "hold more of the optimizer's paged state"
         sentences = [
-            f"The amount of memory limits the speed: {more_gb} would allow {settings}, "
+            f"The amount of memory limits the speed: {more_gb} would {bought}, "
             f"{gain(more.estimate, best)}."
         ]
     budget_bytes = answer.workload.memory_budget_bytes

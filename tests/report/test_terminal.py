@@ -240,6 +240,13 @@ def test_where_memory_does_not_bind_the_bound_is_said() -> None:
     assert "memory limits" not in shown
 
 
+def test_where_more_memory_changes_no_setting_it_holds_paged_state() -> None:
+    best, more = answers.answer().best, answers.answer().more_memory
+    more = dataclasses.replace(more, estimate=answers.estimate(best.config, step_seconds=7.0))
+    shown = one_line(drawn(answers.answer(more_memory=more)))
+    assert "2 GB more would hold more of the optimizer's paged state, +14 %." in shown
+
+
 def test_why_names_the_largest_lever_first_and_no_detail() -> None:
     def lever(setting: str, value: object, *, device_gib: float, step_seconds: float) -> Change:
         estimate = answers.estimate(device_gib=device_gib, step_seconds=step_seconds)

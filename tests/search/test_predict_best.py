@@ -692,6 +692,26 @@ def test_more_memory_is_not_offered_for_what_gives_up_more_than_allowed() -> Non
     assert more_memory(numerics, 2000.0, "numerics") is not None
 
 
+def test_more_memory_is_no_other_setting_where_the_answer_gains_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Paged state finds more room, whatever the setting that is a little faster there, or was tied before."""
+    estimate = FakeEstimator.estimate
+
+    def with_room(self: FakeEstimator, config: TrainConfig) -> Estimate:
+        found = estimate(self, config)
+        seconds = found.step_seconds
+        assert seconds is not None
+        gained = 0.9 if self.memory_budget_bytes > 10**9 else 1.0
+        return dataclasses.replace(found, optimizer_step_seconds=gained * seconds)
+
+    monkeypatch.setattr(FakeEstimator, "estimate", with_room)
+    offered = more_memory(variants()[1], 1010.0, "exact")
+    assert offered.estimate.config == variants()[0]
+    offered = more_memory(variants()[1], 1100.0, "exact")
+    assert offered.estimate.config == variants()[1]
+
+
 @pytest.mark.usefixtures("traced")
 def test_the_base_is_measured_with_the_candidates_however_slow(
     monkeypatch: pytest.MonkeyPatch,
