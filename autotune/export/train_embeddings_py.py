@@ -15,7 +15,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.train_py import plan_code
-from autotune.export.train_trl_py import lora_arguments
+from autotune.export.train_trl_py import READS, lora_arguments
 from autotune.export.training_args import (
     CARRIED,
     IN_ENVIRONMENT,
@@ -78,7 +78,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         if columns[-1] != trainer.rating != ""
         else "",
         environment=set_environment(config),
-        typing="from typing import Any\n" if plan else "",
+        reads=READS.read_text(encoding="utf-8"),
         loss=trainer.cached_loss if is_cached else trainer.loss,
         loss_options=f", mini_batch_size={config.samples_per_pass}" if is_cached else "",
         imports="".join(imports),

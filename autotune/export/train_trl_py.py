@@ -38,6 +38,8 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import Trainer, trainers_of
 
 _PROGRAM = Path(__file__).with_name("train_trl.py.template")
+READS = Path(__file__).with_name("read_rows.py.template")
+"""The function of a program that reads its dataset."""
 _PLAN = """\
     try:
         checkpoint_layers(trainer.model, {count}, first_keep="{first}", others_keep="{others}")
@@ -206,12 +208,10 @@ def write(
         arguments_class=row.arguments_class,
         libraries=_libraries(row, cuts=cuts),
         abstract="from collections.abc import Sequence\n" if cuts else "",
-        typing="from typing import Any\n"
-        if config.attention == EXPANDED or plan or cuts or writes
-        else "",
         plan=plan,
         imports="".join(imports),
         environment=set_environment(config),
+        reads=READS.read_text(encoding="utf-8"),
         model=ascii(model_reference(workload.model)),
         arguments=keywords(values),
         adapter=adapter,

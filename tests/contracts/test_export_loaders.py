@@ -195,6 +195,12 @@ def run_program(path, rows="data/rows.jsonl"):
     sys.argv = [str(path), str(folder / rows)]
     runpy.run_path(str(path), run_name="__main__")
 
+def refused(path):
+    try:
+        run_program(path, "none.jsonl")
+    except SystemExit as end:
+        return {"said": str(end)}
+
 def with_adapter(of):
     quantization = BitsAndBytesConfig(**json.loads((of / "quantization_config.json").read_text()))
     base = AutoModelForCausalLM.from_pretrained(model, quantization_config=quantization)
@@ -223,6 +229,7 @@ for of in sorted(path for path in folder.iterdir() if (path / "exports").is_dir(
             "--save_strategy", "no", "--output_dir", str(of / "yaml"), kind=config)), trainer))
         report[name]["trl python"] = attempt(lambda: with_trl(
             lambda: run_program(of / f"train_{command}.py", f"{data}/rows.jsonl"), trainer))
+        report[name]["no file"] = attempt(lambda: refused(of / f"train_{command}.py"))
 report["half"]["trainer"] = attempt(lambda: with_trainer(folder / "half" / "exports" / "training_args.py"))
 report["dora"]["peft"] = attempt(lambda: with_adapter(folder / "dora" / "exports"))
 (folder / "report.json").write_text(json.dumps(report, default=plain))
@@ -487,6 +494,11 @@ def test_trainers_of_preferences_and_rewards_take_the_steps(
     arguments = of(report, name, f"{row.command}_config.yaml")
     assert arguments.get("precompute_ref_log_probs", False) is config.precompute_ref_log_probs
     assert arguments["max_length"] == config.sequence_length
+
+
+def test_a_dataset_that_is_not_there_is_said_in_a_line(report: dict[str, Any]) -> None:
+    for name in OF_TASKS:
+        assert of(report, name, "no file")["said"].endswith("none.jsonl: there is no such file.")
 
 
 @pytest.mark.parametrize("way", ["trl yaml", "trl python"])
