@@ -75,7 +75,10 @@ def above_zero(value: object) -> float:
 
 
 def share(value: object) -> float:
-    number = strength(value)
+    try:
+        number = strength(value)
+    except ValueError:
+        number = 1.0
     if number >= 1:
         raise ValueError("must be a number from 0 to below 1")
     return number

@@ -150,6 +150,7 @@ def test_options_of_find(
         (("--lora-dropout", "0.1"), "rank and targets have no meaning"),
         (("--method", "vera", "--lora-dropout", "0.1"), "its own method's settings and no others"),
         (("--method", "lora", "--lora-dropout", "1"), "must be a number from 0 to below 1"),
+        (("--vllm", "nan"), "must be a number from 0 to below 1"),
         (("--method", "lora", "--lora-dropout", "a"), "must be a number from 0"),
         (("--peft", "absent.yaml"), "absent.yaml cannot be read. No such file"),
         (("--peft", "."), ". cannot be read"),
