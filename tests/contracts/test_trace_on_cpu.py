@@ -59,6 +59,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "multi_query": True,
     },
+    "siglip": {
+        "model_type": "siglip",
+        "vision_config": {
+            "hidden_size": 64,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "intermediate_size": 128,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+    },
     "t5": {
         "model_type": "t5",
         "d_model": 64,
@@ -87,6 +98,17 @@ CASES = {
     "gpt2": GPT2,
     "gpt2 fp32 accumulating": dataclasses.replace(GPT2, precision="fp32", accumulation=2),
     "gpt2 mixed": dataclasses.replace(GPT2, precision="bf16-mixed"),
+    # Its head is torch's own MultiheadAttention.
+    "siglip mixed": dataclasses.replace(
+        BERT, architecture="siglip", task="image-classification", precision="bf16-mixed"
+    ),
+    "siglip lora": dataclasses.replace(
+        BERT,
+        architecture="siglip",
+        task="image-classification",
+        method="lora",
+        precision="bf16-autocast",
+    ),
     "t5": T5,
     "t5 mixed": dataclasses.replace(T5, precision="bf16-mixed"),
     "t5 plan": dataclasses.replace(

@@ -4,6 +4,7 @@
 * the fused kernels that CUDA picks and `meta` does not (dropout, softmax from float16 into float32); a CPU
   has none of them either;
 * torch.autocast (autotune.worker.trace.autocast);
+* the functions within nn.MultiheadAttention, which torch hands to a mode as a whole;
 * cuBLAS' and cuBLASLt's workspaces.
 """
 
@@ -14,6 +15,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -72,8 +74,22 @@ class _DeviceChoices(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _function_by_function(func)(*args, **(kwargs or {}))
         args, kwargs = self.autocast.cast(func, args, kwargs or {})
         return self._replaced.get(func, func)(*args, **kwargs)
+
+
+def _function_by_function(func: Any) -> Any:
+    """A function of torch's that is written in Python, and does not hand itself to a mode as a whole.
+
+    A mode is off within what it was handed: no function there would be cast, or sent anywhere.
+    """
+    names = {**func.__globals__, "has_torch_function": lambda _: False}
+    alike = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+    alike.__kwdefaults__ = func.__kwdefaults__
+    return alike
 
 
 def _empty(*shape: Any, device: Any = None, **more: Any) -> torch.Tensor:
