@@ -663,7 +663,8 @@ def test_a_run_of_trl_says_that_a_configuration_alone_has_no_weights(
     path = tmp_path / "config.json"
     path.write_text("{}", encoding="utf-8")
     text = write(train_trl_py.EXPORTERS["sft"])
-    main = ast.unparse(next(n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)))
+    functions = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+    main = ast.unparse(next(n for n in functions if n.name == "main"))
     names: dict[str, Any] = {"argparse": argparse, "sys": sys, "Path": Path, "model": str(path)}
     exec(main, names)
     monkeypatch.setattr("sys.argv", ["train_sft.py", "rows.jsonl"])
