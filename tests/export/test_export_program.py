@@ -205,6 +205,43 @@ def test_unsloths_notebook(tmp_path: Path) -> None:
     ]
 
 
+NEVER_RUN = """
+if False:
+    model, tokenizer = FastLanguageModel.from_pretrained("lora_model", load_in_4bit=False)
+elif 0:
+    model = AutoPeftModelForCausalLM.from_pretrained("lora_model")
+else:
+    print(model)
+if True:
+    print(model)
+else:
+    arguments = TrainingArguments(per_device_train_batch_size=64)
+"""
+
+
+def test_what_a_notebook_never_runs_is_passed_over(tmp_path: Path) -> None:
+    """Those of Unsloth load what was trained under `if False`, for a reader to switch on."""
+    text = (BASES / "unsloth.py.txt").read_text(encoding="utf-8") + NEVER_RUN
+    run = read_base(written(tmp_path, text))
+    assert run.config == UNSLOTH
+    assert changed(run) == (text, [])
+
+
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer", "ORPOTrainer", "Seq2SeqTrainer"])
+def test_another_trainer_of_unsloths_is_not_taken_for_sft(tmp_path: Path, trainer: str) -> None:
+    text = (BASES / "unsloth.py.txt").read_text(encoding="utf-8")
+    for alike in ("UnslothTrainer", "Trainer"):
+        assert (
+            read_base(written(tmp_path, text.replace("SFTTrainer(", f"{alike}("))).config == UNSLOTH
+        )
+    with pytest.raises(ConfigError, match=f"{trainer} trains with Unsloth.*SFTTrainer"):
+        read_base(written(tmp_path, text.replace("SFTTrainer(", f"{trainer}(")))
+    another = "auto_model = WhisperForConditionalGeneration,"
+    path = written(tmp_path, text.replace("dtype = dtype,", another, 1))
+    with pytest.raises(ConfigError, match="auto_model: loads another kind of model"):
+        read_base(path)
+
+
 def test_what_is_not_changed_stays_byte_for_byte(tmp_path: Path) -> None:
     text = (BASES / "qlora.py.txt").read_text(encoding="utf-8")
     for content in (text, text.replace("\n", "\r\n"), "\ufeff" + text):

@@ -92,6 +92,8 @@ _CHECKPOINTS = {
     _PREPARATION: "use_gradient_checkpointing",
 }
 """Functions that switch checkpointing on by themselves, with the keyword that keeps them from it."""
+_SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
+"""Trainers that Unsloth's programs are read with: those of a causal language model."""
 _PLAN = "checkpoint_layers"
 """The function that puts a plan of checkpointing into the model, in our own train_sft.py."""
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
@@ -116,6 +118,8 @@ class _Found:
     adapter_in_base_dtype: bool = False
     adapted: int | None = None
     """Line of PEFT's get_peft_model."""
+    others: dict[str, int] = field(default_factory=dict)
+    """Other trainers than _SFT_TRAINERS, and where they are made."""
     plan: tuple[str, int] | None = None
 
 
@@ -142,6 +146,11 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     if found.adapted is not None and ADAPTER not in found.lines:
         program.problems.append(
             f"line {found.adapted}: get_peft_model has an adapter that is not made here: write its class"
+        )
+    if found.is_unsloth:
+        program.problems.extend(
+            f"line {line}: {trainer} trains with Unsloth, whose programs are read with SFTTrainer or Trainer"
+            for trainer, line in found.others.items()
         )
     sections = frozenset(prefix or "arguments" for prefix in found.lines)
     loads_by_name = MODEL not in sections and (
@@ -176,6 +185,9 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
     owner = name_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     owner = aliases.get(owner, owner)
     prefix = _section(function, owner)
+    is_another = function.endswith("Trainer") and function not in _SFT_TRAINERS
+    if is_another and any(each.arg == "model" for each in node.keywords):
+        found.others[function] = node.lineno
     # Unsloth's of that name is another function.
     found.kbit_preparation |= function == _PREPARATION
     if function == "get_peft_model" and prefix is None:

@@ -66,13 +66,23 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
     return program
 
 
+class _Running(ast.NodeTransformer):
+    """Leaves out what is under `if False` and the like: notebooks load what was trained there."""
+
+    def visit_If(self, node: ast.If) -> ast.AST | list[ast.AST]:
+        self.generic_visit(node)
+        if not isinstance(node.test, ast.Constant):
+            return node
+        return list(node.body if node.test.value else node.orelse) or ast.Pass()
+
+
 @functools.lru_cache(maxsize=2)  # What is read is then compared, and edited, in further calls.
 def _read(content: bytes) -> tuple[ast.Module, dict[str, ast.expr], Counter[str]]:
     """Parse a program; nobody changes what is returned. Raises ValueError for what is no Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of escapes in its strings
-            tree = ast.parse(content)
+            tree = _Running().visit(ast.parse(content))
     except SyntaxError as error:
         place = "" if error.lineno is None else f"line {error.lineno}: "
         raise ValueError(f"{place}{error.msg}") from error

@@ -96,6 +96,7 @@ def target_for(
             **TRAINING_ARGUMENTS.refused,
             f"{MODEL}load_in_16bit": "is said by load_in_4bit=False, which is on by default",
             f"{MODEL}load_in_fp8": "is a base that is not predicted",
+            f"{MODEL}auto_model": "loads another kind of model than a causal language model",
             f"{MODEL}qat_scheme": "adds quantisation to the step",
         },
         unpredicted=UNPREDICTED,
