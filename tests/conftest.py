@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import gc
 import importlib.util
+import inspect
 import os
 import secrets
 import signal
@@ -187,6 +188,19 @@ def _workers_of_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         patch.setenv(trace_cache.VARIABLE, str(folder / "cache"))
         yield
     here.workers.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_marks_for_the_compiler() -> Iterator[None]:
+    """Traces go as in a process that only traces, which loads no compiler (worker/trace/imports.py).
+
+    Where it is loaded, each operation that is recorded tells it to look away: a twentieth of a trace.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if (tracker := sys.modules.get("autotune.worker.trace.tracker")) is not None:
+            unmarked = inspect.unwrap(tracker.Tracker.__torch_dispatch__)
+            patch.setattr(tracker.Tracker, "__torch_dispatch__", unmarked)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")
