@@ -89,6 +89,12 @@ def from_yaml(text: str, *, source: str = filename) -> SavedRun:
         mark = getattr(error, "problem_mark", None)
         place = f"Line {mark.line + 1}: " if mark else ""
         raise ConfigError(f"{source} is not a YAML document", why=f"{place}{why}") from error
+    if isinstance(content, dict) and "nbformat" in content:
+        raise ConfigError(
+            f"{source} is a notebook",
+            why="Its code is read as a Python program",
+            remedy="Write it as one: jupyter nbconvert --to script",
+        )
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
         raise ConfigError(
             f"{source} is of no kind that is read here",

@@ -415,6 +415,7 @@ def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path)
         ("just text", "has no section"),
         ("- a\n- list\n", "has no section"),
         ("r: 8\n", "has no section"),
+        ('{"cells": [], "nbformat": 4}', "is a notebook"),
         ("base_model: [\n", "not a YAML document"),
         ("base_model: !!python/object/apply:os.system ['true']\n", "not a YAML document"),
     ],
