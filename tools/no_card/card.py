@@ -14,8 +14,8 @@ MOST_CARDS = 16
 """Most cards that there can be, as in card.h."""
 
 LIBRARIES = {
-    # PyTorch has it loaded as libcudart, libcublas and libcudnn; Triton and NVRTC as the driver.
-    "libcuda.so.1": ("runtime.cpp", "libraries.cpp"),
+    # PyTorch has it loaded as libcudart, libcublas, libcudnn and libnccl; Triton and NVRTC as the driver.
+    "libcuda.so.1": ("runtime.cpp", "libraries.cpp", "nccl.cpp"),
     "libnvidia-ml.so.1": ("nvml.cpp",),
 }
 

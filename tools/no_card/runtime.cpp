@@ -496,12 +496,34 @@ RUNTIME cudaFree(void *pointer) {
 
 RUNTIME cudaFreeAsync(void *pointer, cudaStream_t) { return cudaFree(pointer); }
 
+namespace {
+
+std::mutex pinning;
+std::map<uintptr_t, size_t> pinned; /* Bytes by address. */
+
+bool is_pinned(const void *pointer) {
+    std::lock_guard<std::mutex> lock(pinning);
+    auto after = pinned.upper_bound((uintptr_t)pointer);
+    if (after == pinned.begin()) return false;
+    --after;
+    return (uintptr_t)pointer < after->first + after->second;
+}
+
+}  // namespace
+
 RUNTIME cudaHostAlloc(void **to, size_t bytes, unsigned) {
     IN_CONTEXT;
-    return posix_memalign(to, 4096, bytes ? bytes : 1) ? said(cudaErrorMemoryAllocation) : cudaSuccess;
+    if (posix_memalign(to, 4096, bytes ? bytes : 1)) return said(cudaErrorMemoryAllocation);
+    std::lock_guard<std::mutex> lock(pinning);
+    pinned[(uintptr_t)*to] = bytes;
+    return cudaSuccess;
 }
 
 RUNTIME cudaFreeHost(void *pointer) {
+    {
+        std::lock_guard<std::mutex> lock(pinning);
+        pinned.erase((uintptr_t)pointer);
+    }
     free(pointer);
     return cudaSuccess;
 }
@@ -552,7 +574,9 @@ RUNTIME cudaPointerGetAttributes(cudaPointerAttributes *attributes, const void *
     int device = device_of(pointer);
     bool is_ours = device >= 0;
     attributes->device = is_ours ? device : 0;
-    attributes->type = is_ours ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+    attributes->type = is_ours              ? cudaMemoryTypeDevice
+                       : is_pinned(pointer) ? cudaMemoryTypeHost
+                                            : cudaMemoryTypeUnregistered;
     attributes->devicePointer = is_ours ? const_cast<void *>(pointer) : nullptr;
     return cudaSuccess;
 }
