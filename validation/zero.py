@@ -199,10 +199,14 @@ def storages(tensors: Iterable[Any]) -> int:
 
 
 def predicted(config: TrainConfig) -> Estimate:
-    """Return what is predicted of a GPU, without the buffers of CUDA's kernels and cuBLAS."""
+    """Return what is predicted of a GPU, without streams, the buffers of CUDA's kernels and cuBLAS."""
     spec = TraceSpec.of(config)
     trace = RankTrace(
-        _trace(spec), spec, num_gpus=config.num_gpus, hidden_size=int(str(MODEL["hidden_size"]))
+        _trace(spec),
+        spec,
+        num_gpus=config.num_gpus,
+        hidden_size=int(str(MODEL["hidden_size"])),
+        on_card=False,
     )
     return Estimator({spec: trace}, find_gpu(GPU), memory_budget_bytes=GIB).estimate(config)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,6 +42,7 @@ def replay(
     most_bytes: int | None = None,
     expandable_segments: bool = False,
     by_address: bool = False,
+    aside: Sequence[Collection[int]] = (),
 ) -> Replay:
     """Run a tape through the allocator, as Replayer.replay does a tape in parts."""
     return Replayer().replay(
@@ -52,6 +53,7 @@ def replay(
         most_bytes=most_bytes,
         expandable_segments=expandable_segments,
         by_address=by_address,
+        aside=aside,
     )
 
 
@@ -74,6 +76,7 @@ class Replayer:
         most_bytes: int | None = None,
         expandable_segments: bool = False,
         by_address: bool = False,
+        aside: Sequence[Collection[int]] = (),
     ) -> Replay:
         """Run the parts of a tape through the allocator, under a cap on reserved bytes if one is given.
 
@@ -97,11 +100,16 @@ class Replayer:
         wherever that lies. Both orders are those of PyTorch's own builds (studies/no-card); no document says
         where cudaMalloc takes addresses, but steps on a T4 reserve what they did with falling ones alone
         (studies/published-t4).
+
+        aside: the numbers of the tensors that each further CUDA stream allocates. A stream's blocks lie in
+        segments of its own, and no other stream gets what it has freed (c10/cuda/CUDACachingAllocator.cpp,
+        get_free_block).
         """
         pools: list[Pool] = [
             ExpandablePool(is_small=is_small)
             if expandable_segments
             else Pool(is_small=is_small, falls=by_address)
+            for _ in range(1 + len(aside))
             for is_small in (True, False)
         ]
         running = _Running(
@@ -110,6 +118,7 @@ class Replayer:
             self._remembered,
             cap_bytes=NO_LIMIT_BYTES if cap_bytes is None else cap_bytes,
             most_bytes=NO_LIMIT_BYTES if most_bytes is None else most_bytes,
+            aside=aside,
         )
         if not all(map(running.goes_through, parts)):
             return running.ended()
@@ -175,8 +184,12 @@ class _Running:
         *,
         cap_bytes: int,
         most_bytes: int,
+        aside: Sequence[Collection[int]],
     ) -> None:
         self._blocks = in_blocks(sizes)
+        self._stream_of = np.zeros(len(self._blocks), dtype=np.int64)
+        for number, tensors in enumerate(aside, start=1):
+            self._stream_of[list(tensors)] = number
         self._sizes: list[int] = self._blocks.tolist()
         self._pools = pools
         self._remembered = remembered
@@ -221,12 +234,18 @@ class _Running:
 
     def _goes_on(self, order: npt.NDArray[np.int64], first: int) -> bool:
         """Run a stretch, whose first event has that number; return whether it came to its end."""
-        blocks = self._blocks[np.where(order < 0, ~order, order)]
+        tensors = np.where(order < 0, ~order, order)
+        blocks = self._blocks[tensors]
         is_small = blocks <= SMALL_REQUEST_BYTES
-        streams = [
-            _Stream(np.flatnonzero(places), order, blocks)
-            for places in (is_small & (blocks > 0), ~is_small)
-        ]
+        of_pools = [is_small & (blocks > 0), ~is_small]
+        if (num_streams := len(self._pools) // len(of_pools)) > 1:
+            of_stream = self._stream_of[tensors]
+            of_pools = [
+                places & (of_stream == number)
+                for number in range(num_streams)
+                for places in of_pools
+            ]
+        streams = [_Stream(np.flatnonzero(places), order, blocks) for places in of_pools]
         begin = 0
         while True:
             passages = self._passages(streams, begin, None)

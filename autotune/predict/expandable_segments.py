@@ -38,6 +38,7 @@ def grown(steps: Steps, room_bytes: int, replayer: Replayer | None = None) -> Re
         until_steady=further,
         cap_bytes=max(room_bytes - OVERSHOOT_BYTES, 0),
         expandable_segments=True,
+        aside=steps.aside,
     )
     last = min(steps.parts[-1].step, last_to_settle + _NUM_STEADY)
     settled = sum(len(part.events) for part in steps.parts if part.step < last)

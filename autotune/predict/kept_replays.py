@@ -71,6 +71,8 @@ def _digest(steps: Steps) -> str:
     """Return a digest of what a replay of the steps reads of them."""
     digest = hashlib.sha256(f"{steps.sure_step} {takes_lowest_address()} ".encode())
     digest.update(_bytes_of(steps.sizes))
+    for tensors in steps.aside:
+        digest.update(b" aside " + _bytes_of(tensors))
     for part in steps.parts:
         digest.update(f" {part.step} {part.phase} {len(part.events)} ".encode())
         digest.update(part.events.data)

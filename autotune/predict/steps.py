@@ -88,6 +88,8 @@ class Steps:
     parts: list[StepPart]
     sure_step: int
     """Last step that runs in any case; those behind it run until one reserves no more."""
+    aside: Sequence[Sequence[int]] = ()
+    """Numbers of the tensors that each further CUDA stream allocates."""
     of_update: range = range(0)
     """Numbers of the tensors that clipping and the optimizer make."""
 
@@ -116,6 +118,7 @@ class Steps:
             until_steady=further,
             most_bytes=most_bytes,
             by_address=takes_lowest_address(),
+            aside=self.aside,
         )
 
     def by_step(self, last: int) -> list[list[Order]]:
@@ -173,6 +176,7 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
             *kept.tape.categories,
             *tape.categories,
         ],
+        aside=trace.aside if isinstance(trace, SharedTrace) else (),
         of_update=range(behind, behind + len(tape.sizes)),
         parts=[
             StepPart(part.step, part.phase, _numbered_behind(behind, part.events))
@@ -332,6 +336,8 @@ def _updating_after(
         return StepPart(step, StepPhase.OPTIMIZER, _joined(before, written, after))
 
     first, again, further_ones = map(trace.order_of, ("first", "again", "next"))
+    if isinstance(trace, SharedTrace) and config.gradient_accumulation_steps > 1:
+        first, again = map(trace.order_of_earlier, ("first", "again"))
 
     def further(step: int) -> list[StepPart]:
         is_more = config.gradient_accumulation_steps > 1

@@ -86,8 +86,7 @@ def trace_all(
     sharing: dict[TraceSpec, list[TraceSpec]] = {}
     for spec in specs:
         sharing.setdefault(of_one_gpu(spec), []).append(spec)
-    hidden_size = model.text_config.get("hidden_size")
-    hidden_size = hidden_size if isinstance(hidden_size, int) else 0
+    hidden_size = _hidden_size(model)
 
     def keep(of_one_gpu: TraceSpec, of_any: Trace) -> None:
         for spec in sharing[of_one_gpu]:
@@ -105,7 +104,13 @@ def trace_all(
             found[spec] = (
                 trace
                 if spec.parallelism == "none"
-                else shared_trace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size)
+                else shared_trace(
+                    trace,
+                    spec,
+                    num_gpus=num_gpus,
+                    hidden_size=hidden_size,
+                    on_card=gpu.backend == "cuda",
+                )
             )
 
     jobs = TraceJobs(
@@ -181,16 +186,46 @@ def asked_of_all(
     }
 
 
+def _hidden_size(model: ModelSource) -> int:
+    said = model.text_config.get("hidden_size")
+    return said if isinstance(said, int) else 0
+
+
+def share_known(
+    model: ModelSource,
+    spec: TraceSpec,
+    gpu: Gpu,
+    traces: dict[TraceSpec, Trace | SharedTrace],
+    *,
+    num_gpus: int,
+) -> None:
+    """Add the trace of a shared run to the traces, where it follows from one of them."""
+    alone = traces.get(of_one_gpu(spec))
+    if isinstance(alone, Trace):
+        traces[spec] = shared_trace(
+            alone,
+            spec,
+            num_gpus=num_gpus,
+            hidden_size=_hidden_size(model),
+            on_card=gpu.backend == "cuda",
+        )
+
+
 def shared_trace(
-    trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
+    trace: Trace,
+    spec: TraceSpec,
+    *,
+    num_gpus: int,
+    hidden_size: int = 0,
+    on_card: bool = True,
 ) -> SharedTrace:
-    """Return what several GPUs make of one GPU's step."""
+    """Return what several GPUs make of one GPU's step; `on_card`: of CUDA cards, not processes on CPUs."""
     row = PARALLELISMS[spec.parallelism]
     if row.schedules:
         return PipelineTrace(trace, spec, num_gpus=num_gpus)
     if row.deals_layers:
         return DealtTrace(trace, spec, num_gpus=num_gpus)
-    return RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size)
+    return RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size, on_card=on_card)
 
 
 def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> ConfigError:

@@ -145,7 +145,13 @@ def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
     )
     trace: Trace | RankTrace = Trace(json.loads(json.dumps(answer)))
     if config.num_gpus > 1:
-        trace = RankTrace(trace, spec, num_gpus=config.num_gpus, hidden_size=MODEL["hidden_size"])
+        trace = RankTrace(
+            trace,
+            spec,
+            num_gpus=config.num_gpus,
+            hidden_size=MODEL["hidden_size"],
+            on_card=False,
+        )
     gpu = find_gpu("rtx-4070")
     return Estimator({spec: trace}, gpu, memory_budget_bytes=GIB).estimate(config)
 

@@ -76,8 +76,15 @@ class RankTrace(SharedTrace):
     """A Trace as one of several GPUs runs it: it answers the same questions, and has `exchange`."""
 
     def __init__(
-        self, trace: Trace, spec: TraceSpec, *, num_gpus: int, hidden_size: int = 0
+        self,
+        trace: Trace,
+        spec: TraceSpec,
+        *,
+        num_gpus: int,
+        hidden_size: int = 0,
+        on_card: bool = True,
     ) -> None:
+        """`on_card`: whether CUDA's streams allocate, and weights are dealt out on it: not so on a CPU."""
         super().__init__(trace, spec.parallelism)
         blocks = trace.blocks()
         has_head = any(phase == Phase.HEAD for phase, *_ in blocks)
@@ -89,6 +96,7 @@ class RankTrace(SharedTrace):
             is_one_unit=not has_head,
         )
         self._num_gpus = num_gpus
+        self._on_card = on_card
         self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.workspaces = trace.workspaces
@@ -115,6 +123,7 @@ class RankTrace(SharedTrace):
             later = MicroStep(self._extra, shares, trace.gradients, logits, adds=True)
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
+        self.aside = self._extra.aside if on_card else ()
 
     def _run_zero(self, blocks: Blocks) -> None:
         """Write the micro-steps, and what is around the update, as DeepSpeed runs them."""
@@ -145,6 +154,7 @@ class RankTrace(SharedTrace):
                 for adds in (False, True)
             ]
             self.first, later = (step.written(blocks) for step in steps)
+            self.only_last = [number for step in steps for number in step.only_last]
             self.gradients = steps[0].gradients
             self.again = [event for event in self.first if event not in workspaces]
             self.next = [event for event in later if event not in workspaces]
@@ -350,6 +360,40 @@ class RankTrace(SharedTrace):
 
         for position, parameter in enumerate(shares.parameters):
             self._replaced[parameter.number] = functools.partial(size, position)
+        if self._on_card and shares.row.is_fsdp and not shares.row.offload:
+            self._load()
+
+    def _load(self) -> None:
+        """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
+
+        A tied head comes a second time. Source: accelerate 1.15 utils/fsdp_utils.py,
+        fsdp2_load_full_state_dict. 4-bit weights are there already.
+        """
+        shares = self._shares
+        own, behind = self.setup[: self.num_own_events], self.setup[self.num_own_events :]
+        numbers = {
+            parameter.number: position for position, parameter in enumerate(shares.parameters)
+        }
+        loaded: list[int] = []
+        again: list[int] = []
+        for event in (event for event in own if event in numbers):
+            position = numbers[event]
+            whole = self._extra.new(
+                "temporary", functools.partial(self._whole_bytes, position=position)
+            )
+            loaded += [whole, event, ~whole]
+            if shares.tail_stays and shares.parameters[position].embedding:
+                part = self._extra.new("temporary", self._replaced[event])
+                again += [whole, part, ~whole, ~part]
+        kept = [event not in numbers for event in own]
+        self.num_prepared_events = sum(kept[: self.num_prepared_events])
+        self.num_own_events = sum(kept)
+        stays = [event for event, is_kept in zip(own, kept, strict=True) if is_kept]
+        self.setup = [*stays, *loaded, *again, *behind]
+
+    def _whole_bytes(self, rank: int, position: int) -> int:
+        weight = self._shares.weights(rank)[position]
+        return weight.size_bytes
 
 
 def _messages(

@@ -168,6 +168,23 @@ class Shares:
         weight = self._weights(rank)[position]
         return self._padded_bytes(weight) if self._is_gathered(weight) else 0
 
+    def casts_shard(self, position: int) -> bool:
+        """Whether FSDP2 casts its shard of the weight at that position before it is gathered."""
+        weight = self._weights(1)[position]  # Of any LoRA rank: it is the dtype that tells.
+        element_bytes = self._working_element_bytes(weight)
+        is_alike = self.shard_bytes(weight) == self._shard_elements(weight) * element_bytes
+        return self._is_gathered(weight) and not is_alike
+
+    def cast_shards_bytes(self, rank: int, positions: Sequence[int]) -> int:
+        """Bytes of a GPU's shards of these weights as they are cast to be gathered; 0 for others."""
+        weights = [self._weights(rank)[each] for each in positions if self.casts_shard(each)]
+        return sum(self._shard_elements(w) * self._working_element_bytes(w) for w in weights)
+
+    def fetched_shard_bytes(self, rank: int, position: int) -> int:
+        """Bytes of the GPU's shard of the weight at that position, as the host keeps it."""
+        weight = self._weights(rank)[position]
+        return self.shard_bytes(weight) if self._is_gathered(weight) else 0
+
     def gathers(self, rank: int, unit: Unit) -> list[int]:
         """Bytes of each all-gather of a unit: FSDP2's of all of it, DeepSpeed's of one weight."""
         if self.row.stage < 3:

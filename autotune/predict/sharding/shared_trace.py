@@ -26,6 +26,10 @@ class SharedTrace:
     step_buffers: list[int]
     left: Sequence[int] = ()
     """Tensors that a step's first micro-step leaves, beside gradients and the loss."""
+    only_last: Sequence[int] = ()
+    """Tensors that the last micro-step of an optimizer step makes and frees, and no other."""
+    aside: Sequence[Sequence[int]] = ()
+    """The tensors that each further CUDA stream allocates."""
     workspaces: list[int]
     stages: tuple[SharedTrace, ...] = ()
     """One of each GPU, where they hold different layers."""
@@ -112,6 +116,14 @@ class SharedTrace:
     def order_of(self, events: str) -> NDArray[np.int64]:
         """Return the list of events of that name, as Trace.order_of."""
         return np.asarray(getattr(self, events), dtype=np.int64)
+
+    def order_of_earlier(self, events: str) -> NDArray[np.int64]:
+        """Return the list of events of that name in a micro-step that is not the last of its step."""
+        order = self.order_of(events)
+        kept: NDArray[np.int64] = order[
+            ~np.isin(np.where(order < 0, ~order, order), self.only_last)
+        ]
+        return kept
 
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
         """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""

@@ -5,12 +5,23 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum, auto
 
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 
 Size = Callable[[int], int]
 """A function from the LoRA rank to bytes."""
+
+
+class Stream(Enum):
+    """The CUDA stream that allocates a tensor: what it frees serves no other."""
+
+    COMPUTES = auto()
+    GATHERS = auto()
+    REDUCES = auto()
+    AVERAGES = auto()
+    """HSDP's, between its groups."""
 
 
 class AddedTensors:
@@ -21,9 +32,24 @@ class AddedTensors:
         self.sizes: list[Size] = []
         self.categories: list[str] = []
         self.gathered: set[int] = set()
+        self._of_stream: dict[Stream, list[int]] = {}
 
-    def new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
+    @property
+    def aside(self) -> list[list[int]]:
+        """The tensors of each stream but the one that computes."""
+        return list(self._of_stream.values())
+
+    def new(
+        self,
+        category: str,
+        size: Size,
+        *,
+        is_gathered: bool = False,
+        stream: Stream = Stream.COMPUTES,
+    ) -> int:
         number = self._start + len(self.sizes)
+        if stream is not Stream.COMPUTES:
+            self._of_stream.setdefault(stream, []).append(number)
         self.sizes.append(size)
         self.categories.append(category)
         if is_gathered:
@@ -60,8 +86,15 @@ class Writer:
         self._extra = extra
         self._shares = shares
 
-    def _new(self, category: str, size: Size, *, is_gathered: bool = False) -> int:
-        number = self._extra.new(category, size, is_gathered=is_gathered)
+    def _new(
+        self,
+        category: str,
+        size: Size,
+        *,
+        is_gathered: bool = False,
+        stream: Stream = Stream.COMPUTES,
+    ) -> int:
+        number = self._extra.new(category, size, is_gathered=is_gathered, stream=stream)
         self.events.append(number)
         return number
 
@@ -136,8 +169,32 @@ class MicroStep(Writer):
 
     def _arrive(self, unit: Unit) -> None:
         if unit not in self._arriving:
+            sent = self._sent(unit)
             size = functools.partial(self._shares.gathered_bytes, unit=unit)
-            self._arriving[unit] = self._new("temporary", size, is_gathered=True)
+            self._arriving[unit] = self._new(
+                "temporary", size, is_gathered=True, stream=Stream.GATHERS
+            )
+            self._free(*sent)
+
+    def _sent(self, unit: Unit) -> list[int]:
+        """Make what a GPU sends of a unit: its shards as they are computed with, where that is a cast.
+
+        Shards that wait on the host come first, each before it is cast (torch 2.13 _fsdp_collectives.py,
+        _get_param_all_gather_inputs; _fsdp_param.py, all_gather_inputs).
+        """
+        members = self._shares.members[unit]
+        if not self._shares.row.offload:
+            cast = functools.partial(self._shares.cast_shards_bytes, positions=tuple(members))
+            return [self._new("temporary", cast, stream=Stream.GATHERS)]
+        found: list[int] = []
+        for position in members:
+            shard = functools.partial(self._shares.fetched_shard_bytes, position=position)
+            fetched = self._new("temporary", shard, stream=Stream.GATHERS)
+            cast = functools.partial(self._shares.cast_shards_bytes, positions=(position,))
+            found += [fetched, self._new("temporary", cast, stream=Stream.GATHERS)]
+            if self._shares.casts_shard(position):
+                self._free(found.pop(-2))
+        return found
 
     def _gather(self, unit: Unit, *, is_backward: bool) -> None:
         """Gather a unit: the GPUs' shards arrive in one buffer and are copied out of it.
@@ -178,13 +235,25 @@ class MicroStep(Writer):
         reduced = functools.partial(self._shares.reduced_bytes, unit=unit)
         self._reducing = self._new("temporary", reduced)
         self._free(*made)
+        reduced_part: int | None = None
         if self._shares.row.num_replicas > 1:
             self._hold_all_reduced(unit)
-        part = self._new("gradient", functools.partial(self._part_bytes, unit=unit))
+        else:
+            in_their_dtype = functools.partial(self._cast_part_bytes, unit=unit)
+            reduced_part = self._new("temporary", in_their_dtype, stream=Stream.REDUCES)
+        part = self._new(
+            "gradient", functools.partial(self._part_bytes, unit=unit), stream=Stream.REDUCES
+        )
+        self._free(reduced_part)
         if self._keeps:
             self.gradients.append(part)
         else:
             self._free(part)
+
+    def _cast_part_bytes(self, rank: int, unit: Unit) -> int:
+        """Return the bytes of what is reduced, where the gradient that is kept is cast from it."""
+        is_cast = self._shares.is_cast(rank, unit)
+        return self._shares.all_reduced_bytes(rank, unit) if is_cast else 0
 
     def _hold_all_reduced(self, unit: Unit) -> None:
         """Hold what HSDP averages between the groups until the backward pass has ended.
@@ -196,7 +265,7 @@ class MicroStep(Writer):
             is_gradient = self._keeps and not self._shares.is_cast(rank, unit)
             return 0 if is_gradient else self._shares.all_reduced_bytes(rank, unit)
 
-        self._held.append(self._new("temporary", size))
+        self._held.append(self._new("temporary", size, stream=Stream.REDUCES))
 
     def _part_bytes(self, rank: int, unit: Unit) -> int:
         """Return the bytes of this GPU's part of a unit's gradients, beside what is held."""

@@ -16,6 +16,8 @@ from autotune.predict.sharding.shards import Shares
 
 _NORM_BYTES = 8
 """A gradient is copied to float64 for its norm (runtime/zero/utils.py, get_norm_dtype)."""
+_NORM_BLOCK = 250_000_000
+"""Elements of a gradient that ZeRO 3 copies at a time (runtime/zero/stage3.py, _constant_buffered_norm2)."""
 
 
 class ZeroParts:
@@ -48,6 +50,23 @@ class ZeroParts:
             slices = itertools.chain.from_iterable(each.values() for each in self._by_gpu(rank))
             largest = max(slices, default=0)
         return _NORM_BYTES * largest
+
+    def sent_elements(self, rank: int, position: int) -> int:
+        """Most elements of a weight's gradient that a GPU sends to its host under offloading."""
+        if self._shares.row.stage == 3:
+            return self._part_elements(self._shares.weights(rank)[position].num_elements)
+        return max(held.get(position, 0) for held in self._by_gpu(rank))
+
+    def part_bytes(self, rank: int, position: int) -> int:
+        """Bytes of the GPU's part of a weight's gradient under ZeRO 3."""
+        weight = self._shares.weights(rank)[position]
+        element_bytes = self._shares.working_bytes(weight) // weight.num_elements
+        return self._part_elements(weight.num_elements) * element_bytes
+
+    def normed_bytes(self, num_elements: int) -> int:
+        """Bytes of the copy that is made for the norm of so many elements; ZeRO 3 goes by blocks."""
+        is_by_blocks = self._shares.row.stage == 3
+        return _NORM_BYTES * (min(num_elements, _NORM_BLOCK) if is_by_blocks else num_elements)
 
     def flat_bytes(self, rank: int) -> int:
         """Bytes of the GPU's gradients of a group in one piece, before they are made float32; else 0."""

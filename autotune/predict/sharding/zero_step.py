@@ -31,10 +31,25 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from autotune.memory.traces import FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import Shares, Unit
-from autotune.predict.sharding.step import AddedTensors, Size, Writer, at_logits_gradient, unit_in
+from autotune.predict.sharding.step import (
+    AddedTensors,
+    Size,
+    Stream,
+    Writer,
+    at_logits_gradient,
+    unit_in,
+)
 from autotune.predict.sharding.zero_parts import ZeroParts
 
 Blocks = Sequence[tuple[Phase, Place, list[int]]]
+
+
+def _in_float32(num_elements: int) -> int:
+    return 4 * num_elements
+
+
+def _of_elements(size: Size, elements: Size) -> Size:
+    return lambda rank: size(elements(rank))
 
 
 class _ZeroWriter(Writer):
@@ -50,12 +65,21 @@ class _ZeroWriter(Writer):
         self._elements = 0
         self._large: int | None = None
         """A gradient that is larger than the bucket, and waits to be reduced."""
+        self.only_last: list[int] = []
+        """Tensors that the last micro-step of a step makes, and no other."""
         self._late: list[int] = []
         """Such gradients of which the GPU keeps nothing, and which ZeRO 1 frees last."""
 
-    def _pass(self, size: Size) -> None:
+    @property
+    def _reducing_stream(self) -> Stream:
+        """The stream that reduces: ZeRO 3 has one of its own (overlap_comm in deepspeed.json)."""
+        return Stream.REDUCES if self._shares.row.stage == 3 else Stream.COMPUTES
+
+    def _pass(self, size: Size, stream: Stream = Stream.COMPUTES) -> int:
         """Make and free a tensor."""
-        self._free(self._new("temporary", size))
+        number = self._new("temporary", size, stream=stream)
+        self._free(number)
+        return number
 
     def _put(self, gradient: int, position: int) -> None:
         """Copy a gradient into the bucket, which is reduced before where it has no room."""
@@ -72,8 +96,11 @@ class _ZeroWriter(Writer):
     def _reduce(self) -> None:
         if not self._bucket:
             return
-        self._pass(functools.partial(self._parts.reduced_bytes, positions=tuple(self._bucket)))
+        reduced = functools.partial(self._parts.reduced_bytes, positions=tuple(self._bucket))
+        self._pass(reduced, self._reducing_stream)
         self._keep(self._bucket)
+        if self._shares.row.offload:
+            self._send_to_host(self._bucket)
         if (
             self._large is not None
             and self._shares.row.stage == 1
@@ -91,6 +118,23 @@ class _ZeroWriter(Writer):
         if self._holds(positions):
             held = functools.partial(self._parts.held_bytes, gpu=self._gpu)
             self.gradients = [self._new("gradient", held)]
+
+    def _send_to_host(self, positions: Iterable[int]) -> None:
+        """Make what leads from gradients to their float32 copies on the host: a norm, and a cast.
+
+        ZeRO 3 makes a copy of each part besides, and keeps it until the bucket is done with (0.19.8
+        stage3.py, partition_grads; stage_1_and_2.py, copy_grads_in_partition).
+        """
+        copies: list[int] = []
+        for position in positions:
+            if self._shares.row.stage == 3:
+                part = functools.partial(self._parts.part_bytes, position=position)
+                copies.append(self._new("gradient", part, stream=self._reducing_stream))
+            elements = functools.partial(self._parts.sent_elements, position=position)
+            for size in (self._parts.normed_bytes, _in_float32):
+                of_part = _of_elements(size, elements)
+                self.only_last.append(self._pass(of_part, self._reducing_stream))
+        self._free(*copies)
 
     def _free_gradients(self) -> None:
         self._free(*self.gradients)
@@ -168,7 +212,12 @@ class ZeroMicroStep(_ZeroWriter):
         layer, every = unit[1][1], self._shares.checkpoint_every
         is_again = is_backward and layer >= 0 and every > 0 and layer % every == 0
         size = self._shares.gathered_bytes if is_again else self._shares.largest_gathered_bytes
-        return self._new("parameter", functools.partial(size, unit=unit), is_gathered=True)
+        return self._new(
+            "parameter",
+            functools.partial(size, unit=unit),
+            is_gathered=True,
+            stream=Stream.GATHERS,
+        )
 
     def _arrived(self, gradient: int) -> None:
         if self.bucket is None and self._shares.row.stage == 2:
