@@ -62,6 +62,7 @@ from autotune.common import json_lines, json_records
 from autotune.records.estimate import SCHEMA_VERSION
 from autotune.records.measurement import STOP_FILE, Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.worker.client.orphans import die_with_parent
 
 Answers = Iterator[dict[str, Any]]
@@ -114,7 +115,7 @@ def _probe(request: dict[str, Any]) -> Answers:
     def alone(on_progress: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         return {"measurement": measure(ALONE, on_progress).to_dict()}
 
-    if config.num_gpus == 1:
+    if not PARALLELISMS[config.parallelism].is_launched:
         yield from _as_it_comes(alone)
         return
     variables = accelerate_config.launch_environment(config)

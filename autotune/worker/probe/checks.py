@@ -22,6 +22,7 @@ from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build.checkpoint_plan import keep_products
@@ -322,17 +323,20 @@ def check_optimizer(optimizer: Any, config: TrainConfig) -> list[str]:
         optimizer = next(iter(getattr(optimizer, "optimizer_dict", {}).values()), optimizer)
     library = type(optimizer).__module__.partition(".")[0]
     libraries = (row.module,) if row.needs else ("torch", "transformers")
+    class_name = row.class_name
+    is_fused = all(bool(group.get("fused")) for group in optimizer.param_groups)
+    wanted_fused = row.name.endswith("_fused")
+    shares = PARALLELISMS[config.parallelism]
+    if shares.is_deepspeed and shares.offload:
+        # accelerate 1.15 accelerator.py, _prepare_deepspeed: the groups stay, with what they say of AdamW.
+        class_name, libraries, wanted_fused = "DeepSpeedCPUAdam", ("deepspeed",), is_fused
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     facts: tuple[tuple[str, object, object], ...] = (
-        ("class", type(optimizer).__name__, row.class_name),
+        ("class", type(optimizer).__name__, class_name),
         ("library", library, library if library in libraries else " or ".join(libraries)),
         ("bits", bits, 8 if row.state_format == "8bit" else 32),
         ("paging", bool(getattr(optimizer, "is_paged", False)), row.paged),
-        (
-            "fusion",
-            all(bool(group.get("fused")) for group in optimizer.param_groups),
-            row.name.endswith("_fused"),
-        ),
+        ("fusion", is_fused, wanted_fused),
     )
     return [
         f"the optimizer's {what} is {found}, not {wanted}"

@@ -127,8 +127,8 @@ def _follow(
             elif said.outcome in ("ok", "slow"):
                 measured[number] = said
             else:
-                where = f"GPU {number + 1} of {len(pipes)}: {said.message}"
-                yield dataclasses.replace(said, message=where, rank=number)
+                where = f"GPU {number + 1} of {len(pipes)}: " if len(pipes) > 1 else ""
+                yield dataclasses.replace(said, message=where + said.message, rank=number)
                 return
     yield together([measured[number] for number in range(len(pipes))])
 

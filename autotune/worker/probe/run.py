@@ -52,6 +52,7 @@ from autotune.worker.probe.shared import (
     is_gathered,
     is_made_on_host,
     name_layers,
+    part_as_loaded,
     shard_on_cpu,
 )
 from autotune.worker.probe.steps import summarize
@@ -171,6 +172,8 @@ def _run(
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
             if makes_adapter:
                 checks.require(checks.check_model(trainer.model, config))
+            if PARALLELISMS[config.parallelism].is_deepspeed:
+                part_as_loaded(trainer.model, config)
             if is_gathered(config) and spec.backend == "cpu":
                 shard_on_cpu(trainer)
             callback.train(trainer, evaluation_rows(hf_config, config, spec))

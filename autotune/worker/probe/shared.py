@@ -18,6 +18,7 @@ from autotune.export import deepspeed_json
 from autotune.export.accelerate_config import DEEPSPEED_FILE_VARIABLE
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
 
 
 def is_gathered(config: TrainConfig) -> bool:
@@ -70,6 +71,25 @@ def give_deepspeed_its_file(config: TrainConfig, backend: str, folder: str) -> N
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
+def part_as_loaded(model: Any, config: TrainConfig) -> None:
+    """Have ZeRO 3 part each weight by itself, as Transformers has it do where it loads a model.
+
+    Otherwise DeepSpeed would move the whole model to the device, and part it there (0.19.8 runtime/engine.py,
+    _configure_distributed_model). The processes have met.
+    """
+    if PARALLELISMS[config.parallelism].stage < 3:
+        return
+    import deepspeed
+
+    precision = PRECISIONS[config.precision]
+    settings = {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "zero_optimization": deepspeed_json.content(config)["zero_optimization"],
+    }
+    dtype = getattr(torch, precision.compute_dtype)
+    deepspeed.zero.Init(module=model.to(dtype), config_dict_or_path=settings, dtype=dtype)
+
+
 def shard_on_cpu(trainer: Any) -> None:
     """Have a Trainer on the CPU share weights out, as its environment says.
 
@@ -88,10 +108,10 @@ def shard_on_cpu(trainer: Any) -> None:
 
 def check_shared(model: Any, config: TrainConfig) -> list[str]:
     """Complain where the wrapped model is not shared as the configuration says."""
-    if config.num_gpus == 1:
+    row = PARALLELISMS[config.parallelism]
+    if not row.is_launched:
         return []
     found = _sharing_of(model)
-    row = PARALLELISMS[config.parallelism]
     wanted = "deepspeed" if row.is_deepspeed else "ddp"
     if row.has_parts:
         wanted = "tp" if row.splits else "fsdp2"

@@ -29,6 +29,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import BY_TOKENS, draw
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import EMBEDDERS, TRAINERS, row_of
 from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
@@ -170,7 +171,7 @@ def _arguments(config: TrainConfig, spec: ProbeSpec, folder: str) -> TrainingArg
         values = without_checkpointing(values)
     accumulation = config.gradient_accumulation_steps
     if not spec.confirm_steps and not writes_completions(config):
-        is_shared = config.num_gpus > 1
+        is_shared = PARALLELISMS[config.parallelism].is_launched
         accumulation = min(accumulation, MAX_SHARED_ACCUMULATION if is_shared else MAX_ACCUMULATION)
     values |= {
         "output_dir": folder,
