@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import NothingFitsError
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
-from autotune.records.estimate import Estimate
+from autotune.records.estimate import Estimate, TraceSpec
+from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.requirements import LeftOut, Reason
+from autotune.space.rules import Context, broken_rules
 from autotune.space.trainers import TRAINERS
 from autotune.space.words import describe
 
@@ -63,8 +65,14 @@ def nothing_fits(
     workload: Workload,
     best_by_class: dict[str, Estimate],
     left_out: Sequence[LeftOut] = (),
+    *,
+    context: Context,
+    share: Callable[[TraceSpec], None],
 ) -> NothingFitsError:
-    """The smallest configuration, and the one change that lowers it most."""
+    """The smallest configuration, and the one change that lowers it most.
+
+    `share` makes the trace of a shared run, where it follows from one that is there.
+    """
     budget = format_bytes(estimator.memory_budget_bytes)
     smallest = estimator.estimate(
         min(
@@ -88,7 +96,54 @@ def nothing_fits(
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
         remedy = _lower_most(smallest, workload)
+    if not best_by_class and (on_host := _on_host(estimator, smallest.config, context, share)):
+        remedy += f". {on_host}"
     return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
+
+
+_ON_HOST_SPACE = "host-memory"
+
+
+def _on_host(
+    estimator: Estimator,
+    smallest: TrainConfig,
+    context: Context,
+    share: Callable[[TraceSpec], None],
+) -> str:
+    """Say what one GPU could do beside host memory; empty where that does not fit, or was asked for."""
+    if smallest.num_gpus > 1 or smallest.parallelism != "none":
+        return ""
+    least = TRAINERS[smallest.trainer].least_micro_batch
+    plain = dataclasses.replace(
+        smallest,
+        parallelism="zero3-offload",
+        optimizer="adamw_torch_fused",
+        precision=smallest.precision.replace("-true", "-mixed"),
+        update_in_backward=False,
+        activation_checkpointing=1,
+        checkpoint_plan=INTERVAL,
+        checkpoint_layers=0,
+        activation_offloading=False,
+        expandable_segments=False,
+        chunked_loss=False,
+    )
+    for size in (least, 2 * least):  # Only one of them may be traced.
+        config = dataclasses.replace(
+            plain,
+            micro_batch_size=size,
+            gradient_accumulation_steps=max(1, smallest.effective_batch_size // size),
+        )
+        if broken_rules(config, context):
+            continue
+        share(TraceSpec.of(config))
+        found = estimator.fitting(config) if estimator.supports(config) else None
+        if found is not None and found.per_gpu is not None:
+            return (
+                f"--space {_ON_HOST_SPACE} fits, more slowly: with "
+                f"{format_bytes(found.per_gpu.host_bytes)} in host memory the card needs "
+                f"{format_bytes(found.peak_device_bytes)} (pip install deepspeed)"
+            )
+    return ""
 
 
 def needs(estimate: Estimate, room_bytes: int) -> str:

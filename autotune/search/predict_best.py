@@ -21,7 +21,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.trace_servers import trace_server
 from autotune.predict.traces_ahead import traces_ahead
-from autotune.predict.tracing import asked_of_all, trace_all
+from autotune.predict.tracing import asked_of_all, share_known, trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
     TRAINER_DEFAULTS,
@@ -394,7 +394,16 @@ def find(
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
             raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
-        raise nothing_fits(estimator, allowed, model, workload, best_by_class, left_out)
+        raise nothing_fits(
+            estimator,
+            allowed,
+            model,
+            workload,
+            best_by_class,
+            left_out,
+            context=_context(workload, gpu, model),
+            share=lambda spec: share_known(model, spec, gpu, traces, num_gpus=workload.num_gpus),
+        )
     is_in_form = candidates.in_form_of(best.config)
     context = _context(workload, gpu, model)
     progress("replayed", candidates.num_replayed, num_possible)

@@ -177,3 +177,8 @@ PARALLELISMS: dict[str, Parallelism] = {
 
 ZERO3_SUB_GROUP_ELEMENTS = 1_000_000_000
 """Weights that ZeRO 3 updates at a time (deepspeed 0.19.8 runtime/zero/config.py, sub_group_size)."""
+
+ON_ONE_GPU_TOO = tuple(
+    row.name for row in PARALLELISMS.values() if row.is_deepspeed and row.offload
+)
+"""Ways that make sense with one GPU, too: what nobody shares waits in host memory."""

@@ -19,6 +19,7 @@ from autotune.catalogue.tasks import PICTURES, TASKS
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
+from autotune.space.parallelisms import ON_ONE_GPU_TOO
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.trainers import BY_TASK, EMBEDDERS, FIXED_BY_A_TEACHER, Trainer, trainers_of
 
@@ -271,14 +272,14 @@ def usual_batching(task: str) -> str:
 def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
     """Return the space on so many GPUs.
 
-    One needs no parallelism; where a section names none for several, PyTorch's own are taken, and for
-    quantised weights layers dealt out.
+    One needs no parallelism, and takes such as keep weights or the optimizer in host memory; where a section
+    names none for several, PyTorch's own are taken, and for quantised weights layers dealt out.
     """
 
     def left(section: MethodSpace) -> Domains:
-        if num_gpus == 1:
-            return {"parallelism": ("none",)}
         named = section.domains.get("parallelism", ())
+        if num_gpus == 1:
+            return {"parallelism": ("none", *(name for name in named if name in ON_ONE_GPU_TOO))}
         kept = tuple(name for name in named if name != "none")
         quantizes = section.method in KNOBS["quantization"].methods
         usual = (*_PARALLELISMS_OF_TORCH, *(_FOR_QUANTIZED if quantizes else ()))

@@ -74,6 +74,7 @@ def one_by_one(
         ("same-recipe", 1, (8, 9), 12),
         ("long-context", 1, (8, 9), 2),
         ("multi-gpu", 4, (8, 0), 24),
+        ("host-memory", 1, (8, 0), 8),
     ],
 )
 def test_points_are_those_that_break_no_rule(

@@ -34,6 +34,7 @@ SHIPPED = (
         "default",
         "everything",
         "full",
+        "host-memory",
         "long-context",
         "lora",
         "multi-gpu",

@@ -6,7 +6,7 @@ from autotune.catalogue.tasks import CAUSAL
 from autotune.space.adapters import TARGETS_BY_COLUMN
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
-from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.parallelisms import ON_ONE_GPU_TOO, PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.rules.rule import Rule, names_of
 
@@ -66,12 +66,6 @@ def _is_untried(config: TrainConfig) -> bool:
     )
 
 
-_FOR_ONE_GPU = frozenset(
-    {"none"}
-    | {row.name for row in PARALLELISMS.values() if row.offload and row.library == "deepspeed"}
-)
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         name="gpus-need-parallelism",
@@ -81,7 +75,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="parallelism-needs-gpus",
         reason="one GPU has nobody to share with: only ZeRO's offloading makes sense on it",
-        breaks=lambda c, _: c.num_gpus == 1 and c.parallelism not in _FOR_ONE_GPU,
+        breaks=lambda c, _: c.num_gpus == 1 and c.parallelism not in ("none", *ON_ONE_GPU_TOO),
     ),
     Rule(
         name="replicas-divide-gpus",
