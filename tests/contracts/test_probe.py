@@ -716,6 +716,16 @@ def test_paging_and_bits_are_looked_at() -> None:
     assert "library is bitsandbytes, not torch" in complaints("adamw_torch_fused")
 
 
+def test_the_optimizer_in_host_memory_is_deepspeeds() -> None:
+    config = dataclasses.replace(FULL, parallelism="zero2-offload", optimizer="adamw_torch_fused")
+    in_its_place = type("DeepSpeedCPUAdam", (), {"__module__": "deepspeed.ops.adam.cpu_adam"})()
+    for fused in (True, None):  # The groups stay as they were made.
+        in_its_place.param_groups = [{"fused": fused}]
+        assert checks.check_optimizer(in_its_place, config) == []
+    own = torch.optim.AdamW([nn.Parameter(torch.ones(8))], fused=True)
+    assert "class is AdamW, not DeepSpeedCPUAdam" in checks.check_optimizer(own, config)[0]
+
+
 @pytest.mark.parametrize(
     ("change", "part"),
     [

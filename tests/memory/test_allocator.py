@@ -87,6 +87,18 @@ def test_small_and_large_pools_do_not_share() -> None:
     assert run(5 * MIB, "a", 512).peak_reserved_bytes == 22 * MIB
 
 
+def test_a_stream_gets_nothing_that_another_has_freed() -> None:
+    sizes, events = [40 * MIB, 40 * MIB, 512, 512], [0, ~0, 1, 2, ~2, 3]
+    assert replay(sizes, events).peak_reserved_bytes == 42 * MIB
+    of_two = replay(sizes, events, aside=[[1, 3]])
+    assert peaks(of_two) == (40 * MIB + 512, 84 * MIB)
+    assert replay(sizes, events, aside=[[1], [3]]).peak_reserved_bytes == 84 * MIB
+    # What is cached goes back whatever stream had it.
+    capped = replay(sizes, events, aside=[[1, 3]], cap_bytes=60 * MIB)
+    assert (capped.num_alloc_retries, capped.failed_event) == (1, None)
+    assert capped.peak_reserved_bytes == 44 * MIB
+
+
 def test_small_segment_is_shared_to_the_last_block() -> None:
     # 4096 blocks of 512 B fill 2 MiB; one more takes a second segment.
     assert run(*[512] * 4096).peak_reserved_bytes == 2 * MIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.gpus import find_gpu
-from autotune.common.units import format_bytes
+from autotune.common.units import GIB, format_bytes
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
@@ -920,6 +921,21 @@ def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
         search(tight, allow="exact")
     assert "--allow recipe" in str(caught.value)
     assert not search(tight, allow="recipe").widened
+
+
+@pytest.mark.usefixtures("traced")
+def test_host_memory_is_named_where_nothing_else_fits() -> None:
+    of_adamw = with_domains(tiny_model.SPACE, lambda _: {"optimizer": ("adamw_torch_fused",)})
+    with pytest.raises(NothingFitsError) as caught:
+        search(1100 * MB, methods=("full",), space=of_adamw)
+    said = re.search(
+        r"--space host-memory fits, more slowly: with (.*) GiB in host memory the card needs (.*) [MG]iB",
+        str(caught.value),
+    )
+    assert said
+    # DeepSpeed's 16 bytes of each weight, and 2 of the copy that is fetched.
+    num_parameters = 5 * (4 * 1024**2 * 3 // 4 + 3 * 1024 * 2816) + 2 * 32_000 * 1024
+    assert float(said[1]) == pytest.approx(18 * num_parameters / GIB, rel=0.01)
 
 
 @pytest.mark.usefixtures("traced")

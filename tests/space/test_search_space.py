@@ -271,6 +271,7 @@ def test_a_hundred_thousand_points_take_about_a_quarter_of_a_second() -> None:
         (("ddp", "zero3"), 4, ("ddp", "zero3")),
         (("none", "zero1"), 2, ("zero1",)),
         (("ddp", "zero3"), 1, ("none",)),
+        (("none", "zero2-offload", "fsdp2-offload"), 1, ("none", "zero2-offload")),
     ],
 )
 def test_a_space_is_of_so_many_gpus(

@@ -25,16 +25,17 @@ accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtim
 Shards, buckets and optimizer state of DDP, FSDP2, HSDP and tensor parallelism are compared with two to four
 real processes, of the last activations and collectives too (tests/contracts/test_parallel_real.py), and
 peaks of whole steps with what probes of them measure (tests/contracts/test_probe_shared.py). ZeRO is held
-against DeepSpeed itself (studies/zero, tests/contracts/test_zero.py), its offload is not.
+against DeepSpeed itself (studies/zero, tests/contracts/test_zero.py). What CUDA's streams make of all that,
+and of ZeRO's offloading, is held against PyTorch's CUDA build without a card (studies/no-card, shared.jsonl).
 
 Known limitations
-- Streams: a block freed on one stream is taken to be free on all. Real peaks can be higher.
+- Streams: what one has freed is taken to be free for it at once, though another may be at work on it.
 - FSDP2 in float16 is traced under autocast, though accelerate puts none around it.
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
   bound if all did.
 - Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same.
-- Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, FSDP2 and ZeRO 3 the whole
-  model in the first process. Saving gathers it again.
+- Loading: ZeRO 1 and 2 hold the weights twice while they flatten them; a program that loads its model before
+  its TrainingArguments has all of it on each GPU before ZeRO 3 parts it. Saving gathers it again.
 - Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
 - Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
   sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.

@@ -20,7 +20,7 @@ Known limitations
 - DeepSpeed's linear layers keep their inputs though their weights are frozen (runtime/zero/linear.py,
   LinearFunctionForZeroStage3): with adapters on some layers alone ZeRO 3 keeps more than is predicted.
 - Which gradients share a bucket is worked out at one LoRA rank.
-- Under offloading nothing was measured, and gradients are taken to leave the GPU with their bucket.
+- ZeRO 3 with offloading takes up to a weight more where little else is alive (studies/no-card, shared.jsonl).
 """
 
 from __future__ import annotations

@@ -1,0 +1,175 @@
+"""Runs that several GPUs share, drawn at random, under PyTorch's CUDA build without a card, and predicted.
+
+    python -m tools.no_card --gpu "RTX 3090" --num-gpus 2 -- \\
+        python -m validation.no_card_shared --seed 1 --num 10 --out FILE.jsonl
+
+Each is a probe by its real processes, with NCCL that sends nothing (tools/no_card). --num-gpus 1 draws ZeRO's
+offloading on one card. DeepSpeed's and DDP's own questions of what arrived are answered as if all were well:
+they read values, and none is computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import AutotuneError
+from autotune.predict.estimator import Estimator
+from autotune.predict.tracing import trace_all
+from autotune.probe.fleet.one_card import OneCard
+from autotune.probe.run_one import Prober
+from autotune.records.estimate import TraceSpec
+from autotune.records.measurement import ProbeSpec
+from autotune.space.config import TrainConfig
+from autotune.space.parallelisms import PARALLELISMS
+from autotune.worker import server
+from autotune.worker.client.forkserver import ForkServer
+from tools.gpu_check.cases import TASK
+from tools.gpu_check.check import Nothing, card_and_budget, say, shown
+from tools.gpu_check.records import Records
+from validation.no_card_fuzz import cut, is_valid, line
+
+MODELS = (
+    "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-1.5B",
+    "meta-llama/Llama-3.2-1B", "google/gemma-3-1b-it", "microsoft/Phi-3-mini-4k-instruct",
+    "mistralai/Mistral-7B-v0.3", "EleutherAI/pythia-1b", "facebook/opt-1.3b",
+)  # fmt: skip
+LAYERS = 4
+_PROBED = tuple(row.name for row in PARALLELISMS.values() if row.is_launched and not row.schedules)
+_SERVER = "--server"
+
+
+def draw(chance: random.Random, names: list[str], num_gpus: int) -> TrainConfig:
+    """One that may break a rule."""
+    method = chance.choice(("full", "full", "lora"))
+    adapter = {"lora_rank": chance.choice((4, 16, 64)), "lora_targets": "all-linear"}
+    precisions = ("bf16-mixed", "bf16-true") if method == "full" else ("bf16-autocast",)
+    return TrainConfig(
+        method=method,
+        micro_batch_size=chance.choice((1, 2, 3, 4)),
+        gradient_accumulation_steps=chance.choice((1, 2, 3)),
+        sequence_length=chance.choice((200, 512, 1024, 2048)),
+        precision=chance.choice(precisions),
+        optimizer=chance.choice(("adamw_torch", "adamw_torch_fused")),
+        attention="sdpa",
+        parallelism=chance.choice(names),
+        num_gpus=num_gpus,
+        activation_checkpointing=chance.choice((0, 0, 1, 2)),
+        **(adapter if method == "lora" else {}),
+    )
+
+
+def serve() -> None:
+    """Be the server of the probes, whose libraries take what arrived for what they sent."""
+    server.main(preload=_with_answers)
+
+
+def _with_answers() -> None:
+    server.import_libraries()
+    from autotune.worker.probe import run
+
+    probe = run.probe
+
+    def trusting(*args: Any, **kwargs: Any) -> Any:
+        # In the process of a GPU: DeepSpeed looks for a card as it is imported.
+        _trust(deepspeed="ACCELERATE_USE_DEEPSPEED" in os.environ)
+        return probe(*args, **kwargs)
+
+    run.probe = trusting
+
+
+def _trust(*, deepspeed: bool) -> None:
+    from torch.nn.parallel import distributed
+
+    replaced: Any = distributed
+    replaced._verify_param_shape_across_processes = lambda *_, **__: True
+    if not deepspeed:
+        return
+    from deepspeed.runtime.zero import (
+        partition_parameters,
+        partitioned_param_coordinator,
+        stage3,
+        stage_1_and_2,
+    )
+
+    for module in (partition_parameters, partitioned_param_coordinator, stage3):
+        module.assert_ints_same_as_other_ranks = lambda *_: None
+    for module in (stage_1_and_2, stage3):
+        module.is_invalid_grad_norm = lambda *_: False
+    for optimizer in (
+        stage_1_and_2.DeepSpeedZeroOptimizer,
+        stage3.DeepSpeedZeroOptimizer_Stage3,
+    ):
+        optimizer.has_overflow = _asked_in_vain(optimizer.has_overflow)
+
+
+def _asked_in_vain(ask: Callable[..., Any]) -> Callable[..., bool]:
+    """Return what asks, with the memory that it takes, and says no."""
+
+    def no(*args: Any, **kwargs: Any) -> bool:
+        ask(*args, **kwargs)
+        return False
+
+    return no
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num", type=int, default=10, help="configurations")
+    parser.add_argument("--num-gpus", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of each model, at most")
+    parser.add_argument("--parallelism", action="append", help="one of these alone")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    card, budget_bytes = card_and_budget("cuda", None)
+    chance, records = random.Random(options.seed), Records(options.out)
+    table: Any = Nothing()
+    command = [sys.executable, "-m", "validation.no_card_shared", _SERVER]
+    with ForkServer() as tracers, ForkServer(command=command) as probes:
+        for _ in range(options.num):
+            while True:
+                source = cut(chance.choice(MODELS), options.layers)
+                names = options.parallelism or _PROBED
+                config = draw(chance, list(names), options.num_gpus)
+                if is_valid(config, source, TASK, card.compute_capability):
+                    break
+            key = f"{source.name} {options.layers} {shown(config)}"
+            if key in records:
+                continue
+            try:
+                traces = trace_all(
+                    source,
+                    TASK,
+                    config.sequence_length,
+                    card,
+                    [TraceSpec.of(config)],
+                    num_gpus=config.num_gpus,
+                    server=tracers,
+                )
+            except AutotuneError as error:
+                say(f"not predicted: {error}: {key}")
+                continue
+            estimator = Estimator(traces, card, memory_budget_bytes=budget_bytes)
+            estimate = estimator.estimate(config)
+            spec = ProbeSpec(
+                task=TASK, backend="cuda", memory_budget_bytes=budget_bytes, max_seconds=0.1
+            )
+            seen = Prober(OneCard(probes), table, source, spec).measure(config)
+            records.add(
+                key,
+                model=source.name,
+                num_layers=options.layers,
+                prediction=estimate.to_dict(budget_bytes),
+                measurement=seen.to_dict(),
+            )
+            print(f"{line(estimate, seen)}: {key}", flush=True)
+
+
+if __name__ == "__main__":
+    serve() if sys.argv[1:] == [_SERVER] else main()
