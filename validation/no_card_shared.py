@@ -47,7 +47,10 @@ _SERVER = "--server"
 def draw(chance: random.Random, names: list[str], num_gpus: int) -> TrainConfig:
     """One that may break a rule."""
     method = chance.choice(("full", "full", "lora"))
-    adapter = {"lora_rank": chance.choice((4, 16, 64)), "lora_targets": "all-linear"}
+    adapter: dict[str, Any] = {
+        "lora_rank": chance.choice((4, 16, 64)),
+        "lora_targets": "all-linear",
+    }
     precisions = ("bf16-mixed", "bf16-true") if method == "full" else ("bf16-autocast",)
     return TrainConfig(
         method=method,

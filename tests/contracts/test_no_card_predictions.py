@@ -12,6 +12,7 @@ import pytest
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
+from autotune.common.units import GIB
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import KEPT_RANK, Estimate, TraceSpec
@@ -30,6 +31,7 @@ FLEX = [json.loads(line) for line in (STUDY / "flex.jsonl").read_text().splitlin
 T4 = [json.loads(line) for line in (STUDY / "t4_attention.jsonl").read_text().splitlines()]
 EMBEDDINGS = [json.loads(line) for line in (STUDY / "embeddings.jsonl").read_text().splitlines()]
 PREFERENCES = [json.loads(line) for line in (STUDY / "trainers.jsonl").read_text().splitlines()]
+SHARED = [json.loads(line) for line in (STUDY / "shared.jsonl").read_text().splitlines()]
 SHORT = 1024
 
 
@@ -76,11 +78,12 @@ def test_embeddings_as_pytorch_allocates(key: str) -> None:
 
 def predicted(record: dict[str, Any], gpu: str) -> Estimate:
     config = TrainConfig(**record["measurement"]["config"])
+    num_gpus = config.num_gpus
     task = TRAINERS[config.trainer].task or "causal-lm"
     card, source = find_gpu(gpu), cut(record["model"], record["num_layers"])
     specs = {TraceSpec.of(config)}
     length = config.sequence_length
-    traces = trace_all(source, task, length, card, specs, server=here.workers)
+    traces = trace_all(source, task, length, card, specs, num_gpus=num_gpus, server=here.workers)
     return Estimator(traces, card, memory_budget_bytes=card.capacity_bytes).estimate(config)
 
 
@@ -109,6 +112,43 @@ def test_preferences_and_rewards_as_pytorch_allocates(
         estimate, seen = predicted(record, "rtx-3090"), record["measurement"]
         for name, share in (("peak_allocated_bytes", 1e-5), ("peak_reserved_bytes", 0.01)):
             assert getattr(estimate, name) == pytest.approx(seen[name], rel=share), record["key"]
+
+
+def shared_and_small() -> list[dict[str, Any]]:
+    """Of each way to share the run that ended with the least memory above 1 GiB."""
+    found: dict[str, dict[str, Any]] = {}
+    ended = [each for each in SHARED if each["measurement"]["outcome"] == "ok"]
+    for record in sorted(ended, key=lambda each: -each["measurement"]["peak_reserved_bytes"]):
+        if record["measurement"]["peak_reserved_bytes"] > GIB:
+            found[record["measurement"]["config"]["parallelism"]] = record
+    return list(found.values())
+
+
+@pytest.mark.parametrize(
+    "record", shared_and_small(), ids=lambda each: each["measurement"]["config"]["parallelism"]
+)
+def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None:
+    estimate, seen = predicted(record, "rtx-3090"), record["measurement"]
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
+        # What is predicted now is no worse than what was as it was recorded.
+        off = abs(record["prediction"][name] / seen[name] - 1)
+        assert getattr(estimate, name) == pytest.approx(seen[name], rel=max(1.01 * off, 1e-5))
+
+
+def test_recorded_shared_runs_were_predicted() -> None:
+    """The shares that studies/no-card/README.md names."""
+    ended = [each for each in SHARED if each["measurement"]["outcome"] == "ok"]
+
+    def num_within(name: str, share: float) -> int:
+        ratios = (each["prediction"][name] / each["measurement"][name] for each in ended)
+        return sum(abs(ratio - 1) <= share for ratio in ratios)
+
+    within = [
+        num_within("peak_allocated_bytes", 0.002),
+        num_within("peak_reserved_bytes", 0.01),
+        num_within("peak_reserved_bytes", 0.03),
+    ]
+    assert [len(SHARED), len(ended), *within] == [52, 48, 35, 31, 33]
 
 
 def expanded_on_a_t4() -> list[dict[str, Any]]:
