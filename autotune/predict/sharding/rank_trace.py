@@ -98,6 +98,7 @@ class RankTrace(SharedTrace):
         )
         self._num_gpus = num_gpus
         self._on_card = on_card
+        self._is_quantized = spec.quantization != "none"
         self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.workspaces = trace.workspaces
@@ -361,14 +362,16 @@ class RankTrace(SharedTrace):
 
         for position, parameter in enumerate(shares.parameters):
             self._replaced[parameter.number] = functools.partial(size, position)
-        if self._on_card and shares.row.is_fsdp and not shares.row.offload:
+        # 4-bit weights are on each GPU already.
+        is_dealt_out = shares.row.is_fsdp and not shares.row.offload and not self._is_quantized
+        if self._on_card and is_dealt_out:
             self._load()
 
     def _load(self) -> None:
         """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
 
         A tied head comes a second time. Source: accelerate 1.15 utils/fsdp_utils.py,
-        fsdp2_load_full_state_dict. 4-bit weights are there already.
+        fsdp2_load_full_state_dict.
         """
         shares = self._shares
         own, behind = self.setup[: self.num_own_events], self.setup[self.num_own_events :]

@@ -20,8 +20,6 @@ class Stream(Enum):
     COMPUTES = auto()
     GATHERS = auto()
     REDUCES = auto()
-    AVERAGES = auto()
-    """HSDP's, between its groups."""
 
 
 class AddedTensors:
