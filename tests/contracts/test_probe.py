@@ -46,6 +46,7 @@ from autotune.worker.build import model as models
 from autotune.worker.client import isolate
 from autotune.worker.probe import checks, confirm, memory, training
 from autotune.worker.probe import run as probe_module
+from autotune.worker.probe.paging import require_host_memory
 from autotune.worker.probe.run import probe
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
@@ -714,6 +715,15 @@ def test_paging_and_bits_are_looked_at() -> None:
     assert complaints("paged_adamw_32bit") == "the optimizer's bits is 8, not 32"
     assert "class is AdamW, not Lion" in complaints("paged_lion_8bit")
     assert "library is bitsandbytes, not torch" in complaints("adamw_torch_fused")
+
+
+def test_what_deepspeed_keeps_on_the_host_must_find_room_there() -> None:
+    config = dataclasses.replace(FULL, parallelism="zero3-offload", optimizer="adamw_torch_fused")
+    model = nn.Linear(1024, 1024, bias=False)
+    with pytest.raises(MemoryError, match=r"^zero3-offload keeps on the host 16\.0 MiB of state"):
+        require_host_memory(model, config, 15 * MIB)
+    require_host_memory(model, config, 16 * MIB)
+    require_host_memory(model, dataclasses.replace(config, parallelism="none"), 0)
 
 
 def test_the_optimizer_in_host_memory_is_deepspeeds() -> None:
