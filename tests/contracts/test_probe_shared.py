@@ -29,9 +29,11 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context, broken_rules
+from autotune.worker.__main__ import VERBS
 from autotune.worker.build import model as models
 from autotune.worker.client import isolate
 from autotune.worker.probe import group
+from autotune.worker.probe import run as probe_run
 from autotune.worker.probe.group import OnProgress, Rank
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
@@ -296,6 +298,28 @@ def test_what_a_cpu_cannot_share_is_said() -> None:
     found = measured(dataclasses.replace(FSDP2, parallelism="fsdp2-offload"))
     assert found.outcome == "invalid"
     assert "fsdp2-offload needs CUDA devices" in found.message
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "num_gpus", "expected"),
+    [("zero2-offload", 1, [1]), ("ddp", 2, [2]), ("none", 1, [])],
+)
+def test_what_is_launched_is_launched_with_one_gpu_too(
+    parallelism: str, num_gpus: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed finds what `accelerate launch` tells a process, or trains as if it were not there."""
+    config = dataclasses.replace(DDP, parallelism=parallelism, num_gpus=num_gpus)
+    launched: list[int] = []
+
+    def run(num_ranks: int, variables: dict[str, str], _: object) -> list[Measurement]:
+        launched.append(num_ranks)
+        assert ("ACCELERATE_USE_DEEPSPEED" in variables) == (parallelism == "zero2-offload")
+        return [answers.measurement(config=config)]
+
+    monkeypatch.setattr(group, "run", run)
+    monkeypatch.setattr(probe_run, "probe", lambda *_, **__: answers.measurement(config=config))
+    list(VERBS["probe"](request(config)))
+    assert launched == expected
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -3,15 +3,15 @@
     python -m tools.no_card --gpu H200 -- python -m tools.gpu_check predict --studies no-card
 
 The command finds a card of the catalogue (autotune gpus) that is not there, or several like it (--num-gpus):
-a CUDA runtime, driver, cuBLAS, cuDNN and NVML whose kernels do nothing. All the rest runs as on that card:
-PyTorch's own choice of kernels, its autocast, its autograd, its optimizers and its caching allocator,
-bitsandbytes, Triton; out of memory comes where the card would have no more. So a prediction of memory is
-held against PyTorch itself, byte for byte, and the program is tried from end to end.
+a CUDA runtime, driver, cuBLAS, cuDNN, NCCL and NVML that compute and send nothing. All the rest runs as on
+that card: PyTorch's own choice of kernels, its autocast, its autograd, its optimizers and its caching
+allocator, bitsandbytes, Triton; out of memory comes where the card would have no more. So a prediction of
+memory is held against PyTorch itself, byte for byte, and the program is tried from end to end.
 
 What it cannot tell, and no record of it may be taken for: any time; what the card holds outside PyTorch's
-allocator (the context is put in: --context-mib); workspaces that cuDNN and cuBLASLt ask for; what depends
-on values (a value that is read back is always one, and so every mask is full; with --padded Tensor.all() is
-no, and so none is); managed memory. Records name the driver "no card".
+allocator (the context is put in: --context-mib); workspaces of cuDNN and cuBLASLt, NCCL's buffers; what
+depends on values (a value that is read back is always one, and so every mask is full; with --padded
+Tensor.all() is no, and so none is); managed memory. Records name the driver "no card".
 
 Needs a CUDA build of torch, a C++ compiler, and the headers of the CUDA toolkit. Linux alone.
 """
