@@ -31,7 +31,7 @@ NVIDIA_CARDS = [gpu for gpu in catalogue() if gpu.vendor == "nvidia"]
 
 
 def test_the_catalogue_holds_all_cards_of_the_table() -> None:
-    assert len(catalogue()) == len({gpu.slug for gpu in catalogue()}) == 91
+    assert len(catalogue()) == len({gpu.slug for gpu in catalogue()}) == 117
 
 
 @pytest.mark.parametrize("gpu", catalogue(), ids=lambda gpu: gpu.slug)
