@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.gpus import Gpu, catalogue
 from autotune.catalogue.own_rates import Behaviour, OwnProducts
 from autotune.speed.matmul import (
     ELEMENT_BYTES,
@@ -51,16 +51,15 @@ def data() -> dict[str, Any]:
 def matmul_card(
     gpu: Gpu, peaks: Mapping[str, float], float32: Behaviour | None = None
 ) -> MatmulCard | None:
-    """Return the card for matmul_seconds; None where its SMs, bandwidth, L2 size or float16 rate is unknown.
+    """Return the card for matmul_seconds; None where its SMs, bandwidth or float16 rate is unknown.
 
-    `peaks`: dense peak by dtype of the operands, those that the card emulates included
+    An L2 whose size is not known is taken to be what cards like it have for each multiprocessor. `peaks`: dense peak by dtype of the operands, those that the card emulates included
     (roofline.peak_flop_per_second). `float32`: other figures of its products than the file's.
     """
     rates = {d: attainable_flop_per_second(gpu, d, peaks) for d in peaks if d in ELEMENT_BYTES}
     if (
         gpu.num_sms is None
         or gpu.memory_bandwidth_bytes_per_second is None
-        or gpu.l2_bytes is None
         or "float16" not in rates
     ):
         return None
@@ -70,7 +69,7 @@ def matmul_card(
     card = MatmulCard(
         name=gpu.name,
         num_sms=gpu.num_sms,
-        l2_bytes=gpu.l2_bytes,
+        l2_bytes=gpu.l2_bytes or gpu.num_sms * _l2_bytes_of_sm(gpu.compute_capability),
         memory_bytes_per_second=gpu.memory_bandwidth_bytes_per_second,
         tensor_flop_per_second=rates["float16"][0],
         behaviour=Behaviour(**figures),
@@ -83,6 +82,17 @@ def matmul_card(
     )
     card = _no_faster_than(rested_flop_per_second(gpu.name), without_end(card))
     return card if gpu.rates is None else _with_own(card, gpu.rates.products)
+
+
+@functools.cache
+def _l2_bytes_of_sm(capability: tuple[int, int] | None) -> float:
+    """Bytes of L2 for each multiprocessor: the median of the cards of that compute capability.
+
+    Of all cards where it has none, or is unknown.
+    """
+    known = [each for each in catalogue() if each.l2_bytes and each.num_sms]
+    alike = [each for each in known if each.compute_capability == capability] or known
+    return float(np.median([(each.l2_bytes or 0) / (each.num_sms or 1) for each in alike]))
 
 
 def _with_own(card: MatmulCard, own: OwnProducts | None) -> MatmulCard:

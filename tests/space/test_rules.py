@@ -36,6 +36,8 @@ ON_TWO_QLORA = dataclasses.replace(
 )
 ADA = Context(effective_batch_size=32, num_layers=16, compute_capability=(8, 9))
 TURING = Context(effective_batch_size=32, num_layers=16, compute_capability=(7, 5))
+VOLTA = dataclasses.replace(TURING, compute_capability=(7, 0))
+PASCAL = dataclasses.replace(TURING, compute_capability=(6, 0))
 UNKNOWN = Context(effective_batch_size=32)
 
 
@@ -314,6 +316,14 @@ BREAKERS = {
     "plan-without-offloading": (dataclasses.replace(PLAN, activation_offloading=True), ADA),
     "plan-runs-eagerly-on-one-gpu": (dataclasses.replace(PLAN, torch_compile="default"), ADA),
     "bf16-needs-ampere": (FULL, TURING),
+    "inductor-needs-volta": (
+        dataclasses.replace(FULL, precision="fp32", torch_compile="default"),
+        PASCAL,
+    ),
+    "int8-needs-turing": (
+        dataclasses.replace(QLORA, precision="fp16-autocast", quantization="int8"),
+        VOLTA,
+    ),
     "tf32-needs-ampere": (dataclasses.replace(FULL, precision="tf32"), TURING),
     "loss-in-parts-is-for-causal-lm": (
         dataclasses.replace(FULL, chunked_loss=True),

@@ -7,7 +7,7 @@ from autotune.catalogue.tasks import CAUSAL
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import PRECISIONS, fuses_grouped_heads
-from autotune.space.rules.rule import AMPERE, Rule, is_before, is_prompt
+from autotune.space.rules.rule import AMPERE, VOLTA, Rule, is_before, is_prompt
 
 
 def _computes_in_float32(config: TrainConfig) -> bool:
@@ -185,6 +185,14 @@ RULES: tuple[Rule, ...] = (
         reason="torch.compile's modes are Inductor's: another backend has only default",
         breaks=lambda c, _: (
             c.torch_compile_backend != "inductor" and c.torch_compile not in ("none", "default")
+        ),
+    ),
+    Rule(
+        # torch 2.13 torch/_inductor/scheduler.py: GPUTooOldForTriton.
+        name="inductor-needs-volta",
+        reason="torch.compile's Inductor writes kernels for compute capability 7.0 and later",
+        breaks=lambda c, context: (
+            c.is_compiled and c.torch_compile_backend == "inductor" and is_before(context, VOLTA)
         ),
     ),
     Rule(

@@ -7,7 +7,7 @@ from autotune.space.adapters import ADAPTERS, adapter_of
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
-from autotune.space.rules.rule import Rule, is_prompt
+from autotune.space.rules.rule import TURING, Rule, is_before, is_prompt
 
 _OF_ADAPTERS = ("lora_rank", "lora_targets", "num_virtual_tokens", "peft")
 """Settings that are None where a method does not have them."""
@@ -73,6 +73,12 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, context: (
             context.checkpoint is not None and c.quantization != context.checkpoint.quantization
         ),
+    ),
+    Rule(
+        # bitsandbytes' installation guide, supported hardware.
+        name="int8-needs-turing",
+        reason="products of LLM.int8() need compute capability 7.5",
+        breaks=lambda c, context: c.quantization == "int8" and is_before(context, TURING),
     ),
     Rule(
         name="storage-needs-4-bits",

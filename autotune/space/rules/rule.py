@@ -12,8 +12,10 @@ from autotune.space.adapters import ADAPTERS, adapter_of
 from autotune.space.config import TrainConfig
 from autotune.space.trainers import TRAINERS, row_of
 
-# CUDA C++ Programming Guide, arithmetic instructions: the first with bfloat16 and TF32 units, and
-# with float8.
+# CUDA C++ Programming Guide, arithmetic instructions: the first with tensor cores, with those for int8,
+# with bfloat16 and TF32 units, and with float8.
+VOLTA = (7, 0)
+TURING = (7, 5)
 AMPERE = (8, 0)
 ADA = (8, 9)
 
