@@ -90,6 +90,8 @@ class Gpu:
     confidence: str
     """How sure the row is: high, medium, low; `detected` for a card that is here but not in the catalogue."""
     notes: str = ""
+    advice: str = ""
+    """A sentence for whoever plans for it."""
     rates: OwnRates | None = field(default=None, hash=False)
     """Rates that were measured on this very card; None: its times follow from the facts above."""
 

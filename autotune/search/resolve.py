@@ -126,6 +126,8 @@ def resolve(
     source = find_model(_model_of(question, run))
     if base is None:
         _note_float16(source, card.gpu, note)
+        if card.gpu.advice:
+            note(f"{card.gpu.name}: {card.gpu.advice}")
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = task_of(question, of_base or source.task)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch

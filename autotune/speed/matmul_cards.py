@@ -53,7 +53,8 @@ def matmul_card(
 ) -> MatmulCard | None:
     """Return the card for matmul_seconds; None where its SMs, bandwidth or float16 rate is unknown.
 
-    An L2 whose size is not known is taken to be what cards like it have for each multiprocessor. `peaks`: dense peak by dtype of the operands, those that the card emulates included
+    An L2 whose size is not known is taken to be what cards like it have for each multiprocessor. `peaks`:
+    dense peak by dtype of the operands, those that the card emulates included
     (roofline.peak_flop_per_second). `float32`: other figures of its products than the file's.
     """
     rates = {d: attainable_flop_per_second(gpu, d, peaks) for d in peaks if d in ELEMENT_BYTES}

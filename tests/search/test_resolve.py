@@ -100,6 +100,11 @@ def test_a_card_without_bfloat16_is_said_to_train_in_float16() -> None:
     assert "T4 has no bfloat16" in notes_on("t4")
     assert "float16 with loss scaling is searched instead" in notes_on("t4")
     assert "bfloat16" not in notes_on("rtx-4090")
+    # Which PyTorch has kernels for it, and whose memory it is, follow from the card alone.
+    for card in ("p100", "v100"):
+        assert "PyTorch's builds for CUDA 13 have no kernels for it" in notes_on(card)
+    assert "CUDA 13" not in notes_on("t4")
+    assert "Its memory is the host's, too" in notes_on("gb10")
     # Its checkpoint is in float32.
     assert "bfloat16" not in notes_on("t4", "google-bert/bert-base-uncased")
 
