@@ -282,6 +282,8 @@ def _check_count(value: object) -> int:
 
 def _check_methods(value: object) -> tuple[str, ...]:
     names = value if isinstance(value, list) else [value]
+    if not names:
+        raise ValueError("must not be empty")
     for name in names:
         if name not in METHODS or name == "peft":
             shown = str(name)[:40]

@@ -61,7 +61,11 @@ def dry_run(
     now = datetime.datetime.now(datetime.UTC)
     with _taken(where, place, place.listener.note) as fleets:
         plans, problems = _plans(matrix, place, fleets, budget_seconds=budget_seconds, now=now)
-    return [run.looked_up(plan) for _, plan in plans], problems
+    looked = (
+        run.looked_up(plan, functools.partial(Cards(fleet=fleet, gpu=fleet.gpu).chosen, None))
+        for fleet, plan in plans
+    )
+    return list(looked), problems
 
 
 def night(

@@ -26,7 +26,10 @@ from autotune.nightly.matrix import Matrix
 from autotune.nightly.plan import Prepared
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe.fingerprint import fingerprint_here
+from autotune.records.question import Question
 from autotune.report.files import write
+from autotune.search.budget import CHOOSERS, ChosenCard
+from autotune.search.resolve import resolve
 from autotune.worker.client.forkserver import ForkServer
 
 
@@ -66,28 +69,32 @@ def dry_run(matrix: Matrix, place: Place, *, budget_seconds: float) -> Prepared:
         now=now,
         capacity_bytes=_capacity_bytes(place.backend),
     )
-    return looked_up(plan)
+    return looked_up(plan, functools.partial(CHOOSERS[place.backend], None))
 
 
-def looked_up(plan: Prepared) -> Prepared:
-    """Return the plan with the models that cannot be read here without the network."""
-    problem_of = functools.cache(_why_not_found)
+def looked_up(plan: Prepared, choose: Callable[[str | None], ChosenCard]) -> Prepared:
+    """Return the plan with the cells that cannot begin, or not without the network.
+
+    `choose` returns the card with a budget on it.
+    """
     looked = (
-        dataclasses.replace(each, problem=problem_of(each.cell.options.model))
+        dataclasses.replace(each, problem=_why_not_asked(each.cell.options, plan.backend, choose))
+        if each.has_work
+        else each
         for each in plan.planned
     )
     return dataclasses.replace(plan, planned=tuple(looked))
 
 
-def _why_not_found(model: str | None) -> str:
-    """Return why the model cannot be read here without the network.
-
-    Empty where it can, or the base names it.
-    """
-    if model is None:
-        return ""
+def _why_not_asked(
+    options: Question, backend: str, choose: Callable[[str | None], ChosenCard]
+) -> str:
+    """Return why a search cannot begin, or not without the network; empty where it can."""
     try:
-        models.resolve(model, asks_hub=False)
+        for model in (options.model, options.teacher):
+            if model is not None:
+                models.resolve(model, asks_hub=False)
+        resolve(dataclasses.replace(options, backend=backend), card=choose(options.gpu_mem))
     except AutotuneError as error:
         return str(error)
     return ""

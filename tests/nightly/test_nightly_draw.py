@@ -301,6 +301,16 @@ def test_a_dry_run_says_why_and_touches_nothing(
         "cache, and the Hub was not asked. A search asks the Hub for it."
     )
     assert len(lines) == 6
+    Path("matrix.yaml").write_text(
+        "models: [gpt2]\nbudgets: [all, 2GB]\ntask: distillation\n"
+        "cells: [{where: {budget: all}, teacher: gpt2}]",
+        encoding="utf-8",
+    )
+    with pytest.raises(SystemExit):
+        main(["nightly", "matrix.yaml", "--backend", "cpu", "--dry-run"])
+    no_budget, no_teacher = capsys.readouterr().out.splitlines()[2::2]
+    assert no_budget.strip().startswith("There is no memory budget")
+    assert no_teacher.strip().startswith("The task distillation needs a teacher")
     assert [path.name for path in tmp_path.iterdir()] == ["matrix.yaml"]
 
 

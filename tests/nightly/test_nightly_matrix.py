@@ -118,6 +118,7 @@ BROKEN = {
     "models: [gpt2]\nprobes: 1": "probes: must be 2 to 1000, not 1",
     "models: [gpt2]\ncells: [{skip: true}]": "every cell is skipped",
     "models: [gpt2]\nhooks: []": "hooks: unknown key",
+    "models: [gpt2]\nmethods: [lora, []]": "methods, item 2: must not be empty",
 }
 
 
