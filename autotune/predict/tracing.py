@@ -149,7 +149,7 @@ def trace_all(
     if jobs.crash is not None and (jobs.left() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
-        raise _refusal(model, specs, next(iter(jobs.refused.values())))
+        raise _refusal(model, specs, next(iter(jobs.refused.values())), pictures)
     if not found and any(spec.checkpoint_layers for spec in specs):
         raise ConfigError(
             f"This plan of checkpointing cannot be predicted for {model.name}",
@@ -228,7 +228,9 @@ def shared_trace(
     return RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size, on_card=on_card)
 
 
-def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> ConfigError:
+def _refusal(
+    model: ModelSource, specs: Collection[TraceSpec], reason: str, pictures: Pictures | None
+) -> ConfigError:
     """The error for the user where none of the specs could be traced; `reason` is a worker's."""
     family = model.config["model_type"]
     attentions = sorted({spec.attention for spec in specs})
@@ -242,8 +244,25 @@ def _refusal(model: ModelSource, specs: Collection[TraceSpec], reason: str) -> C
         remedy = "Take another way to share (--parallelism fsdp2), or another --num-gpus"
     elif any(spec.lora_targets not in (None, "all-linear", "attention") for spec in specs):
         remedy = "Name modules that it has with --targets, or another model or method"
+    elif _is_resized(model, pictures):
+        remedy = "Leave --image-size out: the model's own is read then"
+    elif pictures is not None and not pictures.is_in_text and all(map(_has_half_weights, specs)):
+        remedy = "Give --precision bf16-autocast"
     why = reason[:1].upper() + reason[1:]
     return ConfigError(f"{model.name} cannot be traced", why=why, remedy=remedy)
+
+
+def _is_resized(model: ModelSource, pictures: Pictures | None) -> bool:
+    """Whether pictures that are all a model reads have another size than it was made for."""
+    side = model.config.get("image_size")
+    if pictures is None or pictures.is_in_text or not isinstance(side, int):
+        return False
+    return (pictures.width, pictures.height) != (side, side)
+
+
+def _has_half_weights(spec: TraceSpec) -> bool:
+    """Whether the model's weights are kept in 16 bits, as its pictures are not."""
+    return spec.precision in ("bf16-true", "fp16-true")
 
 
 def of_card(gpu: Gpu) -> dict[str, Any]:

@@ -33,7 +33,16 @@ def task_of(question: Question, usual: str) -> str:
     """
     sees = question.images is not None
     is_taught = question.teacher is not None
-    task = question.task or (PICTURES if sees else DISTILLATION if is_taught else usual)
+    sees_one = row_of(usual).reads == "pixels"
+    task = question.task or (
+        PICTURES if sees and not sees_one else DISTILLATION if is_taught else usual
+    )
+    if sees and row_of(task).reads == "pixels":
+        raise ConfigError(
+            f"--images does not go with --task {task}",
+            why="A sample is one picture with its label",
+            remedy="Leave --images out",
+        )
     if sees and task != PICTURES:
         raise ConfigError(
             f"--images does not go with --task {task}", remedy=f"Give --task {PICTURES}"

@@ -17,6 +17,7 @@ from autotune.predict import trace_servers, tracing
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
+from autotune.space.pictures import Pictures
 from autotune.store import trace_cache
 from autotune.store.trace_cache import TraceCache
 
@@ -96,6 +97,13 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
     with pytest.raises(ConfigError, match="tiny-llama cannot be traced") as caught:
         trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
     assert "Has no layers" in str(caught.value)
+    vit = dataclasses.replace(tiny_model.MODEL, config={"model_type": "vit", "image_size": 224})
+    seen = Pictures(num_images=1, width=384, height=384, num_tokens=0, tensors=())
+    own = dataclasses.replace(seen, width=224, height=224)
+    spec = TraceSpec.of(dataclasses.replace(FULL, precision="bf16-true"))
+    for sees, remedy in ((seen, "Leave --image-size out"), (own, "Give --precision bf16-autocast")):
+        with pytest.raises(ConfigError, match=remedy):
+            trace_all(vit, "image-classification", 1, find_gpu("t4"), {spec}, pictures=sees)
 
 
 def test_an_attention_that_the_model_lacks_is_an_error_with_one_that_it_has(

@@ -62,6 +62,9 @@ def test_pictures_decide_the_task(source: models.ModelSource) -> None:
     assert task_of(Question(images=1), source.task) == TASK
     with pytest.raises(ConfigError, match="--images does not go with --task masked-lm"):
         task_of(Question(images=1, task="masked-lm"), source.task)
+    for usual, task in (("image-classification", None), ("causal-lm", "image-classification")):
+        with pytest.raises(ConfigError, match="one picture with its label"):
+            task_of(Question(images=1, task=task), usual)
 
 
 @pytest.mark.parametrize(
