@@ -34,6 +34,7 @@ from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import completions_of, default_base
 from autotune.space.headroom import NO_HEADROOM
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import (
     SearchSpace,
     as_in_base,
@@ -128,6 +129,8 @@ def resolve(
         _note_float16(source, card.gpu, note)
         if card.gpu.advice:
             note(f"{card.gpu.name}: {card.gpu.advice}")
+    elif PRECISIONS[base.precision].compute_dtype == "float16":
+        _note_overflow(source, note)
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = task_of(question, of_base or source.task)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
@@ -301,6 +304,8 @@ def resolve_configuration(
         gradient_accumulation_steps=question.accumulation,
         **given,
     )
+    if PRECISIONS[config.precision].compute_dtype == "float16":
+        _note_overflow(source, note)
     checked = config
     if config.activation_checkpointing == SOLVE:
         # Any plan must be possible.
@@ -366,6 +371,21 @@ def _note_float16(source: ModelSource, card: Gpu, note: Callable[[str], None]) -
         note(
             f"{card.name} has no bfloat16 (it came with compute capability 8.0): float16 with loss scaling "
             "is searched instead."
+        )
+    if not card.has_bfloat16:
+        _note_overflow(source, note)
+
+
+OVERFLOWING = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
+"""Families whose checkpoints, made in bfloat16, have ended in nan in float16 (transformers issues 5651, 23918)."""
+
+
+def _note_overflow(source: ModelSource, note: Callable[[str], None]) -> None:
+    """Warn of float16 for a family whose values have left its range."""
+    if source.config["model_type"] in OVERFLOWING:
+        note(
+            f"Values of {source.short_name} may leave float16's range, so that losses become nan (transformers "
+            "issue 23918): look at the first ones where fp16 is chosen; fp32 and bfloat16 are safe."
         )
 
 

@@ -107,6 +107,8 @@ def test_a_card_without_bfloat16_is_said_to_train_in_float16() -> None:
     assert "Its memory is the host's, too" in notes_on("gb10")
     # Its checkpoint is in float32.
     assert "bfloat16" not in notes_on("t4", "google-bert/bert-base-uncased")
+    assert "may leave float16's range" in notes_on("t4", "google-t5/t5-base")
+    assert "float16" not in notes_on("rtx-4090", "google-t5/t5-base")
 
 
 @pytest.mark.parametrize(("length", "is_told"), [(32_768, False), (32_769, True)])
