@@ -377,15 +377,15 @@ def _note_float16(source: ModelSource, card: Gpu, note: Callable[[str], None]) -
 
 
 OVERFLOWING = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
-"""Families whose checkpoints, made in bfloat16, have ended in nan in float16 (transformers issues 5651, 23918)."""
+"""Families made in bfloat16 whose losses have become nan in float16 (transformers issues 5651, 23918)."""
 
 
 def _note_overflow(source: ModelSource, note: Callable[[str], None]) -> None:
     """Warn of float16 for a family whose values have left its range."""
     if source.config["model_type"] in OVERFLOWING:
         note(
-            f"Values of {source.short_name} may leave float16's range, so that losses become nan (transformers "
-            "issue 23918): look at the first ones where fp16 is chosen; fp32 and bfloat16 are safe."
+            f"Values of {source.short_name} may leave float16's range, so that losses become nan "
+            "(transformers issue 23918): look at the first ones where fp16 is chosen; fp32 and bfloat16 are safe."
         )
 
 
