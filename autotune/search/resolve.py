@@ -385,7 +385,8 @@ def _note_overflow(source: ModelSource, note: Callable[[str], None]) -> None:
     if source.config["model_type"] in OVERFLOWING:
         note(
             f"Values of {source.short_name} may leave float16's range, so that losses become nan "
-            "(transformers issue 23918): look at the first ones where fp16 is chosen; fp32 and bfloat16 are safe."
+            "(transformers issue 23918): look at the first ones where fp16 is chosen; fp32 "
+            "and bfloat16 are safe."
         )
 
 
