@@ -191,6 +191,11 @@ def test_the_longest_sequence_is_that_of_a_full_search(
     # It lacks what the best configuration for it lacks, by a full replay of every one.
     needed = [each.resident_bytes for each in every_one[longest + STEP]]
     assert found.beyond.lacks_bytes == min(needed) - budget_bytes > 0
+    peak_bytes = found.beyond.smallest.resident_bytes
+    roomy = dataclasses.replace(
+        found.beyond, budget_bytes=peak_bytes + 1, needed_bytes=peak_bytes + 2
+    )
+    assert roomy.to_dict()["fits"] is False, "the room that it has to leave counts"
 
 
 def test_where_the_model_ends_it_that_is_said(server: here.Workers) -> None:
