@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -180,6 +181,7 @@ def resolve(
     asked_for = question.backend if question.backend in BACKENDS else None
     backend = "cuda" if measures_here else asked_for
     space_file.require_method(changing.space, methods)
+    _note_untried_batches(changing.space, batch or EFFECTIVE_BATCH_SIZE, num_gpus, note)
     workload = Workload(
         model=source.name,
         task=task,
@@ -396,6 +398,25 @@ def _note_unpacked(source: ModelSource, note: Callable[[str], None]) -> None:
         note(
             f"The checkpoint of {source.short_name} is quantised, and is unpacked into 16 bits as it is "
             f"loaded ({source.checkpoint.unpacked_by}): its weights take more memory than its files."
+        )
+
+
+def _note_untried_batches(
+    space: SearchSpace, batch: int, num_gpus: int, note: Callable[[str], None]
+) -> None:
+    """Say that micro-batches twice as large as any that is tried would divide the effective batch."""
+    samples = batch // num_gpus
+    listed = {
+        size for section in space.methods for size in section.domains.get("micro_batch_size", (1,))
+    }
+    divisors = [size for size in range(1, max(listed) + 1) if samples % size == 0]
+    tried = max(listed.intersection(divisors), default=1)
+    if max(divisors) >= 2 * tried:
+        power = 2 ** round(math.log2(samples)) * num_gpus
+        note(
+            f"An effective batch of {batch:,} is tried with micro-batches of {tried} at most, though "
+            f"{max(divisors)} divides it: name that in a space of your own (--space FILE), or take "
+            f"--effective-batch {power}."
         )
 
 

@@ -91,11 +91,26 @@ def test_a_length_that_was_asked_for_is_refused_where_the_model_ends_before() ->
     assert resolve_configuration(bert).config.sequence_length == 512
 
 
+def notes_of(**question: Any) -> str:
+    notes: list[str] = []
+    resolve(Question(**question), note=notes.append)
+    return " ".join(notes)
+
+
+def test_micro_batches_that_no_space_lists_are_said_where_they_are_much_larger() -> None:
+    def notes_on(batch: int, **more: Any) -> str:
+        return notes_of(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", effective_batch=batch, **more)
+
+    assert "micro-batches of 1 at most, though 3 divides it" in notes_on(3)
+    assert "of 8 at most, though 25 divides it" in notes_on(1000)
+    assert "take --effective-batch 12" in notes_on(9, num_gpus=3)
+    for batch in (1, 2, 32, 48, 64, 37):
+        assert "divides it" not in notes_on(batch), batch
+
+
 def test_a_card_without_bfloat16_is_said_to_train_in_float16() -> None:
     def notes_on(card: str, model: str = "Qwen/Qwen2.5-0.5B") -> str:
-        notes: list[str] = []
-        resolve(Question(model=model, gpu=card), note=notes.append)
-        return " ".join(notes)
+        return notes_of(model=model, gpu=card)
 
     assert "T4 has no bfloat16" in notes_on("t4")
     assert "float16 with loss scaling is searched instead" in notes_on("t4")
