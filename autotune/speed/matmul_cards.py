@@ -38,7 +38,7 @@ _SQUARES: Floats = np.arange(1, 11, dtype=np.float64) * 1024
 
 _HALF = ("bfloat16", "float16")
 FLOAT32_OWN_LANES = "float32_own_lanes"
-_OWN_LANES = frozenset({(7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3)})
+_OWN_LANES = frozenset({(6, 0), (7, 0), (7, 5), (8, 0), (9, 0), (10, 0), (10, 3)})
 _WITH_HBM = _OWN_LANES - {(7, 5)}
 
 

@@ -52,10 +52,10 @@ def test_the_kernel_is_the_one_that_pytorch_chose(
 
 
 def test_every_card_of_the_catalogue_was_asked_about() -> None:
-    """But Volta, which the builds for CUDA 13 no longer know, and B300 and GB300."""
+    """But Pascal and Volta, which the builds for CUDA 13 no longer know, B300 and GB300, and GB10."""
     capabilities = {card.compute_capability for card in catalogue() if card.compute_capability}
     asked = {_numbers(name.split()[1]) for names in choices().values() for name in names}
-    assert capabilities - asked == {(7, 0), (10, 3)}
+    assert capabilities - asked == {(6, 0), (7, 0), (10, 3), (12, 1)}
 
 
 @pytest.mark.parametrize(("capability", "other"), TRACED_AS.items(), ids=str)
