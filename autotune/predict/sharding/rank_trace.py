@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -316,6 +316,9 @@ class RankTrace(SharedTrace):
         self._replace_weights()
         if shares.is_torch:
             return
+        if row.stage < 3 and self._on_card:
+            self._flatten()
+            return
         if row.stage == 3:
             self._buffers.append(self._keep("workspace", shares.bucket_bytes))
             self._buffers.append(self._keep("parameter", shares.persistent_bytes))
@@ -367,6 +370,54 @@ class RankTrace(SharedTrace):
         if self._on_card and is_dealt_out:
             self._load()
 
+    def _flatten(self) -> None:
+        """Have weights come whole, and DeepSpeed copy the trained ones into one tensor for each group.
+
+        The cache is given back before each group, so that of whole weights only the last group's leave free
+        blocks behind; so do float32 gradients that are made and dropped at the end. Source: deepspeed 0.19.8
+        runtime/zero/stage_1_and_2.py, __init__ and initialize_optimizer_states.
+        """
+        shares = self._shares
+        loaded, behind = self._loaded_apart()
+        last = shares.groups[-1] if shares.groups else None
+        whole: list[int] = []
+        for event in loaded:
+            position = self._position_of[event]
+            if not shares.parameters[position].trainable:
+                self.setup.append(event)
+            elif shares.parameters[position].group == last:
+                size = functools.partial(self._working_bytes, position=position)
+                whole.append(self._keep("temporary", size))
+        for group in shares.groups:
+            part = functools.partial(shares.partition_bytes, group=group)
+            self._keep("parameter", functools.partial(part, num_parts=shares.num_gpus))
+            self._drop(whole if group == last else ())
+            self._copy_part(group, is_cloned=group == last)
+        if shares.row.offload:
+            self._buffers.append(self._keep("workspace", shares.largest_bytes))
+        else:
+            self._drop(
+                [
+                    self._keep("temporary", functools.partial(shares.master_bytes, group=group))
+                    for group in shares.groups
+                ]
+            )
+        self.setup += behind
+
+    def _copy_part(self, group: int, *, is_cloned: bool) -> None:
+        """Copy the GPU's part of a group, in 16 bits and then in float32, which the host keeps in offloading."""
+        shares = self._shares
+        cloned: list[int] = []
+        if is_cloned and (shares.compute_bytes < 4 or shares.row.offload):
+            part = functools.partial(shares.partition_bytes, group=group)
+            cloned = [self._keep("temporary", part)]
+        if not shares.row.offload:
+            self._keep("optimizer_state", functools.partial(shares.master_bytes, group=group))
+        self._drop(cloned)
+
+    def _drop(self, numbers: Sequence[int]) -> None:
+        self.setup += [~number for number in numbers]
+
     def _load(self) -> None:
         """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
 
@@ -374,14 +425,11 @@ class RankTrace(SharedTrace):
         fsdp2_load_full_state_dict.
         """
         shares = self._shares
-        own, behind = self.setup[: self.num_own_events], self.setup[self.num_own_events :]
-        numbers = {
-            parameter.number: position for position, parameter in enumerate(shares.parameters)
-        }
+        weights, behind = self._loaded_apart()
         loaded: list[int] = []
         again: list[int] = []
-        for event in (event for event in own if event in numbers):
-            position = numbers[event]
+        for event in weights:
+            position = self._position_of[event]
             whole = self._extra.new(
                 "temporary", functools.partial(self._whole_bytes, position=position)
             )
@@ -389,11 +437,26 @@ class RankTrace(SharedTrace):
             if shares.tail_stays and shares.parameters[position].embedding:
                 part = self._extra.new("temporary", self._replaced[event])
                 again += [whole, part, ~whole, ~part]
-        kept = [event not in numbers for event in own]
+        self.setup += [*loaded, *again, *behind]
+
+    @functools.cached_property
+    def _position_of(self) -> dict[int, int]:
+        """Position of the weight that each number is of."""
+        return {
+            parameter.number: position for position, parameter in enumerate(self._shares.parameters)
+        }
+
+    def _loaded_apart(self) -> tuple[list[int], list[int]]:
+        """Take weights, and what is behind the trace's own events, out of `setup`: return both."""
+        own, behind = self.setup[: self.num_own_events], self.setup[self.num_own_events :]
+        kept = [event not in self._position_of for event in own]
         self.num_prepared_events = sum(kept[: self.num_prepared_events])
         self.num_own_events = sum(kept)
-        stays = [event for event, is_kept in zip(own, kept, strict=True) if is_kept]
-        self.setup = [*stays, *loaded, *again, *behind]
+        self.setup = [event for event, is_kept in zip(own, kept, strict=True) if is_kept]
+        return [event for event in own if event in self._position_of], behind
+
+    def _working_bytes(self, rank: int, position: int) -> int:
+        return self._shares.working_bytes(self._shares.weights(rank)[position])
 
     def _whole_bytes(self, rank: int, position: int) -> int:
         weight = self._shares.weights(rank)[position]
