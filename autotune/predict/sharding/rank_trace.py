@@ -47,6 +47,7 @@ Known limitations
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -63,7 +64,13 @@ from autotune.predict.sharding.shards import TAIL, Shares
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.predict.sharding.zero_parts import ZeroParts
-from autotune.predict.sharding.zero_step import Blocks, ZeroMicroStep, ZeroUpdate, positions_of
+from autotune.predict.sharding.zero_step import (
+    Blocks,
+    ZeroMicroStep,
+    ZeroUpdate,
+    positions_of,
+    summed_in_place,
+)
 from autotune.records.estimate import TraceSpec
 from autotune.speed.links import COLLECTIVES, Message
 
@@ -151,8 +158,13 @@ class RankTrace(SharedTrace):
             self.first = [*trace.first[: first + 1], bucket, *trace.first[first + 1 :]]
             self.again = [event for event in self.first if event not in workspaces]
         else:
+            summed: dict[int, int] = {}
+            if shares.row.stage == 3:
+                blocks, summed = summed_in_place(
+                    blocks, positions, trace.sizes(1, USUAL_RANK).__getitem__
+                )
             steps = [
-                ZeroMicroStep(self._extra, shares, parts, positions, logits, adds=adds)
+                ZeroMicroStep(self._extra, shares, parts, positions, logits, summed, adds=adds)
                 for adds in (False, True)
             ]
             self.first, later = (step.written(blocks) for step in steps)
@@ -316,10 +328,13 @@ class RankTrace(SharedTrace):
         self._replace_weights()
         if shares.is_torch:
             return
-        if row.stage < 3 and self._on_card:
+        is_brought = self._on_card and not self._is_quantized
+        if row.stage < 3 and is_brought:
             self._flatten()
             return
         if row.stage == 3:
+            if is_brought:
+                self._part_as_loaded()
             self._buffers.append(self._keep("workspace", shares.bucket_bytes))
             self._buffers.append(self._keep("parameter", shares.persistent_bytes))
         elif row.offload:
@@ -336,6 +351,35 @@ class RankTrace(SharedTrace):
             if not row.offload:
                 master = functools.partial(shares.master_bytes, group=group)
                 self._keep("optimizer_state", master)
+        if row.stage == 3 and is_brought:
+            self._gather_each()
+
+    def _part_as_loaded(self) -> None:
+        """Have each weight come whole, be parted, and go again (deepspeed 0.19.8, zero.Init)."""
+        pieces: list[list[int]] = []
+        for event in self.setup[: self.num_own_events]:
+            piece = [event]
+            if event in self._position_of:
+                size = functools.partial(self._working_bytes, position=self._position_of[event])
+                whole = self._extra.new("temporary", size)
+                piece = [whole, event, ~whole]
+            pieces.append(piece)
+        behind = self.setup[self.num_own_events :]
+        self.num_prepared_events = sum(map(len, pieces[: self.num_prepared_events]))
+        self.num_own_events = sum(map(len, pieces))
+        self.setup = [*itertools.chain(*pieces), *behind]
+
+    def _gather_each(self) -> None:
+        """Gather each trained weight once (0.19.8 stage3.py, create_reduce_and_remove_grad_hooks)."""
+        shares = self._shares
+        for position, parameter in enumerate(shares.parameters):
+            if parameter.trainable:
+                size = functools.partial(shares.whole_bytes, position=position)
+                gathered = [self._keep("temporary", size)]
+                if shares.row.offload:
+                    part = functools.partial(shares.part_bytes, position=position)
+                    gathered.append(self._keep("temporary", part))
+                self._drop(gathered)
 
     def _send_weights(self) -> None:
         """Add the flat copies of weights that DDP sends as it is made: two at a time."""
@@ -459,8 +503,8 @@ class RankTrace(SharedTrace):
         return self._shares.working_bytes(self._shares.weights(rank)[position])
 
     def _whole_bytes(self, rank: int, position: int) -> int:
-        weight = self._shares.weights(rank)[position]
-        return weight.size_bytes
+        """Return the bytes of a weight as accelerate has cast it before FSDP2 deals it out."""
+        return self._shares.loaded_bytes(self._shares.weights(rank)[position])
 
 
 def _messages(

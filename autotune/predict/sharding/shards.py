@@ -129,6 +129,11 @@ class Shares:
             element_bytes = DTYPE_BYTES[dtype]
         return self._shard_elements(weight) * element_bytes
 
+    def loaded_bytes(self, weight: Weight) -> int:
+        """Bytes of the whole weight in the dtype in which FSDP2 keeps its shards."""
+        dtype = self._shard_dtype(weight.dtype) if weight.trainable else weight.dtype
+        return weight.num_elements * DTYPE_BYTES[dtype]
+
     def partitions(self, rank: int) -> dict[int, int]:
         """Elements of the GPU's part of each of the optimizer's groups (ZeRO)."""
         parts = dict.fromkeys(self.groups, 0)
@@ -162,6 +167,14 @@ class Shares:
         if unit is not None:
             weights = [weights[position] for position in self.members.get(unit, ())]
         return sum(self._padded_bytes(w) for w in weights if self._is_gathered(w))
+
+    def whole_bytes(self, rank: int, position: int) -> int:
+        """Bytes of the weight at that position once its parts, padded alike, are together."""
+        return self._padded_bytes(self._weights(rank)[position])
+
+    def part_bytes(self, rank: int, position: int) -> int:
+        """Bytes of the GPU's part of the weight at that position."""
+        return self.shard_bytes(self._weights(rank)[position])
 
     def gathered_weight_bytes(self, rank: int, position: int) -> int:
         """Bytes of the weight at that position once it is whole on the GPU; 0 where it always is."""

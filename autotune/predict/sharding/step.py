@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
+from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 
 Size = Callable[[int], int]
@@ -20,6 +21,7 @@ class Stream(Enum):
     COMPUTES = auto()
     GATHERS = auto()
     REDUCES = auto()
+    AVERAGES = auto()
 
 
 class AddedTensors:
@@ -234,14 +236,16 @@ class MicroStep(Writer):
         self._reducing = self._new("temporary", reduced)
         self._free(*made)
         reduced_part: int | None = None
+        stream = Stream.REDUCES
         if self._shares.row.num_replicas > 1:
             self._hold_all_reduced(unit)
+            # What is cast from the average is made where the groups average.
+            is_cast = self._shares.is_cast(USUAL_RANK, unit)
+            stream = Stream.AVERAGES if is_cast else stream
         else:
             in_their_dtype = functools.partial(self._cast_part_bytes, unit=unit)
             reduced_part = self._new("temporary", in_their_dtype, stream=Stream.REDUCES)
-        part = self._new(
-            "gradient", functools.partial(self._part_bytes, unit=unit), stream=Stream.REDUCES
-        )
+        part = self._new("gradient", functools.partial(self._part_bytes, unit=unit), stream=stream)
         self._free(reduced_part)
         if self._keeps:
             self.gradients.append(part)

@@ -20,7 +20,6 @@ Known limitations
 - DeepSpeed's linear layers keep their inputs though their weights are frozen (runtime/zero/linear.py,
   LinearFunctionForZeroStage3): with adapters on some layers alone ZeRO 3 keeps more than is predicted.
 - Which gradients share a bucket is worked out at one LoRA rank.
-- ZeRO 3 with offloading takes up to a weight more where little else is alive (studies/no-card, shared.jsonl).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from autotune.memory.traces import FORWARD_PHASES, Phase, Place
+from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import Shares, Unit
 from autotune.predict.sharding.step import (
@@ -163,19 +162,25 @@ class ZeroMicroStep(_ZeroWriter):
         parts: ZeroParts,
         position_of: Mapping[int, int],
         logits: Collection[int],
+        summed: Mapping[int, int],
         *,
         adds: bool,
     ) -> None:
-        """`position_of`: of the weight, by the number of a gradient; `logits`: what the loss is made of."""
+        """`position_of`: of the weight, by the number of a gradient; `logits`: what the loss is made of.
+
+        `summed`: as summed_in_place says.
+        """
         super().__init__(extra, shares, parts)
         self.bucket: int | None = None
         """Number of ZeRO 2's bucket, which lives for a backward pass."""
         self._position_of = position_of
         self._logits = logits
+        self._summed = summed
         self._adds = adds
 
     def written(self, blocks: Blocks) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
+        late: list[int | None] = []
         for index, (phase, place, events) in enumerate(blocks):
             unit = unit_in(self._shares, phase, place)
             before: list[int] = []
@@ -189,14 +194,23 @@ class ZeroMicroStep(_ZeroWriter):
             is_backward = index > last_forward
             gathered = None if phase == Phase.END else self._gather(unit, is_backward=is_backward)
             for event in events:
-                self.events.append(event)
+                if event not in self._summed:
+                    self.events.append(event)
                 if event in self._position_of:
                     self._arrived(event)
-            self._free(gathered)
+            # Token ids have no gradient, with which DeepSpeed hears that a module has gone backward.
+            if (
+                is_backward
+                and phase in EMBED_PHASES
+                and any(e in self._position_of for e in events)
+            ):
+                late.append(gathered)
+            else:
+                self._free(gathered)
             self.events += after
         self._reduce()
         self._keep_more()
-        self._free(self.bucket)
+        self._free(self.bucket, *late)
         if self._adds:
             self._free_gradients()
         return self.events
@@ -222,7 +236,7 @@ class ZeroMicroStep(_ZeroWriter):
     def _arrived(self, gradient: int) -> None:
         if self.bucket is None and self._shares.row.stage == 2:
             self.bucket = self._new("workspace", self._shares.bucket_bytes)
-        self._put(gradient, self._position_of[gradient])
+        self._put(self._summed.get(gradient, gradient), self._position_of[gradient])
 
 
 class ZeroUpdate(_ZeroWriter):
@@ -287,3 +301,30 @@ def positions_of(
             )
             of_unit.remove(found[gradient])
     return found
+
+
+def summed_in_place(
+    blocks: Blocks, gradients: Collection[int], bytes_of: Callable[[int], int]
+) -> tuple[Blocks, dict[int, int]]:
+    """Have the two gradients of a weight that is used twice be added in place, as in ZeRO 3.
+
+    DeepSpeed's linear layers return one that is no view (0.19.8 runtime/zero/linear.py), to which autograd
+    may add. Returns the blocks, and which tensor stands for a sum: the sum marks where it is there.
+    """
+    summed: dict[int, int] = {}
+    written: list[tuple[Phase, Place, list[int]]] = []
+    for phase, place, events in blocks:
+        found: list[int] = []
+        index = 0
+        while index < len(events):
+            event, behind = events[index], events[index + 1 : index + 3]
+            index += 1
+            is_sum = event in gradients and len(behind) == 2 and max(behind) < 0
+            if is_sum and all(bytes_of(~freed) == bytes_of(event) for freed in behind):
+                first, second = behind
+                summed[event] = ~first
+                found.append(second)
+                index += 2
+            found.append(event)
+        written.append((phase, place, found))
+    return written, summed
