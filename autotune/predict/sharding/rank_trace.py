@@ -449,7 +449,7 @@ class RankTrace(SharedTrace):
         self.setup += behind
 
     def _copy_part(self, group: int, *, is_cloned: bool) -> None:
-        """Copy the GPU's part of a group, in 16 bits and then in float32, which the host keeps in offloading."""
+        """Copy the GPU's part of a group: in 16 bits, then in float32, which offloading keeps on the host."""
         shares = self._shares
         cloned: list[int] = []
         if is_cloned and (shares.compute_bytes < 4 or shares.row.offload):
@@ -465,22 +465,29 @@ class RankTrace(SharedTrace):
     def _load(self) -> None:
         """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
 
-        A tied head comes a second time. Source: accelerate 1.15 utils/fsdp_utils.py,
+        A tied head comes a second time. All GPUs but the first, which context parallelism is traced of, have
+        the next weight before one goes. Source: accelerate 1.15 utils/fsdp_utils.py,
         fsdp2_load_full_state_dict.
         """
         shares = self._shares
         weights, behind = self._loaded_apart()
         loaded: list[int] = []
         again: list[int] = []
+        gone: list[int] = []
         for event in weights:
             position = self._position_of[event]
             whole = self._extra.new(
                 "temporary", functools.partial(self._whole_bytes, position=position)
             )
-            loaded += [whole, event, ~whole]
-            if shares.tail_stays and shares.parameters[position].embedding:
+            is_tied_head = shares.tail_stays and shares.parameters[position].embedding
+            loaded += (
+                [*gone, whole, event] if shares.row.splits_sequences else [whole, *gone, event]
+            )
+            gone = [~whole]
+            if is_tied_head:
                 part = self._extra.new("temporary", self._replaced[event])
                 again += [whole, part, ~whole, ~part]
+        loaded += gone
         self.setup += [*loaded, *again, *behind]
 
     @functools.cached_property

@@ -180,7 +180,7 @@ class ZeroMicroStep(_ZeroWriter):
 
     def written(self, blocks: Blocks) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
-        late: list[int | None] = []
+        late: list[int] = []
         for index, (phase, place, events) in enumerate(blocks):
             unit = unit_in(self._shares, phase, place)
             before: list[int] = []
@@ -192,21 +192,18 @@ class ZeroMicroStep(_ZeroWriter):
                 events, after = events[: made + 1], events[made + 1 :]
             self.events += before
             is_backward = index > last_forward
-            gathered = None if phase == Phase.END else self._gather(unit, is_backward=is_backward)
+            gathered: int | None = None
+            if phase in EMBED_PHASES and is_backward:
+                # Token ids have no gradient, with which DeepSpeed hears that a module has gone backward.
+                late += self._gather_trained(events)
+            elif phase != Phase.END:
+                gathered = self._gather(unit, is_backward=is_backward)
             for event in events:
                 if event not in self._summed:
                     self.events.append(event)
                 if event in self._position_of:
                     self._arrived(event)
-            # Token ids have no gradient, with which DeepSpeed hears that a module has gone backward.
-            if (
-                is_backward
-                and phase in EMBED_PHASES
-                and any(e in self._position_of for e in events)
-            ):
-                late.append(gathered)
-            else:
-                self._free(gathered)
+            self._free(gathered)
             self.events += after
         self._reduce()
         self._keep_more()
@@ -232,6 +229,23 @@ class ZeroMicroStep(_ZeroWriter):
             is_gathered=True,
             stream=Stream.GATHERS,
         )
+
+    def _gather_trained(self, events: Iterable[int]) -> list[int]:
+        """Gather the weights by themselves whose gradients the events make: a model's embeddings."""
+        if self._shares.row.stage < 3:
+            return []
+        return [
+            self._new(
+                "parameter",
+                functools.partial(
+                    self._shares.gathered_weight_bytes, position=self._position_of[event]
+                ),
+                is_gathered=True,
+                stream=Stream.GATHERS,
+            )
+            for event in events
+            if event in self._position_of
+        ]
 
     def _arrived(self, gradient: int) -> None:
         if self.bucket is None and self._shares.row.stage == 2:
