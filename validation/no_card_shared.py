@@ -14,6 +14,7 @@ import argparse
 import os
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ MODELS = (
 LAYERS = 4
 _PROBED = tuple(row.name for row in PARALLELISMS.values() if row.is_launched and not row.schedules)
 _SERVER = "--server"
+_PAUSE_SECONDS = 1.0
+"""Pause behind each optimizer step, by which time the watchdog has looked. [judgement]"""
 
 
 def draw(chance: random.Random, names: list[str], num_gpus: int) -> TrainConfig:
@@ -88,7 +91,10 @@ def _with_answers() -> None:
 
 def _trust(*, deepspeed: bool) -> None:
     from torch.nn.parallel import distributed
+    from torch.optim.optimizer import register_optimizer_step_post_hook
 
+    # DDP's first buckets wait for NCCL's watchdog, which looks every 100 ms: on a card a step takes longer.
+    register_optimizer_step_post_hook(lambda *_: time.sleep(_PAUSE_SECONDS))
     replaced: Any = distributed
     replaced._verify_param_shape_across_processes = lambda *_, **__: True
     if not deepspeed:
