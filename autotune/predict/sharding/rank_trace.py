@@ -34,7 +34,10 @@ Known limitations
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
   bound if all did.
 - Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same.
-- Loading: ZeRO 1 and 2 hold the weights twice while they flatten them; a program that loads its model before
+- One GPU is predicted: under ZeRO 1 the first, under ZeRO 2 the last, under context parallelism the first,
+  under FSDP2 any but the first. Others keep other gradients or merge otherwise, and their free blocks lie
+  elsewhere: one may reserve up to 15 % more (studies/no-card, shared.jsonl).
+- Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, which is left out; a program that loads its model before
   its TrainingArguments has all of it on each GPU before ZeRO 3 parts it. Saving gathers it again.
 - Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
 - Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
