@@ -37,8 +37,9 @@ Known limitations
 - One GPU is predicted: under ZeRO 1 the first, under ZeRO 2 the last, under context parallelism the first,
   under FSDP2 any but the first. Others keep other gradients or merge otherwise, and their free blocks lie
   elsewhere: one may reserve up to 15 % more (studies/no-card, shared.jsonl).
-- Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, which is left out; a program that loads its model before
-  its TrainingArguments has all of it on each GPU before ZeRO 3 parts it. Saving gathers it again.
+- Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, which is left out; a program that
+  loads its model before its TrainingArguments has all of it on each GPU before ZeRO 3 parts it. Saving
+  gathers it again.
 - Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
 - Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
   sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.
@@ -331,12 +332,11 @@ class RankTrace(SharedTrace):
         self._replace_weights()
         if shares.is_torch:
             return
-        is_brought = self._on_card and not self._is_quantized
-        if row.stage < 3 and is_brought:
+        if row.stage < 3 and self._is_brought:
             self._flatten()
             return
         if row.stage == 3:
-            if is_brought:
+            if self._is_brought:
                 self._part_as_loaded()
             self._buffers.append(self._keep("workspace", shares.bucket_bytes))
             self._buffers.append(self._keep("parameter", shares.persistent_bytes))
@@ -351,26 +351,63 @@ class RankTrace(SharedTrace):
             elif not row.offload:
                 part = functools.partial(shares.partition_bytes, group=group)
                 self._keep("gradient", part)
-            if not row.offload:
+            if not row.offload and not (row.stage == 3 and self._is_brought):
                 master = functools.partial(shares.master_bytes, group=group)
                 self._keep("optimizer_state", master)
-        if row.stage == 3 and is_brought:
+        if row.stage == 3 and self._is_brought:
             self._gather_each()
 
+    @property
+    def _is_brought(self) -> bool:
+        """Whether DeepSpeed brings weights from the host: 4-bit ones are on each GPU already."""
+        return self._on_card and not self._is_quantized
+
     def _part_as_loaded(self) -> None:
-        """Have each weight come whole, be parted, and go again (deepspeed 0.19.8, zero.Init)."""
+        """Have each weight come whole, be parted, and go again (deepspeed 0.19.8, zero.Init).
+
+        Trained parts go before the optimizer is made, and come again as one tensor, of which float32 copies
+        are made twice; the largest group's gradients are made and dropped (stage3.py,
+        _create_fp16_partitions_with_defragmentation, _create_fp32_partitions, initialize_optimizer_states).
+        """
+        shares = self._shares
+        is_offloaded = shares.row.offload
         pieces: list[list[int]] = []
+        gone: list[int] = []
         for event in self.setup[: self.num_own_events]:
             piece = [event]
             if event in self._position_of:
-                size = functools.partial(self._working_bytes, position=self._position_of[event])
+                position = self._position_of[event]
+                size = functools.partial(self._working_bytes, position=position)
                 whole = self._extra.new("temporary", size)
                 piece = [whole, event, ~whole]
+                if shares.parameters[position].trainable and not is_offloaded:
+                    part = self._extra.new(
+                        "temporary", functools.partial(shares.part_bytes, position=position)
+                    )
+                    piece = [whole, part, ~whole]
+                    gone.append(~part)
             pieces.append(piece)
         behind = self.setup[self.num_own_events :]
+        own = [*itertools.chain(*pieces), *gone]
         self.num_prepared_events = sum(map(len, pieces[: self.num_prepared_events]))
-        self.num_own_events = sum(map(len, pieces))
-        self.setup = [*itertools.chain(*pieces), *behind]
+        self.num_own_events = len(own)
+        self.setup = [*own, *behind]
+        if not is_offloaded:
+            self._keep("parameter", shares.trained_parts_bytes)
+            self._copy_to_float32()
+
+    def _copy_to_float32(self) -> None:
+        shares = self._shares
+        before: list[int] = []
+        for group in shares.groups:
+            master = functools.partial(shares.master_bytes, group=group)
+            if shares.compute_bytes < 4:
+                cast = self._keep("temporary", master)
+                self._drop(before)
+                before = [cast]
+            self._keep("optimizer_state", master)
+        self._drop(before)
+        self._drop([self._keep("temporary", shares.step_gradient_bytes)])
 
     def _gather_each(self) -> None:
         """Gather each trained weight once (0.19.8 stage3.py, create_reduce_and_remove_grad_hooks)."""
@@ -407,7 +444,8 @@ class RankTrace(SharedTrace):
         def size(position: int, rank: int) -> int:
             weight = shares.weights(rank)[position]
             if shares.row.stage == 3:
-                return 0 if shares.row.offload else shares.shard_bytes(weight)
+                is_flat = weight.trainable and self._is_brought
+                return 0 if shares.row.offload or is_flat else shares.shard_bytes(weight)
             return 0 if weight.trainable else shares.working_bytes(weight)
 
         for position, parameter in enumerate(shares.parameters):

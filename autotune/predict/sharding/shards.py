@@ -176,6 +176,10 @@ class Shares:
         """Bytes of the GPU's part of the weight at that position."""
         return self.shard_bytes(self._weights(rank)[position])
 
+    def trained_parts_bytes(self, rank: int) -> int:
+        """Bytes of the GPU's parts of all trainable weights."""
+        return sum(map(self.shard_bytes, self.trained(rank)))
+
     def gathered_weight_bytes(self, rank: int, position: int) -> int:
         """Bytes of the weight at that position once it is whole on the GPU; 0 where it always is."""
         weight = self._weights(rank)[position]
