@@ -444,7 +444,7 @@ class RankTrace(SharedTrace):
         def size(position: int, rank: int) -> int:
             weight = shares.weights(rank)[position]
             if shares.row.stage == 3:
-                is_flat = weight.trainable and self._is_brought
+                is_flat = weight.trainable and shares.row.is_deepspeed and self._is_brought
                 return 0 if shares.row.offload or is_flat else shares.shard_bytes(weight)
             return 0 if weight.trainable else shares.working_bytes(weight)
 
