@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -42,6 +41,7 @@ from autotune.space.search_space import (
     may_pack,
     unlisted,
     usual_batching,
+    with_divisors,
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
@@ -143,6 +143,10 @@ def resolve(
         length = budget.agreed("--seq-len", length, base.sequence_length)
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
+    batch = budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus)
+    if str(question.space) in space_file.names():
+        why = f"an effective batch of {batch:,}"
+        changing.to(with_divisors(changing.space, batch // num_gpus), why)
     budget.check_shared_probes(question.backend, num_gpus, card)
     if task == PICTURES and run is not None and run.target is not None:
         raise ConfigError(
@@ -181,7 +185,6 @@ def resolve(
     asked_for = question.backend if question.backend in BACKENDS else None
     backend = "cuda" if measures_here else asked_for
     space_file.require_method(changing.space, methods)
-    _note_untried_batches(changing.space, batch or EFFECTIVE_BATCH_SIZE, num_gpus, note)
     workload = Workload(
         model=source.name,
         task=task,
@@ -190,7 +193,7 @@ def resolve(
         pictures=pictures,
         teacher=teacher,
         dataset=data,
-        effective_batch_size=budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus),
+        effective_batch_size=batch,
         methods=methods,
         memory_budget_bytes=card.budget_bytes,
         # What is measured needs no room beyond its own.
@@ -398,25 +401,6 @@ def _note_unpacked(source: ModelSource, note: Callable[[str], None]) -> None:
         note(
             f"The checkpoint of {source.short_name} is quantised, and is unpacked into 16 bits as it is "
             f"loaded ({source.checkpoint.unpacked_by}): its weights take more memory than its files."
-        )
-
-
-def _note_untried_batches(
-    space: SearchSpace, batch: int, num_gpus: int, note: Callable[[str], None]
-) -> None:
-    """Say that micro-batches twice as large as any that is tried would divide the effective batch."""
-    samples = batch // num_gpus
-    listed = {
-        size for section in space.methods for size in section.domains.get("micro_batch_size", (1,))
-    }
-    divisors = [size for size in range(1, max(listed) + 1) if samples % size == 0]
-    tried = max(listed.intersection(divisors), default=1)
-    if max(divisors) >= 2 * tried:
-        power = 2 ** round(math.log2(samples)) * num_gpus
-        note(
-            f"An effective batch of {batch:,} is tried with micro-batches of {tried} at most, though "
-            f"{max(divisors)} divides it: name that in a space of your own (--space FILE), or take "
-            f"--effective-batch {power}."
         )
 
 

@@ -86,6 +86,25 @@ def with_domains(space: SearchSpace, change: Callable[[MethodSpace], Domains]) -
     return dataclasses.replace(space, methods=tuple(sections))
 
 
+def with_divisors(space: SearchSpace, num_samples: int) -> SearchSpace:
+    """The space with the divisors of what a GPU trains on among its micro-batches, up to its largest.
+
+    A list of powers of two is meant as all sizes up to its end: of 24 samples it has 8 at most.
+    """
+    if num_samples & (num_samples - 1) == 0:
+        return space
+    name = "micro_batch_size"
+
+    def divided(section: MethodSpace) -> Domains:
+        sizes = section.domains.get(name, ())
+        if len(sizes) < 2:
+            return {}
+        divisors = (size for size in range(1, max(sizes) + 1) if num_samples % size == 0)
+        return {name: tuple(sorted({*sizes, *divisors}))}
+
+    return with_domains(space, divided)
+
+
 def without_solve(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
     """Return the space with no and all layers checkpointed in place of `solve`, and the methods with it."""
     name = "activation_checkpointing"

@@ -91,21 +91,47 @@ def test_a_length_that_was_asked_for_is_refused_where_the_model_ends_before() ->
     assert resolve_configuration(bert).config.sequence_length == 512
 
 
+@pytest.mark.parametrize(
+    ("batch", "num_gpus", "sizes"),
+    [
+        (32, 1, [1, 2, 4, 8, 16, 32]),
+        (128, 1, [1, 2, 4, 8, 16, 32]),
+        (3, 1, [1, 2, 3, 4, 8, 16, 32]),
+        (24, 1, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]),
+        (24, 3, [1, 2, 4, 8, 16, 32]),
+        (37, 1, [1, 2, 4, 8, 16, 32]),
+        (1000, 1, [1, 2, 4, 5, 8, 10, 16, 20, 25, 32]),
+    ],
+)
+def test_micro_batches_divide_the_effective_batch(
+    batch: int, num_gpus: int, sizes: list[int]
+) -> None:
+    question = Question(
+        model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", effective_batch=batch, num_gpus=num_gpus
+    )
+    problem = resolve(question)
+    for section in problem.space.methods:
+        assert list(section.domains["micro_batch_size"]) == sizes
+    is_said = [change for change in problem.changes if "effective batch" in change.why]
+    assert bool(is_said) == (sizes != [1, 2, 4, 8, 16, 32])
+
+
+def test_micro_batches_of_a_space_of_ones_own_are_as_it_lists_them(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "name: own\ndescription: d\nmethods:\n  lora:\n    micro_batch_size: [1, 2]\n"
+        "    lora_rank: [8]\n    lora_targets: [attention]\n"
+    )
+    question = Question(
+        model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", effective_batch=9, space=str(own)
+    )
+    assert resolve(question).space.methods[0].domains["micro_batch_size"] == (1, 2)
+
+
 def notes_of(**question: Any) -> str:
     notes: list[str] = []
     resolve(Question(**question), note=notes.append)
     return " ".join(notes)
-
-
-def test_micro_batches_that_no_space_lists_are_said_where_they_are_much_larger() -> None:
-    def notes_on(batch: int, **more: Any) -> str:
-        return notes_of(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", effective_batch=batch, **more)
-
-    assert "micro-batches of 1 at most, though 3 divides it" in notes_on(3)
-    assert "of 8 at most, though 25 divides it" in notes_on(1000)
-    assert "take --effective-batch 12" in notes_on(9, num_gpus=3)
-    for batch in (1, 2, 32, 48, 64, 37):
-        assert "divides it" not in notes_on(batch), batch
 
 
 def test_a_card_without_bfloat16_is_said_to_train_in_float16() -> None:
