@@ -37,6 +37,7 @@ def written(gpu: Gpu, *, comments: Sequence[str] = ()) -> str:
         "boost_mhz": _over(gpu.boost_clock_hertz, 1e6),
         "l2_mib": _over(gpu.l2_bytes, MIB),
         "measured_tflop_per_second": _tera(gpu.measured_flop_per_second) or None,
+        "advice": gpu.advice or None,
     }
     values |= {name: value for name, value in optional.items() if value is not None}
     lines = [*(f"# {comment}" for comment in comments), *_lines(values)]

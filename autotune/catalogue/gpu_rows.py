@@ -73,6 +73,8 @@ class CardFile:
     l2_mib: _Positive | None = None
     measured_tflop_per_second: Mapping[str, _Positive] | None = None
     """Best rates of large matrix products, by keys of PEAK_DTYPES."""
+    advice: Annotated[str, msgspec.Meta(max_length=400)] | None = None
+    """A sentence for whoever plans for it."""
     rates: OwnRates | None = None
     """Rates that `autotune calibrate` measured on it."""
 

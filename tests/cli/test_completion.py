@@ -52,7 +52,10 @@ def values(folder: Path, line: str) -> list[str]:
 def test_models_cards_and_spaces(tmp_path: Path) -> None:
     assert values(tmp_path, "autotune find --model qwen/qwen2.5-1.5") == ["Qwen/Qwen2.5-1.5B"]
     assert values(tmp_path, "autotune estimate --model Qwen2.5-1.5") == ["Qwen2.5-1.5B"]
-    assert values(tmp_path, "autotune max --gpu rtx-pro") == ["rtx-pro-6000-blackwell"]
+    assert values(tmp_path, "autotune max --gpu rtx-pro-4") == [
+        "rtx-pro-4000-blackwell",
+        "rtx-pro-4500-blackwell",
+    ]
     assert values(tmp_path, "autotune find --space ql") == ["qlora"]
     # What is no known name may be a file.
     assert completed(tmp_path, "autotune find --model ./mod") == ["file,./mod"]
@@ -138,7 +141,7 @@ def test_bash_completes_with_it(tmp_path: Path) -> None:
     (tmp_path / "autotune").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autotune "$@"\n')
     (tmp_path / "autotune").chmod(0o755)
     asked = (
-        'eval "$(autotune completion bash)"; COMP_WORDS=(autotune find --gpu rtx-pro); COMP_CWORD=3; '
+        'eval "$(autotune completion bash)"; COMP_WORDS=(autotune find --gpu rtx-pro-45); COMP_CWORD=3; '
         '_autotune_completion autotune; echo "${COMPREPLY[@]}"'
     )
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
@@ -150,4 +153,4 @@ def test_bash_completes_with_it(tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    assert bash.stdout.split() == ["rtx-pro-6000-blackwell"], bash.stderr
+    assert bash.stdout.split() == ["rtx-pro-4500-blackwell"], bash.stderr

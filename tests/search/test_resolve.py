@@ -121,6 +121,7 @@ def test_micro_batches_of_a_space_of_ones_own_are_as_it_lists_them(tmp_path: Pat
     own.write_text(
         "name: own\ndescription: d\nmethods:\n  lora:\n    micro_batch_size: [1, 2]\n"
         "    lora_rank: [8]\n    lora_targets: [attention]\n"
+        "    precision: [bf16-autocast]\n    optimizer: [adamw_torch]\n"
     )
     question = Question(
         model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", effective_batch=9, space=str(own)
