@@ -19,7 +19,7 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -198,8 +198,11 @@ def storages(tensors: Iterable[Any]) -> int:
     return sum(seen.values())
 
 
-def predicted(config: TrainConfig) -> Estimate:
-    """Return what is predicted of a GPU, without streams, the buffers of CUDA's kernels and cuBLAS."""
+def predicted(config: TrainConfig, gpu: int | None = None) -> Estimate:
+    """Return what is predicted of a GPU, without streams, the buffers of CUDA's kernels and cuBLAS.
+
+    `gpu`: its number; None: the one that holds most.
+    """
     spec = TraceSpec.of(config)
     trace = RankTrace(
         _trace(spec),
@@ -207,6 +210,7 @@ def predicted(config: TrainConfig) -> Estimate:
         num_gpus=config.num_gpus,
         hidden_size=int(str(MODEL["hidden_size"])),
         on_card=False,
+        gpu=gpu,
     )
     return Estimator({spec: trace}, find_gpu(GPU), memory_budget_bytes=GIB).estimate(config)
 
@@ -233,9 +237,9 @@ def _trace(spec: TraceSpec) -> Trace:
     return Trace(json.loads(json.dumps(answer)))
 
 
-def predicted_bytes(config: TrainConfig) -> dict[str, int]:
-    """Return what is predicted, by the names of what is measured."""
-    estimate = predicted(config)
+def predicted_bytes(config: TrainConfig, gpu: int | None = None) -> dict[str, int]:
+    """Return what is predicted, by the names of what is measured; `gpu` as of predicted."""
+    estimate = predicted(config, gpu)
     share = estimate.per_gpu
     assert share is not None
     return {
@@ -255,9 +259,21 @@ def measure_in_child(name: str) -> list[dict[str, int]]:
 
 
 def fullest(gpus: list[dict[str, int]]) -> dict[str, int]:
-    """Return the most that any process holds of each; buffers in blocks of 512 bytes, as is predicted."""
-    found = {what: max(gpu[what] for gpu in gpus) for what in gpus[0]}
-    return found | {"buffers": -(-found["buffers"] // 512) * 512}
+    """Return the most that any process holds of each."""
+    return {what: max(gpu[what] for gpu in gpus) for what in gpus[0]}
+
+
+def in_blocks(num_bytes: int) -> int:
+    """Return the bytes in blocks of 512, as buffers are predicted."""
+    return -(-num_bytes // 512) * 512
+
+
+def beside(name: str, gpus: list[dict[str, int]]) -> Iterator[tuple[int | None, dict[str, int]]]:
+    """Yield what was measured of each GPU with its number; under ZeRO 3, which deals out all, the most."""
+    if CASES[name].parallelism == "zero3":
+        yield None, fullest(gpus)
+    else:
+        yield from enumerate(gpus)
 
 
 def compare() -> None:
@@ -266,12 +282,12 @@ def compare() -> None:
     print(f"| case | {' | '.join(heads)} |")
     print("|---" * (1 + 2 * len(names)) + "|")
     for name, gpus in recorded(RECORD).items():
-        expected = predicted_bytes(CASES[name])
-        cells = [name]
-        for what in names:
-            found = fullest(gpus)[what]
-            cells += [f"{found:,}", f"{expected[what] - found:+,}"]
-        print(f"| {' | '.join(cells)} |")
+        for number, found in beside(name, gpus):
+            expected = predicted_bytes(CASES[name], number)
+            cells = [name if number is None else f"{name}, GPU {number + 1}"]
+            for what in names:
+                cells += [f"{found[what]:,}", f"{expected[what] - found[what]:+,}"]
+            print(f"| {' | '.join(cells)} |")
 
 
 def _measured(name: str) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class Estimator:
         self._micro_step = functools.cache(self._find_micro_step)
         self._floor = functools.cache(self._find_floor)
         self._whole: Estimator | None = None
-        """The estimator of all GPUs, where this one is of the layers of one of them."""
+        """The estimator of all GPUs, where this one is of one of them."""
         self._stages = functools.cache(self._find_stages)
         # An estimate asks for the steps that were replayed for it.
         self._steps = functools.lru_cache(maxsize=2)(self._find_steps)
@@ -309,8 +309,8 @@ class Estimator:
         )
 
     def _stages_of(self, config: TrainConfig) -> tuple[Estimator, ...]:
-        """Estimators of each GPU where layers are dealt out; none elsewhere."""
-        if not PARALLELISMS[config.parallelism].deals_layers or self._whole is not None:
+        """Estimators of GPUs that hold different tensors; none where all hold the same."""
+        if config.num_gpus == 1 or self._whole is not None:
             return ()
         return self._stages(TraceSpec.of(config), self.memory_budget_bytes)
 
@@ -319,7 +319,8 @@ class Estimator:
             stages = self._stages(spec, self.memory_budget_bytes)
             return tuple(stage.with_budget(memory_budget_bytes) for stage in stages)
         trace = self._traces[spec]
-        assert isinstance(trace, SharedTrace)
+        if not isinstance(trace, SharedTrace):
+            return ()
         found = []
         for stage in trace.stages:
             estimator = Estimator(
@@ -335,7 +336,7 @@ class Estimator:
         return tuple(found)
 
     def of_each_gpu(self, config: TrainConfig) -> list[Estimate]:
-        """Estimates of each GPU where layers are dealt out; elsewhere of one, which stands for all."""
+        """Estimates of GPUs that hold different tensors; where all hold the same of one, for all."""
         return [stage.estimate(config) for stage in self._stages_of(config) or (self,)]
 
     def _fullest(self, config: TrainConfig) -> Estimator:

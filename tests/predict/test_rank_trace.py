@@ -345,7 +345,8 @@ def test_every_event_list_adds_up(name: str, method: str, accumulation: int) -> 
         assert later[-1] == loss_bytes
         assert min(again.min(), later.min()) >= 0
         losses += loss_bytes
-    assert losses == 512
+    # The last of the GPUs that hold different layers has it, else each.
+    assert losses == 512 * (len(parts_of_it) if isinstance(parts_of_it[0], RankTrace) else 1)
     estimate = priced.estimate(config)
     parts = dataclasses.asdict(estimate.breakdown)
     assert sum(parts.values()) == estimate.peak_allocated_bytes

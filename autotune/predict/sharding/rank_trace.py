@@ -34,9 +34,9 @@ Known limitations
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
   bound if all did.
 - Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same.
-- One GPU is predicted: under ZeRO 1 the first, under ZeRO 2 the last, under context parallelism the first,
-  under FSDP2 any but the first. Others keep other gradients or merge otherwise, and their free blocks lie
-  elsewhere: one may reserve up to 15 % more (studies/no-card, shared.jsonl).
+- Under ZeRO 1 and 2, whose GPUs keep other gradients, the first, the last and the one that keeps most are
+  predicted, and the fullest speaks. Else one GPU is: under context parallelism the first, under FSDP2 any
+  but the first. Others merge otherwise, and their free blocks lie elsewhere.
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, which is left out; a program that
   loads its model before its TrainingArguments has all of it on each GPU before ZeRO 3 parts it. Saving
   gathers it again.
@@ -95,9 +95,17 @@ class RankTrace(SharedTrace):
         num_gpus: int,
         hidden_size: int = 0,
         on_card: bool = True,
+        gpu: int | None = None,
     ) -> None:
-        """`on_card`: whether CUDA's streams allocate, and weights are dealt out on it: not so on a CPU."""
+        """`on_card`: whether CUDA's streams allocate, and weights are dealt out on it: not so on a CPU.
+
+        `gpu`: the number of the one of several GPUs that keep other gradients; None: what goes for all.
+        """
         super().__init__(trace, spec.parallelism)
+        self._of_gpu = functools.partial(
+            RankTrace, trace, spec, num_gpus=num_gpus, hidden_size=hidden_size, on_card=on_card
+        )
+        self._gpu = gpu
         blocks = trace.blocks()
         has_head = any(phase == Phase.HEAD for phase, *_ in blocks)
         self._shares = shares = Shares(
@@ -150,7 +158,10 @@ class RankTrace(SharedTrace):
             frozenset(trace.gradients),
             lambda gradient: trace.parameter_of(gradient, USUAL_RANK).num_elements,
         )
-        update = ZeroUpdate(self._extra, shares, parts)
+        # The one that makes gradients of its own first: ZeRO 1 goes through the weights in their order.
+        usual = 0 if shares.row.stage == 1 else shares.num_gpus - 1
+        gpu = usual if self._gpu is None else self._gpu
+        update = ZeroUpdate(self._extra, shares, parts, gpu)
         bucket: int | None = None
         whole: dict[int, int] = {}
         if shares.row.stage == 1:
@@ -168,7 +179,7 @@ class RankTrace(SharedTrace):
                     blocks, positions, trace.sizes(1, USUAL_RANK).__getitem__
                 )
             steps = [
-                ZeroMicroStep(self._extra, shares, parts, positions, logits, summed, adds=adds)
+                ZeroMicroStep(self._extra, shares, parts, gpu, positions, logits, summed, adds=adds)
                 for adds in (False, True)
             ]
             self.first, later = (step.written(blocks) for step in steps)
@@ -182,6 +193,15 @@ class RankTrace(SharedTrace):
         # Those of a single group go before the update, and ZeRO 1's whole ones: no bound below.
         if shares.row.stage == 3 or (shares.row.stage == 2 and len(shares.groups) > 1):
             self.step_buffers = list(update.step_gradients)
+
+    @functools.cached_property
+    def stages(self) -> tuple[SharedTrace, ...]:  # type: ignore[override]
+        """The first, the fullest and the last GPU, where they keep other gradients (ZeRO 1 and 2)."""
+        row = self._shares.row
+        if self._gpu is not None or not row.is_deepspeed or row.stage == 3 or row.offload:
+            return ()
+        fullest = ZeroParts(self._shares).fullest_gpu(USUAL_RANK)
+        return tuple(self._of_gpu(gpu=gpu) for gpu in sorted({0, fullest, self._num_gpus - 1}))
 
     def around_update(self) -> tuple[list[int], list[int]]:
         return self._around or super().around_update()

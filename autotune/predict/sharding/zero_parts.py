@@ -32,10 +32,9 @@ class ZeroParts:
         weights = self._shares.weights(rank)
         return sum(self._shares.working_bytes(weights[p]) for p in self._by_gpu(rank)[gpu])
 
-    def more_held_bytes(self, rank: int, gpu: int) -> int:
-        """Bytes that another GPU keeps beyond that one, where one does."""
-        held = [self.held_bytes(rank, number) for number in range(self._shares.num_gpus)]
-        return max(held) - held[gpu]
+    def fullest_gpu(self, rank: int) -> int:
+        """Number of the first GPU that keeps the most gradients under ZeRO 1 and 2."""
+        return max(range(self._shares.num_gpus), key=lambda number: self.held_bytes(rank, number))
 
     def is_held(self, rank: int, gpu: int, position: int) -> bool:
         return position in self._by_gpu(rank)[gpu]

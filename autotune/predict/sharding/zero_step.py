@@ -54,11 +54,11 @@ def _of_elements(size: Size, elements: Size) -> Size:
 class _ZeroWriter(Writer):
     """Writes what goes through ZeRO's bucket."""
 
-    def __init__(self, extra: AddedTensors, shares: Shares, parts: ZeroParts) -> None:
+    def __init__(self, extra: AddedTensors, shares: Shares, parts: ZeroParts, gpu: int) -> None:
+        """`gpu`: the number of the GPU whose gradients under ZeRO 1 and 2 are told of."""
         super().__init__(extra, shares)
         self._parts = parts
-        # The one that makes gradients of its own first: ZeRO 1 goes through the weights in their order.
-        self._gpu = 0 if shares.row.stage == 1 else shares.num_gpus - 1
+        self._gpu = gpu
         self._bucket: list[int] = []
         """Positions of the weights whose gradients are in the bucket."""
         self._elements = 0
@@ -142,12 +142,6 @@ class _ZeroWriter(Writer):
     def _holds(self, positions: Iterable[int]) -> bool:
         return any(self._parts.is_held(USUAL_RANK, self._gpu, each) for each in positions)
 
-    def _keep_more(self) -> None:
-        """Make what another GPU keeps beyond this one."""
-        if self.gradients:
-            more = functools.partial(self._parts.more_held_bytes, gpu=self._gpu)
-            self.gradients.append(self._new("gradient", more))
-
 
 class ZeroMicroStep(_ZeroWriter):
     """Writes a micro-step's forward and backward as ZeRO 2 and 3 run them.
@@ -160,6 +154,7 @@ class ZeroMicroStep(_ZeroWriter):
         extra: AddedTensors,
         shares: Shares,
         parts: ZeroParts,
+        gpu: int,
         position_of: Mapping[int, int],
         logits: Collection[int],
         summed: Mapping[int, int],
@@ -170,7 +165,7 @@ class ZeroMicroStep(_ZeroWriter):
 
         `summed`: as summed_in_place says.
         """
-        super().__init__(extra, shares, parts)
+        super().__init__(extra, shares, parts, gpu)
         self.bucket: int | None = None
         """Number of ZeRO 2's bucket, which lives for a backward pass."""
         self._position_of = position_of
@@ -206,7 +201,6 @@ class ZeroMicroStep(_ZeroWriter):
             self._free(gathered)
             self.events += after
         self._reduce()
-        self._keep_more()
         self._free(self.bucket, *late)
         if self._adds:
             self._free_gradients()
@@ -274,7 +268,6 @@ class ZeroUpdate(_ZeroWriter):
             for gradient in sorted(whole, key=lambda g: (groups[whole[g]], whole[g])):
                 self._put(gradient, whole[gradient])
             self._reduce()
-            self._keep_more()
             self._free(*self._late, bucket)
         if not row.offload:
             self._pass(self._parts.norm_bytes)
