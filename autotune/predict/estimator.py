@@ -342,7 +342,12 @@ class Estimator:
     def _fullest(self, config: TrainConfig) -> Estimator:
         """The estimator of the GPU that holds most; itself where all hold the same."""
         stages = self._stages_of(config)
-        return max(stages, key=lambda s: s.estimate(config).peak_device_bytes, default=self)
+
+        def peaks(stage: Estimator) -> tuple[int, int]:
+            estimate = stage.estimate(config)
+            return estimate.peak_device_bytes, estimate.peak_allocated_bytes
+
+        return max(stages, key=peaks, default=self)
 
     def _find_estimate(self, config: TrainConfig) -> Estimate:
         if (fullest := self._fullest(config)) is not self:
