@@ -144,7 +144,7 @@ def resolve(
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
     batch = budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus)
-    if str(question.space) in space_file.names():
+    if question.space in space_file.names():
         why = f"an effective batch of {batch:,}"
         changing.to(with_divisors(changing.space, batch // num_gpus), why)
     budget.check_shared_probes(question.backend, num_gpus, card)

@@ -89,7 +89,7 @@ def with_domains(space: SearchSpace, change: Callable[[MethodSpace], Domains]) -
 def with_divisors(space: SearchSpace, num_samples: int) -> SearchSpace:
     """The space with the divisors of what a GPU trains on among its micro-batches, up to its largest.
 
-    A list of powers of two is meant as all sizes up to its end: of 24 samples it has 8 at most.
+    Of a list of powers of two alone, 8 would be the largest that divides 24 samples.
     """
     if num_samples & (num_samples - 1) == 0:
         return space

@@ -28,7 +28,7 @@ def classes_of(gpu: Gpu, dtype: str) -> tuple[str, ...]:
     Float32 of cards with lanes of its own has one for each compute capability besides: a card that is left
     out is 6 % off by its own capability's others, and 13 % by all (median of 11). Other classes gain nothing.
     """
-    has_tensor_cores = gpu.compute_capability != (6, 0)
+    has_tensor_cores = gpu.compute_capability is None or gpu.compute_capability >= (7, 0)
     if dtype == "float32" or not has_tensor_cores:
         if has_own_lanes(gpu):
             return FLOAT32_OWN_LANES, of_capability(FLOAT32_OWN_LANES, gpu)

@@ -99,12 +99,10 @@ class RankTrace(SharedTrace):
     ) -> None:
         """`on_card`: whether CUDA's streams allocate, and weights are dealt out on it: not so on a CPU.
 
-        `gpu`: the number of the one of several GPUs that keep other gradients; None: what goes for all.
+        `gpu`: number of the GPU that is predicted, where each keeps other gradients (ZeRO 1 and 2). None:
+        what goes for all, with `stages` for the first, the fullest and the last of those.
         """
         super().__init__(trace, spec.parallelism)
-        self._of_gpu = functools.partial(
-            RankTrace, trace, spec, num_gpus=num_gpus, hidden_size=hidden_size, on_card=on_card
-        )
         self._gpu = gpu
         blocks = trace.blocks()
         has_head = any(phase == Phase.HEAD for phase, *_ in blocks)
@@ -145,6 +143,24 @@ class RankTrace(SharedTrace):
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
         self.aside = self._extra.aside if on_card else ()
+        if (
+            gpu is None
+            and shares.row.is_deepspeed
+            and shares.row.stage < 3
+            and not shares.row.offload
+        ):
+            fullest = ZeroParts(shares).fullest_gpu(USUAL_RANK)
+            self.stages = tuple(
+                RankTrace(
+                    trace,
+                    spec,
+                    num_gpus=num_gpus,
+                    hidden_size=hidden_size,
+                    on_card=on_card,
+                    gpu=each,
+                )
+                for each in sorted({0, fullest, num_gpus - 1})
+            )
 
     def _run_zero(self, blocks: Blocks) -> None:
         """Write the micro-steps, and what is around the update, as DeepSpeed runs them."""
@@ -193,15 +209,6 @@ class RankTrace(SharedTrace):
         # Those of a single group go before the update, and ZeRO 1's whole ones: no bound below.
         if shares.row.stage == 3 or (shares.row.stage == 2 and len(shares.groups) > 1):
             self.step_buffers = list(update.step_gradients)
-
-    @functools.cached_property
-    def stages(self) -> tuple[SharedTrace, ...]:  # type: ignore[override]
-        """The first, the fullest and the last GPU, where they keep other gradients (ZeRO 1 and 2)."""
-        row = self._shares.row
-        if self._gpu is not None or not row.is_deepspeed or row.stage == 3 or row.offload:
-            return ()
-        fullest = ZeroParts(self._shares).fullest_gpu(USUAL_RANK)
-        return tuple(self._of_gpu(gpu=gpu) for gpu in sorted({0, fullest, self._num_gpus - 1}))
 
     def around_update(self) -> tuple[list[int], list[int]]:
         return self._around or super().around_update()

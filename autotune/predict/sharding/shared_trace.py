@@ -32,7 +32,7 @@ class SharedTrace:
     """The tensors that each further CUDA stream allocates."""
     workspaces: list[int]
     stages: tuple[SharedTrace, ...] = ()
-    """One of each GPU, where they hold different layers."""
+    """One of each GPU that is predicted by itself, where they hold different tensors."""
     of_micro_batches: Sequence[int] = ()
     """Tensors of which there is one for each micro-batch of a step, from the first step on."""
     batch: list[int]
