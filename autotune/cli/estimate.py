@@ -64,7 +64,8 @@ def estimate(
     if as_json:
         head = {"schema_version": SCHEMA_VERSION, "evidence": "predicted"}
         names = {"model": source.name, "task": workload.task, "gpu_reason": card.why}
-        result = {**head, **names, **priced.to_dict(budget_bytes)}
+        room = {"leaves_room": estimator.fits(priced)}
+        result = {**head, **names, **priced.to_dict(budget_bytes), **room}
         if explain:
             result["explanation"] = [dataclasses.asdict(line) for line in lines]
         if book is not None:

@@ -184,14 +184,18 @@ class Change:
     value: object
     estimate: Estimate
     fits: bool
+    """Whether the peak leaves the room that an answer has to leave."""
 
     def to_dict(self, budget_bytes: int) -> dict[str, object]:
-        """The fields of `find --json`."""
+        """The fields of `find --json`; those of a larger budget are compared with that one."""
+        if self.setting == MORE_MEMORY:
+            assert isinstance(self.value, int)
+            budget_bytes = self.value
         return {
             **self.estimate.to_dict(budget_bytes),
             "setting": self.setting,
             "value": self.value,
-            "fits": self.fits,
+            "leaves_room": self.fits,
         }
 
 

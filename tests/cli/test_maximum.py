@@ -63,6 +63,9 @@ def test_estimate_says_the_same_of_the_answer(main: Main) -> None:
     assert code == 0, err
     checked = json.loads(out)
     assert checked["fits"]
+    assert checked["leaves_room"]
+    roomy: dict[str, Any] = json.loads(main(*arguments, "--headroom", "900MB", "--json")[1])
+    assert (roomy["fits"], roomy["leaves_room"]) == (True, False)
     assert {name: answer["best"][name] for name in checked if name in answer["best"]} == {
         name: value for name, value in checked.items() if name in answer["best"]
     }

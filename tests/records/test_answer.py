@@ -11,7 +11,7 @@ import answers
 import pytest
 
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import Tip, answer_from_dict, stored_record
+from autotune.records.answer import Change, Tip, answer_from_dict, stored_record
 from autotune.records.estimate import PerGpu
 from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.space.lengths import Lengths
@@ -110,6 +110,17 @@ def test_a_winner_that_was_stopped_and_then_confirmed_fits() -> None:
     full = answers.measurement(outcome="full_disk", message="no room", confirm_steps=50)
     told = answers.measured(best=stopped, confirmation=full).to_dict()
     assert (told["confirmed"], told["best"]["fits"]) == (False, False)
+
+
+def test_more_memory_is_compared_with_that_memory() -> None:
+    size = answers.answer().workload.memory_budget_bytes + 10**9
+    bigger = answers.estimate(device_gib=(size - 10**8) / 2**30)
+    more = Change(setting="memory_budget_bytes", value=size, estimate=bigger, fits=True)
+    told: Any = answers.answer(more_memory=more).to_dict()["changes"]
+    assert told[-1]["setting"] == "memory_budget_bytes"
+    assert (told[-1]["fits"], told[-1]["leaves_room"]) == (True, True)
+    assert told[-1]["memory_budget_bytes"] == size
+    assert told[-1]["headroom_bytes"] == pytest.approx(10**8, abs=10)
 
 
 @pytest.mark.parametrize(

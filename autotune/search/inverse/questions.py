@@ -67,7 +67,7 @@ class Beyond:
             "value": self.value,
             "lacks_bytes": self.lacks_bytes,
             **self.smallest.to_dict(self.budget_bytes),
-            "fits": self.lacks_bytes <= 0,
+            "leaves_room": self.lacks_bytes <= 0,
         }
 
 
