@@ -349,8 +349,8 @@ def reasons(answer: Answer) -> list[str]:
         said.append(words.widened(answer))
     if best.state.optimizer_state_managed_bytes:
         said.append(words.paging(best))
-    notes = (words.quantized_room(answer), words.rounding(answer), words.experts(answer))
-    said += filter(None, (*notes, best.unquantized_note))
+    notes = (words.quantized_room(answer), words.rounding(answer), words.coarse_batch(answer))
+    said += filter(None, (*notes, words.experts(answer), best.unquantized_note))
     if tip := tips.tip(answer):
         said.append(f"Tip: {tip}")
     if sure := words.sureness(answer):

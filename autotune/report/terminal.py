@@ -125,6 +125,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     notes = (
         words.quantized_room(answer),
         words.rounding(answer),
+        words.coarse_batch(answer),
         words.experts(answer),
         words.unfused_casts(best.config),
         best.unquantized_note,

@@ -529,10 +529,37 @@ def paging(estimate: Estimate) -> str:
     """The optimizer state that may leave the card, and the host memory that it takes then."""
     managed_bytes = estimate.state.optimizer_state_managed_bytes
     host_bytes = managed_bytes - estimate.paged_in_bytes
+    if not host_bytes:
+        room = "and all of it finds room on the card"
+        return f"{format_bytes(managed_bytes)} of optimizer state may be paged, {room}."
     waits = f"{format_bytes(host_bytes)} find no room on the card and wait in host memory"
     return (
         f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}{beyond_host(host_bytes)}; "
         "the transfers are in the step time."
+    )
+
+
+def coarse_batch(answer: Answer) -> str:
+    """A note where the effective batch has no divisor near the micro-batch, and memory is left; else empty.
+
+    37 samples can be cut into 1 or 37 alone. What another batch brings is not priced: it was not searched.
+    """
+    best = answer.best
+    config, size = best.config, best.config.micro_batch_size
+    samples = size * config.gradient_accumulation_steps
+    larger = next((n for n in range(size + 1, samples + 1) if samples % n == 0), samples)
+    twice_bytes = (
+        best.resident_bytes + best.breakdown.activations_bytes + best.breakdown.logits_bytes
+    )
+    has_room = twice_bytes <= answer.workload.memory_budget_bytes
+    if larger <= 2 * size or not has_room or config.num_generations is not None:
+        return ""
+    near = max(1, round(samples / (4 * size))) * 4 * size
+    batch = near * config.data_parallel_size
+    each = " on each GPU" if config.data_parallel_size > 1 else ""
+    return (
+        f"{samples} samples{each} cannot be cut into micro-batches between {size} and {larger}, for which "
+        f"there may be room: --effective-batch {batch} allows {2 * size} and {4 * size}."
     )
 
 

@@ -423,6 +423,29 @@ def test_unsupported_points_are_counted() -> None:
     assert "valid 11,204 > traceable 11,000 >" in drawn(answers.answer(counts=counts))
 
 
+@pytest.mark.parametrize(
+    ("size", "count", "changed", "said"),
+    [
+        (1, 37, {}, "37 samples cannot be cut into micro-batches between 1 and 37, for which there may be "
+         "room: --effective-batch 36 allows 2 and 4."),
+        (2, 37, {}, "between 2 and 37, for which there may be room: --effective-batch 72 allows 4 and 8."),
+        (1, 3, {"num_gpus": 2, "parallelism": "ddp"}, "--effective-batch 8 allows 2 and 4."),
+        (1, 36, {}, ""), (1, 2, {}, ""), (37, 1, {}, ""),
+    ],
+)  # fmt: skip
+def test_an_effective_batch_without_divisors_is_named_where_memory_is_left(
+    size: int, count: int, changed: dict[str, Any], said: str
+) -> None:
+    config = dataclasses.replace(
+        answers.CONFIG, micro_batch_size=size, gradient_accumulation_steps=count, **changed
+    )
+    roomy = answers.answer(best=answers.estimate(config, device_gib=6.0))
+    noted = words.coarse_batch(roomy)
+    assert noted.endswith(said)
+    assert bool(noted) == bool(said)
+    assert words.coarse_batch(answers.answer(best=answers.estimate(config, device_gib=11.0))) == ""
+
+
 def test_paged_state_is_named() -> None:
     state = StateBytes(
         parameters_bytes=3 * GIB,
@@ -441,6 +464,10 @@ def test_paged_state_is_named() -> None:
     assert "wait in host memory, more than the 32.00 GiB that many machines have" in said
     huge = dataclasses.replace(state, optimizer_state_managed_bytes=33 * GIB)
     assert "more than" not in words.paging(dataclasses.replace(paged, state=huge))
+    on_card = dataclasses.replace(paged, paged_in_bytes=4 * GIB)
+    assert words.paging(on_card) == (
+        "4.00 GiB of optimizer state may be paged, and all of it finds room on the card."
+    )
     assert "CUDA 0.5 | paged state 1.0" in shown
     # It gives way: what has to be there is a GiB less than the peak.
     assert "memory 10.0 of 11.2 GiB" in shown
