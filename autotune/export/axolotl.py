@@ -232,7 +232,7 @@ TARGET = TrainerFile(
         "layer_offloading": "moves weights from and to host memory",
         "fsdp": NOT_FROM_FILES,
         "fsdp_config": NOT_FROM_FILES,
-        "deepspeed": NOT_FROM_FILES,
+        "deepspeed": f"{NOT_FROM_FILES}, or that file as --base",
         "tensor_parallel_size": NOT_PREDICTED,
         "context_parallel_size": NOT_PREDICTED,
         "float16": "loads float16 weights without autocast",
@@ -386,13 +386,22 @@ GRPO = _of_task(
 Prompts are not cut off: sequence_len keeps the length that was planned.
 """
 _BY_RL = {"dpo": DPO, "kto": KTO, "grpo": GRPO}
+_REFUSED_RL = {
+    "ipo": "trains with another loss of DPO's: say dpo to have its memory and speed, and ipo in the copy",
+    "orpo": "trains with a loss that has no reference: the nearest that is predicted is dpo with "
+    "precompute_ref_log_probs, whose steps have none either",
+}
+"""Values of `rl` that are not predicted, and what comes nearest. DPO's losses differ by a number a pair."""
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
     if content.get("reward_model"):
         return REWARD
-    return _BY_RL.get(str(content.get("rl")), TARGET)
+    loss = str(content.get("rl"))
+    if loss in _REFUSED_RL:
+        return dataclasses.replace(TARGET, refused={**TARGET.refused, "rl": _REFUSED_RL[loss]})
+    return _BY_RL.get(loss, TARGET)
 
 
 def _data_of(task: str) -> Mapping[str, Any]:

@@ -26,7 +26,7 @@ from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
 from autotune.nightly.history import MAX_NIGHTS, NEW, Night, levels
 from autotune.nightly.journal import Journal
-from autotune.nightly.matrix import Matrix
+from autotune.nightly.matrix import Matrix, in_keys
 from autotune.nightly.plan import Planned, changes
 from autotune.nightly.repeats import Repeated, Repeater
 from autotune.probe.fleet.fleet import CardsLostError, Fleet
@@ -142,7 +142,10 @@ class CellNight:
             with contextlib.suppress(AutotuneError):
                 self._journal.end(self._cell.name)
             return Done(
-                planned=self._planned, night=None, problem=str(error), exit_code=error.exit_code
+                planned=self._planned,
+                night=None,
+                problem=in_keys(str(error)),
+                exit_code=error.exit_code,
             )
         # What is in the database is judged and over: a file that cannot be written costs no regression.
         problem, exit_code, relative = "", 0, None

@@ -53,6 +53,15 @@ _NOT_OPTIONS = {
 OPTIONS = tuple(each.name for each in dataclasses.fields(Question) if each.name not in _NOT_OPTIONS)
 """Fields of Question that a matrix sets for all cells, or for some."""
 
+_KEYS = {
+    **{f"--{name.replace('_', '-')}": name for name in OPTIONS},
+    "--model": "models",
+    "--gpu-mem": "budgets",
+    "--seq-len": "lengths",
+    "--method": "methods",
+}
+"""Keys of the file by the options of `find` that they stand for."""
+_OPTION = re.compile(r"(--[a-z][a-z-]*)( (?=[0-9]))?")
 _PATHS = ("base",)
 _REMEDY = "Copy studies/nightly.yaml and edit it; it explains each line"
 _DURATION = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([a-z]+)\s*")
@@ -110,6 +119,16 @@ def read(path: Path) -> Matrix:
         why = joined([*dict.fromkeys(problems)])
         raise ConfigError(f"The matrix {path} cannot be used", why=why, remedy=_REMEDY)
     return matrix
+
+
+def in_keys(words: str) -> str:
+    """Return words about a cell with the file's keys for options that a command line has."""
+
+    def key(option: re.Match[str]) -> str:
+        name = _KEYS.get(option[1])
+        return option[0] if name is None else f"{name}{': ' if option[2] else ''}"
+
+    return _OPTION.sub(key, words)
 
 
 def parse_seconds(value: object) -> float:
@@ -232,7 +251,7 @@ def _cells(
                 priority=float(priority),
             )
         except ConfigError as error:
-            problems.append(str(error).rstrip("."))
+            problems.append(in_keys(str(error)).rstrip("."))
 
 
 def _named(cells: Sequence[Cell]) -> Iterator[Cell]:

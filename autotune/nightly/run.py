@@ -22,7 +22,7 @@ from autotune.nightly.cell import Place
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.journal import locked
 from autotune.nightly.machine_night import MachineNight, prepared
-from autotune.nightly.matrix import Matrix
+from autotune.nightly.matrix import Matrix, in_keys
 from autotune.nightly.plan import Prepared
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe.fingerprint import fingerprint_here
@@ -96,7 +96,7 @@ def _why_not_asked(
                 models.resolve(model, asks_hub=False)
         resolve(dataclasses.replace(options, backend=backend), card=choose(options.gpu_mem))
     except AutotuneError as error:
-        return str(error)
+        return in_keys(str(error))
     return ""
 
 

@@ -381,7 +381,7 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
     )
     for words in (
         "(axolotl)",
-        "rl: trains with another loss",
+        "rl: trains with a loss that has no reference: the nearest that is predicted is dpo with",
         "lora_r is missing",
         "unknown optimizer 'adamw_tortch'. Did you mean",
         "micro_batch_size must be a whole number, not the text 'lots'",
@@ -390,6 +390,10 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         "activation_offloading: false or activation_offloading: hidden_states would be",
     ):
         assert words in said
+    said = refusal(tmp_path, "base_model: x\nrl: ipo\ndeepspeed: deepspeed_configs/zero2.json\n")
+    assert "rl: trains with another loss of DPO's: say dpo to have its memory and speed" in said
+    assert "deepspeed: shares the run among GPUs" in said
+    assert "give --num-gpus instead, or that file as --base" in said
 
 
 def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None:

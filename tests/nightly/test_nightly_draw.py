@@ -301,6 +301,12 @@ def test_a_dry_run_says_why_and_touches_nothing(
         "cache, and the Hub was not asked. A search asks the Hub for it."
     )
     assert len(lines) == 6
+    Path("matrix.yaml").write_text("models: [gpt2]\nbudgets: [900GB]", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["nightly", "matrix.yaml", "--backend", "cpu", "--dry-run"])
+    too_much = capsys.readouterr().out.splitlines()[2].strip()
+    assert too_much.startswith("budgets: 900GB is more than half of this machine's memory")
+    assert too_much.endswith("Lower budgets.")
     Path("matrix.yaml").write_text(
         "models: [gpt2]\nbudgets: [all, 2GB]\ntask: distillation\n"
         "cells: [{where: {budget: all}, teacher: gpt2}]",
