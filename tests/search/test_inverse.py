@@ -28,6 +28,7 @@ from autotune.records.question import Question
 from autotune.report import limits
 from autotune.search.budget import CardSource, ChosenCard
 from autotune.search.inverse import pricing, questions
+from autotune.search.inverse.limits import resolve_limit
 from autotune.search.inverse.pricing import Case, LimitProblem, Pricer, thrift
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
@@ -464,6 +465,40 @@ def test_what_is_fixed_stays_and_the_rest_is_free(server: here.Workers) -> None:
     assert config.method in ("lora", "qlora")  # nothing else has a rank
     free = questions.answer("sequence-length", asked(budget_bytes=3 * GB), server)
     assert int(free.value) > int(found.value)
+
+
+def test_a_loss_in_parts_is_tried_where_all_logits_at_once_do_not_fit(server: here.Workers) -> None:
+    """`find` tries it: it finds answers for what was said not to fit."""
+    few = {"activation_checkpointing": (1,), "activation_offloading": (False,)}
+    both = with_domains(SPARSE, lambda _: {**few, "chunked_loss": (False, True)})
+
+    def largest(**fixed: Any) -> questions.Limit:
+        ask = asked(budget_bytes=1_062_000_000, methods=("lora",), space=both, fixed=fixed)
+        return questions.answer("micro-batch", ask, server)
+
+    free, whole, parted = (
+        largest(**fixed) for fixed in ({}, {"chunked_loss": False}, {"chunked_loss": True})
+    )
+    assert int(whole.value) < int(parted.value)
+    assert (free.value, free.best) == (parted.value, parted.best)
+    assert free.best.config.chunked_loss
+    assert free.beyond is not None
+    assert free.beyond.lacks_bytes > 0
+    # Where they fit, nothing is computed twice for it.
+    ask = asked(methods=("lora",), space=both)
+    small = Case(
+        value=1,
+        source=tiny_model.MODEL,
+        gpu=tiny_model.gpu(),
+        budget_bytes=3 * GB,
+        sequence_length=512,
+        fixed={"micro_batch_size": 1},
+    )
+    best, _ = Pricer(ask, server, lambda *_: None).best(small)
+    assert not best.config.chunked_loss
+    asked_for = resolve_limit(Question(model="gpt2", gpu="rtx-4070"), "micro-batch", multiple_of=64)
+    parts = {each.method: each.domains["chunked_loss"] for each in asked_for.space.methods}
+    assert parts["full"] == parts["lora"] == parts["qlora"] == (False, True)
 
 
 def test_accumulation_needs_no_less(server: here.Workers) -> None:

@@ -21,7 +21,6 @@ from autotune.space.requirements import predictable
 from autotune.space.search_space import (
     may_pack,
     with_peft,
-    without_parts,
     without_solve,
     without_updates,
 )
@@ -92,9 +91,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
     if source is not None and task is not None:
         source = budget.for_task(source, task)
     space, _ = without_solve(space_file.load(question.space))
-    # --chunked-loss and --update-in-backward ask for these here.
-    space, _ = without_parts(space)
-    space = without_updates(space)
+    space = without_updates(space)  # --update-in-backward asks for them here
     space, _ = predictable(space)
     methods = question.methods
     if question.peft is not None:

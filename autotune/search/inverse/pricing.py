@@ -120,10 +120,10 @@ class Pricer:
 
     def fitting(self, case: Case) -> Estimate | None:
         """One that fits, by the thriftiest settings; None when nothing does."""
-        ladders = self._ladders(case, prune=True)
+        whole, parted = (self._ladders(case, prune=True, parts=parts) for parts in (False, True))
         self._num_tried += 1
         # The first structure often fits: the others need then no trace.
-        for some in (ladders[:1], ladders[1:]):
+        for some in filter(None, (whole[:1], whole[1:], parted[:1], parted[1:])):
             estimator, configs = self._thriftiest(case, some)
             self._progress("tried", self._num_tried, self.num_traces)
             # How much room is left differs: what needs less may not fit where what needs more does.
@@ -172,12 +172,14 @@ class Pricer:
 
         The second is None where it cannot be. Where the card's rates are unknown: the one that needs least.
         """
-        estimator, configs = self._possible(case)
         base = default_base(self.workload(case, 1), case.gpu, case.source)
-        try:
-            best = Candidates(estimator, configs, base).further(lambda _: True)
-        except HardwareError:
-            best = None
+        best = None
+        for parts in (False, True):  # the loss in parts takes time: for what fits with it alone
+            estimator, configs = self._possible(case, parts=parts)
+            try:
+                best = best or Candidates(estimator, configs, base).further(lambda _: True)
+            except HardwareError:
+                break
         best = best or self.fitting(case)
         assert best is not None
         accumulation = max(2, best.config.gradient_accumulation_steps)
@@ -194,7 +196,9 @@ class Pricer:
         A layer's width is the lesser of its inputs and outputs: a higher rank adds nothing to it. Raises
         ConfigError where nothing can be traced.
         """
-        _, configs = self._thriftiest(case, self._ladders(case, prune=False))
+        ladders = self._ladders(case, prune=False, parts=False)
+        ladders = ladders or self._ladders(case, prune=False, parts=True)
+        _, configs = self._thriftiest(case, ladders)
         if not configs:
             raise self.refusal(case) or self._no_configuration(case)
         traces = self._traces[self._key(case)]
@@ -235,9 +239,9 @@ class Pricer:
         estimator = self._estimator(case, [])
         return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
 
-    def _possible(self, case: Case) -> tuple[Estimator, list[TrainConfig]]:
+    def _possible(self, case: Case, *, parts: bool) -> tuple[Estimator, list[TrainConfig]]:
         """Return the configurations whose live tensors fit; what needs more than a misfit is not traced."""
-        ladders = self._ladders(case, prune=True)
+        ladders = self._ladders(case, prune=True, parts=parts)
         possible: list[TrainConfig] = []
         while ladders:
             estimator = self._estimator(case, _first_rungs(ladders))
@@ -253,11 +257,15 @@ class Pricer:
             ladders = left
         return self._estimator(case, []), possible
 
-    def _ladders(self, case: Case, *, prune: bool) -> list[_Ladder]:
-        """The configurations of each structure by thrift. `prune`: without the hopeless ones."""
+    def _ladders(self, case: Case, *, prune: bool, parts: bool | None = None) -> list[_Ladder]:
+        """The configurations of each structure by thrift.
+
+        `prune`: without the hopeless ones. `parts`: with the loss in parts alone, or without; None: both.
+        """
         groups: dict[tuple[object, ...], dict[tuple[int, ...], list[TrainConfig]]] = {}
         for config in self._enumerate(case)[0]:
-            if not (prune and self._is_hopeless(case, config)):
+            is_wanted = parts is None or config.chunked_loss is parts
+            if is_wanted and not (prune and self._is_hopeless(case, config)):
                 rungs = groups.setdefault(_structure(config), {})
                 rungs.setdefault(thrift(config), []).append(config)
         by_weights = sorted(groups.values(), key=lambda rungs: least_bytes(_any_of(rungs), 10**9))
