@@ -124,7 +124,8 @@ def priced_update(
     for which torch has no foreach kernels. `multiprocessors` are the card's, as Tape has them.
     """
     lists = row.algorithm
-    if has_parts and isinstance(lists, TensorLists) and not lists.step_on_device:
+    is_loop = has_parts and multiprocessors is None
+    if is_loop and isinstance(lists, TensorLists) and not lists.step_on_device:
         row = dataclasses.replace(row, algorithm=OneByOne(lists=lists))
     tape = Tape(multiprocessors=multiprocessors)
     costs = [row.cost(specs)]

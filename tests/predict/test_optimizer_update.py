@@ -19,6 +19,7 @@ SPECS = [
     TensorSpec(shape=(512, 512), dtype="bfloat16", linear=True),
     TensorSpec(shape=(77,), dtype="bfloat16", group=1),
 ]
+EQUAL = 5 * [TensorSpec(shape=(512, 512), dtype="float32", linear=True)]
 each_row = pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 
 
@@ -53,6 +54,20 @@ def test_only_the_temporaries_of_an_update_pass_its_state() -> None:
     adamw = priced_update(OPTIMIZERS["adamw_torch"], SPECS, scaled=False).temporary_peak_bytes
     assert 0 < sgd < adamw
     assert adamw >= 2 * 512 * 512
+
+
+def test_parts_of_weights_are_updated_as_a_list_on_a_card_and_one_by_one_on_a_cpu() -> None:
+    adamw, card = OPTIMIZERS["adamw_torch"], find_gpu("rtx-3090").multiprocessors
+
+    def denominators(multiprocessors: tuple[int, int] | None) -> int:
+        update = priced_update(
+            adamw, EQUAL, scaled=False, has_parts=True, multiprocessors=multiprocessors
+        )
+        return update.temporary_peak_bytes // EQUAL[0].size_bytes
+
+    assert denominators(card) == len(EQUAL)
+    # A root, its quotient, and the denominator of the weight before.
+    assert denominators(None) == 3
 
 
 def test_8_bit_state_is_updated_by_kernels_of_its_own() -> None:
