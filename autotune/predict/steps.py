@@ -348,9 +348,10 @@ def _updating_after(
         *further(0),
         optimizer_step(update.first, 0),
     ]
+    behind_first = trace.behind_first if isinstance(trace, SharedTrace) else ()
     for step, events in zip(_later_steps(config), update.later, strict=True):
         parts += [
-            *micro_step(again, step),
+            *micro_step(_joined(behind_first, again) if step == 1 else again, step),
             *further(step),
             optimizer_step(events, step),
         ]

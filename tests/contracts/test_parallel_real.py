@@ -22,7 +22,7 @@ from autotune.errors import ConfigError
 from autotune.export.quantization_config import quantization_fields
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
-from autotune.predict.sharding.library_rules import Weight, ddp_buckets
+from autotune.predict.sharding.library_rules import Weight, ddp_buckets, ddp_rebuilt_buckets
 from autotune.predict.tracing import of_one_gpu, trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
@@ -263,7 +263,7 @@ def test_ddp_makes_these_buckets(
     find_unused: bool, reports: dict[str, list[dict[str, Any]]]
 ) -> None:
     weights = [Weight(shape=shape, dtype=dtype, trainable=True, group=0) for shape, dtype in SHAPES]
-    predicted = ddp_buckets(weights, rebuilt=not find_unused)
+    predicted = ddp_buckets(weights) if find_unused else ddp_rebuilt_buckets(weights[::-1])
     for report in reports[f"buckets-{find_unused}"]:
         assert sorted(report["buckets"]) == sorted(predicted)
     assert len(predicted) >= 4

@@ -16,6 +16,7 @@ import pytest
 import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
+from autotune.memory.allocator import EMPTY_CACHE
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.rank_trace import RankTrace
@@ -48,6 +49,7 @@ DDP = TrainConfig(
     parallelism="ddp",
     num_gpus=4,
 )
+CHECKPOINTED = dataclasses.replace(DDP, activation_checkpointing=1)
 FSDP2 = dataclasses.replace(DDP, parallelism="fsdp2", precision="bf16-mixed")
 LORA = dataclasses.replace(
     FSDP2, method="lora", precision="bf16-autocast", lora_rank=8, lora_targets="all-linear"
@@ -76,6 +78,7 @@ def one_gpu_traces() -> Mapping[TraceSpec, Trace | SharedTrace]:
         for config in (DDP, LORA)
         for precision in PRECISIONS_TRACED
     ]
+    configs.append(dataclasses.replace(CHECKPOINTED, parallelism="none", num_gpus=1))
     specs = {TraceSpec.of(config) for config in configs}
     for name, config in ((n, c) for n in ("tp", "cp") for c in (DDP, lora_on(n))):
         for precision in PRECISIONS_TRACED:
@@ -120,6 +123,28 @@ def test_ddp_holds_everything_and_buckets_beside() -> None:
     # Rings: 3/4 of the gradients twice. NCCL: 32 channels of 12 MiB on NVLink.
     assert share.sent_bytes_per_step == 3 * P
     assert estimate.nontorch_bytes - one.nontorch_bytes == 384 * 2**20
+
+
+def test_checkpointed_ddp_makes_its_buckets_anew_before_the_second_step() -> None:
+    steps, _ = estimator(CHECKPOINTED).replayed(CHECKPOINTED)
+
+    def buckets(step: int) -> list[int]:
+        """Bytes of the buckets that are made before the step's first layer, by their sign: made or freed."""
+        events = next(part.events for part in steps.parts if part.step == step).tolist()
+        numbers = ((event, max(event, ~event)) for event in events if event > EMPTY_CACHE)
+        return [
+            steps.sizes[number] * (1 if event >= 0 else -1)
+            for event, number in numbers
+            if steps.categories[number] == "workspace" and steps.sizes[number] > 2**20
+        ]
+
+    assert buckets(-1) == [2 * P]
+    freed, *anew = buckets(1)
+    assert freed == -2 * P == -sum(anew)
+    # The last layers' gradients come first, and with 1 MiB a bucket is full; the embedding's comes last.
+    assert len(anew) > 5
+    assert anew[-1] >= 2 * EMBEDDING
+    assert not buckets(2)
 
 
 def test_ddp_sends_once_a_step_however_many_micro_steps() -> None:

@@ -10,7 +10,10 @@ import pytest
 from autotune.memory.traces import TracedParameter
 from autotune.predict.sharding.library_rules import (
     Weight,
+    ddp_broadcasts,
     ddp_buckets,
+    ddp_first_buckets,
+    ddp_rebuilt_buckets,
     fsdp2_shard_shape,
     zero3_partition_elements,
     zero_buckets,
@@ -67,17 +70,29 @@ WEIGHTS = [
 
 
 def test_ddp_fills_buckets_in_the_order_of_the_model() -> None:
-    assert ddp_buckets(WEIGHTS, rebuilt=False) == [12_400_000, 16_000_028, 1_000_000]
+    # It makes the one with the last weights first.
+    assert ddp_buckets(WEIGHTS) == [1_000_000, 16_000_028, 12_400_000]
 
 
 def test_ddp_rebuilds_them_in_the_order_of_the_gradients() -> None:
-    assert sorted(ddp_buckets(WEIGHTS, rebuilt=True)) == [1_000_000, 12_400_028, 16_000_000]
+    arriving = [each for each in reversed(WEIGHTS) if each.trainable]
+    assert ddp_rebuilt_buckets(arriving) == [16_000_000, 1_000_000, 12_400_028]
+
+
+def test_before_that_ddp_has_one_bucket_of_each_dtype() -> None:
+    assert ddp_first_buckets(WEIGHTS) == [1_000_000, 28_400_028]
 
 
 def test_a_bucket_after_the_first_takes_25_mib() -> None:
     eight_mib = [weight(2 * 2**20) for _ in range(6)]
     # The first passes 1 MiB at once; four fill 32 MiB; one is left.
-    assert ddp_buckets(eight_mib, rebuilt=False) == [8 * 2**20, 32 * 2**20, 8 * 2**20]
+    assert ddp_buckets(eight_mib) == [8 * 2**20, 32 * 2**20, 8 * 2**20]
+
+
+def test_ddp_copies_what_it_sends_but_for_a_weight_that_goes_by_itself() -> None:
+    embedding, half = weight(2**26), weight(2**17, dtype="bfloat16")
+    weights = [embedding, half, weight(7), half, weight(9)]
+    assert ddp_broadcasts(weights) == [0, 2 * 2 * 2**17, 4 * (7 + 9)]
 
 
 HIDDEN, VOCABULARY = 64, 1001
@@ -212,7 +227,7 @@ def test_ddp_rebuilds_its_buckets_where_it_looks_for_no_unused_parameters(
     found = shares("ddp", num_rows=5000, method=method, activation_checkpointing=checkpointing)
     embedding, rest = 4 * 5000 * HIDDEN, 4 * (MATRICES + BIASES - VOCABULARY * HIDDEN)
     # The embedding alone passes 1 MiB: as the first gradient it has a bucket of its own.
-    expected = [embedding + rest, 0] if rebuilds else [embedding, rest]
+    expected = [embedding + rest, 0] if rebuilds else [rest, embedding]
     assert [found.ddp_bucket_bytes(0, index) for index in (0, 1)] == expected
 
 

@@ -19,7 +19,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from autotune.memory.traces import Trace
-from autotune.predict.sharding.library_rules import Weight, ddp_buckets
+from autotune.predict.sharding.library_rules import Weight, ddp_rebuilt_buckets
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import links, roofline
@@ -98,7 +98,7 @@ def _data_parallel(row: steps.Row) -> tuple[float, float]:
         Weight(shape=tuple(spec.shape), dtype=spec.dtype, trainable=True, group=0)
         for spec in steps.traced(own).trainable(0)
     ]
-    buckets = ddp_buckets(weights, rebuilt=True)
+    buckets = ddp_rebuilt_buckets(reversed(weights))
     return _passes(own), _sent(row, [Message(operation="all_reduce", num_bytes=b) for b in buckets])
 
 

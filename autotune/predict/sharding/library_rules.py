@@ -64,44 +64,69 @@ def zero3_partition_elements(num_elements: int, num_gpus: int) -> int:
     return -(-num_elements // num_gpus)
 
 
-def ddp_buckets(weights: Iterable[Weight], *, rebuilt: bool) -> list[int]:
-    """Bytes of DDP's buckets, one after the other; they hold every gradient once.
+def ddp_buckets(weights: Iterable[Weight]) -> list[int]:
+    """Bytes of DDP's buckets where it looks for unused parameters, in the order in which it makes them.
 
-    `rebuilt`: DDP knows the order in which gradients arrive, the reverse of the model's; it does not
-    where it looks for unused parameters. A bucket is closed by the gradient that fills it. Each dtype
-    has buckets of its own.
+    They hold every gradient once. A bucket is closed by the gradient that fills it, in the model's order;
+    each dtype has buckets of its own. Source: torch 2.13 nn/parallel/distributed.py, _ddp_init_helper.
     """
-    order = [weight for weight in weights if weight.trainable]
-    if rebuilt:
-        order.reverse()
-    return _closed_when_full(order, first_cap=DDP_FIRST_BUCKET_BYTES, cap=DDP_BUCKET_BYTES)
+    trained = [weight for weight in weights if weight.trainable]
+    filled = _closed_when_full(trained, first_cap=DDP_FIRST_BUCKET_BYTES, cap=DDP_BUCKET_BYTES)
+    return [sum(sizes) for sizes in reversed(_by_first_weight(filled))]
+
+
+def ddp_rebuilt_buckets(arriving: Iterable[Weight]) -> list[int]:
+    """Bytes of the buckets that DDP makes anew once it knows the order in which gradients arrive."""
+    filled = _closed_when_full(arriving, first_cap=DDP_FIRST_BUCKET_BYTES, cap=DDP_BUCKET_BYTES)
+    return list(map(sum, filled.values()))
+
+
+def ddp_first_buckets(weights: Iterable[Weight]) -> list[int]:
+    """Bytes of the buckets that DDP has before those are made anew: one of each dtype.
+
+    Source: torch 2.13 nn/parallel/distributed.py, _ddp_init_helper.
+    """
+    found: dict[str, int] = {}
+    for weight in weights:
+        if weight.trainable:
+            found[weight.dtype] = found.get(weight.dtype, 0) + weight.size_bytes
+    return [*reversed(found.values())]
 
 
 def ddp_broadcasts(weights: Iterable[Weight]) -> list[int]:
     """Bytes of the flat copies of weights that DDP sends from the first GPU as it is made.
 
-    Source: torch 2.13 distributed/utils.py _sync_module_states, csrc/distributed/c10d/comm.cpp. A weight that
-    fills one by itself is not copied, and stands here all the same.
+    A weight that is sent by itself is not copied: 0. Source: torch 2.13 distributed/utils.py
+    _sync_module_states, csrc/distributed/c10d/comm.cpp and csrc/utils/tensor_flatten.h.
     """
-    return _closed_when_full(weights, first_cap=DDP_BROADCAST_BYTES, cap=DDP_BROADCAST_BYTES)
+    filled = _closed_when_full(weights, first_cap=DDP_BROADCAST_BYTES, cap=DDP_BROADCAST_BYTES)
+    return [sum(sizes) if len(sizes) > 1 else 0 for sizes in _by_first_weight(filled)]
 
 
-def _closed_when_full(weights: Iterable[Weight], *, first_cap: int, cap: int) -> list[int]:
-    """Bytes of buckets, each closed by what fills it, those of each dtype by themselves.
+Filled = dict[int, list[int]]
+"""Bytes of the weights in each bucket, by the position of its first weight, in the order of closing."""
+
+
+def _closed_when_full(weights: Iterable[Weight], *, first_cap: int, cap: int) -> Filled:
+    """Fill buckets, each of which is closed by what fills it; each dtype has its own.
 
     Source: torch 2.13 csrc/distributed/c10d/reducer.cpp compute_bucket_assignment_by_size.
     """
-    closed: list[int] = []
-    open_bytes: dict[str, int] = {}
+    closed: Filled = {}
+    opened: dict[str, tuple[int, list[int]]] = {}
     caps: dict[str, int] = {}
-    for weight in weights:
-        size_bytes = open_bytes.pop(weight.dtype, 0) + weight.size_bytes
-        if size_bytes >= caps.get(weight.dtype, first_cap):
-            closed.append(size_bytes)
+    for position, weight in enumerate(weights):
+        begin, sizes = opened.setdefault(weight.dtype, (position, []))
+        sizes.append(weight.size_bytes)
+        if sum(sizes) >= caps.get(weight.dtype, first_cap):
+            closed[begin] = sizes
+            del opened[weight.dtype]
             caps[weight.dtype] = cap
-        else:
-            open_bytes[weight.dtype] = size_bytes
-    return [*closed, *open_bytes.values()]
+    return closed | dict(opened.values())
+
+
+def _by_first_weight(filled: Filled) -> list[list[int]]:
+    return [sizes for _, sizes in sorted(filled.items())]
 
 
 def zero_buckets(sizes_bytes: Iterable[int], cap_bytes: int) -> list[int]:

@@ -17,8 +17,8 @@ within each group of GPUs; each part of the gradients is then averaged between t
 Under tensor parallelism the trace itself is of the first GPU: a worker splits the model as Transformers does
 (autotune.worker.build.tensor_parallel), so that parts, activations and collectives are those of its step.
 So is it under context parallelism (autotune.worker.build.context_parallel), where FSDP2 shares out the
-weights besides. The first GPU has the most there: of the last GPU's stretches one follows the other, so that
-it makes no mask, and its merges in attention need less.
+weights besides. The first GPU has the most activations there: of the last GPU's stretches one follows the
+other, so that it makes no mask, and its merges in attention need less.
 
 Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py;
 accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/ (zero_step).
@@ -35,12 +35,12 @@ Known limitations
   bound if all did.
 - Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same.
 - Under ZeRO 1 and 2, whose GPUs keep other gradients, the first, the last and the one that keeps most are
-  predicted, and the fullest speaks. Else one GPU is: under context parallelism the first, under FSDP2 any
-  but the first. Others merge otherwise, and their free blocks lie elsewhere.
+  predicted, under FSDP2 the first, which loads weights otherwise, and the last. The fullest speaks. Others
+  merge otherwise, and their free blocks lie elsewhere; so does the last one's attention under context
+  parallelism, which is taken to be like the first's (up to 0.5 % too much allocated).
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, which is left out; a program that
   loads its model before its TrainingArguments has all of it on each GPU before ZeRO 3 parts it. Saving
   gathers it again.
-- Clipping runs as a loop over the norms of DTensors; it is priced as over a list.
 - Tensor parallelism: what DTensors cost the host beside each operation, and the few bytes that clipping
   sends to add up norms. Where a dimension does not divide, the first GPU has the largest part.
 - Context parallelism: what DTensors cost the host in each attention. What goes round the ring is not taken
@@ -99,8 +99,8 @@ class RankTrace(SharedTrace):
     ) -> None:
         """`on_card`: whether CUDA's streams allocate, and weights are dealt out on it: not so on a CPU.
 
-        `gpu`: number of the GPU that is predicted, where each keeps other gradients (ZeRO 1 and 2). None:
-        what goes for all, with `stages` for the first, the fullest and the last of those.
+        `gpu`: number of the GPU that is predicted, where each keeps other gradients (ZeRO 1 and 2) or the
+        first loads otherwise (FSDP2). None: what goes for all, with `stages` for those that are unlike.
         """
         super().__init__(trace, spec.parallelism)
         self._gpu = gpu
@@ -130,6 +130,8 @@ class RankTrace(SharedTrace):
         if shares.row.is_deepspeed:
             self._run_zero(blocks)
         elif shares.row.stage == 0:
+            if shares.rebuilds:
+                shares.arriving = [*self._positions(blocks).values()]
             self.gradients = trace.gradients
             self.first, self.again, self.next = trace.first, trace.again, trace.next
         else:
@@ -143,13 +145,7 @@ class RankTrace(SharedTrace):
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
         self.aside = self._extra.aside if on_card else ()
-        if (
-            gpu is None
-            and shares.row.is_deepspeed
-            and shares.row.stage < 3
-            and not shares.row.offload
-        ):
-            fullest = ZeroParts(shares).fullest_gpu(USUAL_RANK)
+        if gpu is None:
             self.stages = tuple(
                 RankTrace(
                     trace,
@@ -159,8 +155,17 @@ class RankTrace(SharedTrace):
                     on_card=on_card,
                     gpu=each,
                 )
-                for each in sorted({0, fullest, num_gpus - 1})
+                for each in self._unlike_gpus()
             )
+
+    def _unlike_gpus(self) -> list[int]:
+        """Numbers of the GPUs that hold other tensors than each other; none where all go for one."""
+        shares, last = self._shares, self._num_gpus - 1
+        if self._is_dealt_out:
+            return [0, last]
+        if shares.row.is_deepspeed and shares.row.stage < 3 and not shares.row.offload:
+            return sorted({0, ZeroParts(shares).fullest_gpu(USUAL_RANK), last})
+        return []
 
     def _run_zero(self, blocks: Blocks) -> None:
         """Write the micro-steps, and what is around the update, as DeepSpeed runs them."""
@@ -168,12 +173,7 @@ class RankTrace(SharedTrace):
         parts = ZeroParts(shares)
         workspaces = set(trace.workspaces)
         logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
-        positions = positions_of(
-            blocks,
-            shares,
-            frozenset(trace.gradients),
-            lambda gradient: trace.parameter_of(gradient, USUAL_RANK).num_elements,
-        )
+        positions = self._positions(blocks)
         # The one that makes gradients of its own first: ZeRO 1 goes through the weights in their order.
         usual = 0 if shares.row.stage == 1 else shares.num_gpus - 1
         gpu = usual if self._gpu is None else self._gpu
@@ -209,6 +209,16 @@ class RankTrace(SharedTrace):
         # Those of a single group go before the update, and ZeRO 1's whole ones: no bound below.
         if shares.row.stage == 3 or (shares.row.stage == 2 and len(shares.groups) > 1):
             self.step_buffers = list(update.step_gradients)
+
+    def _positions(self, blocks: Blocks) -> dict[int, int]:
+        """Positions of the weights that the trace's gradients are of, in the order in which they are made."""
+        trace = self._trace
+        return positions_of(
+            blocks,
+            self._shares,
+            frozenset(trace.gradients),
+            lambda gradient: trace.parameter_of(gradient, USUAL_RANK).num_elements,
+        )
 
     def around_update(self) -> tuple[list[int], list[int]]:
         return self._around or super().around_update()
@@ -349,10 +359,7 @@ class RankTrace(SharedTrace):
         shares, row = self._shares, self._shares.row
         if row.name == "ddp":
             self._send_weights()
-            # As many as there can be: how many there are follows from the LoRA rank.
-            for index in range(sum(p.trainable for p in shares.parameters)):
-                bucket = functools.partial(shares.ddp_bucket_bytes, index=index)
-                self._buffers.append(self._keep("workspace", bucket))
+            self._make_buckets()
             return
         if row.splits:
             return
@@ -460,6 +467,21 @@ class RankTrace(SharedTrace):
             self.setup.append(number)
         self.setup += [~number for number in numbers[-2:]]
 
+    def _make_buckets(self) -> None:
+        """Add DDP's buckets: first one for all gradients of a dtype, where they are made anew later."""
+        shares = self._shares
+        trained = [parameter for parameter in shares.parameters if parameter.trainable]
+        # As many as there can be: how many there are follows from the LoRA rank.
+        sizes = [functools.partial(shares.ddp_bucket_bytes, index=n) for n in range(len(trained))]
+        if not shares.rebuilds:
+            self._buffers += [self._keep("workspace", size) for size in sizes]
+            return
+        for index in range(len({parameter.dtype for parameter in trained})):
+            first = functools.partial(shares.ddp_first_bucket_bytes, index=index)
+            self._buffers.append(self._keep("workspace", first))
+        anew = [self._extra.new("workspace", size) for size in sizes]
+        self.behind_first = [*(~number for number in self._buffers), *anew]
+
     def _keep(self, category: str, size: Size) -> int:
         number = self._extra.new(category, size)
         self.setup.append(number)
@@ -477,10 +499,14 @@ class RankTrace(SharedTrace):
 
         for position, parameter in enumerate(shares.parameters):
             self._replaced[parameter.number] = functools.partial(size, position)
-        # 4-bit weights are on each GPU already.
-        is_dealt_out = shares.row.is_fsdp and not shares.row.offload and not self._is_quantized
-        if self._on_card and is_dealt_out:
+        if self._is_dealt_out:
             self._load()
+
+    @property
+    def _is_dealt_out(self) -> bool:
+        """Whether FSDP2 deals weights out on the card: 4-bit ones are on each GPU already."""
+        row = self._shares.row
+        return row.is_fsdp and not row.offload and self._on_card and not self._is_quantized
 
     def _flatten(self) -> None:
         """Have weights come whole, and DeepSpeed copy the trained ones into one tensor for each group.
@@ -533,11 +559,10 @@ class RankTrace(SharedTrace):
     def _load(self) -> None:
         """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
 
-        A tied head comes a second time. All GPUs but the first, which context parallelism is traced of, have
-        the next weight before one goes. Source: accelerate 1.15 utils/fsdp_utils.py,
-        fsdp2_load_full_state_dict.
+        A tied head comes a second time. All GPUs but the first have the next weight before one goes.
+        Source: accelerate 1.15 utils/fsdp_utils.py, fsdp2_load_full_state_dict.
         """
-        shares = self._shares
+        shares, is_first = self._shares, self._gpu == 0
         weights, behind = self._loaded_apart()
         loaded: list[int] = []
         again: list[int] = []
@@ -548,9 +573,7 @@ class RankTrace(SharedTrace):
                 "temporary", functools.partial(self._whole_bytes, position=position)
             )
             is_tied_head = shares.tail_stays and shares.parameters[position].embedding
-            loaded += (
-                [*gone, whole, event] if shares.row.splits_sequences else [whole, *gone, event]
-            )
+            loaded += [*gone, whole, event] if is_first else [whole, *gone, event]
             gone = [~whole]
             if is_tied_head:
                 part = self._extra.new("temporary", self._replaced[event])

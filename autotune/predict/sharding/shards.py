@@ -17,6 +17,8 @@ from autotune.predict.sharding.library_rules import (
     Weight,
     ddp_broadcasts,
     ddp_buckets,
+    ddp_first_buckets,
+    ddp_rebuilt_buckets,
     fsdp2_shard_shape,
     zero3_partition_elements,
     zero_buckets,
@@ -68,11 +70,14 @@ class Shares:
         self.checkpoint_every = spec.activation_checkpointing
         self._persistent_elements = _PERSISTENT_ROWS * hidden_size
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
-        self._rebuilds = spec.method == "full" and spec.activation_checkpointing > 0
+        is_ddp = self.row.name == "ddp"
+        self.rebuilds = is_ddp and spec.method == "full" and spec.activation_checkpointing > 0
+        """Whether DDP makes its buckets anew as it knows the order in which gradients arrive."""
         self._weights = functools.cache(self._evaluated)
-        self._ddp_buckets = functools.cache(
-            lambda rank: ddp_buckets(self._weights(rank), rebuilt=self._rebuilds)
-        )
+        self.arriving = [n for n, each in enumerate(parameters) if each.trainable][::-1]
+        """Positions of the trained weights in the order in which gradients arrive: from the last on, unless
+        it is known better."""
+        self._ddp_buckets = functools.cache(self._find_ddp_buckets)
         self._ddp_broadcasts = functools.cache(lambda rank: ddp_broadcasts(self._weights(rank)))
         self.tail_stays = is_one_unit or is_tied(parameters)
         """Whether the tail is gathered from beginning to end, as where the embedding is the head too."""
@@ -241,9 +246,20 @@ class Shares:
         """Bytes of FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
 
+    def _find_ddp_buckets(self, rank: int) -> list[int]:
+        weights = self._weights(rank)
+        if not self.rebuilds:
+            return ddp_buckets(weights)
+        return ddp_rebuilt_buckets(weights[position] for position in self.arriving)
+
     def ddp_bucket_bytes(self, rank: int, index: int) -> int:
         """Bytes of DDP's bucket of that index; 0 where there are not so many buckets."""
         buckets = self._ddp_buckets(rank)
+        return buckets[index] if index < len(buckets) else 0
+
+    def ddp_first_bucket_bytes(self, rank: int, index: int) -> int:
+        """Bytes of DDP's bucket of that index before they are made anew; 0 where there are not so many."""
+        buckets = ddp_first_buckets(self._weights(rank))
         return buckets[index] if index < len(buckets) else 0
 
     def num_ddp_broadcasts(self, rank: int) -> int:

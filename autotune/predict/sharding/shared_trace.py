@@ -28,6 +28,8 @@ class SharedTrace:
     """Tensors that a step's first micro-step leaves, beside gradients and the loss."""
     only_last: Sequence[int] = ()
     """Tensors that the last micro-step of an optimizer step makes and frees, and no other."""
+    behind_first: Sequence[int] = ()
+    """Events between the first optimizer step and the second."""
     aside: Sequence[Sequence[int]] = ()
     """The tensors that each further CUDA stream allocates."""
     workspaces: list[int]
