@@ -145,6 +145,12 @@ def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None
         ("Qwen/Qwen2.5-1.5B", "hsdp"),
         # What the embedding gathers going backward stays until the end.
         ("HuggingFaceTB/SmolLM2-135M", "zero3-offload"),
+        # LoRA on three GPUs: parts are copied to the card, and the frozen head keeps what it read.
+        ("Qwen/Qwen3-0.6B", "zero3-offload"),
+        # A gradient that is larger than the bucket is cloned.
+        ("mistralai/Mistral-7B-v0.3", "zero1-offload"),
+        # The first GPU loads otherwise than the second, which reserves more; the list of denominators.
+        ("mistralai/Mistral-7B-v0.3", "cp"),
     ],
 )
 def test_what_loading_leaves_is_as_pytorch_allocates(model: str, parallelism: str) -> None:
@@ -154,8 +160,10 @@ def test_what_loading_leaves_is_as_pytorch_allocates(model: str, parallelism: st
         if (each["model"], each["measurement"]["config"]["parallelism"]) == (model, parallelism)
     )
     estimate, seen = predicted(record, "rtx-3090"), record["measurement"]
-    assert estimate.peak_allocated_bytes == pytest.approx(seen["peak_allocated_bytes"], rel=0.002)
-    assert estimate.peak_reserved_bytes == pytest.approx(seen["peak_reserved_bytes"], rel=0.005)
+    # A ring's last GPU, which is taken to allocate as its first, speaks in that run.
+    off = 0.004 if parallelism == "cp" else 1e-4
+    assert estimate.peak_allocated_bytes == pytest.approx(seen["peak_allocated_bytes"], rel=off)
+    assert estimate.peak_reserved_bytes == pytest.approx(seen["peak_reserved_bytes"], rel=0.004)
 
 
 def test_recorded_shared_runs_were_predicted() -> None:

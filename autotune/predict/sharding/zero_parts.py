@@ -39,6 +39,10 @@ class ZeroParts:
     def is_held(self, rank: int, gpu: int, position: int) -> bool:
         return position in self._by_gpu(rank)[gpu]
 
+    def gradient_bytes(self, rank: int, position: int) -> int:
+        """Bytes of a weight's gradient, whole."""
+        return self._shares.working_bytes(self._shares.weights(rank)[position])
+
     def norm_bytes(self, rank: int) -> int:
         """Bytes of the largest copy that is made for the norm of the gradients."""
         if self._shares.row.stage == 3:

@@ -18,7 +18,7 @@ Known limitations
 - The largest weight of a layer is taken to be gathered for all of the layer's pass, and all of them where the
   layer is computed again: those that are behind their use already, too.
 - DeepSpeed's linear layers keep their inputs though their weights are frozen (runtime/zero/linear.py,
-  LinearFunctionForZeroStage3): with adapters on some layers alone ZeRO 3 keeps more than is predicted.
+  LinearFunctionForZeroStage3): the head's is predicted. With adapters on some layers alone ZeRO 3 keeps more.
 - Which gradients share a bucket is worked out at one LoRA rank.
 """
 
@@ -88,9 +88,22 @@ class _ZeroWriter(Writer):
         self._bucket.append(position)
         self._elements += num_elements
         if num_elements > self._shares.bucket_elements:
-            self._large = gradient
+            is_cloned = self._is_cloned(position)
+            self._large = self._cloned(gradient, position) if is_cloned else gradient
         else:
             self._free(gradient)
+
+    def _is_cloned(self, position: int) -> bool:
+        """Whether a gradient is cloned: one that goes by itself, where ZeRO 1 and 2 offload."""
+        row = self._shares.row
+        num_elements = self._shares.weights(USUAL_RANK)[position].num_elements
+        return row.offload and row.stage < 3 and num_elements > self._shares.bucket_elements
+
+    def _cloned(self, gradient: int, position: int) -> int:
+        size = functools.partial(self._parts.gradient_bytes, position=position)
+        clone = self._new("gradient", size)
+        self._free(gradient)
+        return clone
 
     def _reduce(self) -> None:
         if not self._bucket:
@@ -176,15 +189,19 @@ class ZeroMicroStep(_ZeroWriter):
     def written(self, blocks: Blocks) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         late: list[int] = []
+        read: list[int] = []
         for index, (phase, place, events) in enumerate(blocks):
             unit = unit_in(self._shares, phase, place)
             before: list[int] = []
             after: list[int] = []
             if index == last_forward + 1:
                 before, events = at_logits_gradient(events, self._logits)
+                events = [*events[:1], *(~number for number in read), *events[1:]]
             elif phase == Phase.HEAD:
                 made = next((n for n, e in enumerate(events) if e in self._logits), len(events))
                 events, after = events[: made + 1], events[made + 1 :]
+                read = self._read_by_head(events, after)
+                after = [event for event in after if ~event not in read]
             self.events += before
             is_backward = index > last_forward
             gathered: int | None = None
@@ -193,11 +210,7 @@ class ZeroMicroStep(_ZeroWriter):
                 late += self._gather_trained(events)
             elif phase != Phase.END:
                 gathered = self._gather(unit, is_backward=is_backward)
-            for event in events:
-                if event not in self._summed:
-                    self.events.append(event)
-                if event in self._position_of:
-                    self._arrived(event)
+            self._go_through(events)
             self._free(gathered)
             self.events += after
         self._reduce()
@@ -205,6 +218,33 @@ class ZeroMicroStep(_ZeroWriter):
         if self._adds:
             self._free_gradients()
         return self.events
+
+    def _go_through(self, events: Iterable[int]) -> None:
+        """Write a block. What is freed right behind a gradient has gone before that is cloned."""
+        arriving: int | None = None
+        for event in events:
+            if arriving is not None and event >= 0:
+                self._arrived(arriving)
+                arriving = None
+            if event not in self._summed:
+                self.events.append(event)
+            if event not in self._position_of:
+                continue
+            if self._is_cloned(self._position_of[event]):
+                arriving = event
+            else:
+                self._arrived(event)
+        if arriving is not None:
+            self._arrived(arriving)
+
+    def _read_by_head(self, events: Sequence[int], after: Sequence[int]) -> list[int]:
+        """Return what a frozen head read, and is kept all the same: the last that goes once there are logits.
+
+        Source: runtime/zero/linear.py, LinearFunctionForZeroStage3.
+        """
+        if self._shares.row.stage < 3:
+            return []
+        return [event for event in events[:-1] if ~event in after][-1:]
 
     def _gather(self, unit: Unit, *, is_backward: bool) -> int | None:
         """Gather the largest weight of a unit, or all where they are gathered to compute a layer again.
@@ -216,30 +256,32 @@ class ZeroMicroStep(_ZeroWriter):
             return None
         layer, every = unit[1][1], self._shares.checkpoint_every
         is_again = is_backward and layer >= 0 and every > 0 and layer % every == 0
-        size = self._shares.gathered_bytes if is_again else self._shares.largest_gathered_bytes
-        return self._new(
-            "parameter",
-            functools.partial(size, unit=unit),
-            is_gathered=True,
-            stream=Stream.GATHERS,
-        )
+        largest = functools.partial(self._shares.largest_gathered_bytes, unit=unit)
+        every_one = functools.partial(self._shares.gathered_bytes, unit=unit)
+        return self._gather_of(every_one if is_again else largest, largest)
+
+    def _gather_of(self, size: Size, largest: Size) -> int:
+        """Make room for what is gathered; of a part on the host a copy is sent, and goes when it has arrived.
+
+        `largest`: bytes of the largest weight, whole.
+        Source: runtime/zero/partition_parameters.py, _all_gather_sequential.
+        """
+        gathered = self._new("parameter", size, is_gathered=True, stream=Stream.GATHERS)
+        num_gpus = self._shares.num_gpus
+        if self._shares.row.offload and num_gpus > 1:
+            self._pass(lambda rank: largest(rank) // num_gpus, Stream.GATHERS)
+        return gathered
 
     def _gather_trained(self, events: Iterable[int]) -> list[int]:
         """Gather the weights by themselves whose gradients the events make: a model's embeddings."""
         if self._shares.row.stage < 3:
             return []
-        return [
-            self._new(
-                "parameter",
-                functools.partial(
-                    self._shares.gathered_weight_bytes, position=self._position_of[event]
-                ),
-                is_gathered=True,
-                stream=Stream.GATHERS,
-            )
+        sizes = [
+            functools.partial(self._shares.gathered_weight_bytes, position=self._position_of[event])
             for event in events
             if event in self._position_of
         ]
+        return [self._gather_of(size, size) for size in sizes]
 
     def _arrived(self, gradient: int) -> None:
         if self.bucket is None and self._shares.row.stage == 2:
