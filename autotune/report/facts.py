@@ -347,10 +347,13 @@ def reasons(answer: Answer) -> list[str]:
         said.append(f"The loader: {measured_words.loader(answer)}.")
     if answer.widened:
         said.append(words.widened(answer))
-    if best.state.optimizer_state_managed_bytes:
-        said.append(words.paging(best))
-    notes = (words.quantized_room(answer), words.rounding(answer), words.coarse_batch(answer))
-    said += filter(None, (*notes, words.experts(answer), best.unquantized_note))
+    shared = (f"{name}: {text}" for name, text in words.of_each_gpu(best))
+    said += (f"Predicted {text}." for text in shared)
+    if answer.workload.lengths is not None:
+        said.append(f"Epoch, predicted: {words.epoch(answer)}.")
+    if text := words.predicted_compilation(answer):
+        said.append(f"Compiled: {text}.")
+    said += words.notes(answer)
     if tip := tips.tip(answer):
         said.append(f"Tip: {tip}")
     if sure := words.sureness(answer):

@@ -119,18 +119,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
         rows.append(("compile", text))
     if answer.widened:
         rows.append(("", words.widened(answer)))
-    if best.state.optimizer_state_managed_bytes:
-        rows.append(("note", words.paging(best)))
-    rows += [("note", text) for text in words.bounds(best)]
-    notes = (
-        words.quantized_room(answer),
-        words.rounding(answer),
-        words.coarse_batch(answer),
-        words.experts(answer),
-        words.unfused_casts(best.config),
-        best.unquantized_note,
-    )
-    rows += [("note", note) for note in notes if note]
+    rows += [("note", note) for note in words.notes(answer)]
     if text := tips.tip(answer):
         rows.append(("tip", text))
     if answer.tied:

@@ -516,9 +516,26 @@ def bounds(estimate: Estimate) -> list[str]:
     if estimate.is_bound and not settings:  # its step could not be traced compiled
         settings = (KNOBS["torch_compile"].words(estimate.config.torch_compile),)
     return [
-        f"{setting} is not predicted: the figures are those without it, a bound to be measured"
+        f"{setting} is not predicted: the figures are those without it, a bound to be measured."
         for setting in settings
     ]
+
+
+def notes(answer: Answer) -> list[str]:
+    """Everything that the figures of an answer need to be read with."""
+    best = answer.best
+    paged = bool(best.state.optimizer_state_managed_bytes)
+    said = (
+        paging(best) if paged else "",
+        *bounds(best),
+        quantized_room(answer),
+        rounding(answer),
+        coarse_batch(answer),
+        experts(answer),
+        unfused_casts(best.config),
+        best.unquantized_note,
+    )
+    return list(filter(None, said))
 
 
 SANE_HOST_BYTES = 32 * GIB

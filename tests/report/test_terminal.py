@@ -789,6 +789,22 @@ def test_what_each_of_several_gpus_holds_is_told() -> None:
     assert "host memory" not in shown
     assert "5.00 GiB a step: 250 ms of the step" in shown
     assert "per GPU" not in everything(answers.estimate())
+    # The report has what the terminal has, dataset and compilation too.
+    lengths = Lengths(
+        num_samples=10, num_tokens=6000, num_kept_tokens=6000, percentiles=(600,) * 101
+    )
+    workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)
+    compiled = dataclasses.replace(answers.CONFIG, torch_compile="default")
+    bounded = dataclasses.replace(estimate, config=compiled, is_bound=True)
+    answer = answers.answer(best=bounded, workload=workload)
+    reasons = " ".join(facts.reasons(answer))
+    for told in (
+        words.epoch(answer),
+        *words.notes(answer),
+        *dict(words.of_each_gpu(bounded)).values(),
+    ):
+        assert told in reasons
+    assert "torch.compile" in reasons
 
 
 def everything(estimate: Estimate) -> str:
