@@ -190,7 +190,7 @@ def test_what_cannot_be_written_does_not_cost_the_answer(
         ({"allow": "all"}, "allow is 'all'"),
         ({"task": "causal"}, "task is 'causal'"),
         ({"seq_len": 0}, "seq_len is 0. It should be a whole number from 1"),
-        ({"seq_len": "512"}, "seq_len is 512. It should be a whole number"),
+        ({"seq_len": "512"}, "seq_len is '512'. It should be a whole number"),
         ({"num_gpus": True}, "num_gpus is True"),
         ({"effective_batch": 2.0}, "effective_batch is 2.0"),
         ({"confirm_steps": -1}, "confirm_steps is -1"),

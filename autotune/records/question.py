@@ -141,7 +141,7 @@ class Question:
             value = getattr(self, name)
             if value is not None and not (type(value) is int and least <= value <= most):
                 raise ConfigError(
-                    f"{name} is {str(value)[:40]}",
+                    f"{name} is {repr(value)[:40]}",
                     why=f"It should be a whole number from {least:,} to {most:,}",
                 )
         if self.odds is not None and not (
