@@ -61,7 +61,8 @@ _KEYS = {
     "--method": "methods",
 }
 """Keys of the file by the options of `find` that they stand for."""
-_OPTION = re.compile(r"(--[a-z][a-z-]*)( (?=[0-9]))?")
+_OPTION = re.compile(rf"(--[a-z][a-z-]*)( (?=[0-9]|(?:{'|'.join(METHODS)})\b))?")
+"""An option in words, and the space before a value that is given with it."""
 _PATHS = ("base",)
 _REMEDY = "Copy studies/nightly.yaml and edit it; it explains each line"
 _DURATION = re.compile(r"\s*([0-9]{1,6}(?:\.[0-9]{1,3})?)\s*([a-z]+)\s*")

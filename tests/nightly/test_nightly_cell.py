@@ -277,10 +277,12 @@ def test_an_answer_that_no_longer_runs_is_replaced_at_once(tonight: Tonight) -> 
 
 
 def test_a_cell_that_fails_says_why_and_can_be_tried_again(tonight: Tonight) -> None:
-    nothing = NothingFitsError("Nothing fits into 12 GB", "--seq-len 512 lowers it", "--on is kept")
+    nothing = NothingFitsError(
+        "Nothing fits into 12 GB", "--seq-len 512 lowers it", "Or --method qlora"
+    )
     done = tonight(Machine({}), [], finds=nothing)
     assert (done.kind, done.exit_code, done.night) == ("failed", 4, None)
-    assert done.problem == "Nothing fits into 12 GB. lengths: 512 lowers it. --on is kept."
+    assert done.problem == "Nothing fits into 12 GB. lengths: 512 lowers it. Or methods: qlora."
     assert json.loads(Path("studies/here/nightly.json").read_text("utf-8")) == {"begun": {}}
 
 
