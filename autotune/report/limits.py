@@ -104,7 +104,9 @@ def command(answer: Limit) -> str:
     parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
     budget_bytes = answer.memory_budget_bytes
     known = next((card for card in gpus.catalogue() if card.name == answer.best.gpu), None)
-    if not answer.card_is_here:
+    # A card that was planned for by its size may be sold with more than can be used: the size alone names it.
+    is_sold_with_more = known is not None and budget_bytes > known.capacity_bytes
+    if not (answer.card_is_here or is_sold_with_more):
         parts += ["--gpu", answer.best.gpu if known is None else known.slug]
     if answer.card_is_here or known is None or budget_bytes != known.capacity_bytes:
         size = words.typed_size(budget_bytes).replace(" ", "") or f"{budget_bytes}B"

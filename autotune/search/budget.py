@@ -112,12 +112,12 @@ def choose_card(name: str | None, size: str | None) -> ChosenCard:
             remedy="Give --gpu-mem 12GB, or --gpu with a card's name (autotune gpus)",
         )
     lacking = "the GPU here has less" if here else "no CUDA GPU is here"
-    return ChosenCard(
-        gpu=gpus.for_budget(budget_bytes),
-        source=CardSource.PLANNED,
-        budget_bytes=budget_bytes,
-        note=f"{lacking} (--gpu names another)",
-    )
+    planned = gpus.for_budget(budget_bytes)
+    note = f"{lacking} (--gpu names another)"
+    if budget_bytes > planned.capacity_bytes:  # it is sold with as much
+        usable = f"of its memory {format_bytes(planned.capacity_bytes)} can be used"
+        note += f"; {usable}, less than the budget: --gpu {planned.slug} plans for that"
+    return ChosenCard(gpu=planned, source=CardSource.PLANNED, budget_bytes=budget_bytes, note=note)
 
 
 def cpu_as_card(name: str | None, size: str | None) -> ChosenCard:

@@ -16,6 +16,7 @@ from autotune import cli
 from autotune.cli import maximum
 from autotune.report import limits
 from autotune.search.inverse import questions
+from autotune.space.headroom import USUAL_HEADROOM
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -64,6 +65,19 @@ def test_estimate_says_the_same_of_the_answer(main: Main) -> None:
     checked = json.loads(out)
     assert checked["fits"]
     assert checked["leaves_room"]
+    sold = SimpleNamespace(
+        best=answers.estimate(),
+        memory_budget_bytes=12 * 2**30,
+        card_is_here=False,
+        headroom=USUAL_HEADROOM,
+        model=TINY,
+        task="causal-lm",
+        dataset_options={},
+    )
+    # An RTX 4070 is sold with 12 GiB and has less: with both named `estimate` refuses.
+    again = limits.command(cast("questions.Limit", sold))
+    assert "--gpu-mem 12884901888B" in again
+    assert "--gpu rtx-4070" not in again
     roomy: dict[str, Any] = json.loads(main(*arguments, "--headroom", "900MB", "--json")[1])
     assert (roomy["fits"], roomy["leaves_room"]) == (True, False)
     assert {name: answer["best"][name] for name in checked if name in answer["best"]} == {

@@ -324,7 +324,10 @@ def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
     assert card == large
     assert "does not put it first" in reason
     monkeypatch.setattr(gpus, "detect", list)
-    assert "no CUDA GPU is here" in choose(None, "12GB").why
+    assert choose(None, "12GB").why.endswith("no CUDA GPU is here (--gpu names another)")
+    assert choose(None, "12GiB").why.endswith(
+        "; of its memory 11.49 GiB can be used, less than the budget: --gpu rtx-4070 plans for that"
+    )
 
 
 def test_an_effective_batch_is_shared_evenly_or_the_next_larger_is_named() -> None:
