@@ -248,7 +248,8 @@ def find(
             if points.reasons
             else ", ".join(f"{count} break {name}" for name, count in points.invalid.items())
             or f"it has no section for {' or '.join(workload.methods)}",
-            remedy="Change the methods, the effective batch size or the space",
+            remedy="Change the methods, the effective batch size or the space"
+            + (", or leave --num-gpus out" if workload.num_gpus > 1 else ""),
         )
     progress("space", len(points.configs), points.num_enumerated)
     if reference.method == "peft" and reference.peft is None:
