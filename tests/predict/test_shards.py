@@ -109,9 +109,17 @@ SPEC = TraceSpec(
 
 
 def shares(
-    parallelism: str, *, dtype: str = "float32", num_rows: int = VOCABULARY, **spec: Any
+    parallelism: str,
+    *,
+    dtype: str = "float32",
+    num_rows: int = VOCABULARY,
+    adapters: bool = False,
+    **spec: Any,
 ) -> Shares:
-    """Four GPUs' shares of an embedding, two layers of a matrix and a bias each, a norm and a head."""
+    """Four GPUs' shares of an embedding, two layers of a matrix and a bias each, a norm and a head.
+
+    `adapters`: behind these, a matrix in float32 for each layer.
+    """
 
     def parameter(layer: int, *shape: int, embedding: bool = False) -> TracedParameter:
         return TracedParameter(
@@ -131,12 +139,25 @@ def shares(
             *(parameter(*layer) for layer in layers),
             parameter(-1, HIDDEN),
             parameter(-1, VOCABULARY, HIDDEN),
+            *(
+                dataclasses.replace(parameter(layer, HIDDEN, 8), dtype="float32")
+                for layer in (0, 1)
+                if adapters
+            ),
         ],
         dataclasses.replace(SPEC, parallelism=parallelism, **spec),
         num_gpus=4,
         hidden_size=HIDDEN,
         is_one_unit=False,
     )
+
+
+def test_ddp_sends_adapters_where_the_first_layer_has_its_own() -> None:
+    found = shares("ddp", dtype="bfloat16", num_rows=2**21, adapters=True)
+    layers = 2 * (2 * HIDDEN * (HIDDEN + 1) + HIDDEN + VOCABULARY * HIDDEN)
+    # The embedding goes by itself; then the first layer's bucket, and that of its adapters.
+    expected = [0, layers, 2 * 4 * 8 * HIDDEN]
+    assert [found.ddp_broadcast_bytes(0, index) for index in range(3)] == expected
 
 
 @pytest.mark.parametrize(

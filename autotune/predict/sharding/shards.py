@@ -78,7 +78,9 @@ class Shares:
         """Positions of the trained weights in the order in which gradients arrive: from the last on, unless
         it is known better."""
         self._ddp_buckets = functools.cache(self._find_ddp_buckets)
-        self._ddp_broadcasts = functools.cache(lambda rank: ddp_broadcasts(self._weights(rank)))
+        self._ddp_broadcasts = functools.cache(
+            lambda rank: ddp_broadcasts(self._weights_by_module(rank))
+        )
         self.tail_stays = is_one_unit or is_tied(parameters)
         """Whether the tail is gathered from beginning to end, as where the embedding is the head too."""
         self.members: dict[Unit, list[int]] = {}
@@ -245,6 +247,22 @@ class Shares:
     def gradient_shard_bytes(self, rank: int, unit: Unit) -> int:
         """Bytes of FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
+
+    def _weights_by_module(self, rank: int) -> list[Weight]:
+        """The weights in the model's order: adapters, listed last, go behind their layer's first weight."""
+        places = [parameter.place for parameter in self.parameters]
+        firsts = {place: position for position, place in reversed([*enumerate(places)])}
+        first_layer = min((n for (_, layer), n in firsts.items() if layer >= 0), default=0)
+
+        def where(position: int) -> tuple[int, ...]:
+            place = places[position]
+            if place[1] < 0:
+                return (0 if position < first_layer else 2,)
+            is_first = firsts[place] == position
+            return (1, *place, not is_first, not self.parameters[position].trainable)
+
+        weights = self._weights(rank)
+        return [weights[position] for position in sorted(range(len(places)), key=where)]
 
     def _find_ddp_buckets(self, rank: int) -> list[int]:
         weights = self._weights(rank)
