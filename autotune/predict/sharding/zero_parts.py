@@ -43,15 +43,14 @@ class ZeroParts:
         """Bytes of a weight's gradient, whole."""
         return self._shares.working_bytes(self._shares.weights(rank)[position])
 
-    def norm_bytes(self, rank: int) -> int:
-        """Bytes of the largest copy that is made for the norm of the gradients."""
+    def norm_bytes(self, rank: int, gpu: int) -> int:
+        """Bytes of the largest copy that a GPU makes for the norm of its gradients."""
         if self._shares.row.stage == 3:
             largest = max(
                 (self._part_elements(w.num_elements) for w in self._shares.trained(rank)), default=0
             )
         else:
-            slices = itertools.chain.from_iterable(each.values() for each in self._by_gpu(rank))
-            largest = max(slices, default=0)
+            largest = max(self._by_gpu(rank)[gpu].values(), default=0)
         return _NORM_BYTES * largest
 
     def sent_elements(self, rank: int, position: int) -> int:

@@ -312,7 +312,7 @@ class ZeroUpdate(_ZeroWriter):
             self._reduce()
             self._free(*self._late, bucket)
         if not row.offload:
-            self._pass(self._parts.norm_bytes)
+            self._pass(functools.partial(self._parts.norm_bytes, gpu=self._gpu))
             flat = self._new("temporary", self._parts.flat_bytes)
             self.step_gradients = [self._new("gradient", self._shares.step_gradient_bytes)]
             self._free(flat)
