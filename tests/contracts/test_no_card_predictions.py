@@ -149,6 +149,11 @@ def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None
         ("Qwen/Qwen3-0.6B", "zero3-offload"),
         # A gradient that is larger than the bucket is cloned.
         ("mistralai/Mistral-7B-v0.3", "zero1-offload"),
+        # The third of four GPUs reserves most, and copies its own gradients for their norm.
+        ("Qwen/Qwen2.5-1.5B", "zero1"),
+        # The embedding is sent as it is, by itself; checkpointed in full, buckets are made anew.
+        ("Qwen/Qwen2.5-0.5B", "ddp"),
+        ("EleutherAI/pythia-1b", "ddp"),
         # The first GPU loads otherwise than the second, which reserves more; the list of denominators.
         ("mistralai/Mistral-7B-v0.3", "cp"),
     ],
@@ -179,7 +184,7 @@ def test_recorded_shared_runs_were_predicted() -> None:
         num_within("peak_reserved_bytes", 0.01),
         num_within("peak_reserved_bytes", 0.03),
     ]
-    assert [len(SHARED), len(ended), *within] == [82, 74, 59, 51, 54]
+    assert [len(SHARED), len(ended), *within] == [106, 98, 82, 72, 76]
 
 
 def expanded_on_a_t4() -> list[dict[str, Any]]:
