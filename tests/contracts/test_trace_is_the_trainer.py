@@ -721,10 +721,10 @@ def run_case(case: Case, folder: Path) -> Run:
         if case.device is None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(attention.without_library(case.attention))
-        if case.liger:
+        model = real_model(case)
+        if case.liger:  # After the model's module is there, whose changes are undone at the end.
             pytest.importorskip("liger_kernel.transformers")
             stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))
-        model = real_model(case)
         more = collator(case)
         if is_sound:
             of_model = functools.partial(collate_sounds, dtype=dtype_read_by(model))

@@ -84,8 +84,8 @@ def worked_out(tracker: Tracker) -> Iterator[None]:
         if not made.is_meta or made.dtype not in _KINDS:
             return made
         know(made, make(_numbers(data), dtype=made.dtype))
-        # PyTorch copies it to the device without a word to any mode.
-        return aten.lift_fresh.default(made)
+        # Before torch 2.15 PyTorch copies it to the device without a word to any mode.
+        return made if tracker.knows(made) else aten.lift_fresh.default(made)
 
     tracker.decompositions |= {
         aten._local_scalar_dense.default: number,

@@ -77,7 +77,7 @@ def on_meta(tracker: Tracker, device: Device, chunks: Chunks) -> Iterator[None]:
         tracker.record_kernel(name, (args, tuple(kwargs.values())), passes=PASSES.get(name, 1))
 
     counting = _Counting()
-    tracker.decompositions[aten.equal.default] = _differ
+    tracker.decompositions[aten.equal.default] = functools.partial(_differ, tracker)
     tracker.answer_too(aten._local_scalar_dense.default, counting.answer)
     loss = functools.partial(counting.run, fused.fused_linear_cross_entropy_forward)
     attributes: list[tuple[Any, str, Any]] = [(fused, "fused_linear_cross_entropy_forward", loss)]
@@ -119,12 +119,12 @@ def as_on_cuda(device_type: str, device: Device, launch: Callable[..., None]) ->
         yield
 
 
-def _differ(_: torch.Tensor, one: torch.Tensor) -> bool:
+def _differ(tracker: Tracker, _: torch.Tensor, one: torch.Tensor) -> bool:
     """Answer that the gradient of a mean over tokens is not 1.
 
-    On `meta` torch.tensor(1.0) is made unseen.
+    Before torch 2.15 torch.tensor(1.0) is made unseen on `meta`.
     """
-    torch.empty_like(one)
+    tracker.index_of(one)
     return False
 
 
