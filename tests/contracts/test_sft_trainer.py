@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_trace_is_the_trainer import (
     FLASH_2,
     Case,
@@ -31,6 +32,7 @@ from trainer_step import NUM_PADDED, NUM_STEPS, ragged, run_trainer, tokenizer
 
 from autotune.worker.trace import attention, sft
 from autotune.worker.trace import step as trace_module
+from autotune.worker.trace.tracker import Tracker
 
 trl = pytest.importorskip("trl")
 
@@ -83,6 +85,12 @@ def way_of_cuda() -> Iterator[None]:
         yield
 
 
+def _modes_see_literals() -> bool:
+    """Whether torch.tensor on `meta` is seen by modes, as by those of torch 2.15, and so traced."""
+    with Tracker("meta") as tracker:
+        return tracker.knows(torch.tensor(0, device="meta"))
+
+
 def dataset(rows: list[Any]) -> Any:
     from datasets import Dataset
 
@@ -128,6 +136,8 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         for t in run.tensors
     ]
     literals = {n for n, operation in run.made_by.items() if operation == "aten::lift_fresh"}
+    if _modes_see_literals():
+        literals = set()
     for number, window in enumerate(run.micro_steps):
         events = [event for event in run.window(window) if max(event, ~event) not in literals]
         real = canonical(events, sizes)
