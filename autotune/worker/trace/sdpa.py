@@ -220,7 +220,8 @@ def _cudnn_takes(capability: tuple[int, int], call: Call, torch_version: tuple[i
 def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int, ...]) -> bool:
     """Whether cuDNN can run the call, as can_use_cudnn_attention says.
 
-    Since 2.13 cuDNN drops sixteenths only: of 0.1 it is not asked.
+    Since 2.13 cuDNN drops sixteenths only: of 0.1 it is not asked. On 10.0 torch 2.14 alone, which brings cuDNN
+    9.24, keeps a single query from it.
     """
     length, key_length = call.lengths
     drops = call.dropout_p > 0
@@ -234,7 +235,7 @@ def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int
         and key_length > 1
         and not (
             length == 1
-            and (drops or (capability[0] == 10 and torch_version >= OTHER_ATTENTION_SINCE))
+            and (drops or (capability[0] == 10 and torch_version == OTHER_ATTENTION_SINCE))
         )
         and (torch_version < (2, 13) or sixteenths == int(sixteenths))
     )
