@@ -74,7 +74,7 @@ class Gpu:
     """Device memory of one process outside torch's allocator: context, kernels, driver."""
     context_source: str
     cublas_workspace_bytes: int | None
-    """Bytes of one cuBLAS workspace; eager training holds two, inside torch's allocator."""
+    """Bytes of one cuBLAS workspace, inside torch's allocator; before torch 2.15 eager training holds two."""
     num_sms: int | None = None
     """Number of streaming multiprocessors."""
     boost_clock_hertz: float | None = None

@@ -38,6 +38,11 @@ OTHER_ATTENTION_SINCE = (2, 14)
 """Version of torch since which it chooses kernels of attention by other rules: each of the fused ones takes
 fewer heads of keys than of queries (studies/attention-kernels). The version alone tells."""
 
+WORKSPACE_PER_CALL_SINCE = (2, 15)
+"""Version of torch since which each call of cuBLAS makes its workspace and gives it back, where earlier ones keep
+one for each thread (pytorch pull request 194311). The version alone tells; studies/no-card/drawn_torch_2_15.jsonl shows
+what came of it."""
+
 
 @functools.cache
 def fuses_any_grouped_heads() -> bool:

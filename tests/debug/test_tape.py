@@ -413,7 +413,7 @@ def test_the_two_commands_one_after_the_other(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("error")) == (0, 0)
     assert "PREDICTED, not measured." in done.stdout
     assert "live     at the peak, by operation and phase" in done.stdout
-    assert "_log_softmax" in done.stdout
+    assert "silu, forward (activation)" in done.stdout
     assert "written  tape.json" in done.stdout
     tape = read_tape(tmp_path / "tape.json")
     assert "\n".join(lines_of_tape(tape, "")).splitlines()[2] in done.stdout

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, USUAL_NUM_SMS
+from autotune.catalogue.installed import WORKSPACE_PER_CALL_SINCE
 from autotune.worker.build import tensor_parallel
 from autotune.worker.trace import sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
@@ -165,25 +166,31 @@ _FUNCTIONS = {"cuda": _of_cuda, "cpu": _of_cpu}
 _MATRIX_PRODUCTS = {
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
     aten.mm.out, aten.addmm.out, aten.addmm.dtype_out,
-    aten.convolution.default, aten.convolution_backward.default,
+    aten.mv.default, aten.addmv.default, aten.dot.default,
 }  # fmt: skip
+_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 _WITH_BIAS = {aten.addmm.default, aten.addmm.out, aten.addmm.dtype_out}
 """Products that go to cuBLASLt where what they add to is a vector (ATen/native/cuda/Blas.cpp)."""
+_OF_CUBLASLT = {aten._scaled_mm.default, aten._addmm_activation.default}
+"""Products that cuBLASLt alone runs."""
 
 
-_CUBLASLT_BYTES = 0 if hasattr(torch.backends.cuda, "cublaslt_workspace_size") else 2**20
-"""Bytes of cuBLASLt's own workspace: none where it takes cuBLAS's (pytorch pull request 168175), as in
-torch 2.13, which has the function that is asked for here. On an H100 and an H200 torch 2.11 kept 1 MiB on
-each thread that adds a bias to a product (studies/h200, studies/h100-80gb-hbm3)."""
+WORKSPACES_ARE_KEPT = sdpa.TORCH_VERSION < WORKSPACE_PER_CALL_SINCE
+_KEEPS_ONE_FOR_BOTH = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
+_CUBLASLT_BYTES = 2**20
+"""Bytes of cuBLASLt's own workspace. It takes cuBLAS's (pytorch pull request 168175) in torch 2.12 to 2.14, which
+have the function that is asked for here. On an H100 and an H200 torch 2.11 kept 1 MiB on each thread that
+adds a bias to a product (studies/h200, studies/h100-80gb-hbm3)."""
 
 
 class Workspaces:
-    """The workspaces of cuBLAS and cuBLASLt, which the process keeps from their first use on.
+    """The workspaces of cuBLAS and cuBLASLt, which the process keeps from their first use on, or each call makes.
 
-    One for the forward pass's thread, one for autograd's.
+    Those that are kept: one for the forward pass's thread, one for autograd's.
     """
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, *, are_kept: bool = WORKSPACES_ARE_KEPT) -> None:
+        self._are_kept = are_kept
         self._sizes_bytes = {"cublas": size_bytes, "cublaslt": _CUBLASLT_BYTES if size_bytes else 0}
         self._made: set[tuple[str, bool]] = set()
         self.indices: list[int] = []
@@ -195,14 +202,28 @@ class Workspaces:
 
         `in_backward`: by which thread, if not this one.
         """
-        if func not in _MATRIX_PRODUCTS:
+        if not self._are_kept:
+            self._make_for_call(tracker, func, args)
+            return
+        if func not in _MATRIX_PRODUCTS and func not in _CONVOLUTIONS:
             return
         thread = engine_is_at_work() if in_backward is None else in_backward
         self._make(tracker, "cublas", thread)
-        if func in _WITH_BIAS and self._sizes_bytes["cublaslt"] and args[0].dim() == 1:
+        if func in _WITH_BIAS and not _KEEPS_ONE_FOR_BOTH and args[0].dim() == 1:
             self._make(tracker, "cublaslt", thread)
 
     def _make(self, tracker: Tracker, library: str, thread: bool) -> None:
-        if (library, thread) not in self._made:
+        size_bytes = self._sizes_bytes[library]
+        if (library, thread) not in self._made and (size_bytes or library == "cublas"):
             self._made.add((library, thread))
-            self.indices.append(tracker.record_forever(self._sizes_bytes[library]))
+            self.indices.append(tracker.record_forever(size_bytes))
+
+    def _make_for_call(self, tracker: Tracker, func: Any, args: tuple[Any, ...]) -> None:
+        is_product = func in _MATRIX_PRODUCTS
+        if not (is_product or func in _OF_CUBLASLT) or not self._sizes_bytes["cublas"]:
+            return
+        # One column goes to cuBLAS whatever is added to it.
+        adds_bias = func in _WITH_BIAS and args[0].dim() == 1 and args[2].shape[-1] > 1
+        library = "cublas" if is_product and not adds_bias else "cublaslt"
+        if all(each.numel() for each in args[:2]):
+            tracker.record_and_free(self._sizes_bytes[library])
