@@ -213,7 +213,9 @@ SETUPS: dict[str, Setup] = {
 
 def predict_peak_bytes(kernel: str, x: int, settings: dict[str, Any]) -> int:
     """Predicted torch.cuda.max_memory_allocated of a steady run."""
-    workspaces = Workspaces(A100.cublas_workspace_bytes, are_kept=True)  # As of the torch that was measured.
+    workspaces = Workspaces(
+        A100.cublas_workspace_bytes, are_kept=True
+    )  # As of the torch that was measured.
     tracker = Tracker(
         "meta",
         hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),

@@ -39,9 +39,9 @@ OTHER_ATTENTION_SINCE = (2, 14)
 fewer heads of keys than of queries (studies/attention-kernels). The version alone tells."""
 
 WORKSPACE_PER_CALL_SINCE = (2, 15)
-"""Version of torch since which each call of cuBLAS makes its workspace and gives it back, where earlier ones keep
-one for each thread (pytorch pull request 194311). The version alone tells; studies/no-card/drawn_torch_2_15.jsonl shows
-what came of it."""
+"""Version of torch since which each call of cuBLAS makes its workspace and gives it back, where earlier ones
+keep one for each thread (pytorch pull request 194311; studies/no-card/drawn_torch_2_15.jsonl shows what comes
+of it). The version alone tells."""
 
 
 @functools.cache

@@ -23,9 +23,11 @@ A100 = Device(compute_capability=(8, 0), cublas_workspace_bytes=8_519_680, num_s
 RTX_3090 = Device(compute_capability=(8, 6), cublas_workspace_bytes=8_519_680, num_sms=82)
 
 
-def allocations(run: Callable[[], Any], device: Device = A100, **settings: Any) -> list[int]:
+def allocations(
+    run: Callable[[], Any], device: Device = A100, *, are_kept: bool = True, **settings: Any
+) -> list[int]:
     """Bytes of each storage that a call allocates, in that order."""
-    workspaces = Workspaces(device.cublas_workspace_bytes)
+    workspaces = Workspaces(device.cublas_workspace_bytes, are_kept=are_kept)
     buffers = functools.partial(hidden_buffers, device.multiprocessors)
     tracker = Tracker("meta", hidden_buffers=buffers, at_launch=workspaces.at_launch, **settings)
     with device_choices(device), tracker:
@@ -44,6 +46,44 @@ def test_dropout_makes_its_mask_first() -> None:
     tensor = on_meta(512, 768, dtype=torch.float32)
     made = allocations(lambda: F.dropout(tensor, 0.1))
     assert made[-2:] == [512 * 768, 512 * 768 * 4]
+
+
+def _eight_bit(rows: int) -> torch.Tensor:
+    return on_meta(rows, 64, dtype=torch.float8_e4m3fn)
+
+
+PRODUCTS = {
+    "rows": (lambda h: h @ h, [8192, 8_519_680]),
+    "rows once more": (lambda h: (h @ h) @ h, 2 * [8192, 8_519_680]),
+    "a vector": (lambda h: h @ h[0], [128, 8_519_680]),
+    "two vectors": (lambda h: h[0] @ h[0], [2, 8_519_680]),
+    "batches": (lambda h: h.view(4, 16, 64) @ h.view(4, 64, 16), [2048, 8_519_680]),
+    "a bias": (lambda h: F.linear(h, h, h[0]), [8192, 2**20]),
+    "a bias of one row": (lambda h: F.linear(h[:1], h, h[0]), [128, 2**20]),
+    "a bias of two columns": (lambda h: F.linear(h, h[:2], h[0, :2]), [256, 2**20]),
+    "a bias of one column": (lambda h: F.linear(h, h[:1], h[0, :1]), [128, 8_519_680]),
+    "a matrix added": (lambda h: torch.addmm(h, h, h), [8192, 8_519_680]),
+    "no rows": (lambda h: h[:0] @ h, []),
+    "8 bits": (
+        lambda h: torch._scaled_mm(
+            _eight_bit(64), _eight_bit(64).t(), h.new_empty((), dtype=torch.float32),
+            h.new_empty((), dtype=torch.float32), out_dtype=h.dtype,
+        ),
+        [4096, 4096, 4, 4, 8192, 2**20],
+    ),
+    "a convolution": (lambda h: F.conv1d(h.view(2, 32, 64), h.view(32, 32, 4)), [7808]),
+}  # fmt: skip
+"""Products, and what each allocates: torch 2.15.0 for CUDA, asked under tools.no_card; with the size of an
+RTX 3090's workspace."""
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_since_torch_2_15_each_product_makes_its_workspace(name: str) -> None:
+    product, made = PRODUCTS[name]
+    assert allocations(lambda: product(on_meta(64, 64)), are_kept=False)[1:] == made
+    # One that is kept is made once, by what is known to make one.
+    kept = allocations(lambda: [product(on_meta(64, 64)), product(on_meta(64, 64))])
+    assert kept.count(8_519_680) == (0 if name == "8 bits" else 1)
 
 
 @pytest.mark.parametrize(

@@ -178,15 +178,15 @@ _OF_CUBLASLT = {aten._scaled_mm.default, aten._addmm_activation.default}
 WORKSPACES_ARE_KEPT = sdpa.TORCH_VERSION < WORKSPACE_PER_CALL_SINCE
 _KEEPS_ONE_FOR_BOTH = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
 _CUBLASLT_BYTES = 2**20
-"""Bytes of cuBLASLt's own workspace. It takes cuBLAS's (pytorch pull request 168175) in torch 2.12 to 2.14, which
-have the function that is asked for here. On an H100 and an H200 torch 2.11 kept 1 MiB on each thread that
-adds a bias to a product (studies/h200, studies/h100-80gb-hbm3)."""
+"""Bytes of cuBLASLt's own workspace. It takes cuBLAS's (pytorch pull request 168175) in torch 2.12 to 2.14,
+which have the function that is asked for here. On an H100 and an H200 torch 2.11 kept 1 MiB on each thread
+that adds a bias to a product (studies/h200, studies/h100-80gb-hbm3)."""
 
 
 class Workspaces:
-    """The workspaces of cuBLAS and cuBLASLt, which the process keeps from their first use on, or each call makes.
+    """The workspaces of cuBLAS and cuBLASLt, which the process keeps or each call makes.
 
-    Those that are kept: one for the forward pass's thread, one for autograd's.
+    Those that are kept: one for the forward pass's thread, one for autograd's, from their first use on.
     """
 
     def __init__(self, size_bytes: int, *, are_kept: bool = WORKSPACES_ARE_KEPT) -> None:

@@ -220,8 +220,8 @@ def _cudnn_takes(capability: tuple[int, int], call: Call, torch_version: tuple[i
 def _cudnn_can(capability: tuple[int, int], call: Call, torch_version: tuple[int, ...]) -> bool:
     """Whether cuDNN can run the call, as can_use_cudnn_attention says.
 
-    Since 2.13 cuDNN drops sixteenths only: of 0.1 it is not asked. On 10.0 torch 2.14 alone, which brings cuDNN
-    9.24, keeps a single query from it.
+    Since 2.13 cuDNN drops sixteenths only: of 0.1 it is not asked. On 10.0 torch 2.14 alone, which brings
+    cuDNN 9.24, keeps a single query from it.
     """
     length, key_length = call.lengths
     drops = call.dropout_p > 0
