@@ -125,7 +125,7 @@ def test_predicted_peak_equals_published(kernel: str) -> None:
 
 
 def _peak_bytes(set_up: Any, x: int, settings: dict[str, Any]) -> int:
-    workspaces = Workspaces(A100.cublas_workspace_bytes)
+    workspaces = Workspaces(A100.cublas_workspace_bytes, are_kept=True)
     tracker = Tracker(
         "meta",
         hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),

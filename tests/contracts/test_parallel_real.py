@@ -30,6 +30,7 @@ from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.speed.links import COLLECTIVES
 from autotune.worker.build import model as models
+from autotune.worker.trace import cuda
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
 
@@ -213,7 +214,10 @@ def assert_same_activations_and_messages(
     assert sorted(sent) == real["sent"]
 
 
-def test_a_step_that_is_split_has_both_workspaces_of_cublas() -> None:
+def test_a_step_that_is_split_has_both_workspaces_of_cublas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda, "WORKSPACES_ARE_KEPT", True)
     answer = trace_module.trace_step(
         models.load_config(MODEL),
         "causal-lm",

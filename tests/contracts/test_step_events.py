@@ -154,7 +154,8 @@ def test_an_older_torch_keeps_a_workspace_for_products_with_a_bias(
 ) -> None:
     """1 MiB on each thread that adds one, as on the H100: Qwen2 has biases, Llama has none; only what is
     recomputed adds one on autograd's thread."""
-    monkeypatch.setattr(cuda, "_CUBLASLT_BYTES", 2**20)
+    monkeypatch.setattr(cuda, "WORKSPACES_ARE_KEPT", True)
+    monkeypatch.setattr(cuda, "_KEEPS_ONE_FOR_BOTH", False)
     config = TrainConfig(
         method="full",
         micro_batch_size=2,

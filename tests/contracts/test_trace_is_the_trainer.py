@@ -559,8 +559,8 @@ class KeepsWhatFlashKeeps(torch.autograd.Function):
 
 # Compute capability 7.5: sdpa in bfloat16 takes the math kernel. With Liger 8.0, for its way of summing
 # the head's gradient.
-TURING = Device(compute_capability=(7, 5), cublas_workspace_bytes=1)
-AMPERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=1)
+TURING = Device(compute_capability=(7, 5), cublas_workspace_bytes=0)
+AMPERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=0)
 
 
 SEEN = Pictures(

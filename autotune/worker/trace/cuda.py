@@ -187,10 +187,11 @@ class Workspaces:
     """The workspaces of cuBLAS and cuBLASLt, which the process keeps or each call makes.
 
     Those that are kept: one for the forward pass's thread, one for autograd's, from their first use on.
+    `are_kept`: None asks the installed torch.
     """
 
-    def __init__(self, size_bytes: int, *, are_kept: bool = WORKSPACES_ARE_KEPT) -> None:
-        self._are_kept = are_kept
+    def __init__(self, size_bytes: int, *, are_kept: bool | None = None) -> None:
+        self._are_kept = WORKSPACES_ARE_KEPT if are_kept is None else are_kept
         self._sizes_bytes = {"cublas": size_bytes, "cublaslt": _CUBLASLT_BYTES if size_bytes else 0}
         self._made: set[tuple[str, bool]] = set()
         self.indices: list[int] = []
