@@ -6,10 +6,11 @@ What is written is written beside its place and moved there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from autotune.common.units import KIB, MIB
@@ -59,8 +60,10 @@ def write_all(
     files are moved may leave some of each. Raises StorageError: "`what` cannot be written to `to`", and
     the remedy to name another `kind` with the option.
     """
-    places, earlier = _beside(texts), _beside(texts)
+    places, earlier = dict[Path, Path](), dict[Path, Path]()
     try:
+        places |= _beside(texts)
+        earlier |= _beside(texts)
         for path, place in places.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with place.open("x", encoding="utf-8", newline="\n") as file:
@@ -80,8 +83,10 @@ def write_all(
                 place.unlink()
 
 
-def _beside(paths: Iterable[Path]) -> dict[Path, Path]:
-    """A new hidden name beside each of the files."""
+def _beside(paths: Collection[Path]) -> dict[Path, Path]:
+    """A new hidden name beside each of the files. Raises OSError for a folder's path."""
+    if not all(path.name for path in paths):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     return {path: path.with_name(f".{path.name[:40]}.{secrets.token_hex(4)}.tmp") for path in paths}
 
 

@@ -136,6 +136,11 @@ def test_files_replace_earlier_ones_and_leave_nothing_else(tmp_path: Path) -> No
     assert {file.read_text(encoding="utf-8") for file in (first, new)} == {"after"}
 
 
+def test_a_path_without_a_name_is_refused() -> None:
+    with pytest.raises(StorageError, match=r"cannot be written to .*Is a directory"):
+        write_texts(Path(""))
+
+
 def write_texts(*paths: Path) -> None:
     texts = {path: ["af", "ter"] for path in paths}
     write_all(texts, what="The files", to=paths[0].parent, kind="folder")

@@ -221,6 +221,8 @@ def _line(text: bytes, *, is_first: bool) -> FileLine:
     values = json_records.mapping(
         json.loads(text, parse_constant=_no_number, parse_int=_stored_int), "it"
     )
+    if b"\\u" in text:
+        _check_encodes(values)
     kind = values.pop("kind", None)
     if is_first != (kind == "header"):
         raise ValueError(
@@ -255,6 +257,15 @@ def _stored_int(text: str) -> int:
     if len(text) > len(str(MAX_INT)) + 1 or not -MAX_INT - 1 <= int(text) <= MAX_INT:
         raise ValueError(f"the number {text[:40]} is too large")
     return int(text)
+
+
+def _check_encodes(values: dict[str, Any]) -> None:
+    """Raise ValueError for half of a surrogate pair, which JSON may have and no database takes."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        raise ValueError(f"{half!a} in it is no character") from error
 
 
 def _no_number(text: str) -> None:
