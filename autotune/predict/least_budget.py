@@ -26,6 +26,8 @@ def smallest(estimator: Estimator, configs: Iterable[TrainConfig]) -> tuple[Esti
     ):
         if least is not None and estimator.least_needed(config) >= least[1]:
             break
+        if least is not None and estimator.with_budget(least[1]).fitting(config) is None:
+            continue  # One replay up to where memory runs out, instead of a whole one for each budget.
         found = _as_it_fits(estimator, config)
         if least is None or found[1] < least[1]:
             least = found
