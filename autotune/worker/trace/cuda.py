@@ -192,7 +192,8 @@ class Workspaces:
 
     def __init__(self, size_bytes: int, *, are_kept: bool | None = None) -> None:
         self._are_kept = WORKSPACES_ARE_KEPT if are_kept is None else are_kept
-        self._sizes_bytes = {"cublas": size_bytes, "cublaslt": _CUBLASLT_BYTES if size_bytes else 0}
+        has_its_own = size_bytes > 0 and not (self._are_kept and _KEEPS_ONE_FOR_BOTH)
+        self._sizes_bytes = {"cublas": size_bytes, "cublaslt": has_its_own * _CUBLASLT_BYTES}
         self._made: set[tuple[str, bool]] = set()
         self.indices: list[int] = []
 
@@ -210,14 +211,13 @@ class Workspaces:
             return
         thread = engine_is_at_work() if in_backward is None else in_backward
         self._make(tracker, "cublas", thread)
-        if func in _WITH_BIAS and not _KEEPS_ONE_FOR_BOTH and args[0].dim() == 1:
+        if func in _WITH_BIAS and self._sizes_bytes["cublaslt"] and args[0].dim() == 1:
             self._make(tracker, "cublaslt", thread)
 
     def _make(self, tracker: Tracker, library: str, thread: bool) -> None:
-        size_bytes = self._sizes_bytes[library]
-        if (library, thread) not in self._made and (size_bytes or library == "cublas"):
+        if (library, thread) not in self._made:
             self._made.add((library, thread))
-            self.indices.append(tracker.record_forever(size_bytes))
+            self.indices.append(tracker.record_forever(self._sizes_bytes[library]))
 
     def _make_for_call(self, tracker: Tracker, func: Any, args: tuple[Any, ...]) -> None:
         is_product = func in _MATRIX_PRODUCTS
