@@ -48,11 +48,10 @@ def is_possible(
         count = said
     if count is None:
         return lambda _: True
-    vocab_size = model.text_config.get("vocab_size") if workload.task == CAUSAL else None
     return functools.partial(
         _has_room,
         count=count,
-        vocab_size=vocab_size if isinstance(vocab_size, int) else 0,
+        vocab_size=vocab_size_of(model, workload.task),
         workload=workload,
     )
 
@@ -72,6 +71,12 @@ def served_by_vllm(model: ModelSource, gpu: Gpu) -> Served | None:
         vocab_size=vocab_size,
         cache_bytes_per_token=cache.bytes_per_token,
     )
+
+
+def vocab_size_of(model: ModelSource, task: str) -> int:
+    """Return how many logits a token has, each made for the loss; 0 where that is not known."""
+    vocab_size = model.text_config.get("vocab_size") if task == CAUSAL else None
+    return vocab_size if isinstance(vocab_size, int) else 0
 
 
 def num_said(model: ModelSource, task: str) -> int | None:

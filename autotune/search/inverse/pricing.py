@@ -120,14 +120,19 @@ class Pricer:
 
     def fitting(self, case: Case) -> Estimate | None:
         """One that fits, by the thriftiest settings; None when nothing does."""
-        whole, parted = (self._ladders(case, prune=True, parts=parts) for parts in (False, True))
+        ladders = self._ladders(case, prune=True)
+        # What mostly needs least comes first: where it fits, the others need no trace.
+        likely = _likely_least(ladders)
         self._num_tried += 1
-        # The first structure often fits: the others need then no trace.
-        for some in filter(None, (whole[:1], whole[1:], parted[:1], parted[1:])):
+        for some in filter(None, (likely, [each for each in ladders if each not in likely])):
             estimator, configs = self._thriftiest(case, some)
             self._progress("tried", self._num_tried, self.num_traces)
             # How much room is left differs: what needs less may not fit where what needs more does.
-            for config in filter(estimator.may_fit, configs):
+            # Of longer sequences more fit where less is kept on the device and between blocks.
+            for config in sorted(
+                filter(estimator.may_fit, configs),
+                key=lambda c: (not c.activation_offloading, not c.expandable_segments),
+            ):
                 if (estimate := estimator.fitting(config)) is not None:
                     return estimate
         return None
@@ -143,8 +148,8 @@ class Pricer:
         Raises ConfigError where there is nothing to price.
         """
         ladders = self._ladders(case, prune=False)
-        # What weighs least often needs least: of the others only those are traced that could need less.
-        estimator, configs = self._thriftiest(case, ladders[:1])
+        # Of the others only those are traced that could need less.
+        estimator, configs = self._thriftiest(case, _likely_least(ladders))
         least = smallest(estimator, configs)
         if least is not None:
             needed = dataclasses.replace(case, budget_bytes=least[1])
@@ -333,9 +338,10 @@ class Pricer:
         )
 
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
-        """Weights and gradients alone pass the budget, which needs no trace."""
+        """Weights, gradients and logits alone pass the budget, which needs no trace."""
         count = room.num_said(case.source, self.task(case))
-        return count is not None and least_bytes(config, count) > case.budget_bytes
+        vocab_size = room.vocab_size_of(case.source, self.task(case))
+        return count is not None and least_bytes(config, count, vocab_size) > case.budget_bytes
 
     def _key(self, case: Case) -> tuple[object, ...]:
         return case.source.name, case.sequence_length, *of_card(case.gpu).values()
@@ -410,6 +416,17 @@ def thrift(config: TrainConfig) -> tuple[int, ...]:
 
 _Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
 """Configurations of one structure, by thrift."""
+
+
+def _likely_least(ladders: list[_Ladder]) -> list[_Ladder]:
+    """Those of the least weights, with the loss in parts where it can be."""
+
+    def key(rungs: _Ladder) -> tuple[object, ...]:
+        config = rungs[0][1][0]
+        return not config.chunked_loss, least_bytes(config, 10**9)
+
+    least = min(map(key, ladders), default=None)
+    return [rungs for rungs in ladders if key(rungs) == least]
 
 
 def _any_of(rungs: Mapping[tuple[int, ...], list[TrainConfig]]) -> TrainConfig:
