@@ -271,6 +271,7 @@ def find(
     gpu_mem: str | None = None,
     odds: float | None = None,
     headroom: str | None = None,
+    host_mem: str | None = None,
     num_gpus: int | None = None,
     seq_len: int | None = None,
     images: int | None = None,
@@ -352,6 +353,7 @@ def estimate(
     gpu_mem: str | None = None,
     odds: float | None = None,
     headroom: str | None = None,
+    host_mem: str | None = None,
     num_gpus: int = 1,
     seq_len: int | None = None,
     images: int | None = None,
@@ -385,6 +387,7 @@ def limits(
     gpu_mem: str | None = None,
     odds: float | None = None,
     headroom: str | None = None,
+    host_mem: str | None = None,
     seq_len: int | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002

@@ -80,6 +80,7 @@ def estimate(
         gpu_reason=card.why,
         budget_bytes=budget_bytes,
         file=sys.stdout,
+        host_memory_bytes=workload.host_memory_bytes,
         sees=workload.pictures,
         teacher=workload.teacher,
     )

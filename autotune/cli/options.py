@@ -65,7 +65,7 @@ gpu_mem_option: Option = click.option(
 
 
 def headroom_options(command: Command) -> Command:
-    """Options that say how sure a predicted answer has to be to fit."""
+    """Options that say how sure a predicted answer has to be to fit, and what it may take of the host."""
     odds = click.option(
         "--odds",
         type=click.FloatRange(*ODDS),
@@ -78,7 +78,12 @@ def headroom_options(command: Command) -> Command:
         metavar="SIZE",
         help="Memory that a predicted answer leaves, instead of what --odds needs: 500MB; 0 for none.",
     )
-    return odds(headroom(command))
+    host = click.option(
+        "--host-mem",
+        metavar="SIZE",
+        help="Host memory that training may take beside its programs: 64GB [default: any].",
+    )
+    return odds(headroom(host(command)))
 
 
 methods_option: Option = click.option(

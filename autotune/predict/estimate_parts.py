@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
+from autotune.memory.traces import Launch
 from autotune.predict.sharding.exchange import Exchange
 from autotune.records.estimate import PerGpu, StateBytes, TimeShare
 from autotune.space.config import TrainConfig
@@ -30,6 +34,15 @@ def per_gpu(
         layers=exchange.layers,
         communication_seconds=communication_seconds,
     )
+
+
+def parked_bytes(launches: Iterable[Launch]) -> int:
+    """Host memory of the activations of a micro-step that wait there, each copied out and back.
+
+    They are pinned, which torch rounds up to a power of two (c10's CachingHostAllocator).
+    """
+    copies = (each for each in launches if each.kernel.name == "copy_host")
+    return sum(each.count << (math.ceil(each.bytes_moved) - 1).bit_length() for each in copies) // 2
 
 
 def time_shares(parts: Parts) -> tuple[TimeShare, ...]:

@@ -23,7 +23,7 @@ from autotune.memory.allocator import Replay
 from autotune.memory.traces import Trace
 from autotune.memory.vllm import share_bytes
 from autotune.predict.breakdown import Memory, memory_of
-from autotune.predict.estimate_parts import per_gpu, time_shares
+from autotune.predict.estimate_parts import parked_bytes, per_gpu, time_shares
 from autotune.predict.floors import MicroStepBytes, micro_step_of
 from autotune.predict.generation import vllm_kept_bytes
 from autotune.predict.kept_prices import KeptPrices
@@ -63,6 +63,7 @@ class Estimator:
         *,
         memory_budget_bytes: int,
         headroom: Headroom = NO_HEADROOM,
+        host_memory_bytes: int | None = None,
         filling: Callable[[TrainConfig], Filling] | None = None,
         host: Host | None = None,
         replays: ReplayCache | None = None,
@@ -72,6 +73,7 @@ class Estimator:
         self.gpu = gpu
         self.memory_budget_bytes = memory_budget_bytes
         self.headroom = headroom
+        self.host_memory_bytes = host_memory_bytes
         self._traces = traces
         self._filling = filling
         self._context_bytes = gpu.context_bytes
@@ -82,6 +84,7 @@ class Estimator:
         self._times = StepTimes(traces, gpu, self._host, self._prices, self._updates)
         self._micro_step = functools.cache(self._find_micro_step)
         self._floor = functools.cache(self._find_floor)
+        self._parked = functools.cache(self._find_parked)
         self._whole: Estimator | None = None
         """The estimator of all GPUs, where this one is of one of them."""
         self._stages = functools.cache(self._find_stages)
@@ -112,9 +115,25 @@ class Estimator:
         return self.headroom.within(self.memory_budget_bytes, outside, config)
 
     def fits(self, estimate: Estimate) -> bool:
-        """Whether the predicted peak leaves the headroom, and vLLM starts where it writes."""
+        """Whether the peak leaves the headroom, the host has room, and vLLM starts where it writes."""
         config = estimate.config
-        return estimate.peak_device_bytes <= self.room_for(config) and self._starts(config)
+        if estimate.peak_device_bytes > self.room_for(config):
+            return False
+        return self._host_holds(estimate.all_host_bytes) and self._starts(config)
+
+    def least_on_host(self, config: TrainConfig) -> int:
+        """A lower bound of the host memory that all GPUs take: no replay is made."""
+        return config.num_gpus * self._host_bytes(config, self._paged_out_bytes(config))
+
+    def least_of_host(self, configs: Collection[TrainConfig]) -> Collection[TrainConfig]:
+        """The ones that the host may have room for; where there are none, the one that takes least of it."""
+        if self.host_memory_bytes is None or not configs:
+            return configs
+        holding = [each for each in configs if self._host_holds(self.least_on_host(each))]
+        return holding or [min(configs, key=self.least_on_host)]
+
+    def _host_holds(self, all_host_bytes: int) -> bool:
+        return self.host_memory_bytes is None or all_host_bytes <= self.host_memory_bytes
 
     def _starts(self, config: TrainConfig) -> bool:
         """Whether what writes completions starts: vLLM's share of the card may be too small for it."""
@@ -140,8 +159,10 @@ class Estimator:
         return floor_bytes + self.headroom.room_bytes(reserved_bytes, config)
 
     def may_fit(self, config: TrainConfig) -> bool:
-        """Whether live tensors alone fit: no replay is made."""
-        return self.floor_bytes(config) <= self.room_for(config)
+        """Whether live tensors alone fit, and what is certain to wait on the host: no replay is made."""
+        if self.floor_bytes(config) > self.room_for(config):
+            return False
+        return self.host_memory_bytes is None or self._host_holds(self.least_on_host(config))
 
     def supports(self, config: TrainConfig) -> bool:
         """Whether the model could be traced with this configuration."""
@@ -328,6 +349,7 @@ class Estimator:
                 self.gpu,
                 memory_budget_bytes=self.memory_budget_bytes,
                 headroom=self.headroom,
+                host_memory_bytes=self.host_memory_bytes,
                 filling=self._filling,
                 host=self._host,
             )
@@ -365,7 +387,8 @@ class Estimator:
         resident = result.peak_reserved_bytes + outside
         # What is beyond the peak of training while vLLM writes is taken for vLLM's.
         beyond = max(self._writing_bytes(config) - resident, 0)
-        managed = self._update(config).managed_bytes - self._paged_out_bytes(config, resident)
+        paged_out = self._paged_out_bytes(config, resident)
+        managed = self._update(config).managed_bytes - paged_out
         seconds, parts = self.seconds(config, resident), self.parts(config)
         flops, model_flops = memory.flops
         state = memory.state
@@ -376,6 +399,7 @@ class Estimator:
             peak_reserved_bytes=result.peak_reserved_bytes,
             nontorch_bytes=outside + managed + beyond,
             paged_in_bytes=managed,
+            host_bytes=self._host_bytes(config, paged_out),
             vllm_bytes=vllm_kept_bytes(config, self.gpu.capacity_bytes) + beyond,
             breakdown=memory.breakdown,
             state=state,
@@ -401,6 +425,18 @@ class Estimator:
             is_bound=config.is_compiled and not self.is_compiled_step(config),
             compile_seconds=self._compile_seconds(config, spec, rank),
         )
+
+    def _host_bytes(self, config: TrainConfig, paged_out_bytes: int) -> int:
+        """Host memory of one GPU: its offloaded part, activations that wait, state that is paged out."""
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        exchange = self._times.exchange(spec, config.samples_per_pass, rank)
+        offloaded_bytes = 0 if exchange is None else exchange.host_bytes
+        return offloaded_bytes + self._parked(spec, config.samples_per_pass, rank) + paged_out_bytes
+
+    def _find_parked(self, spec: TraceSpec, micro_batch: int, rank: int) -> int:
+        if not spec.activation_offloading:
+            return 0
+        return parked_bytes(self._traces[spec].launches(micro_batch, rank))
 
     def _find_memory(self, config: TrainConfig, result: Replay) -> Memory:
         return memory_of(

@@ -353,6 +353,9 @@ class Estimate(Timed):
     paged_in_bytes: int = 0
     """Bytes of paged optimizer state on the device, a part of `nontorch_bytes`: it gives way to what has
     to be there."""
+    host_bytes: int = 0
+    """Bytes of host memory that each GPU takes: what is offloaded, activations that wait there, and paged
+    state that is not on the device. Where torch pins activations it rounds each up to a power of two."""
     vllm_bytes: int = 0
     """Bytes that vLLM adds to the peak on the device, a part of `nontorch_bytes`: the share that it takes;
     where it sleeps, what it keeps, or what its share comes to beyond the peak of training."""
@@ -417,6 +420,15 @@ class Estimate(Timed):
             "their own."
         )
 
+    @property
+    def all_host_bytes(self) -> int:
+        """Bytes of host memory that all GPUs take."""
+        return self.config.num_gpus * self.host_bytes
+
+    def lacks_on_host(self, limit_bytes: int | None) -> int:
+        """Bytes of host memory that all GPUs take beyond a limit; None: there is none."""
+        return 0 if limit_bytes is None else max(self.all_host_bytes - limit_bytes, 0)
+
     def to_dict(self, budget_bytes: int) -> dict[str, object]:
         """The fields of `estimate --json`, budget comparison included."""
         return {
@@ -433,6 +445,7 @@ class Estimate(Timed):
             "peak_device_bytes": self.peak_device_bytes,
             "resident_bytes": self.resident_bytes,
             "paged_in_bytes": self.paged_in_bytes,
+            "host_bytes": self.host_bytes,
             "vllm_bytes": self.vllm_bytes,
             "headroom_bytes": budget_bytes - self.resident_bytes,
             "breakdown": dataclasses.asdict(self.breakdown),

@@ -49,8 +49,8 @@ RANGES: dict[str, tuple[int, int]] = {
 ODDS = (0.5, MOST_ODDS)
 """Range of the odds."""
 _TEXTS = (
-    "model", "gpu", "gpu_mem", "headroom", "image_size", "teacher", "dataset", "text_field", "answer_field",
-    "tokenizer", "peft", "space", "study",
+    "model", "gpu", "gpu_mem", "headroom", "host_mem", "image_size", "teacher", "dataset", "text_field",
+    "answer_field", "tokenizer", "peft", "space", "study",
 )  # fmt: skip
 _PATHS = ("base",)
 
@@ -71,6 +71,8 @@ class Question:
     """Odds that a predicted answer fits; None: DEFAULT_ODDS."""
     headroom: str | None = None
     """Size that a predicted peak leaves in the budget, instead of what the odds need; "0": nothing."""
+    host_mem: str | None = None
+    """Size of the host memory that all GPUs together may take; None: any."""
     num_gpus: int | None = None
     """Number of GPUs; None: the base's, or 1."""
     seq_len: int | None = None

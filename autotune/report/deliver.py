@@ -125,6 +125,7 @@ def _record(
                 finding.considered,
                 budget_bytes=answer.workload.memory_budget_bytes,
                 headroom=answer.workload.headroom,
+                host_memory_bytes=answer.workload.host_memory_bytes,
                 space=answer.space,
             )
         opened.set_user_attr(stored_answers.RESULT, stored_record(answer))

@@ -347,8 +347,8 @@ def reasons(answer: Answer) -> list[str]:
         said.append(f"The loader: {measured_words.loader(answer)}.")
     if answer.widened:
         said.append(words.widened(answer))
-    shared = (f"{name}: {text}" for name, text in words.of_each_gpu(best))
-    said += (f"Predicted {text}." for text in shared)
+    rows = words.of_each_gpu(best) + words.host_memory(best, answer.workload.host_memory_bytes)
+    said += (f"Predicted {name}: {text}." for name, text in rows)
     if answer.workload.lengths is not None:
         said.append(f"Epoch, predicted: {words.epoch(answer)}.")
     if text := words.predicted_compilation(answer):

@@ -49,6 +49,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
     ]
     if best.state.optimizer_state_managed_bytes:
         rows.append(("", words.paging(best)))
+    rows += words.host_memory(best, answer.host_memory_bytes)
     rows += [
         (
             "space",
@@ -103,6 +104,10 @@ def _next(answer: Limit) -> str:
     need, lack = format_bytes(beyond.smallest.resident_bytes), format_bytes(beyond.lacks_bytes)
     room = "" if answer.headroom == NO_HEADROOM else " with its room"
     config = describe(beyond.smallest.config)
+    if lacking_bytes := beyond.smallest.lacks_on_host(answer.host_memory_bytes):
+        on_host = format_bytes(beyond.smallest.all_host_bytes)
+        more = format_bytes(lacking_bytes)
+        return f"{value} needs {on_host} of host memory at least, {more} too much ({config})"
     if beyond.smallest.resident_bytes <= answer.memory_budget_bytes:
         # Its room is lacking, or, where segments grow, pieces between blocks that would suffice.
         budget = format_bytes(beyond.needed_bytes)
@@ -130,6 +135,8 @@ def command(answer: Limit) -> str:
         parts += ["--headroom", f"{spare_bytes}B" if spare_bytes else "0"]
     elif answer.headroom != USUAL_HEADROOM:
         parts += ["--odds", str(answer.headroom.odds)]
+    if answer.host_memory_bytes is not None:
+        parts += ["--host-mem", f"{answer.host_memory_bytes}B"]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
     parts += ["--accumulation", str(config.gradient_accumulation_steps)]
     for name, value in answer.dataset_options.items():

@@ -111,6 +111,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     if answer.measured is None and answer.workload.lengths is not None:
         rows.append(("loader", measured_words.loader(answer)))
     rows += words.of_each_gpu(best)
+    rows += words.host_memory(best, answer.workload.host_memory_bytes)
     if answer.measured is None:
         rows.append(("why", words.why(answer)))
     if text := words.sureness(answer):
@@ -237,6 +238,7 @@ def draw_estimate(
     gpu_reason: str,
     budget_bytes: int,
     file: TextIO,
+    host_memory_bytes: int | None = None,
     sees: Pictures | None = None,
     teacher: Teacher | None = None,
 ) -> None:
@@ -245,8 +247,9 @@ def draw_estimate(
     _print_header(console, model, estimate)
     state, count = estimate.state, estimate.parameters
     fits = estimate.resident_bytes <= budget_bytes
+    fits = fits and not estimate.lacks_on_host(host_memory_bytes)
     style = "bold green" if fits else "bold red"
-    verdict: Row = ("verdict", words.room(estimate, budget_bytes), style)
+    verdict: Row = ("verdict", words.room(estimate, budget_bytes, host_memory_bytes), style)
     rows: list[Row] = [
         ("card", f"{printable(estimate.gpu)}, {gpu_reason}"),
         ("config", describe(estimate.config), "bold"),
@@ -272,6 +275,7 @@ def draw_estimate(
             f"{format_bytes(state.optimizer_state_bytes)}: whole, once they exist",
         ),
         *words.of_each_gpu(estimate),
+        *words.host_memory(estimate, host_memory_bytes),
         ("trains", f"{count.trainable:,} of {count.total:,} parameters"),
         ("speed", words.speed_range(estimate)),
         ("step", words.step(estimate)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 from autotune.catalogue.tasks import CAUSAL
 from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
@@ -350,8 +351,10 @@ def budget(answer: Answer) -> str:
     return size if answer.measured else f"{size}; the answer {room(answer.best, budget_bytes)}"
 
 
-def room(estimate: Estimate, budget_bytes: int) -> str:
+def room(estimate: Estimate, budget_bytes: int, host_memory_bytes: int | None = None) -> str:
     """Whether the estimate fits, with which odds, and what is spare beside what has to be on the device."""
+    if lacking_bytes := estimate.lacks_on_host(host_memory_bytes):
+        return f"does not fit into the host's memory, by {format_bytes(lacking_bytes)}"
     spare_bytes = budget_bytes - estimate.resident_bytes
     if spare_bytes < 0:
         return f"does not fit, by {format_bytes(-spare_bytes)}"
@@ -392,7 +395,6 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
         ("host memory", share.host_bytes),
     )
     parts += [f"{name} {format_bytes(size_bytes)}" for name, size_bytes in others if size_bytes]
-    parts[-1] += beyond_host(share.host_bytes)
     held = ", ".join(parts)
     rows = [("per GPU", f"all figures of memory are of each GPU. It keeps {held}")]
     if share.layers:
@@ -439,14 +441,17 @@ def why(answer: Answer) -> str:
             f"The amount of memory limits the speed: {more_gb} would {bought}, "
             f"{gain(more.estimate, best)}."
         ]
-    budget_bytes = answer.workload.memory_budget_bytes
-    levers = sorted(answer.changes, key=lambda c: _lever(c, best, budget_bytes), reverse=True)
-    telling = [c for c in levers if _lever(c, best, budget_bytes) >= NOISE] or levers[:1]
-    return " ".join([*sentences, *(changed(c, best, budget_bytes) for c in telling)])
+    levers = [(_lever(change, best, answer.workload), change) for change in answer.changes]
+    levers.sort(key=operator.itemgetter(0), reverse=True)
+    telling = [pair for pair in levers if pair[0] >= NOISE] or levers[:1]
+    return " ".join([*sentences, *(changed(c, best, answer.workload) for _, c in telling)])
 
 
-def _lever(change: Change, best: Estimate, budget_bytes: int) -> float:
+def _lever(change: Change, best: Estimate, workload: Workload) -> float:
     """Share of the speed that is lost, or of the budget that is lacking, without a setting of the answer."""
+    budget_bytes = workload.memory_budget_bytes
+    if lacking_bytes := change.estimate.lacks_on_host(workload.host_memory_bytes):
+        return lacking_bytes / change.estimate.all_host_bytes
     if not change.fits:
         return (change.estimate.resident_bytes - budget_bytes) / budget_bytes
     assert change.estimate.tokens_per_second is not None
@@ -454,19 +459,22 @@ def _lever(change: Change, best: Estimate, budget_bytes: int) -> float:
     return 1 - change.estimate.tokens_per_second / best.tokens_per_second
 
 
-def changed(change: Change, best: Estimate, budget_bytes: int) -> str:
+def changed(change: Change, best: Estimate, workload: Workload) -> str:
     """The effect of putting one setting of the answer back."""
     if change.setting == "method":
         words = METHOD_WORDS[str(change.value)].replace("full", "full fine-tuning")
     else:
         words = KNOBS[change.setting].words(change.value)
-    return f"With {words} instead: {_outcome(change, best, budget_bytes)}."
+    return f"With {words} instead: {_outcome(change, best, workload)}."
 
 
-def _outcome(change: Change, best: Estimate, budget_bytes: int) -> str:
+def _outcome(change: Change, best: Estimate, workload: Workload) -> str:
     """The speed against the answer's, or what is lacking."""
     if change.fits:
         return gain(change.estimate, best)
+    budget_bytes = workload.memory_budget_bytes
+    if lacking_bytes := change.estimate.lacks_on_host(workload.host_memory_bytes):
+        return f"{format_bytes(lacking_bytes)} too much in host memory"
     excess_bytes = change.estimate.resident_bytes - budget_bytes
     if excess_bytes <= 0:
         odds = _odds(change.estimate.fits_with(budget_bytes))
@@ -487,7 +495,7 @@ def rounding(answer: Answer) -> str:
     what = (
         describe(safer.estimate.config) if safer.fits else KNOBS[safer.setting].words(safer.value)
     )
-    lost = _outcome(safer, best, answer.workload.memory_budget_bytes)
+    lost = _outcome(safer, best, answer.workload)
     return f"{said} Safe: {what} ({lost}{'' if safer.fits else ' at least'})."
 
 
@@ -551,7 +559,7 @@ def paging(estimate: Estimate) -> str:
         return f"{format_bytes(managed_bytes)} of optimizer state may be paged, {room}."
     waits = f"{format_bytes(host_bytes)} find no room on the card and wait in host memory"
     return (
-        f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}{beyond_host(host_bytes)}; "
+        f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}; "
         "the transfers are in the step time."
     )
 
@@ -580,11 +588,20 @@ def coarse_batch(answer: Answer) -> str:
     )
 
 
-def beyond_host(host_bytes: int) -> str:
-    """A warning where a card's share of the host may be too small; empty where it is large enough."""
-    if host_bytes <= SANE_HOST_BYTES:
-        return ""
-    return f", more than the {format_bytes(SANE_HOST_BYTES)} that many machines have"
+def host_memory(estimate: Estimate, limit_bytes: int | None) -> list[tuple[str, str]]:
+    """A row on the host memory that all GPUs take, and what they may; none where they take none."""
+    if not estimate.host_bytes:
+        return []
+    said = f"{format_bytes(estimate.all_host_bytes)} of host memory, "
+    if limit_bytes is None:
+        enough = "as many machines have"
+        if estimate.host_bytes > SANE_HOST_BYTES:
+            enough = f"more than the {format_bytes(SANE_HOST_BYTES)} that many machines have"
+        return [("host", f"{said}{enough} (--host-mem limits it)")]
+    if lacking_bytes := estimate.lacks_on_host(limit_bytes):
+        return [("host", f"{said}{format_bytes(lacking_bytes)} too much")]
+    spare = format_bytes(limit_bytes - estimate.all_host_bytes)
+    return [("host", f"{said}{spare} of {format_bytes(limit_bytes)} to spare")]
 
 
 def experts(answer: Answer) -> str:

@@ -173,6 +173,11 @@ def headroom_of(question: Question, budget_bytes: int | None) -> Headroom:
     return Headroom(spare_bytes=spare_bytes)
 
 
+def host_memory_of(question: Question) -> int | None:
+    """Bytes of host memory that may be taken; None: any. Raises ConfigError."""
+    return None if question.host_mem is None else parse_bytes(question.host_mem)
+
+
 def agreed(option: str, value: int | None, of_base: int) -> int:
     """The base's value where the option was left out. ConfigError where the two differ."""
     if value is not None and value != of_base:

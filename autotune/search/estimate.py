@@ -93,6 +93,7 @@ def priced(
         asked.card.gpu,
         memory_budget_bytes=workload.memory_budget_bytes,
         headroom=workload.headroom,
+        host_memory_bytes=workload.host_memory_bytes,
         filling=workload.filling if varied else None,
         replays=None if cache is None else cache.replays(),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 from autotune.catalogue.models import ModelSource
@@ -76,16 +77,19 @@ def nothing_fits(
     budget = format_bytes(estimator.memory_budget_bytes)
     smallest = estimator.estimate(
         min(
-            allowed,
+            estimator.least_of_host(allowed),
             key=lambda config: (estimator.floor_bytes(config), not config.update_in_backward),
         )
     )
     room_bytes = estimator.headroom.room_bytes(smallest.peak_reserved_bytes, smallest.config)
-    why = f"The smallest, {describe(smallest.config)}, {needs(smallest, room_bytes)}"
+    needed = needs(smallest, room_bytes, estimator.host_memory_bytes)
+    why = f"The smallest, {describe(smallest.config)}, {needed}"
     refused = [each for each in left_out if each.reason is Reason.NOT_TRACED]
     why = "; ".join([why, *(f"no {each.words}: {each.details}" for each in refused)])
     if best_by_class:
         remedy = _higher_class(best_by_class)
+    elif more := _more_host_memory(estimator, allowed):
+        remedy = more
     elif smaller := _smaller_step(estimator, allowed):
         why_whole = "with each weight updated in the backward pass, which takes"
         if not smaller.update_in_backward:
@@ -146,8 +150,25 @@ def _on_host(
     return ""
 
 
-def needs(estimate: Estimate, room_bytes: int) -> str:
+def _more_host_memory(estimator: Estimator, configs: Sequence[TrainConfig]) -> str:
+    """Say which host memory would be enough; empty where the card lacks room, or the host is not limited."""
+    if estimator.host_memory_bytes is None:
+        return ""
+    held = [c for c in configs if estimator.floor_bytes(c) <= estimator.room_for(c)]
+    if not held:
+        return ""
+    least = estimator.estimate(min(held, key=estimator.least_on_host))
+    if least.peak_device_bytes > estimator.room_for(least.config):
+        return ""
+    tenths_of_gb = math.ceil(least.all_host_bytes / 10**8)
+    return f"--host-mem {tenths_of_gb / 10:g}GB is enough for {describe(least.config)}"
+
+
+def needs(estimate: Estimate, room_bytes: int, host_memory_bytes: int | None) -> str:
     """Say what a configuration that does not fit needs, with the room that the question leaves."""
+    if lacking_bytes := estimate.lacks_on_host(host_memory_bytes):
+        taken, lacking = format_bytes(estimate.all_host_bytes), format_bytes(lacking_bytes)
+        return f"is predicted to take {taken} of host memory, {lacking} too much (--host-mem)"
     peak_bytes = estimate.peak_device_bytes
     room = f" with {format_bytes(room_bytes)} of room (--odds, --headroom)" if room_bytes else ""
     return f"is predicted to need {format_bytes(peak_bytes + room_bytes)}{room}"

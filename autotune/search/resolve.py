@@ -200,6 +200,7 @@ def resolve(
         headroom=budget.headroom_of(question, card.budget_bytes)
         if backend is None
         else NO_HEADROOM,
+        host_memory_bytes=budget.host_memory_of(question),
         num_gpus=num_gpus,
         extra_arguments="{}" if run is None else run.extra_arguments,
     )
@@ -302,6 +303,7 @@ def resolve_configuration(
         methods=(method,),
         memory_budget_bytes=card.budget_bytes,
         headroom=budget.headroom_of(question, card.budget_bytes),
+        host_memory_bytes=budget.host_memory_of(question),
         num_gpus=num_gpus,
     )
     config = dataclasses.replace(

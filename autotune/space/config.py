@@ -76,6 +76,8 @@ class Workload:
     """Lengths of the dataset's samples; None: every sample is as long as the sequence."""
     headroom: Headroom = USUAL_HEADROOM
     """The room that a predicted peak leaves in the budget."""
+    host_memory_bytes: int | None = None
+    """Bytes of host memory that all GPUs together may take beside the libraries; None: any."""
     pictures: Pictures | None = None
     """Pictures of each sample; None: there is text alone."""
     teacher: Teacher | None = None
@@ -109,13 +111,15 @@ class Workload:
     def to_dict(self) -> dict[str, object]:
         """The workload as it is stored and shown.
 
-        It leaves out what there is not (a dataset, pictures, a teacher, several GPUs), the usual headroom,
-        and the dataset's name and the extra arguments, which make no other workload.
+        It leaves out what there is not (a dataset, pictures, a teacher, several GPUs, a limit of the host),
+        the usual headroom, and the dataset's name and the extra arguments, which make no other workload.
         """
         values = dataclasses.asdict(self)
         del values["extra_arguments"], values["dataset"]
         if self.headroom == USUAL_HEADROOM:
             del values["headroom"]
+        if self.host_memory_bytes is None:
+            del values["host_memory_bytes"]
         if self.lengths is None:
             del values["lengths"]
         if self.pictures is None:

@@ -46,6 +46,7 @@ def record_estimates(
     *,
     budget_bytes: int,
     headroom: Headroom = NO_HEADROOM,
+    host_memory_bytes: int | None = None,
     space: str = "",
 ) -> int:
     """Add a trial per Estimate of that space that is not in the study yet; return how many were added.
@@ -65,7 +66,13 @@ def record_estimates(
     configs = [estimate.config for estimate, _ in new]
     distributions = _distributions(study.study_name, stored, configs)
     study.add_trials(
-        _trial(estimate, attributes, distributions, estimate.over_bytes(budget_bytes, headroom))
+        _trial(
+            estimate,
+            attributes,
+            distributions,
+            estimate.lacks_on_host(host_memory_bytes)
+            or estimate.over_bytes(budget_bytes, headroom),
+        )
         for estimate, attributes in new
     )
     return len(new)

@@ -51,6 +51,8 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
         parts.append(
             f"odds{1000 * odds:.0f}" if spare_bytes is None else f"room{_short_size(spare_bytes)}"
         )
+    if workload.host_memory_bytes is not None:
+        parts.append(f"host{_short_size(workload.host_memory_bytes)}")
     if gpu is not None:
         parts.append(slug(gpu))
     return "-".join(parts)

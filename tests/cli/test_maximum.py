@@ -70,6 +70,7 @@ def test_estimate_says_the_same_of_the_answer(main: Main) -> None:
         memory_budget_bytes=12 * 2**30,
         card_is_here=False,
         headroom=USUAL_HEADROOM,
+        host_memory_bytes=None,
         model=TINY,
         task="causal-lm",
         dataset_options={},
@@ -92,7 +93,11 @@ def test_a_next_value_that_fits_when_it_is_replayed_whole_lacks_nothing() -> Non
         value=9, smallest=smallest, budget_bytes=budget_bytes, needed_bytes=budget_bytes - 1
     )
     limit = SimpleNamespace(
-        beyond=beyond, what="micro-batch", headroom=None, memory_budget_bytes=budget_bytes
+        beyond=beyond,
+        what="micro-batch",
+        headroom=None,
+        memory_budget_bytes=budget_bytes,
+        host_memory_bytes=None,
     )
     said = limits._next(cast("questions.Limit", limit))
     assert said.startswith("micro-batch 9 may fit, too: replayed whole it needs a budget of")

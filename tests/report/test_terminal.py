@@ -459,11 +459,6 @@ def test_paged_state_is_named() -> None:
     shown = one_line(drawn(found))
     assert "4.00 GiB of optimizer state is paged: 3.00 GiB find no room" in shown
     assert "more than" not in shown
-    huge = dataclasses.replace(state, optimizer_state_managed_bytes=33 * GIB + 1)
-    said = words.paging(dataclasses.replace(paged, state=huge))
-    assert "wait in host memory, more than the 32.00 GiB that many machines have" in said
-    huge = dataclasses.replace(state, optimizer_state_managed_bytes=33 * GIB)
-    assert "more than" not in words.paging(dataclasses.replace(paged, state=huge))
     on_card = dataclasses.replace(paged, paged_in_bytes=4 * GIB)
     assert words.paging(on_card) == (
         "4.00 GiB of optimizer state may be paged, and all of it finds room on the card."
@@ -1079,5 +1074,34 @@ def test_varied_lengths_are_named_where_they_leave_too_little_room() -> None:
 def test_what_fits_with_too_little_room_is_said_so() -> None:
     estimate = answers.estimate(device_gib=11.1)
     change = Change(setting="optimizer", value="adamw_torch", estimate=estimate, fits=False)
-    shown = words.changed(change, answers.estimate(), 12 * 10**9)
+    workload = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=12 * 10**9)
+    shown = words.changed(change, answers.estimate(), workload)
     assert shown == "With adamw_torch instead: too little room, it fits with 75 %."
+
+
+def test_host_memory_is_said_and_what_lacks_of_it() -> None:
+    """All GPUs share the host; without a limit 32 GiB for each are thought usual."""
+    assert words.host_memory(answers.estimate(), None) == []
+    shared = dataclasses.replace(answers.CONFIG, num_gpus=2, parallelism="zero3-offload")
+    found = dataclasses.replace(answers.estimate(shared), host_bytes=32 * GIB)
+    more = dataclasses.replace(found, host_bytes=32 * GIB + 1)
+    usual, huge, spare, lacking = (
+        dict(words.host_memory(estimate, limit_bytes))["host"]
+        for estimate, limit_bytes in (
+            (found, None),
+            (more, None),
+            (found, 65 * GIB),
+            (found, 63 * GIB),
+        )
+    )
+    assert usual == "64.00 GiB of host memory, as many machines have (--host-mem limits it)"
+    assert "64.00 GiB of host memory, more than the 32.00 GiB that many machines have" in huge
+    assert spare == "64.00 GiB of host memory, 1.00 GiB of 65.00 GiB to spare"
+    assert lacking == "64.00 GiB of host memory, 1.00 GiB too much"
+    assert words.room(found, 12 * GIB, 63 * GIB) == (
+        "does not fit into the host's memory, by 1.00 GiB"
+    )
+    change = Change(setting="parallelism", value="zero3-offload", estimate=found, fits=False)
+    workload = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=63 * GIB)
+    said = words.changed(change, answers.estimate(), workload)
+    assert said.endswith("instead: 1.00 GiB too much in host memory.")

@@ -156,6 +156,26 @@ def traces_by_length(server: here.Workers) -> dict[int, Mapping[TraceSpec, Trace
     }
 
 
+def test_host_memory_ends_what_the_card_has_room_for(server: here.Workers) -> None:
+    """Each sample of 512 tokens parks the input of five layers, 1,024 wide, in 16 bits."""
+    per_sample = 5 * 512 * 1024 * 2
+    fixed = {"activation_checkpointing": 1, "activation_offloading": True}
+    problem = asked(methods=("lora",), fixed=fixed, host_memory_bytes=4 * per_sample)
+    found = questions.answer("micro-batch", problem, server)
+    assert (found.value, found.best.host_bytes) == (4, 4 * per_sample)
+    assert found.beyond is not None
+    # Torch rounds five samples up to eight.
+    assert found.beyond.smallest.host_bytes == 8 * per_sample
+    drawn = io.StringIO()
+    limits.draw_answer(found, limits.command(found), drawn)
+    shown = " ".join(drawn.getvalue().split())
+    assert "needs 40.0 MiB of host memory at least, 20.0 MiB too much" in shown
+    assert f"--host-mem {4 * per_sample}B" in limits.command(found)
+    tight = asked(methods=("lora",), fixed=fixed, host_memory_bytes=per_sample - 1)
+    with pytest.raises(NothingFitsError, match="of host memory, 1 B too much"):
+        questions.answer("micro-batch", tight, server)
+
+
 @pytest.mark.parametrize(
     ("budget_bytes", "methods"),
     [(1_262_000_000, METHODS), (1_062_000_000, ("lora",)), (962_000_000, ("full",))],

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.gpus import find_gpu
-from autotune.common.units import GIB, format_bytes
+from autotune.common.units import GIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError, NothingFitsError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
@@ -180,9 +180,11 @@ def traced(traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch) -
 
 def search(budget_bytes: int, **options: Any) -> Answer:
     methods = options.pop("methods", tiny_model.METHODS)
+    workload = tiny_model.workload(budget_bytes, methods)
+    limit = options.pop("host_memory_bytes", None)
     return find(
         options.pop("model", tiny_model.MODEL),
-        tiny_model.workload(budget_bytes, methods),
+        dataclasses.replace(workload, host_memory_bytes=limit),
         options.pop("space", tiny_model.SPACE),
         options.pop("gpu", tiny_model.gpu()),
         **options,
@@ -936,6 +938,23 @@ def test_host_memory_is_named_where_nothing_else_fits() -> None:
     # DeepSpeed's 16 bytes of each weight, and 2 of the copy that is fetched.
     num_parameters = 5 * (4 * 1024**2 * 3 // 4 + 3 * 1024 * 2816) + 2 * 32_000 * 1024
     assert float(said[1]) == pytest.approx(18 * num_parameters / GIB, rel=0.01)
+
+
+@pytest.mark.usefixtures("traced")
+def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
+    paged = with_domains(tiny_model.SPACE, lambda _: {"optimizer": ("paged_adamw_32bit",)})
+    options: dict[str, Any] = {"methods": ("full",), "space": paged}
+    free = search(1500 * MB, **options).best
+    state = free.state.optimizer_state_managed_bytes
+    assert free.host_bytes == state - free.paged_in_bytes > 0
+    limit = free.host_bytes - 1
+    less = search(1500 * MB, **options, host_memory_bytes=limit).best
+    assert less.host_bytes <= limit
+    with pytest.raises(NothingFitsError) as caught:
+        search(1500 * MB, **options, host_memory_bytes=1)
+    said = re.search(r"--host-mem (\S+) is enough for .*paged_adamw_32bit", str(caught.value))
+    assert said
+    assert search(1500 * MB, **options, host_memory_bytes=parse_bytes(said[1]))
 
 
 @pytest.mark.usefixtures("traced")

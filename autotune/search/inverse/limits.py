@@ -120,6 +120,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         source=source,
         card=card,
         headroom=budget.headroom_of(question, None if card is None else card.budget_bytes),
+        host_memory_bytes=budget.host_memory_of(question),
         sequence_length=length,
         methods=methods,
         space=space,

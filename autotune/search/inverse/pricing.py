@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,6 +80,8 @@ class LimitProblem:
     """The card and the budget; None where it is what is asked for."""
     headroom: Headroom
     """The room that a predicted peak leaves in the budget."""
+    host_memory_bytes: int | None = None
+    """Bytes of host memory that may be taken; None: any."""
     sequence_length: int
     methods: tuple[str, ...]
     space: SearchSpace
@@ -106,6 +109,11 @@ class Pricer:
         """Valid configurations by all that they depend on: cards of one compute capability share them."""
         self._narrowest = functools.cache(narrowest_layer)
         self._num_tried = 0
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        """Bytes of host memory that may be taken; None: any."""
+        return self._asked.host_memory_bytes
 
     @property
     def num_traces(self) -> int:
@@ -150,12 +158,12 @@ class Pricer:
         ladders = self._ladders(case, prune=False)
         # Of the others only those are traced that could need less.
         estimator, configs = self._thriftiest(case, _likely_least(ladders))
-        least = smallest(estimator, configs)
+        least = smallest(estimator, estimator.least_of_host(configs))
         if least is not None:
             needed = dataclasses.replace(case, budget_bytes=least[1])
             ladders = [each for each in ladders if not self._is_hopeless(needed, each[0][1][0])]
         estimator, configs = self._thriftiest(case, ladders)
-        least = smallest(estimator, configs)
+        least = smallest(estimator, estimator.least_of_host(configs))
         if least is None:
             raise self.refusal(case) or self._no_configuration(case)
         return least
@@ -165,12 +173,19 @@ class Pricer:
         return self._estimator(case, []).room_for(case.of(config))
 
     def peak_bytes(self, case: Case, config: TrainConfig) -> int:
-        """Return the peak of this configuration at this case's value."""
+        """Return the peak of this configuration at this case's value.
+
+        Where a larger share of the host's memory is taken than of the card's: that share of the card's.
+        """
         config = case.of(config)
         self._num_tried += 1
         estimator = self._estimator(case, [config])
         self._progress("tried", self._num_tried, self.num_traces)
-        return estimator.estimate(config).peak_device_bytes
+        estimate, limit_bytes = estimator.estimate(config), self.host_memory_bytes
+        if not limit_bytes:
+            return estimate.peak_device_bytes
+        share = estimate.all_host_bytes / limit_bytes
+        return max(estimate.peak_device_bytes, math.ceil(share * estimator.room_for(config)))
 
     def best(self, case: Case) -> tuple[Estimate, Estimate | None]:
         """The fastest that fits, of any form, then the same with a second micro-batch per step.
@@ -378,6 +393,7 @@ class Pricer:
                 case.gpu,
                 memory_budget_bytes=case.budget_bytes,
                 headroom=self._asked.headroom,
+                host_memory_bytes=self.host_memory_bytes,
                 filling=workload.filling if varied else None,
                 replays=self._cache.replays(),
             )
@@ -419,7 +435,7 @@ _Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
 
 
 def _likely_least(ladders: list[_Ladder]) -> list[_Ladder]:
-    """Those of the least weights, with the loss in parts where it can be."""
+    """The ladders of the least weights, with the loss in parts where it can be."""
 
     def key(rungs: _Ladder) -> tuple[object, ...]:
         config = rungs[0][1][0]

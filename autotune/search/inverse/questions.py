@@ -104,6 +104,8 @@ class Limit:
     elapsed_seconds: float
     card_is_here: bool = False
     """Whether the card was found on this machine."""
+    host_memory_bytes: int | None = None
+    """Bytes of host memory that may be taken; None: any."""
     workload: Workload | None = None
     """The answer's workload, where a dataset was named."""
     dataset_options: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -125,6 +127,7 @@ class Limit:
             "gpu_reason": self.gpu_reason,
             "memory_budget_bytes": budget_bytes,
             "headroom": dataclasses.asdict(self.headroom),
+            "host_memory_bytes": self.host_memory_bytes,
             "space": self.space,
             "fixed": dict(self.fixed),
             "dataset": dict(self.dataset_options),
@@ -161,6 +164,7 @@ def answer(
         gpu_reason="the smallest of the catalogue that does" if card is None else card.why,
         memory_budget_bytes=case.budget_bytes,
         headroom=asked.headroom,
+        host_memory_bytes=asked.host_memory_bytes,
         space=asked.space.name,
         fixed=asked.question.settings,
         best=best,
@@ -471,8 +475,9 @@ def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
     """Say what needs least in the easiest case."""
     smallest, needed_bytes = pricer.smallest(case)
     room_bytes = needed_bytes - smallest.peak_device_bytes
+    needed = needs(smallest, room_bytes, pricer.host_memory_bytes)
     return NothingFitsError(
         f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {case.value}",
-        why=f"What needs least there, {describe(smallest.config)}, {needs(smallest, room_bytes)}",
+        why=f"What needs least there, {describe(smallest.config)}, {needed}",
         remedy="Fix fewer settings, allow --method qlora, or take a smaller model",
     )
