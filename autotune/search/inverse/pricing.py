@@ -200,8 +200,7 @@ class Pricer:
                 best = best or Candidates(estimator, configs, base).further(lambda _: True)
             except HardwareError:
                 break
-        best = best or self.fitting(case)
-        assert best is not None
+        best = best or self.smallest(case)[0]
         accumulation = max(2, best.config.gradient_accumulation_steps)
         config = dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
         context = Context(
