@@ -29,13 +29,23 @@ LEFT_OUT = (
     "triton",
     "torch._dynamo.eval_frame",
     "torch._inductor",
-    "torch.distributed.tensor",
+    "torch.distributed.tensor._api",
     "sympy.core",
 )
 
 
 THEN = {
     "a trace": "import autotune.worker.trace.step",
+    "TRL": """
+import trl.trainer.sft_trainer
+import torch.distributed.tensor as tensor
+assert not isinstance(__import__("torch").ones(1), tensor.DTensor)
+""",
+    "shared tensors": """
+import torch.distributed.tensor as tensor
+tensor.Replicate
+assert tensor.DTensor.from_local
+""",
     "the compiler": """
 import torch
 assert torch._dynamo.eval_frame.OptimizedModule
@@ -123,6 +133,11 @@ def plain() -> dict[str, set[str]]:
 
 def test_a_plain_trace_imports_none_of_them(plain: dict[str, set[str]]) -> None:
     assert plain["a trace"] == set()
+
+
+def test_trl_asks_for_no_tensors_that_gpus_share(plain: dict[str, set[str]]) -> None:
+    assert plain["TRL"] == set()
+    assert plain["shared tensors"] >= {"torch.distributed.tensor._api"}
 
 
 def test_float8_has_torchao_and_ligers_kernels_have_triton() -> None:

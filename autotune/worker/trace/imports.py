@@ -27,6 +27,7 @@ from autotune.worker.uncompiled import uncompiled
 
 _COMPILER = "torch._dynamo"
 _DISTRIBUTED = "torch.distributed"
+_TENSOR = "torch.distributed.tensor"
 _OF_SYMPY = "torch.utils._sympy.functions"
 
 
@@ -51,6 +52,7 @@ def _leave_out(libraries: Collection[str]) -> None:
     # For good: what Transformers does not import now, it must not look for later.
     if _DISTRIBUTED in libraries:
         torch.distributed.is_available = lambda: False
+        sys.modules[_TENSOR] = _unloaded_tensors(torch.distributed.__path__)
     sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
     if known_sizes.MODULE not in sys.modules and "sympy" not in sys.modules:
         sys.modules["sympy"] = _unloaded_sympy()
@@ -126,6 +128,14 @@ def _unloaded_symbols(path: Any) -> ModuleType:
 
     vars(module).update(known_sizes.functions(load))
     return module
+
+
+def _unloaded_tensors(path: Any) -> ModuleType:
+    """Make a stand-in for tensors that GPUs share: TRL asks, in its losses, whether a weight is one."""
+    module: Any = _unloaded(_TENSOR, path)
+    module.DTensor = type("DTensor", (), {})
+    tensors: ModuleType = module
+    return tensors
 
 
 def _unloaded_sympy() -> ModuleType:
