@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import platform
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +50,20 @@ def fuses_any_grouped_heads() -> bool:
     """Return whether each of torch's fused kernels takes fewer heads of keys than of queries."""
     torch = version("torch")
     return torch is not None and Version(torch).release >= OTHER_ATTENTION_SINCE
+
+
+@functools.cache
+def releases_messages() -> bool:
+    """Return whether a stage of torch's pipelining has buffers of messages and lets go of what arrived.
+
+    Its source is asked (distributed/pipelining/stage.py, as of torch 2.15), without importing torch. False
+    where torch is not installed.
+    """
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        return False
+    stage = Path(torch.origin).parent / "distributed" / "pipelining" / "stage.py"
+    return stage.is_file() and "def release_fwd_send_outputs" in stage.read_text("utf-8")
 
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "torch", "transformers")

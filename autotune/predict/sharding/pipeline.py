@@ -5,12 +5,15 @@ GPUs, the last one; from then on each takes one forward, one backward. So GPU r 
 micro-batches keep for the backward pass, and the first fills up first. No trainer that is installed runs it:
 this prices what a program of one's own would do, whose stages are a module of consecutive layers each.
 
-Each GPU receives hidden states into a buffer per micro-batch, and gradients into another, which stay; makes
-rotary embeddings of its own; keeps what it has handed on, and the last one its logits, until that
-micro-batch's backward pass has ended, and the gradient that it has sent until the next has.
+Each GPU receives hidden states into a buffer, and gradients into another; makes rotary embeddings of its
+own; keeps its logits, if it is the last one, until that micro-batch's backward pass has ended, and the
+gradient that it has sent until the next has. Before torch 2.15 there are buffers for every micro-batch,
+which stay, and what was handed on is kept like the logits. Since then buffers are made for a message and go
+with its micro-batch, but for those that the last GPU's losses lead back to, which stay as long as these;
+and what was handed on goes once it has arrived (autotune.catalogue.installed.releases_messages).
 
-Source: torch 2.13 distributed/pipelining/schedules.py Schedule1F1B, stage.py. Held against real processes:
-tests/contracts/test_pipeline_real.py.
+Source: torch 2.13 and 2.15 distributed/pipelining/schedules.py Schedule1F1B, stage.py. Held against real
+processes: tests/contracts/test_pipeline_real.py.
 
 Known limitations
 - Layers are dealt out as evenly as can be; each is taken to be as slow as the others.
@@ -27,6 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autotune.catalogue.installed import releases_messages
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Launch, Phase, Place, Trace
 from autotune.memory.traces.terms import Array, summable
@@ -143,18 +147,26 @@ class PipelineStage(SharedTrace):
         lent = [*self._goes] if self._is_first else [self._copy(n) for n in shared.lent]
         kept = [n for n in _left(forward) if n not in self._goes and n != trace.loss]
         kept += [] if self._is_first else shared.given
+        num_before, num_behind = int(not self._is_first), int(not self._is_last)
+        releases = releases_messages()
+        # Messages, of hidden states and of gradients, that go with their micro-batch.
+        num_received = num_before * num_behind * releases
+        num_answered = num_behind * releases
+        if releases:
+            kept = [n for n in kept if n not in self._sent(forward)]
+            kept += num_received * [shared.hidden]
         others = [self._copy(number) for _ in range(last - gpu) for number in kept]
-        if not self._is_first:
-            others.append(self._copy(shared.hidden))  # The gradient that was sent last.
-        if not self._is_last:
-            others.append(self._copy(shared.hidden))  # What was sent last before the first of them.
+        # The gradient that was sent last; what was sent last before the first of them.
+        others += self._messages(num_before + num_behind - num_answered)
+        received, answered = self._messages(num_received), self._messages(num_answered)
         self.workspaces = [self._copy(number) for number in trace.workspaces]
 
         def written(forward: list[int], backward: list[int], ends: list[int]) -> list[int]:
-            begun = [*others, *given, *([] if self._is_first else lent)]
-            begun += [*forward, *(~number for number in lent)]
-            ended = (~number for number in (*self._summed, *given, *others))
-            return [*begun, *backward, *ends, *ended]
+            begun = [*others, *received, *given, *([] if self._is_first else lent)]
+            begun += [*forward, *(~number for number in lent), *answered]
+            sent = [~number for number in self._sent(forward) if releases]
+            ended = (~number for number in (*self._summed, *given, *received, *answered, *others))
+            return [*begun, *sent, *backward, *(e for e in ends if e not in sent), *ended]
 
         self.again = written(*first)
         self.first = [*self.workspaces, *self.again]
@@ -165,8 +177,8 @@ class PipelineStage(SharedTrace):
         self.batch = self._fetched()
         self.count = []
         self.loss = trace.loss if trace.loss in made else None
-        num_neighbours = 2 - self._is_first - self._is_last
-        self.of_micro_batches = [self._copy(shared.hidden) for _ in range(num_neighbours)]
+        num_left = num_before + num_behind - num_received - num_answered
+        self.of_micro_batches = self._messages(num_left)
 
     @property
     def added_categories(self) -> list[str]:
@@ -190,6 +202,14 @@ class PipelineStage(SharedTrace):
     def _copy(self, number: int) -> int:
         self._copied.append(number)
         return len(self._trace.template) + len(self._copied) - 1
+
+    def _messages(self, num: int) -> list[int]:
+        """Return so many copies of hidden states."""
+        return [self._copy(self._shared.hidden) for _ in range(num)]
+
+    def _sent(self, forward: Sequence[int]) -> list[int]:
+        """Return what a forward pass hands on."""
+        return [] if self._is_last else _left(forward)[-1:]
 
     def _set_up(self, last: int) -> list[int]:
         """Events before the first step: weights of the GPU's own layers, buffers that every GPU has."""
