@@ -21,6 +21,7 @@ from autotune.catalogue.gpu_rows import (
     THREADS_PER_SM,
     USUAL_NUM_SMS,
 )
+from autotune.catalogue.installed import makes_workspace_per_call
 from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, nearest
@@ -115,6 +116,11 @@ class Gpu:
         if capability is not None:
             threads = THREADS_PER_SM.get(capability, threads)
         return self.num_sms or USUAL_NUM_SMS, threads
+
+    @property
+    def product_workspace_bytes(self) -> int:
+        """Bytes of the workspace that each matrix product makes and gives back; 0 where it is kept."""
+        return (self.cublas_workspace_bytes or 0) * makes_workspace_per_call()
 
     @property
     def has_half_tensor_rate(self) -> bool:

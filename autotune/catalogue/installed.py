@@ -53,6 +53,13 @@ def fuses_any_grouped_heads() -> bool:
 
 
 @functools.cache
+def makes_workspace_per_call() -> bool:
+    """Return whether each call of cuBLAS makes its workspace and gives it back."""
+    torch = version("torch")
+    return torch is not None and Version(torch).release >= WORKSPACE_PER_CALL_SINCE
+
+
+@functools.cache
 def releases_messages() -> bool:
     """Return whether a stage of torch's pipelining has buffers of messages and lets go of what arrived.
 

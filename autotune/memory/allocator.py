@@ -70,6 +70,8 @@ class Tape:
 
     None: a device whose reductions need no memory of their own, a CPU.
     """
+    product_bytes: int = 0
+    """Bytes of the workspace that each matrix product makes and gives back."""
 
     def alloc(self, nbytes: int, category: str) -> int:
         """Append a tensor's allocation; return the tensor's index."""

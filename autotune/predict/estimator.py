@@ -80,7 +80,7 @@ class Estimator:
         factor = None if gpu.rates is None else gpu.rates.host_factor
         self._host = host or (USUAL if factor is None else USUAL.timed(factor))
         self._prices = KeptPrices(prices, f"{gpu!r} {self._host!r}", self._identities)
-        self._updates = PricedUpdates(traces, self._prices, gpu.multiprocessors)
+        self._updates = PricedUpdates(traces, self._prices, gpu)
         self._times = StepTimes(traces, gpu, self._host, self._prices, self._updates)
         self._micro_step = functools.cache(self._find_micro_step)
         self._floor = functools.cache(self._find_floor)

@@ -117,17 +117,19 @@ def priced_update(
     scaled: bool,
     has_parts: bool = False,
     multiprocessors: tuple[int, int] | None = None,
+    product_bytes: int = 0,
 ) -> Update:
     """Price an optimizer on these parameters: the events, memory and cost of its updates.
 
     `scaled`: there is a loss scaler, and gradients are unscaled first. `has_parts`: parameters are DTensors,
-    for which torch has no foreach kernels. `multiprocessors` are the card's, as Tape has them.
+    for which torch has no foreach kernels. `multiprocessors` and `product_bytes` are the
+    card's, as Tape has them.
     """
     lists = row.algorithm
     is_loop = has_parts and multiprocessors is None
     if is_loop and isinstance(lists, TensorLists) and not lists.step_on_device:
         row = dataclasses.replace(row, algorithm=OneByOne(lists=lists))
-    tape = Tape(multiprocessors=multiprocessors)
+    tape = Tape(multiprocessors=multiprocessors, product_bytes=product_bytes)
     costs = [row.cost(specs)]
     if row.updates:
         # What a weight's update allocates comes and goes within the backward pass.

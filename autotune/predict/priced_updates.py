@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 
+from autotune.catalogue.gpus import Gpu
 from autotune.memory.traces import Trace
 from autotune.predict.kept_prices import TRAINABLE, KeptPrices
 from autotune.predict.optimizer_update import (
@@ -30,11 +31,12 @@ class PricedUpdates:
         self,
         traces: Mapping[TraceSpec, Trace | SharedTrace],
         prices: KeptPrices,
-        multiprocessors: tuple[int, int] | None,
+        gpu: Gpu,
     ) -> None:
         self._traces = traces
         self._prices = prices
-        self._multiprocessors = multiprocessors
+        self._multiprocessors = gpu.multiprocessors
+        self._product_bytes = gpu.product_workspace_bytes
         self._interned: dict[str, Trainable] = {}
         self.trainable = functools.cache(self._find_trainable)
         self._priced = functools.cache(self._price)
@@ -57,7 +59,7 @@ class PricedUpdates:
         return self._interned.setdefault(identity, Trainable(identity, num, read))
 
     def _price(self, trainable: Trainable, scaled: bool, name: str, has_parts: bool) -> Update:
-        multiprocessors = self._multiprocessors
+        multiprocessors, product_bytes = self._multiprocessors, self._product_bytes
 
         def update() -> Update:
             return priced_update(
@@ -66,13 +68,14 @@ class PricedUpdates:
                 scaled=scaled,
                 has_parts=has_parts,
                 multiprocessors=multiprocessors,
+                product_bytes=product_bytes,
             )
 
         update = functools.cache(update)
         costs = self._prices.price(
             UpdateCosts,
             trainable.identity,
-            f"update {name} {scaled} {has_parts} {multiprocessors}",
+            f"update {name} {scaled} {has_parts} {multiprocessors} {product_bytes}",
             lambda: costs_of(update()),
         )
         return LaterUpdate(costs, update)

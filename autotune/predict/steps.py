@@ -140,7 +140,8 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     row = UPDATERS[config.updater]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
-        tape = Tape(multiprocessors=update.tape.multiprocessors)
+        of_card = update.tape
+        tape = Tape(multiprocessors=of_card.multiprocessors, product_bytes=of_card.product_bytes)
         parts = _updating_in_backward(trace, row, tape, _LAST_NUMBERS, config)
     else:
         tape, parts = update.tape, _updating_after(trace, update, config)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny_model
 
+from autotune.catalogue import gpus
 from autotune.catalogue.gpus import find_gpu
 from autotune.errors import ConfigError
 from autotune.memory.replayer import replay
@@ -19,7 +20,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.predict.least_budget import smallest
-from autotune.predict.optimizer_update import Update, priced_update
+from autotune.predict.optimizer_update import MOST_STEPS, Update, priced_update
 from autotune.predict.steps import Steps, first_steps
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
@@ -103,6 +104,23 @@ def test_a_step_that_no_memory_holds_is_refused(roomy: Estimator) -> None:
             continue
         with pytest.raises(ConfigError, match=r"At most 1048576.0 GiB are predicted"):
             roomy.estimate(config)
+
+
+@pytest.mark.parametrize("optimizer", ["apollo_adamw", "apollo_adamw_layerwise"])
+def test_an_optimizers_products_have_the_cards_workspace_where_each_makes_one(
+    traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    apollo, card = dataclasses.replace(FULL, optimizer=optimizer), tiny_model.gpu()
+
+    def num_workspaces(is_made: bool) -> int:
+        monkeypatch.setattr(gpus, "makes_workspace_per_call", lambda: is_made)
+        estimator = Estimator(traces, card, memory_budget_bytes=ROOMY)
+        steps, _ = estimator.replayed(apollo)
+        return steps.sizes[steps.of_update.start :].count(card.cublas_workspace_bytes)
+
+    num_linear = sum(spec.linear for spec in traces[TraceSpec.of(apollo)].trainable(0))
+    assert num_workspaces(False) == 0
+    assert num_workspaces(True) == MOST_STEPS * num_linear
 
 
 def test_what_is_known_without_a_trace_is_no_more_than_the_floor(roomy: Estimator) -> None:

@@ -188,9 +188,11 @@ class Scope:
         self.tape = tape
         self._index_of: dict[str, int | None] = dict.fromkeys(names)
 
-    def new(self, name: str, size_bytes: int) -> None:
-        """Bind the name to a tensor that is made now (`name = ...`)."""
+    def new(self, name: str, size_bytes: int, *, is_product: bool = False) -> None:
+        """Bind the name to a tensor that is made now (`name = ...`), a product of matrices or another."""
         index = self.tape.alloc(size_bytes, "temporary")
+        if is_product and self.tape.product_bytes:
+            write_passing(self.tape, self.tape.product_bytes)
         self.drop(name)
         self._index_of[name] = index
 

@@ -66,7 +66,7 @@ class Adafactor(Algorithm):
                 scope.new("grad", 4 * spec.num_elements)
             if self.projection is not None and gradient is not spec:
                 write_new_matrix(tape, self.projection, spec, "float32", kept[i])
-                scope.new("grad", 4 * gradient.num_elements)
+                scope.new("grad", 4 * gradient.num_elements, is_product=True)
             if states is None:
                 first = len(kept[i])
                 kept[i] += alloc_state(tape, self.state(spec)[first:-1])

@@ -95,7 +95,8 @@ class SvdProjection(Projection):
         if self.clones:
             write_passing(tape, 4 * rows * columns)
         diagonal = tape.alloc(4 * rank * rank, "temporary")
-        scope.new("a" if is_right else "b", 4 * rank * (rows if is_right else columns))
+        num_values = rank * (rows if is_right else columns)
+        scope.new("a" if is_right else "b", 4 * num_values, is_product=True)
         tape.free(diagonal)
         if is_cast:
             kept = tape.alloc(self.matrix_bytes(spec, dtype), "optimizer_state")
@@ -179,7 +180,7 @@ def write_new_matrix(
 
 def write_product(scope: Scope, name: str, size_bytes: int) -> None:
     """Append `name = product * scale` (GaLoreProjector.project_back)."""
-    scope.new("product", size_bytes)
+    scope.new("product", size_bytes, is_product=True)
     scope.new("scaled", size_bytes)
     scope.drop("product")
     scope.rename("scaled", name)
@@ -210,7 +211,7 @@ class GaLoreAdamW(Algorithm):
             scope.drop("grad")
             if spec.linear:
                 write_new_matrix(tape, self.projection, spec, spec.dtype, kept[i])
-                scope.new("grad", moment_bytes)
+                scope.new("grad", moment_bytes, is_product=True)
             if states is None:
                 kept[i] += alloc_state(tape, [StateTensor(size_bytes=moment_bytes)] * 2)
             scope.new("denom", moment_bytes)
@@ -276,7 +277,7 @@ class GaLoreAdamW8bit(Algorithm):
             scope = Scope(tape, "grad", "copied", "update", "product", "scaled")
             if spec.linear:
                 write_new_matrix(tape, self.projection, spec, spec.dtype, kept[i])
-                scope.new("grad", updated.size_bytes)
+                scope.new("grad", updated.size_bytes, is_product=True)
                 scope.new("copied", spec.size_bytes)
                 scope.new("update", updated.size_bytes)
                 scope.drop("copied")  # the storage that the weight had before is as large
@@ -286,7 +287,7 @@ class GaLoreAdamW8bit(Algorithm):
                     has_code_books = True
                 kept[i] += alloc_state(tape, self._inner.state(updated))
             if spec.linear:
-                scope.new("product", spec.size_bytes)
+                scope.new("product", spec.size_bytes, is_product=True)
                 scope.new("scaled", spec.size_bytes)
             scope.close()
         return kept

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, USUAL_NUM_SMS
-from autotune.catalogue.installed import WORKSPACE_PER_CALL_SINCE
+from autotune.catalogue.installed import makes_workspace_per_call
 from autotune.worker.build import tensor_parallel
 from autotune.worker.trace import sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
@@ -175,7 +175,7 @@ _OF_CUBLASLT = {aten._scaled_mm.default, aten._addmm_activation.default}
 """Products that cuBLASLt alone runs."""
 
 
-WORKSPACES_ARE_KEPT = sdpa.TORCH_VERSION < WORKSPACE_PER_CALL_SINCE
+WORKSPACES_ARE_KEPT = not makes_workspace_per_call()
 _KEEPS_ONE_FOR_BOTH = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
 _CUBLASLT_BYTES = 2**20
 """Bytes of cuBLASLt's own workspace. It takes cuBLAS's (pytorch pull request 168175) in torch 2.12 to 2.14,
