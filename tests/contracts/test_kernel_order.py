@@ -62,7 +62,22 @@ PRODUCTS = {
     "a bias of one row": (lambda h: F.linear(h[:1], h, h[0]), [128, 2**20]),
     "a bias of two columns": (lambda h: F.linear(h, h[:2], h[0, :2]), [256, 2**20]),
     "a bias of one column": (lambda h: F.linear(h, h[:1], h[0, :1]), [128, 8_519_680]),
-    "a matrix added": (lambda h: torch.addmm(h, h, h), [8192, 8_519_680]),
+    "a bias of a row": (lambda h: torch.addmm(h[:1], h, h), [8192, 2**20]),
+    "a bias multiplied": (lambda h: torch.addmm(h[0], h, h, beta=2), [8192, 8_519_680]),
+    "a bias left out": (lambda h: torch.addmm(h[0], h, h, beta=0), [8192, 8_519_680]),
+    "a bias with gaps": (lambda h: torch.addmm(h[:, 0], h, h), [8192, 8_519_680]),
+    "a bias over one value": (
+        lambda h: torch.addmm(h[0], h[:, :1], h[:1]), [8192, 8_519_680],
+    ),
+    "one value added": (lambda h: torch.addmm(h[0, :1], h, h), [8192, 8_519_680]),
+    "a matrix added": (lambda h: torch.addmm(h, h, h), [8192, 2**20]),
+    "a matrix multiplied": (lambda h: torch.addmm(h, h, h, beta=2), [8192, 2**20]),
+    "a matrix left out": (lambda h: torch.addmm(h, h, h, beta=0), [8192, 8_519_680]),
+    "a matrix of columns": (lambda h: torch.addmm(h.t(), h, h), [8192, 8_519_680]),
+    "a matrix into itself": (lambda h: torch.addmm(h, h, h, out=h), [8_519_680]),
+    "a matrix in float32": (
+        lambda h: torch.addmm(h.float(), h.float(), h.float()), 4 * [16384] + [8_519_680],
+    ),
     "no rows": (lambda h: h[:0] @ h, []),
     "8 bits": (
         lambda h: torch._scaled_mm(

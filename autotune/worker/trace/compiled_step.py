@@ -269,7 +269,6 @@ class _Emitter:
         func = node.target
         args, kwargs = _values((node.args, dict(node.kwargs)))
         out = value_of(node)
-        self._workspaces.at_launch(self._tracker, func, args, in_backward=backward)
         buffers: tuple[Buffer, ...] = ()
         if self._hidden_buffers is not None:
             buffers = self._hidden_buffers(func, args, out)
@@ -277,6 +276,7 @@ class _Emitter:
         self._tracker.record_buffers(first)
         for result in made:
             self._number[result] = self._allocate(value_of(result))
+        self._workspaces.at_launch(self._tracker, func, args, kwargs, in_backward=backward)
         self._tracker.record_buffers(brief)
         self._tracker.record_buffers(then)
         tensors = list(tensors_in((args, kwargs)))

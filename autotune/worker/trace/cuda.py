@@ -183,6 +183,23 @@ which have the function that is asked for here. On an H100 and an H200 torch 2.1
 that adds a bias to a product (studies/h200, studies/h100-80gb-hbm3)."""
 
 
+def _goes_to_lt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether cuBLASLt adds a product to something, as torch 2.15 for CUDA does under tools.no_card.
+
+    It does to a bias as it is, in any dtype; to a matrix of 16 bits, multiplied or not, but not into itself.
+    Products of one column, or over one value, go to cuBLAS.
+    """
+    added, left, right = args
+    (rows, depth), columns = left.shape, right.shape[1]
+    factor = kwargs.get("beta", 1)
+    if depth == 1 or columns == 1:
+        return False
+    if added.shape[-1:] == (columns,) and added.numel() == columns:
+        return bool(factor == 1) and added.is_contiguous()
+    is_alike = added.shape == (rows, columns) and added.stride(1) == 1
+    return is_alike and added.dtype in HALF and factor != 0 and kwargs.get("out") is not added
+
+
 class Workspaces:
     """The workspaces of cuBLAS and cuBLASLt, which the process keeps or each call makes.
 
@@ -198,14 +215,19 @@ class Workspaces:
         self.indices: list[int] = []
 
     def at_launch(
-        self, tracker: Tracker, func: Any, args: tuple[Any, ...], in_backward: bool | None = None
+        self,
+        tracker: Tracker,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        in_backward: bool | None = None,
     ) -> None:
         """Make the workspaces that the operation asks for.
 
         `in_backward`: by which thread, if not this one.
         """
         if not self._are_kept:
-            self._make_for_call(tracker, func, args)
+            self._make_for_call(tracker, func, args, kwargs)
             return
         if func not in _MATRIX_PRODUCTS and func not in _CONVOLUTIONS:
             return
@@ -219,12 +241,13 @@ class Workspaces:
             self._made.add((library, thread))
             self.indices.append(tracker.record_forever(self._sizes_bytes[library]))
 
-    def _make_for_call(self, tracker: Tracker, func: Any, args: tuple[Any, ...]) -> None:
+    def _make_for_call(
+        self, tracker: Tracker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         is_product = func in _MATRIX_PRODUCTS
         if not (is_product or func in _OF_CUBLASLT) or not self._sizes_bytes["cublas"]:
             return
-        # One column goes to cuBLAS whatever is added to it.
-        adds_bias = func in _WITH_BIAS and args[0].dim() == 1 and args[2].shape[-1] > 1
-        library = "cublas" if is_product and not adds_bias else "cublaslt"
+        is_lt = _goes_to_lt(args, kwargs) if func in _WITH_BIAS else not is_product
+        library = "cublaslt" if is_lt else "cublas"
         if all(each.numel() for each in args[:2]):
             tracker.record_and_free(self._sizes_bytes[library])

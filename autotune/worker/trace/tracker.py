@@ -111,7 +111,7 @@ class Tracker(TorchDispatchMode):
         device_type: str,
         *,
         hidden_buffers: HiddenBuffers | None = None,
-        at_launch: Callable[[Tracker, Any, tuple[Any, ...]], None] | None = None,
+        at_launch: Callable[[Tracker, Any, tuple[Any, ...], dict[str, Any]], None] | None = None,
         decompositions: dict[Any, Callable[..., Any]] | None = None,
         kernel_names: Mapping[Any, str] | None = None,
         wrappers: tuple[type[torch.Tensor], ...] = (),
@@ -344,7 +344,7 @@ class Tracker(TorchDispatchMode):
             self.index_of(tensor)
         # Only the kernel asks for a workspace: what it returns is there by then.
         if self._at_launch is not None:
-            self._at_launch(self, func, args)
+            self._at_launch(self, func, args, kwargs)
         if cost is not None:
             self.record_buffers(cost.brief)
             self._free([*inside, *self._allocated(cost.then)])
