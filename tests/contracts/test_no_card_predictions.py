@@ -156,6 +156,8 @@ def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None
         ("EleutherAI/pythia-1b", "ddp"),
         # The first GPU loads otherwise than the second, which reserves more; the list of denominators.
         ("mistralai/Mistral-7B-v0.3", "cp"),
+        # Rows that three GPUs do not divide; learned positions are left to the root.
+        ("facebook/opt-1.3b", "fsdp2"),
     ],
 )
 def test_what_loading_leaves_is_as_pytorch_allocates(model: str, parallelism: str) -> None:

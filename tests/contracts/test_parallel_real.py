@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import here
+import peft
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
@@ -290,6 +294,37 @@ def test_fused_adam_does_not_take_weights_of_which_some_are_split(
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 67, "n_embd": 48, "n_layer": 2, "n_head": 4}
+OPT = {**MODEL, "model_type": "opt", "ffn_dim": 130, "word_embed_proj_dim": 48}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it.
+@pytest.mark.parametrize(
+    ("model", "is_adapted", "left"),
+    [
+        (MODEL, False, set()),
+        # Accelerate looks for the last norm beside the head then.
+        (MODEL, True, {"norm.weight"}),
+        (GPT2, False, {"wpe.weight"}),
+        # Its norm is a decoder's.
+        (
+            OPT,
+            False,
+            {"embed_positions.weight", "final_layer_norm.weight", "final_layer_norm.bias"},
+        ),
+    ],
+    ids=["llama", "lora", "gpt2", "opt"],
+)
+def test_what_is_in_no_other_unit_is_left_to_the_root(
+    model: dict[str, Any], is_adapted: bool, left: set[str]
+) -> None:
+    with torch.device("meta"):
+        built: Any = AutoModelForCausalLM.from_config(models.load_config(model))
+        if is_adapted:
+            built = peft.get_peft_model(built, peft.LoraConfig(target_modules="all-linear"))
+    found = models.left_to_root(built)
+    names = {name for name, parameter in built.named_parameters() if id(parameter) in found}
+    outside = {name for name in names if not re.search(r"\.\d+\.", name)}
+    assert {".".join(name.split(".")[-2:]) for name in outside} == left
 
 
 @pytest.mark.usefixtures("forked_workers")

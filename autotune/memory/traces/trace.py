@@ -50,6 +50,8 @@ class TracedParameter:
     trainable: bool
     group: int
     embedding: bool
+    of_root: bool = False
+    """Whether it is left to FSDP2's root."""
 
 
 class Trace:
@@ -287,6 +289,7 @@ class Trace:
                         trainable=entry["trainable"],
                         group=entry["group"],
                         embedding=entry["embedding"],
+                        of_root=entry.get("of_root", False),
                     )
                 )
         return found
@@ -404,6 +407,11 @@ class Trace:
         """The parameter whose gradient has that number."""
         entry = self._tensors[self._template[gradient]]
         return self._spec(self._tensors[entry["of"]], rank)
+
+    def is_of_root(self, gradient: int) -> bool:
+        """Whether the gradient with that number is of a weight that is left to FSDP2's root."""
+        entry = self._tensors[self._template[gradient]]
+        return bool(self._tensors[entry["of"]].get("of_root", False))
 
     @staticmethod
     def _spec(entry: Mapping[str, Any], rank: int) -> TensorSpec:

@@ -64,7 +64,7 @@ from autotune.memory.traces.running import running
 from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.layer_counts import USUAL_RANK
-from autotune.predict.sharding.shards import TAIL, Shares
+from autotune.predict.sharding.shards import ROOT, TAIL, Shares
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
 from autotune.predict.sharding.zero_parts import ZeroParts
@@ -137,11 +137,15 @@ class RankTrace(SharedTrace):
         else:
             workspaces = set(trace.workspaces)
             logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
-            first = MicroStep(self._extra, shares, trace.gradients, logits, adds=False)
+            of_root = set(filter(trace.is_of_root, trace.gradients) if shares.has_root else ())
+            step = functools.partial(
+                MicroStep, self._extra, shares, trace.gradients, logits, of_root
+            )
+            first = step(adds=False)
             self.first = first.written(blocks)
             self.gradients = first.gradients
             self.again = [event for event in self.first if event not in workspaces]
-            later = MicroStep(self._extra, shares, trace.gradients, logits, adds=True)
+            later = step(adds=True)
             self.next = [event for event in later.written(blocks) if event not in workspaces]
         self._set_up()
         self.aside = self._extra.aside if on_card else ()
@@ -246,7 +250,7 @@ class RankTrace(SharedTrace):
         # Gathered for the forward pass, and again for the backward; FSDP2's tail stays in between.
         used_bytes = 2 * gathered_bytes
         if shares.is_torch:
-            used_bytes -= shares.gathered_bytes(rank, TAIL)
+            used_bytes -= sum(shares.gathered_bytes(rank, unit) for unit in (TAIL, ROOT))
         is_offloaded = shares.row.offload
         brought_bytes = used_bytes if stage == 3 else 0
         copied_bytes = (brought_bytes + trained_bytes) // num_gpus
@@ -289,7 +293,7 @@ class RankTrace(SharedTrace):
         reduction = "all_reduce" if stage == 2 else "reduce_scatter"
         gathers: Counter[int] = Counter()
         for unit in shares.members:
-            passes = 1 if unit == TAIL and shares.is_torch else 2
+            passes = 1 if unit in (TAIL, ROOT) and shares.is_torch else 2
             for size_bytes in shares.gathers(rank, unit):
                 gathers[size_bytes] += passes
         reduced = Counter(shares.reductions(rank))
@@ -559,8 +563,10 @@ class RankTrace(SharedTrace):
     def _load(self) -> None:
         """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
 
-        A tied head comes a second time. All GPUs but the first have the next weight before one goes.
-        Source: accelerate 1.15 utils/fsdp_utils.py, fsdp2_load_full_state_dict.
+        A tied head comes a second time. All GPUs but the first have the next weight before one goes. A last
+        part of fewer rows than the others is copied with its padding. Source: accelerate 1.15
+        utils/fsdp_utils.py, fsdp2_load_full_state_dict; torch 2.13 distributed/tensor/placement_types.py,
+        _shard_tensor.
         """
         shares, is_first = self._shares, self._gpu == 0
         weights, behind = self._loaded_apart()
@@ -572,12 +578,15 @@ class RankTrace(SharedTrace):
             whole = self._extra.new(
                 "temporary", functools.partial(self._whole_bytes, position=position)
             )
-            is_tied_head = shares.tail_stays and shares.parameters[position].embedding
-            loaded += [*gone, whole, event] if is_first else [whole, *gone, event]
+            padded = self._extra.new(
+                "temporary", functools.partial(shares.padded_part_bytes, position=position)
+            )
+            loaded += [*gone, whole] if is_first else [whole, *gone]
+            loaded += [padded, event, ~padded]
             gone = [~whole]
-            if is_tied_head:
+            if shares.is_tied_head(position):
                 part = self._extra.new("temporary", self._replaced[event])
-                again += [whole, part, ~whole, ~part]
+                again += [whole, padded, part, ~padded, ~whole, ~part]
         loaded += gone
         self.setup += [*loaded, *again, *behind]
 

@@ -29,10 +29,12 @@ from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.space.precisions import PRECISIONS
 
 Unit = tuple[str, Place]
-"""Weights that are gathered together: a layer, the embedding, or the tail (final norm and head)."""
+"""Weights that are gathered together: a layer, the embedding, the tail (final norm and head), or the root."""
 
 EMBED: Unit = ("embed", OUTSIDE)
 TAIL: Unit = ("tail", OUTSIDE)
+ROOT: Unit = ("root", OUTSIDE)
+"""Weights that FSDP2 has in no other unit, such as learned positions: gathered from beginning to end."""
 
 # transformers 5.23 integrations/deepspeed.py trainer_config_finalize, what `auto` becomes: of hidden_size.
 _PERSISTENT_ROWS = 10
@@ -81,12 +83,19 @@ class Shares:
         self._ddp_broadcasts = functools.cache(
             lambda rank: ddp_broadcasts(self._weights_by_module(rank))
         )
+        self.has_root = self.row.is_fsdp and not is_one_unit
+        """Whether weights outside layers may be in a unit that is none of the embedding and the tail."""
         self.tail_stays = is_one_unit or is_tied(parameters)
         """Whether the tail is gathered from beginning to end, as where the embedding is the head too."""
         self.members: dict[Unit, list[int]] = {}
         """Positions in the list of weights, by unit."""
         for position, parameter in enumerate(parameters):
             self.members.setdefault(self._unit_of(parameter), []).append(position)
+
+    def is_tied_head(self, position: int) -> bool:
+        """Whether the weight at that position is the embedding's and the head's."""
+        parameter = self.parameters[position]
+        return self.tail_stays and parameter.embedding and self._unit_of(parameter) == TAIL
 
     @property
     def compute_bytes(self) -> int:
@@ -182,6 +191,11 @@ class Shares:
     def part_bytes(self, rank: int, position: int) -> int:
         """Bytes of the GPU's part of the weight at that position."""
         return self.shard_bytes(self._weights(rank)[position])
+
+    def padded_part_bytes(self, rank: int, position: int) -> int:
+        """Bytes of a part of the weight at that position if the last one is padded; 0 if all are as long."""
+        weight = self._weights(rank)[position]
+        return self.shard_bytes(weight) if weight.shape[0] % self.num_gpus else 0
 
     def trained_parts_bytes(self, rank: int) -> int:
         """Bytes of the GPU's parts of all trainable weights."""
@@ -331,6 +345,8 @@ class Shares:
     def _unit_of(self, parameter: TracedParameter) -> Unit:
         if parameter.place[1] >= 0:
             return "layer", parameter.place
+        if parameter.of_root and self.has_root:
+            return ROOT
         return EMBED if parameter.embedding and not self.tail_stays else TAIL
 
     def _working_element_bytes(self, weight: Weight) -> int:

@@ -9,7 +9,7 @@ from enum import Enum, auto
 
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.layer_counts import USUAL_RANK
-from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
+from autotune.predict.sharding.shards import EMBED, ROOT, TAIL, Shares, Unit
 
 Size = Callable[[int], int]
 """A function from the LoRA rank to bytes."""
@@ -114,12 +114,17 @@ class MicroStep(Writer):
         shares: Shares,
         whole: Iterable[int],
         logits: Collection[int],
+        of_root: Collection[int] = (),
         *,
         adds: bool,
     ) -> None:
-        """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of."""
+        """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of.
+
+        `of_root`: those of the gradients that are of the root's weights.
+        """
         super().__init__(extra, shares)
         self._whole = set(whole)
+        self._of_root = of_root
         self._logits = logits
         self._keeps = not adds and not shares.row.offload
         self._order: list[Unit] = []
@@ -133,6 +138,8 @@ class MicroStep(Writer):
 
     def written(self, blocks: Sequence[tuple[Phase, Place, list[int]]]) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
+        if ROOT in self._shares.members:
+            self._gather(ROOT, is_backward=False)
         for index, (phase, place, events) in enumerate(blocks):
             is_backward = index > last_forward
             unit = unit_in(self._shares, phase, place)
@@ -146,10 +153,15 @@ class MicroStep(Writer):
             if is_used and unit in self._shares.members:
                 self._use(unit, is_backward=is_backward)
             self.events += events
-            self._made.setdefault(unit, []).extend(e for e in events if e in self._whole)
+            for gradient in (event for event in events if event in self._whole):
+                made_of = ROOT if gradient in self._of_root else unit
+                self._made.setdefault(made_of, []).append(gradient)
             stays = unit == TAIL and (not is_backward or self._shares.tail_stays)
             if is_used and not stays:
+                if is_backward and unit == EMBED:
+                    self._finish_root()
                 self._finish(unit, is_backward=is_backward)
+        self._finish_root()
         for unit in list(self._made):
             self._reduce(unit)
         self._free(*itertools.chain(*self._gathered.values()), *self._arriving.values())
@@ -222,6 +234,14 @@ class MicroStep(Writer):
         self._free(*self._gathered.pop(unit, ()))
         if is_backward:
             self._reduce(unit)
+
+    def _finish_root(self) -> None:
+        """Drop the root's weights and reduce its gradients, before those of an embedding.
+
+        No gradient comes to what either was given, so that the end of the backward pass sees to both (torch
+        2.13 _fsdp_state.py, _root_post_backward_final_callback).
+        """
+        self._finish(ROOT, is_backward=True)
 
     def _reduce(self, unit: Unit) -> None:
         """Copy and free a unit's whole gradients.

@@ -238,6 +238,22 @@ def linear_weights(model: nn.Module) -> set[int]:
     return {id(parameter) for name, parameter in model.named_parameters() if name in names}
 
 
+def left_to_root(model: Any) -> set[int]:
+    """Ids of the weights that accelerate leaves to FSDP2's root, and of those of layers.
+
+    The embedding, the head and the last norm beside the layers are in other units. Source: accelerate 1.15
+    utils/fsdp_utils.py, fsdp2_prepare_model and _find_final_norm.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    base = getattr(model, prefix, None) if prefix else model
+    children = base.children() if isinstance(base, nn.Module) else ()
+    norms = [module for module in children if "Norm" in type(module).__name__]
+    asked = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    apart = [*norms[-1:], *(module for module in asked if module is not None)]
+    own = {id(parameter) for module in apart for parameter in module.parameters()}
+    return {id(parameter) for parameter in model.parameters()} - own
+
+
 def accepts_loss_kwargs(model: Any) -> bool:
     """Whether the forward pass takes `num_items_in_batch`, as Trainer asks it."""
     inner = inner_of(model)

@@ -189,7 +189,7 @@ def _goes_to_lt(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     It does to a bias as it is, in any dtype; to a matrix of 16 bits, multiplied or not, but not into itself.
     Products of one column, or over one value, go to cuBLAS.
     """
-    added, left, right = args
+    added, left, right = args[:3]
     (rows, depth), columns = left.shape, right.shape[1]
     factor = kwargs.get("beta", 1)
     if depth == 1 or columns == 1:

@@ -118,6 +118,10 @@ def encode(
         id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
     }
     linears = models.linear_weights(step.model)
+    place_of = place_finder(step.model, step.task)
+    of_root = models.left_to_root(step.model) & {
+        id(parameter) for name, parameter in step.model.named_parameters() if place_of(name)[1] < 0
+    }
     tensors: list[Any] = []
     for index, tensor in enumerate(recording.tensors):
         size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
@@ -140,6 +144,8 @@ def encode(
             entry["group"] = int(id(parameter) not in decayed)
             entry["embedding"] = id(parameter) in embeddings
             entry["linear"] = id(parameter) in linears
+            if id(parameter) in of_root:
+                entry["of_root"] = True
         elif index in step.gradients:
             entry["category"] = "gradient"
             entry["of"] = step.gradients[index]
