@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from gloo_processes import run_cases
-from torch import nn
+from pipeline_layers import Layers
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -30,32 +30,6 @@ class Watch(Tracker):
 
     def _cost(self, *_: object) -> None:
         """Leave kernels out, of which nothing is reported."""
-
-
-class Layers(nn.Module):
-    """Some layers of a model, behind its embedding where they are the first, its head behind the last."""
-
-    def __init__(self, model: Any, first: int, count: int) -> None:
-        super().__init__()
-        layers = model.model.layers
-        self.rotary_emb = model.model.rotary_emb
-        self.embed_tokens = model.model.embed_tokens if first == 0 else None
-        self.layers = nn.ModuleList(layers[first : first + count])
-        is_last = first + count == len(layers)
-        self.norm, self.lm_head = (model.model.norm, model.lm_head) if is_last else (None, None)
-
-    def forward(self, given: torch.Tensor) -> torch.Tensor:
-        hidden = given if self.embed_tokens is None else self.embed_tokens(given)
-        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        embeddings = self.rotary_emb(hidden, position_ids=positions)
-        for layer in self.layers:
-            hidden = layer(
-                hidden,
-                attention_mask=None,
-                position_embeddings=embeddings,
-                position_ids=positions,
-            )
-        return hidden if self.lm_head is None else self.lm_head(self.norm(hidden))
 
 
 def run_case(case: dict[str, Any], rank: int) -> dict[str, Any]:

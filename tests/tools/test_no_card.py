@@ -178,3 +178,32 @@ print(json.dumps([uninitialized, before, in_child()]))
 """
     )
     assert run(tmp_path, script) == [INITIALIZATION, 0, INITIALIZATION]
+
+
+@needs_toolkit
+def test_processes_that_part_a_communicator_are_as_many_as_have_their_color(tmp_path: Path) -> None:
+    card.build(tmp_path, "libcuda.so.1", CUDA)
+    script = """
+import ctypes, json, os
+nccl = ctypes.CDLL("libcuda.so.1")
+class Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+def of(call, whole):
+    found = ctypes.c_int()
+    call(whole, ctypes.byref(found))
+    return found.value
+unique = Id()
+nccl.ncclGetUniqueId(ctypes.byref(unique))
+reading, writing = os.pipe()
+rank = next((rank for rank in range(2) if not os.fork()), 2)
+whole, part = ctypes.c_void_p(), ctypes.c_void_p()
+nccl.ncclCommInitRank(ctypes.byref(whole), 3, unique, rank)
+# The first stays alone; of the others the last comes first.
+nccl.ncclCommSplit(whole, min(rank, 1), -rank, ctypes.byref(part), None)
+seen = [rank, of(nccl.ncclCommCount, part), of(nccl.ncclCommUserRank, part)]
+os.write(writing, json.dumps(seen).encode() + b"\\n")
+if rank == 2:
+    os.wait(), os.wait()
+    print(json.dumps(sorted(map(json.loads, os.read(reading, 999).splitlines()))))
+"""
+    assert run(tmp_path, script) == [[0, 1, 0], [1, 2, 1], [2, 2, 0]]
