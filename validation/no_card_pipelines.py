@@ -184,11 +184,12 @@ def _train(rank: int, config_of_model: dict[str, Any], config: TrainConfig) -> N
     optimizer = torch.optim.AdamW(layers.parameters(), fused=is_fused or None, weight_decay=0.0)
     shape = (config.effective_batch_size, config.sequence_length)
     for _ in range(_NUM_STEPS):
+        losses: list[torch.Tensor] = []  # Kept while the optimizer steps, as to be logged.
         tokens = torch.zeros(shape, dtype=torch.int64, device=card) if rank in (0, last) else None
         if rank == 0:
             schedule.step(tokens, return_outputs=False)
         elif rank == last:
-            schedule.step(target=tokens, losses=[], return_outputs=False)
+            schedule.step(target=tokens, losses=losses, return_outputs=False)
         else:
             schedule.step(return_outputs=False)
         torch.nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
