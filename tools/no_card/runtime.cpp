@@ -810,6 +810,11 @@ DRIVER cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction) {
 DRIVER cuFuncSetAttribute(CUfunction, CUfunction_attribute, int) { return CUDA_SUCCESS; }
 DRIVER cuFuncSetCacheConfig(CUfunction, CUfunc_cache) { return CUDA_SUCCESS; }
 
+DRIVER cuStreamIsCapturing(CUstream, CUstreamCaptureStatus *status) {
+    *status = (CUstreamCaptureStatus)capture_status();
+    return CUDA_SUCCESS;
+}
+
 DRIVER cuLaunchKernel(
     CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void **, void **) {
     return CUDA_SUCCESS;
