@@ -13,12 +13,12 @@ with its micro-batch, but for those that the last GPU's losses lead back to, whi
 and what was handed on goes once it has arrived (autotune.catalogue.installed.releases_messages).
 
 Source: torch 2.13 and 2.15 distributed/pipelining/schedules.py Schedule1F1B, stage.py. Held against real
-processes: tests/contracts/test_pipeline_real.py.
+processes: tests/contracts/test_pipeline_real.py, and without a card: studies/no-card, pipelines.jsonl.
 
 Known limitations
 - Layers are dealt out as evenly as can be; each is taken to be as slow as the others.
 - What is sent is not taken to overlap with kernels; what processes cost the host beside is left out.
-- The first step's inference of shapes.
+- The first step's inference of shapes. Reserved bytes of small models' last GPUs (up to 13 % too high).
 - As many micro-batches as GPUs: the first GPU then holds one less once its gradients exist, which is not
   modelled (10 % too high in a tiny Llama on four); of less than twice as many it holds a message less.
 """
