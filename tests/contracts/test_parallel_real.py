@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import here
 import peft
 import pytest
 import torch
+from torch import distributed
 from transformers import AutoModelForCausalLM
 
 from autotune.catalogue.gpus import find_gpu
@@ -120,6 +122,14 @@ SHAPES = [
     ((3000, 3000), "float32"),
     ((10, 10), "float32"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _alone_afterwards() -> Iterator[None]:
+    """End the group of processes that a trace in this one has begun: what follows is traced as alone."""
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def source_of(name: str) -> ModelSource:
