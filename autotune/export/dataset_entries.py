@@ -7,6 +7,7 @@ they have templates of their own.
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from autotune.export.carried import Unsaid
@@ -15,13 +16,21 @@ from autotune.space.dataset import Dataset
 
 
 def load_arguments(dataset: Dataset) -> dict[str, str]:
-    """Return arguments of `datasets.load_dataset`, as the name alone has them."""
-    ending = ending_of(dataset.name)
-    if ending is not None:
-        reader = READERS[ending]
+    """Return arguments of `datasets.load_dataset`, as the name alone has them.
+
+    A file or folder is named from wherever they are used.
+    """
+    is_here = os.path.exists(dataset.name)
+    name = os.path.abspath(dataset.name) if is_here else dataset.name
+    ending = ending_of(name)
+    if ending is not None or os.path.isfile(name):
+        reader = READERS[ending] if ending else read_texts
         in_words = reader if isinstance(reader, str) else "json"
         builder = "text" if reader is read_texts else in_words
-        return {"path": builder, "data_files": dataset.name, "split": "train"}
+        return {"path": builder, "data_files": name, "split": "train"}
+    folder, _, split = (name, "", "") if is_here else name.rpartition(":")
+    if os.path.isdir(folder):
+        return {"path": os.path.abspath(folder), "split": split or "train"}
     match = HUB_NAME.fullmatch(dataset.name)
     config, _, split = ((match and match["names"]) or "").rpartition(":")
     named = {"name": config} if config else {}
@@ -74,7 +83,7 @@ def axolotl(dataset: Dataset, task: str) -> dict[str, Any]:
     arguments = load_arguments(dataset)
     entry: dict[str, Any] = {"path": arguments["path"], "split": arguments["split"]}
     if "data_files" in arguments:
-        entry = {"path": dataset.name, "ds_type": arguments["path"]}
+        entry = {"path": arguments["data_files"], "ds_type": arguments["path"]}
     if "name" in arguments:
         entry["name"] = arguments["name"]
     if task in AXOLOTL_TYPES:
@@ -149,7 +158,7 @@ def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:
     arguments = load_arguments(dataset)
     entry: dict[str, Any] = {"hf_hub_url": arguments["path"], "split": arguments["split"]}
     if "data_files" in arguments:
-        entry = {"file_name": dataset.name}
+        entry = {"file_name": arguments["data_files"]}
     if "name" in arguments:
         entry["subset"] = arguments["name"]
     if task in _RANKED:

@@ -11,6 +11,7 @@ from autotune.export.carried import comments
 from autotune.export.exporter import Exporter
 from autotune.export.mapping import TrainerFile
 from autotune.export.mapping_write import keys_of, says_method, unsaid
+from autotune.export.references import model_reference
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.learning_rates import default_rate
@@ -38,7 +39,7 @@ def exporter_of(
 
     def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
         file, open_values = of(config)
-        keys = {file.model_key: workload.model, **keys_of(file, config)}
+        keys = {file.model_key: model_reference(workload.model), **keys_of(file, config)}
         dataset = workload.dataset
         known = {} if dataset is None else data(dataset, workload.task)
         users = {**open_values, **known}

@@ -14,6 +14,7 @@ from autotune.common.units import MIB
 from autotune.errors import ConfigError, nearest
 from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import read_extra_arguments
+from autotune.export.references import model_reference
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
 from autotune.space.trainers import TASK_NAMES
@@ -54,9 +55,9 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """Return a YAML document that `from_yaml` reads back."""
     import yaml
 
-    values = workload.to_dict()
+    values = {**workload.to_dict(), "model": model_reference(workload.model)}
     if workload.teacher is not None:
-        values["teacher"] = workload.teacher.name
+        values["teacher"] = model_reference(workload.teacher.name)
     content = {
         "version": VERSION,
         "evidence": result["evidence"],

@@ -343,6 +343,11 @@ def test_a_folder_without_our_own_file_is_their_union(tmp_path: Path) -> None:
     assert "yours/training_args.json" in [each.filename for each in again]
 
 
+def test_a_quantisation_alone_says_nothing_of_adapters(tmp_path: Path) -> None:
+    run = read_base(file_of(tmp_path, "bitsandbytes", QLORA), model=MODEL)
+    assert not [note for note in run.notes if "LoRA" in note or "target_modules" in note]
+
+
 def test_a_folder_with_our_own_file_alone_is_that_file(tmp_path: Path) -> None:
     file_of(tmp_path, "train-config", QLORA)
     run = read_base(tmp_path)

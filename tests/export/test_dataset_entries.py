@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,38 @@ def values(name: str, dataset: Dataset) -> dict[str, Any]:
 )  # fmt: skip
 def test_what_load_dataset_takes(dataset: Dataset, arguments: dict[str, str]) -> None:
     assert dataset_entries.load_arguments(dataset) == arguments
+
+
+def test_what_is_here_is_named_from_wherever_the_files_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data, folder, model = (tmp_path / name for name in ("my chats.jsonl", "my folder", "my model"))
+    data.touch()
+    folder.mkdir()
+    model.mkdir()
+    (tmp_path / "notes").touch()
+    for name, arguments in (
+        ("my chats.jsonl", {"path": "json", "data_files": str(data), "split": "train"}),
+        ("notes", {"path": "text", "data_files": str(tmp_path / "notes"), "split": "train"}),
+        ("my folder", {"path": str(folder), "split": "train"}),
+        ("my folder:test", {"path": str(folder), "split": "test"}),
+    ):
+        assert dataset_entries.load_arguments(dataclasses.replace(CHAT, name=name)) == arguments
+    workload = dataclasses.replace(
+        workload_of(dataclasses.replace(CHAT, name="my chats.jsonl")), model="my model"
+    )
+    keys = {
+        "axolotl": "base_model",
+        "llama-factory": "model_name_or_path",
+        "train-config": "workload",
+    }
+    for name, key in keys.items():
+        text = ALL[name].write(workload=workload, config=CONFIG, result={"evidence": "predicted"})
+        named = yaml.safe_load(text)[key]
+        is_ours = name == "train-config"
+        assert (named["model"] if is_ours else named) == str(model)
+        assert is_ours or str(data) in " ".join(text.split())
 
 
 def test_train_py_has_it_as_defaults() -> None:

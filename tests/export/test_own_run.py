@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.export import EXPORTERS, export_paths
+from autotune.export import ALL, EXPORTERS, export_paths
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun, read_base
 from autotune.export.mapping_write import unsaid
@@ -105,6 +105,29 @@ def test_ours_is_searched_as_ever(tmp_path: Path) -> None:
     assert own_run.searched(space, run, config, "causal-lm", has_lengths=False) == (space, config)
     assert own_run.with_edited(EXPORTERS, tmp_path, run, config) == EXPORTERS
     assert own_run.changed(run, config, config) == []
+
+
+def test_a_folder_of_ours_is_searched_around_its_own_dtype(tmp_path: Path) -> None:
+    """Its train_config.yaml says the dtype of the weights, which TrainingArguments leave to the checkpoint."""
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=4,
+        gradient_accumulation_steps=8,
+        sequence_length=512,
+        precision="bf16-true",
+        optimizer="adamw_torch_fused",
+    )
+    workload = dataclasses.replace(QUICK, model="google-bert/bert-base-uncased")  # In float32.
+    for name in ("training-args", "train-config"):
+        text = ALL[name].write(workload=workload, config=config, result={"evidence": "predicted"})
+        (tmp_path / ALL[name].filename).write_text(text, encoding="utf-8")
+    run = read_base(tmp_path)
+    assert run.config == config
+    space = space_file.load("default")
+    (named,) = (section for section in space.methods if section.method == "full")
+    searched, _ = own_run.searched(space, run, config, "masked-lm", has_lengths=False)
+    (section,) = (section for section in searched.methods if section.method == "full")
+    assert section.domains["precision"] == named.domains["precision"]
 
 
 @pytest.mark.parametrize("space", ["default", "everything", "lora"])

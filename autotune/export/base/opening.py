@@ -220,6 +220,8 @@ def _open_folder(folder: Path, method: str) -> Opened:
     # The other files of the folder say it.
     fixed = {name: value for name, value in target.fixed.items() if name != "trainer"}
     said = {*fixed, *(name for row in target.rows for name in row.ours)}
+    if ours is not None:
+        said.discard("precision")  # The dtype of the weights is in our own file.
     target = dataclasses.replace(
         target,
         fixed=fixed,

@@ -201,7 +201,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         source="transformers 5.23",
         rows=tuple(rows),
         defaults=_defaults(shape, fixed.get("method", method), loading),
-        peft_names=f"{ADAPTER}target_modules" if fixed.get("method") in LORA else "",
+        peft_names=f"{ADAPTER}target_modules"
+        if ADAPTER in shape.sections and fixed["method"] in LORA
+        else "",
         model_key=(
             f"{ADAPTER}base_model_name_or_path"
             if ADAPTER in shape.sections and shape.is_part
