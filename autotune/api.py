@@ -22,7 +22,7 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from autotune.errors import ConfigError, nearest
 from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
-from autotune.records.question import ARGUMENTS, Question
+from autotune.records.question import ARGUMENTS, Question, check_text
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
@@ -315,6 +315,8 @@ def find(
     StorageError.
     """
     given = dict(locals())
+    check_text("storage", storage, str)
+    check_text("out", out, str, os.PathLike)
     question = _question(given)
     command = _command(given)
     notes: list[str] = []
@@ -457,12 +459,18 @@ def _command(given: Mapping[str, Any]) -> str:
     return f"autotune.find({', '.join(told)})"
 
 
+def _path(value: Any) -> Any:
+    """A path; what is none is for Question to refuse."""
+    return Path(value) if isinstance(value, (str, os.PathLike)) else value
+
+
 def _text(value: StrPath) -> str:
     """A name or a path; what is neither is for Question to refuse."""
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _peft(value: Mapping[str, Any] | StrPath) -> str:
+    check_text("peft", value, Mapping, str, os.PathLike)
     fields = value if isinstance(value, Mapping) else budget.read_yaml(Path(value))
     try:
         return read_peft(dict(fields) if isinstance(fields, Mapping) else fields)
@@ -476,7 +484,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "tokenizer": _text,
     "space": _text,
     "dataset": _text,
-    "base": Path,
+    "base": _path,
     "peft": _peft,
 }
 """Arguments that Question has as texts and paths."""
@@ -488,7 +496,8 @@ def _question(given: Mapping[str, Any]) -> Question:
     """The question of a call, by those of its arguments that are part of one."""
     fields = {_NAMES.get(name, name): value for name, value in given.items()}
     methods = fields["methods"] or ()
-    fields["methods"] = (methods,) if isinstance(methods, str) else tuple(methods)
+    is_several = isinstance(methods, Iterable) and not isinstance(methods, str)
+    fields["methods"] = tuple(methods) if is_several else (methods,)
     for name, read in _READ.items():
         if fields.get(name) is not None:
             fields[name] = read(fields[name])

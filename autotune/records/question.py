@@ -133,8 +133,10 @@ class Question:
                 )
         for name, choices in CHOICES.items():
             value = getattr(self, name)
+            if value is None:
+                continue
             for one in value if isinstance(value, tuple) else (value,):
-                if one is not None and one not in choices:
+                if one not in choices:
                     shown = str(one)[:40]
                     raise ConfigError(
                         f"{ARGUMENTS.get(name, name)} is {shown!r}", remedy=nearest(shown, choices)
@@ -150,17 +152,32 @@ class Question:
             type(self.odds) in (int, float) and ODDS[0] <= self.odds <= ODDS[1]
         ):
             raise ConfigError(
-                f"odds is {str(self.odds)[:40]}",
+                f"odds is {repr(self.odds)[:40]}",
                 why=f"It should be a number from {ODDS[0]} to {ODDS[1]}",
             )
         for names, kind in ((_TEXTS, str), (_PATHS, Path)):
             for name in names:
-                value = getattr(self, name)
-                if not isinstance(value, kind) and value is not None:
-                    raise ConfigError(
-                        f"{name} is {str(value)[:40]}",
-                        why=f"It should be a text, not {type(value).__name__}",
-                    )
+                check_text(name, getattr(self, name), kind)
 
+
+def check_text(name: str, value: object, *kinds: type) -> None:
+    """Raise ConfigError for a value of an argument that is neither None nor of these kinds of text."""
+    if value is None or isinstance(value, kinds):
+        return
+    example = _EXAMPLES.get(name)
+    raise ConfigError(
+        f"{name} is {str(value)[:40]}",
+        why=f"It should be a text, not {type(value).__name__}",
+        remedy=f"Write it so: {name}={example!r}" if example else "",
+    )
+
+
+_EXAMPLES = {
+    "gpu_mem": "12GB",
+    "headroom": "500MB",
+    "image_size": "1024x768",
+    "storage": "sqlite:///studies/autotune.db",
+}
+"""Values of arguments whose form has to be known."""
 
 _NOTHING_ASKED = Question()

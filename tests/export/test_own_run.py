@@ -108,7 +108,7 @@ def test_ours_is_searched_as_ever(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_ours_is_searched_around_its_own_dtype(tmp_path: Path) -> None:
-    """Its train_config.yaml says the dtype of the weights, which TrainingArguments leave to the checkpoint."""
+    """Its train_config.yaml says the dtype of the weights, which other files leave to the checkpoint."""
     config = TrainConfig(
         method="full",
         micro_batch_size=4,
