@@ -88,6 +88,7 @@ def trained(
     callbacks: tuple[TrainerCallback, ...] = (),
     tolerance: float = 0.1,
     length: int = LENGTH,
+    dtype: torch.dtype = torch.float32,
     **overrides: Any,
 ) -> WatchCallback:
     """The callback after a run with the answer's own arguments."""
@@ -95,7 +96,7 @@ def trained(
     arguments = result.training_arguments(output_dir=str(folder), **{**values, **overrides})
     watch = result.callback(tolerance=tolerance, window_steps=WINDOW, say=lambda _: None)
     trainer = Trainer(
-        model=model(),
+        model=model().to(dtype),
         args=arguments,
         train_dataset=rows(length),
         eval_dataset=rows(length)[:4],
@@ -159,16 +160,17 @@ def test_other_arguments_are_named_as_training_begins(tmp_path: Path) -> None:
     watch = trained(
         result_of(step_seconds=1e-6),
         tmp_path,
+        dtype=torch.bfloat16,
         per_device_train_batch_size=4,
         optim="sgd",
         learning_rate=1e-3,
     )
     _, differs, slower, end = watch.lines
     assert differs == (
-        "autotune: not as planned: per_device_train_batch_size is 4 (planned 2), optim is sgd "
-        "(planned adamw_torch_fused)"
+        "autotune: not as planned: the dtype of the weights is bfloat16 (planned float32), "
+        "per_device_train_batch_size is 4 (planned 2), optim is sgd (planned adamw_torch_fused)"
     )
-    assert "Likely cause: per_device_train_batch_size is 4" in slower
+    assert "Likely cause: the dtype of the weights is bfloat16" in slower
     assert end.endswith("not as planned")
 
 
@@ -294,7 +296,10 @@ def test_a_plan_of_checkpointing_is_put_into_the_model(tmp_path: Path, has_adapt
         assert not seen_layers.needs_gradients
         layers = layers_of(trained_model)
         assert not any("forward" in vars(layer) for layer in layers), "the model is as it was"
-        assert not any("not as planned" in line for line in watch.lines)
+        # The plan is a full fine-tune.
+        frozen = "not as planned: method is one that freezes most weights (planned full)"
+        assert any(frozen in line for line in watch.lines) is has_adapter
+        assert has_adapter or not any("not as planned" in line for line in watch.lines)
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
 
 

@@ -1,8 +1,8 @@
 """A real run beside its plan: a TrainerCallback that says when the two part, and why that may be.
 
-It compares the run's TrainingArguments with the plan's when training begins, and then the peak of memory
-and the tokens per second over a window of steps. Each is said once, in one line on stderr; the last line
-says how the run went. Tokens are those of the batches, padding included.
+It compares the run's TrainingArguments, and which weights train in which dtype, with the plan's when training
+begins, and then the peak of memory and the tokens per second over a window of steps. Each is said once, in
+one line on stderr; the last line says how the run went. Tokens are those of the batches, padding included.
 
 What the Trainer has no argument for is put into the model as training begins, and taken out as it ends: a
 loss in parts (`chunked_loss`), a plan of checkpointing (`checkpoint_plan`) in place of the Trainer's own
@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,7 @@ from autotune.records.measurement import Measurement
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
+from autotune.space.precisions import PRECISIONS
 from autotune.space.words import describe, difference
 from autotune.worker.build.backward_update import update_in_backward
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
@@ -125,7 +127,10 @@ class WatchCallback(TrainerCallback):
             self._reserved_before_bytes = torch.cuda.max_memory_reserved(self._device)
             total = torch.cuda.mem_get_info(self._device)[1]
             self._vllm_bytes = share_bytes(self._config.vllm_gpu_memory_utilization, total)
-        self._differences = objects.differences(self._config, args)
+        self._differences = {
+            **_unlike(kwargs["model"], self._config),
+            **objects.differences(self._config, args),
+        }
         self._not_checked = self._why_not_checked()
         # No argument says it: the model itself is told.
         self._undo = list(_put_in(kwargs["model"], kwargs.get("optimizer"), args, self._config))
@@ -352,6 +357,27 @@ class WatchCallback(TrainerCallback):
         self.lines.append(line)
         if self._is_told:
             self._say_line(line)
+
+
+def _unlike(model: Any, config: TrainConfig) -> dict[str, tuple[object, object]]:
+    """Return (actual, planned) of what no argument says of the model: whether all trains, and its dtype."""
+    found: dict[str, tuple[object, object]] = {}
+    num_trained = num_frozen = 0
+    of_dtypes: Counter[torch.dtype] = Counter()
+    for weight in model.parameters():
+        num_trained += weight.numel() * weight.requires_grad
+        num_frozen += weight.numel() * (not weight.requires_grad)
+        of_dtypes[weight.dtype] += weight.numel()
+    if config.method != "full" and num_trained and not num_frozen:
+        found["method"] = ("full", config.method)
+    if config.method == "full" and num_frozen > num_trained:
+        found["method"] = ("one that freezes most weights", "full")
+    planned = PRECISIONS[config.precision].parameter_dtype
+    for dtype, _ in of_dtypes.most_common(1):
+        actual = str(dtype).removeprefix("torch.")
+        if config.quantization == "none" and actual != planned:
+            found["the dtype of the weights"] = (actual, planned)
+    return found
 
 
 def _put_in(
