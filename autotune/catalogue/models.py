@@ -353,6 +353,13 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
         )
 
 
+def is_of_hub(model: str) -> bool:
+    """Return whether a name is a Hub id, and that of no folder, file or entry of the catalogue."""
+    is_here = os.path.exists(os.path.expanduser(model)) or _find_entry(model) is not None
+    is_path = model.endswith(".json") or model.startswith(("/", ".", "~"))
+    return not (is_here or is_path) and _HUB_ID.fullmatch(model) is not None
+
+
 def resolve(model: str, *, asks_hub: bool = True) -> ModelSource:
     """Return the configuration that `model` names; see the module's docstring for what it may be.
 

@@ -31,7 +31,7 @@ def plan_line(prepared: Prepared) -> str:
     chosen = [each for each in prepared.planned if each.is_chosen]
     return (
         f"{prepared.fingerprint.device}: {len(chosen)} of {len(prepared.planned)} cells, about "
-        f"{format_seconds(prepared.expected_seconds)}"
+        f"{format_seconds(prepared.expected_seconds) if chosen else '0 s'}"
     )
 
 
@@ -58,7 +58,9 @@ def _planned_line(planned: Planned) -> str:
         )
         if is_so
     )
-    if planned.is_chosen:
+    if not planned.can_begin:
+        does = "cannot begin"
+    elif planned.is_chosen:
         does = f"{does}, about {format_seconds(planned.expected_seconds)}"
     elif does:
         does = f"another night (it would take {format_seconds(planned.expected_seconds)})"

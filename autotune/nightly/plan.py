@@ -71,7 +71,9 @@ class Planned:
     is_chosen: bool = True
     """Whether the night does it. False: there is no time for it, or nothing to do."""
     problem: str = ""
-    """Reason why a dry run did not find its model, without the network."""
+    """Reason why a dry run did not find its model, without the network, or why the cell cannot begin."""
+    can_begin: bool = True
+    """Whether a search can begin, as far as a dry run knows."""
 
     @property
     def has_work(self) -> bool:
@@ -98,6 +100,7 @@ class Planned:
             "expected_gain": round(self.expected_gain, 5),
             "chosen": self.is_chosen,
             "problem": self.problem,
+            "can_begin": self.can_begin,
         }
 
 

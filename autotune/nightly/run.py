@@ -23,10 +23,9 @@ from autotune.nightly.digest import Digest, Done
 from autotune.nightly.journal import locked
 from autotune.nightly.machine_night import MachineNight, prepared
 from autotune.nightly.matrix import Matrix, in_keys
-from autotune.nightly.plan import Prepared
+from autotune.nightly.plan import Planned, Prepared
 from autotune.probe import fingerprint as fingerprints
 from autotune.probe.fingerprint import fingerprint_here
-from autotune.records.question import Question
 from autotune.report.files import write
 from autotune.search.budget import CHOOSERS, ChosenCard
 from autotune.search.resolve import resolve
@@ -78,26 +77,31 @@ def looked_up(plan: Prepared, choose: Callable[[str | None], ChosenCard]) -> Pre
     `choose` returns the card with a budget on it.
     """
     looked = (
-        dataclasses.replace(each, problem=_why_not_asked(each.cell.options, plan.backend, choose))
-        if each.has_work
-        else each
-        for each in plan.planned
+        _looked_up(each, plan.backend, choose) if each.has_work else each for each in plan.planned
     )
     return dataclasses.replace(plan, planned=tuple(looked))
 
 
-def _why_not_asked(
-    options: Question, backend: str, choose: Callable[[str | None], ChosenCard]
-) -> str:
-    """Return why a search cannot begin, or not without the network; empty where it can."""
+def _looked_up(
+    planned: Planned, backend: str, choose: Callable[[str | None], ChosenCard]
+) -> Planned:
+    """Return the cell with why a search cannot begin, or not without the network.
+
+    One that cannot begin takes no time.
+    """
+    options, asks_hub = planned.cell.options, False
     try:
-        for model in (options.model, options.teacher):
-            if model is not None:
-                models.resolve(model, asks_hub=False)
+        for model in filter(None, (options.model, options.teacher)):
+            asks_hub = models.is_of_hub(model)
+            models.resolve(model, asks_hub=False)
+        asks_hub = False
         resolve(dataclasses.replace(options, backend=backend), card=choose(options.gpu_mem))
     except AutotuneError as error:
-        return in_keys(str(error))
-    return ""
+        told = dataclasses.replace(planned, problem=in_keys(str(error)))
+        if asks_hub:
+            return told
+        return dataclasses.replace(told, can_begin=False, is_chosen=False, expected_seconds=0.0)
+    return planned
 
 
 def night(
