@@ -372,6 +372,9 @@ def resolve(model: str, *, asks_hub: bool = True) -> ModelSource:
     if os.path.isdir(path):
         return _from_folder(model, Path(path))
     if os.path.isfile(path):
+        if Path(path).suffix in _WEIGHTS:
+            why = "It holds weights, which are never read"
+            raise _not_a_model(f"The file {_shown(model)}", why, path.endswith(".gguf"))
         return _source(model, "file", Path(path))
     entry = _find_entry(model)
     if entry is not None:
@@ -458,13 +461,28 @@ def _from_folder(model: str, folder: Path) -> ModelSource:
     path = folder / CONFIG_NAME
     if path.is_file():
         return _source(model, "folder", path)
+    what = f"The folder {_shown(model)}"
     if (folder / "adapter_config.json").is_file():
-        why = "It holds an adapter (adapter_config.json), not a model"
-        remedy = "Name the adapter's base model"
-    else:
-        why = f"It has no {CONFIG_NAME}"
-        remedy = "Name a folder that save_pretrained has written, or a Hub id (organisation/name)"
-    raise ConfigError(f"The folder {_shown(model)} is not a model", why=why, remedy=remedy)
+        raise ConfigError(
+            f"{what} is not a model",
+            why="It holds an adapter (adapter_config.json), not a model",
+            remedy="Name the adapter's base model",
+        )
+    raise _not_a_model(what, f"It has no {CONFIG_NAME}", any(folder.glob("*.gguf")))
+
+
+_WEIGHTS = {".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
+"""Endings of files of weights."""
+
+
+def _not_a_model(what: str, why: str, is_gguf: bool) -> ConfigError:
+    remedy = "Name a folder that save_pretrained has written, or a Hub id (organisation/name)"
+    if is_gguf:
+        why += "; GGUF is a format to run models in, and no trainer here takes it"
+        remedy = (
+            "Name the model that it was made from: its Hub id, or a folder with its config.json"
+        )
+    return ConfigError(f"{what} is not a model", why=why, remedy=remedy)
 
 
 def _source(

@@ -44,7 +44,7 @@ from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.enumeration import enumerate_configs
 from autotune.space.knobs import METHOD_WORDS
 from autotune.space.requirements import LeftOut, Reason, predictable
-from autotune.space.rules import Context
+from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import (
     MethodSpace,
     SearchSpace,
@@ -242,13 +242,17 @@ def find(
                 f"{trainer.class_name}, which trains {workload.task}, is not installed here",
                 remedy=f"pip install {trainer.library}",
             )
+        # Where no rule is broken by all, those that the base breaks say most.
+        broken = broken_rules(reference, _context(workload, gpu, model))
+        reasons = points.reasons or tuple(rule.reason for rule in broken)
         raise ConfigError(
             f"The space {space.name} has no valid configuration for this workload",
-            why=f"None can work: {'; '.join(points.reasons)}"
-            if points.reasons
+            why=f"None can work: {'; '.join(reasons)}"
+            if reasons
             else ", ".join(f"{count} break {name}" for name, count in points.invalid.items())
             or f"it has no section for {' or '.join(workload.methods)}",
-            remedy="Change the methods, the effective batch size or the space"
+            remedy=_whole_groups(reference)
+            or "Change the methods, the effective batch size or the space"
             + (", or leave --num-gpus out" if workload.num_gpus > 1 else ""),
         )
     progress("space", len(points.configs), points.num_enumerated)
@@ -495,6 +499,14 @@ def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, Estimate | 
         chosen = "recipe"
         best = candidates.best(candidates.at_most(chosen))
     return chosen, best
+
+
+def _whole_groups(reference: TrainConfig) -> str:
+    """Say which effective batches hold whole groups of completions; empty where this one does."""
+    group = reference.num_generations or 1
+    if reference.effective_batch_size % group == 0:
+        return ""
+    return f"--effective-batch {group} or a multiple of it: a prompt has {group} completions"
 
 
 def _context(workload: Workload, gpu: Gpu, model: ModelSource) -> Context:

@@ -137,6 +137,14 @@ def test_remote_code_is_named_for_the_worker_to_judge(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         resolve(str(tmp_path))
+    gguf, weights = tmp_path / "model-Q4_K_M.gguf", tmp_path / "model.safetensors"
+    gguf.touch()
+    weights.touch()
+    for path in (tmp_path, gguf):
+        with pytest.raises(ConfigError, match="Name the model that it was made from"):
+            resolve(str(path))
+    with pytest.raises(ConfigError, match="It holds weights, which are never read"):
+        resolve(str(weights))
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="base model"):
         resolve(str(tmp_path))

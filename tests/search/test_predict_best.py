@@ -1195,6 +1195,14 @@ def test_a_space_without_valid_points_says_which_rule_they_break() -> None:
     shared = dataclasses.replace(tiny_model.workload(8000 * MB, ("full",)), num_gpus=2, task="dpo")
     with pytest.raises(ConfigError, match=r"or leave --num-gpus out\.$"):
         find(tiny_model.MODEL, shared, load("full"), find_gpu("a100"))
+    # No rule is broken by all: the base's are told.
+    pytest.importorskip("trl")
+    few = dataclasses.replace(
+        tiny_model.workload(8000 * MB, ("full",)), task="grpo", effective_batch_size=4
+    )
+    with pytest.raises(ConfigError, match=r"--effective-batch 8 or a multiple of it") as caught:
+        find(tiny_model.MODEL, few, load("full"), find_gpu("a100"))
+    assert "completions are rewarded against the others of their prompt" in str(caught.value)
 
 
 @pytest.mark.usefixtures("traced")
