@@ -57,7 +57,7 @@ def default_base(
     is_float32 = model.is_float32 and KNOBS["quantization"].default_for(method) == "none"
     trainer, *_ = trainers_of(workload.task)
     degree = PARALLELISMS[parallelism].data_parallel_size(workload.num_gpus)
-    micro_batch = _least_micro_batch(workload.effective_batch_size // degree, TRAINERS[trainer])
+    micro_batch = least_micro_batch_for(workload.effective_batch_size // degree, TRAINERS[trainer])
     config = TrainConfig(
         method=method,
         micro_batch_size=micro_batch,
@@ -106,7 +106,7 @@ def completions_of(trainer: Trainer, sequence_length: int) -> dict[str, Any]:
     }
 
 
-def _least_micro_batch(samples: int, trainer: Trainer) -> int:
+def least_micro_batch_for(samples: int, trainer: Trainer) -> int:
     """Return the smallest micro-batch that the trainer takes and that divides so many samples.
 
     All of them where the trainer compares each with all others: more micro-batches would be another run.

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.export import train_trl_py, trl_config
+from autotune.export import ALL, train_trl_py, trl_config
+from autotune.export.base import own_run
 from autotune.export.base.read import changes, read_base
+from autotune.space import space_file
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.teacher import Teacher
-from autotune.space.trainers import TRL_BY_TASK
+from autotune.space.trainers import BY_TASK, TRL_BY_TASK
 
 pytest.importorskip("trl")
 
@@ -84,6 +86,32 @@ def of_task(config: TrainConfig, task: str) -> TrainConfig:
     if TRL_BY_TASK[task].has_teacher:
         more = {**completions, "num_generations": 1, "kl_beta": 0.0}
     return dataclasses.replace(config, trainer=TRL_BY_TASK[task].name, **more)
+
+
+@pytest.mark.parametrize("task", ["dpo", "kto", "grpo", "sentence-similarity"])
+@pytest.mark.parametrize("name", ["peft", "training-args"])
+def test_what_says_nothing_of_a_trainer_has_that_of_the_task(
+    tmp_path: Path, name: str, task: str
+) -> None:
+    row = BY_TASK[task]
+    config = dataclasses.replace(QLORA, method="lora", quantization="none")
+    workload = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
+    path = tmp_path / "mine.json"
+    path.write_text(ALL[name].write(workload=workload, config=config, result={}), encoding="utf-8")
+    run = read_base(path, task=task, samples=32, method="lora", sequence_length=768)
+    assert (run.config.trainer, run.config.batching) == (row.name, "padded")
+    assert (run.config.num_generations, run.config.max_completion_length) == (
+        (8, 512) if task == "grpo" else (None, None)
+    )
+    batch = (run.config.micro_batch_size, run.config.gradient_accumulation_steps)
+    least = 32 if row.compares_all else row.least_micro_batch
+    assert batch == ((4, 8) if name == "training-args" else (least, 32 // least))
+    space, _ = own_run.searched(
+        space_file.load("default"), run, run.config, task, has_lengths=False
+    )
+    offered = {each.method: each.domains for each in space.methods}["lora"]
+    for setting in ("trainer", "batching", "num_generations", "max_completion_length"):
+        assert getattr(run.config, setting) in offered.get(setting, (None,))
 
 
 def test_scores_from_before_are_read_and_written(tmp_path: Path) -> None:

@@ -21,8 +21,11 @@ from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, TrainerFile
+from autotune.export.trainer_rows import fixed_of, without_fixed
 from autotune.export.training_args import installed_fields
+from autotune.space.config import OF_COMPLETIONS
 from autotune.space.knobs import KNOBS
+from autotune.space.trainers import BY_TASK, Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +118,8 @@ class Opened:
 def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = None) -> Opened:
     """Open the files at a path. Raises ConfigError.
 
-    `method` is for formats that say nothing of it; `task` None: what the file is marked by.
+    `method` is for formats that say nothing of it; `task` None: what the file is marked by. A file that says
+    nothing of its trainer has that of the task.
     """
     if os.path.isdir(path):
         return _open_folder(path, method)
@@ -151,7 +155,21 @@ def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened
         target = _fitted(part.path, None, lambda: huggingface.of_trl(content, task))
     if fit is not None:
         target = _fitted(part.path, target, lambda: fit(content, method))
+    trainer = BY_TASK.get(task or "")
+    if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
+        target = _trained_by(target, trainer)
     return Opened(parts=parts, target=target, content=content)
+
+
+def _trained_by(target: TrainerFile, trainer: Trainer) -> TrainerFile:
+    """Return the table of a file that leaves the trainer open, with the one that has the task."""
+    fixed = {"trainer": trainer.name, **fixed_of(trainer)}
+    return dataclasses.replace(
+        target,
+        rows=without_fixed(target.rows, fixed),
+        fixed={**target.fixed, **fixed},
+        elsewhere=(*target.elsewhere, *OF_COMPLETIONS),
+    )
 
 
 def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:

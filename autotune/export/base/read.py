@@ -31,9 +31,15 @@ from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.export.training_args import installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import METHODS, TrainConfig
-from autotune.space.defaults import OPTIMIZER, usual_precision
+from autotune.space.defaults import (
+    OPTIMIZER,
+    completions_of,
+    least_micro_batch_for,
+    usual_precision,
+)
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.trainers import TRAINERS
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
 """Settings that every run has, whatever its files say."""
@@ -124,13 +130,18 @@ def read_base(
     method = values.get("method", method)
     num_gpus = values.get("num_gpus", num_gpus)
     row = PARALLELISMS[values.get("parallelism", "none" if num_gpus == 1 else "ddp")]
-    at_once = row.data_parallel_size(num_gpus) * values.get("micro_batch_size", 1)
-    steps = samples // at_once
-    usual = _defaults(values, method, has_bf16, max(1, steps))
-    taken = {name: value for name, value in usual.items() if name not in values}
-    config = TrainConfig(
-        **{"sequence_length": sequence_length, **_settings_of(method), **taken, **values}
+    degree, trainer = (
+        row.data_parallel_size(num_gpus),
+        TRAINERS[values.get("trainer", "transformers")],
     )
+    least = least_micro_batch_for(samples // degree, trainer)
+    steps = samples // (degree * values.get("micro_batch_size", least))
+    usual = _defaults(values, method, has_bf16, (least, max(1, steps)))
+    taken = {name: value for name, value in usual.items() if name not in values}
+    has_length = "sequence_length" in values
+    values.setdefault("sequence_length", sequence_length)
+    completions = completions_of(trainer, values["sequence_length"])
+    config = TrainConfig(**{**_settings_of(method), **completions, **taken, **values})
     left = uncarried(target, content, config, arguments)
     return BaseRun(
         path=path,
@@ -147,7 +158,7 @@ def read_base(
             *caveats_of(target, config),
         ),
         target=target,
-        has_length="sequence_length" in values,
+        has_length=has_length,
         has_gpus="num_gpus" in values,
         taken=tuple(taken),
         parts=opened.parts,
@@ -188,11 +199,13 @@ def _says_same(
     return same(value_at(left, key, default), value_at(right, key, default))
 
 
-def _defaults(values: Mapping[str, Any], method: str, has_bf16: bool, steps: int) -> dict[str, Any]:
-    """Return defaults as a search without a base has them."""
+def _defaults(
+    values: Mapping[str, Any], method: str, has_bf16: bool, batch: tuple[int, int]
+) -> dict[str, Any]:
+    """Return defaults as a search without a base has them: micro-batch and steps, precision, optimizer."""
     parallelism = values.get("parallelism", "none")
     precision = usual_precision(method, parallelism, has_bfloat16=has_bf16)
-    return dict(zip(_OPEN, (1, steps, precision, OPTIMIZER), strict=True))
+    return dict(zip(_OPEN, (*batch, precision, OPTIMIZER), strict=True))
 
 
 def _model_of(target: TrainerFile, content: Mapping[str, Any]) -> str | None:
