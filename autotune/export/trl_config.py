@@ -83,8 +83,14 @@ def write(
     head = heading(what, config, result["evidence"], lost)
     data = "" if workload.dataset else "dataset_name, "
     rewards = "reward_funcs, " if row.is_rewarded else ""
-    yours = comments([f"Yours to add: {data}{rewards}num_train_epochs."])
-    return head + yours + yaml.safe_dump(content, sort_keys=False)
+    lines = [f"Yours to add: {data}{rewards}num_train_epochs."]
+    if content.get("assistant_only_loss"):
+        # trl 1.16 chat_template_utils.py, get_training_chat_template
+        lines.append(
+            "TRL stops at a chat template that neither marks answers ({% generation %}) nor is one of those "
+            "that it knows: train.py takes any; or say assistant_only_loss: false here."
+        )
+    return head + comments(lines) + yaml.safe_dump(content, sort_keys=False)
 
 
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:

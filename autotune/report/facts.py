@@ -92,7 +92,7 @@ def of_page(data: ReportData) -> dict[str, Any]:
         "model": words.model_name(answer.workload.model),
         "answer": answer,
         "size": words.model_size(answer.best),
-        "batch": words.batch(answer.best.config),
+        "batch": words.of_tokens(answer.best.config),
         "answer_parts": config_parts(answer.best.config),
         "base_title": sentence(answer.base_name),
         "tiles": tiles(answer),

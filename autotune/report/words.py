@@ -91,7 +91,12 @@ def speed(estimate: Estimate) -> str:
 def samples(timed: Timed) -> str:
     """The speed in samples of full length, to stand behind that in tokens; empty for Trainer's tasks."""
     count, row = timed.samples_per_second, TRAINERS[timed.config.trainer]
-    return f", {count:,.3g} {row.sample}s/s" if row.task and count is not None else ""
+    return f", {_rate(count)} {row.sample}s/s" if row.task and count is not None else ""
+
+
+def _rate(per_second: float) -> str:
+    """A rate with three digits at least: `5.68`, `5,684`."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
 def heard(answer: Answer) -> str:
@@ -100,7 +105,7 @@ def heard(answer: Answer) -> str:
         return ""
     timed: Timed = answer.best if answer.measured is None else answer.measured.final
     count = timed.samples_per_second
-    speed = "an unknown number of" if count is None else f"{count:,.3g}"
+    speed = "an unknown number of" if count is None else _rate(count)
     return f"{speed} samples/s, each of as much sound, however long its text is"
 
 
@@ -114,7 +119,8 @@ def batch(config: TrainConfig) -> str:
     return f"{pairs} of {config.rows_per_sample} x {config.sequence_length:,}"
 
 
-def _of_tokens(config: TrainConfig) -> str:
+def of_tokens(config: TrainConfig) -> str:
+    """The samples of a step, and their tokens where they have some: `32 x 1,024 tokens`, `32 samples`."""
     return batch(config) if config.sequence_length == 1 else f"{batch(config)} tokens"
 
 
@@ -264,7 +270,7 @@ def step(estimate: Estimate) -> str:
         return "unknown"
     share = "" if estimate.mfu is None else f" ({100 * estimate.mfu:.0f} % of the card's peak)"
     return (
-        f"{format_seconds(estimate.step_seconds)} at {_of_tokens(config)}, bound by "
+        f"{format_seconds(estimate.step_seconds)} at {of_tokens(config)}, bound by "
         f"{estimate.bound}{share}"
     )
 

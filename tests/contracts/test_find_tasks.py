@@ -217,6 +217,8 @@ def test_what_is_found_trains(task: str, models_here: Path, tmp_path: Path) -> N
     # What belongs together is compared with all others of a step, which is one micro-batch.
     assert task not in EMBEDDERS or "micro-batch 4 x 1" in found.stdout
     assert task != EMBEDDINGS or "loss cached in 2 mini-batches" in found.stdout
+    report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert ("4 samples a step" in report) is (task == "image-classification")
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     best = result["measured"]["best"]
     assert result["evidence"] == "measured"

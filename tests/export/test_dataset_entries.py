@@ -142,6 +142,8 @@ def test_trl_learns_the_same(dataset: Dataset, keys: dict[str, Any], is_known: b
     losses = {"assistant_only_loss", "completion_only_loss", "dataset_text_field"}
     assert {key: said[key] for key in losses & said.keys()} == keys
     assert said["datasets"] == [dataset_entries.load_arguments(dataset)]
+    warns = "TRL stops at a chat template" in written("sft", dataset)
+    assert warns is said.get("assistant_only_loss", False)
     for name in ("sft", "sft-python", "unsloth"):
         lost = [each.setting for each in unsaid(ALL[name], workload_of(dataset), CONFIG)]
         assert ("dataset" in lost) is not is_known

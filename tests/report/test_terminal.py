@@ -9,6 +9,7 @@ import os
 import pty
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import answers
@@ -1105,3 +1106,13 @@ def test_host_memory_is_said_and_what_lacks_of_it() -> None:
     workload = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=63 * GIB)
     said = words.changed(change, answers.estimate(), workload)
     assert said.endswith("instead: 1.00 GiB too much in host memory.")
+
+
+@pytest.mark.parametrize(
+    ("rate", "said"),
+    [(0.8125, "0.812"), (5.684, "5.68"), (99.96, "100"), (999.7, "1,000"), (5684.08, "5,684")],
+)
+def test_a_rate_is_written_out(rate: float, said: str) -> None:
+    dpo = dataclasses.replace(answers.CONFIG, trainer="trl-dpo")
+    timed: Any = SimpleNamespace(config=dpo, samples_per_second=rate)
+    assert words.samples(timed) == f", {said} pairs/s"
