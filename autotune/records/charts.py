@@ -72,6 +72,13 @@ class Step:
     """Fields of TrainConfig that differ from the step before; empty at the start."""
     tokens_per_second: float
     peak_device_bytes: int
+    paged_in_bytes: int = 0
+    """Bytes of those that are paged optimizer state, which gives way to all else."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that have to be on the device."""
+        return self.peak_device_bytes - self.paged_in_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

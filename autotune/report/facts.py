@@ -52,8 +52,8 @@ class PathRow:
     tokens_per_second: float
     previous_tokens_per_second: float | None
     """Speed before the change; None at the start."""
-    peak_device_bytes: int
-    previous_peak_device_bytes: int | None
+    resident_bytes: int
+    previous_resident_bytes: int | None
     fits: bool
 
     @property
@@ -65,9 +65,9 @@ class PathRow:
 
     @property
     def saving(self) -> str:
-        if self.previous_peak_device_bytes is None:
+        if self.previous_resident_bytes is None:
             return ""
-        difference = self.peak_device_bytes - self.previous_peak_device_bytes
+        difference = self.resident_bytes - self.previous_resident_bytes
         sign = "+" if difference > 0 else ""
         return f"{sign}{format_bytes(difference)}" if difference else "as much"
 
@@ -282,9 +282,9 @@ def path_rows(data: ReportData) -> tuple[PathRow, ...]:
             change=answer.base_name if before is None else _change_words(step),
             tokens_per_second=step.tokens_per_second,
             previous_tokens_per_second=None if before is None else before.tokens_per_second,
-            peak_device_bytes=step.peak_device_bytes,
-            previous_peak_device_bytes=None if before is None else before.peak_device_bytes,
-            fits=step.peak_device_bytes <= answer.workload.memory_budget_bytes,
+            resident_bytes=step.resident_bytes,
+            previous_resident_bytes=None if before is None else before.resident_bytes,
+            fits=step.resident_bytes <= answer.workload.memory_budget_bytes,
         )
         for before, step in itertools.pairwise((None, *details.path))
         if step is not None

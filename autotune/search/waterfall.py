@@ -122,4 +122,5 @@ def _step(changed: Changes, estimate: Estimate) -> Step | None:
         changed=changed,
         tokens_per_second=speed,
         peak_device_bytes=estimate.peak_device_bytes,
+        paged_in_bytes=estimate.paged_in_bytes,
     )

@@ -269,16 +269,21 @@ def test_a_plan_of_checkpointing_is_one_setting_in_words() -> None:
     assert [row for row in rows if "checkpoint" in row[0]] == [
         ("activation checkpointing", words_of_plan(BASE), said)
     ]
+    first = answers.details().path[0]
     step = dataclasses.replace(
         answers.details().path[-1],
+        # Paged state that finds room is no need of the configuration: the table of classes has none either.
+        peak_device_bytes=first.peak_device_bytes + 3 * GIB,
+        paged_in_bytes=2 * GIB,
         changed={
             "activation_checkpointing": 1,
             "checkpoint_plan": "products",
             "checkpoint_layers": 14,
         },
     )
-    details = dataclasses.replace(answers.details(), path=(answers.details().path[0], step))
-    assert facts.path_rows(predicted(details=details))[1].change == said
+    details = dataclasses.replace(answers.details(), path=(first, step))
+    row = facts.path_rows(predicted(details=details))[1]
+    assert (row.change, row.saving) == (said, "+1.00 GiB")
 
 
 class Page(html.parser.HTMLParser):

@@ -139,6 +139,7 @@ def test_the_way_leads_from_the_base_to_the_answer_one_change_at_a_time() -> Non
         estimate = priced.estimate(config)
         assert step.tokens_per_second == estimate.tokens_per_second
         assert step.peak_device_bytes == estimate.peak_device_bytes
+        assert step.resident_bytes == estimate.resident_bytes
     assert config == FASTER
     # Micro-batch and accumulation are one change: apart they would be another effective batch.
     assert sorted(map(sorted, (step.changed for step in steps[1:]))) == [
