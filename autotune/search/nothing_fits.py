@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import NothingFitsError
+from autotune.predict import least_budget
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.records.estimate import Estimate, TraceSpec
@@ -75,13 +76,15 @@ def nothing_fits(
     `share` makes the trace of a shared run, where it follows from one that is there.
     """
     budget = format_bytes(estimator.memory_budget_bytes)
-    smallest = _smallest(estimator, list(estimator.least_of_host(allowed)))
-    room_bytes = _room_bytes(estimator, smallest)
+    least = least_budget.smallest(estimator, estimator.least_of_host(allowed))
+    assert least is not None  # Something is allowed.
+    smallest, needed_bytes = least
+    room_bytes = needed_bytes - smallest.peak_device_bytes
     needed = needs(smallest, room_bytes, estimator.host_memory_bytes)
     why = f"The smallest, {describe(smallest.config)}, {needed}"
-    lacking = smallest.peak_device_bytes + room_bytes - estimator.memory_budget_bytes
-    if lacking > 0 and not smallest.lacks_on_host(estimator.host_memory_bytes):
-        why += f", {format_bytes(lacking)} too much"
+    lacking_bytes = needed_bytes - estimator.memory_budget_bytes
+    if lacking_bytes > 0 and not smallest.lacks_on_host(estimator.host_memory_bytes):
+        why += f", {format_bytes(lacking_bytes)} too much"
     refused = [each for each in left_out if each.reason is Reason.NOT_TRACED]
     why = "; ".join([why, *(f"no {each.words}: {each.details}" for each in refused)])
     if best_by_class:
@@ -101,38 +104,6 @@ def nothing_fits(
     if not best_by_class and (on_host := _on_host(estimator, smallest.config, context, share)):
         remedy += f". {on_host}"
     return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
-
-
-MOST_REPLAYED = 32
-"""Configurations that are replayed at most in the search of the smallest. [judgement] Some milliseconds each;
-where nothing fits, most of those whose live tensors fit were replayed before."""
-
-
-def _smallest(estimator: Estimator, allowed: Sequence[TrainConfig]) -> Estimate:
-    """Return the estimate that needs least with its room.
-
-    What lies free between live tensors is known by a replay alone: it is made in order of live bytes with
-    their room, until these are more than the least need so far.
-    """
-    floors = {config: estimator.floor_bytes(config) for config in allowed}
-    for config, floor_bytes in floors.items():
-        floors[config] += estimator.headroom.room_bytes(floor_bytes, config)
-    first, *others = sorted(
-        allowed, key=lambda config: (floors[config], not config.update_in_backward)
-    )
-    smallest = estimator.estimate(first)
-    for config in others[: MOST_REPLAYED - 1]:
-        least_bytes = smallest.peak_device_bytes + _room_bytes(estimator, smallest)
-        if floors[config] >= least_bytes:
-            break
-        found = estimator.estimate(config)
-        if found.peak_device_bytes + _room_bytes(estimator, found) < least_bytes:
-            smallest = found
-    return smallest
-
-
-def _room_bytes(estimator: Estimator, estimate: Estimate) -> int:
-    return estimator.headroom.room_bytes(estimate.peak_reserved_bytes, estimate.config)
 
 
 _ON_HOST_SPACE = "host-memory"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.search.nothing_fits import _smaller_step, _smallest
+from autotune.search.nothing_fits import _smaller_step
 from autotune.space.config import TrainConfig
 
 PLAIN = TrainConfig(
@@ -19,35 +19,6 @@ PLAIN = TrainConfig(
     precision="fp32",
     optimizer="sgd",
 )
-
-
-def test_the_smallest_is_known_by_its_replay() -> None:
-    """What lies free between live tensors decides, and the room that a configuration leaves."""
-    plain, growing, quantized, larger = (
-        dataclasses.replace(PLAIN, **changes)
-        for changes in (
-            {},
-            {"expandable_segments": True},
-            {"method": "qlora", "quantization": "nf4"},
-            {"micro_batch_size": 128},
-        )
-    )
-    # Live bytes, reserved bytes and room of each.
-    known = {plain: (10, 18, 1), growing: (10, 11, 1), quantized: (9, 9, 5), larger: (30, 30, 1)}
-
-    def estimated(config: TrainConfig) -> Any:
-        reserved_bytes = known[config][1]
-        assert config is not larger, "its live tensors alone are more than the least"
-        return SimpleNamespace(
-            config=config, peak_reserved_bytes=reserved_bytes, peak_device_bytes=reserved_bytes
-        )
-
-    estimator: Any = SimpleNamespace(
-        floor_bytes=lambda config: known[config][0],
-        estimate=estimated,
-        headroom=SimpleNamespace(room_bytes=lambda _, config: known[config][2]),
-    )
-    assert _smallest(estimator, list(known)).config is growing
 
 
 def fits_up_to(size: int) -> Any:
