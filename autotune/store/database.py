@@ -64,6 +64,14 @@ _EXPLANATIONS = (
         "The file is damaged; it was left as it is",
         "Restore it from a copy",
     ),
+    *(
+        (
+            missing,
+            "It lacks a part that it was made with; it was left as it is",
+            "Restore it from a copy",
+        )
+        for missing in ("no such table", "no such column")
+    ),
     ("is locked", "Another process is writing to it", "Try again when that has finished"),
     (
         "Can't load plugin",

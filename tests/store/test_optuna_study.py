@@ -326,6 +326,19 @@ def test_a_damaged_page(url: str, tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    "loss",
+    ["DROP TABLE trial_params", "ALTER TABLE trial_params RENAME COLUMN param_name TO lost"],
+    ids=["table", "column"],
+)
+def test_a_part_that_is_missing(url: str, tmp_path: Path, loss: str) -> None:
+    fill(url)
+    with contextlib.closing(sqlite3.connect(tmp_path / "studies" / "autotune.db")) as connection:
+        connection.execute(loss)
+    with refused(StorageError, "lacks a part", "Restore it from a copy"), opened(url) as study:
+        _ = study.trials
+
+
 def test_the_database_of_another_program(url: str, tmp_path: Path) -> None:
     (tmp_path / "studies").mkdir()
     path = tmp_path / "studies" / "autotune.db"
@@ -498,6 +511,7 @@ def test_what_happened_while_an_error_was_handled_is_not_its_cause(url: str) -> 
         ({"memory_budget_bytes": 12_622_168_064}, "NVIDIA L4", "qwen2.5-1.5b-nvidia-l4"),
         ({"memory_budget_bytes": 12_622_168_064}, None, "qwen2.5-1.5b-12037mib"),
         ({"methods": METHODS[::-1]}, None, "qwen2.5-1.5b-12gb"),
+        ({"host_memory_bytes": 64 * 10**9}, None, "qwen2.5-1.5b-12gb-host64gb"),
         ({"task": "masked-lm"}, None, "-masked-lm"),
         ({"model": "/models/My Model!/config.json"}, None, "my-model-12gb"),
         ({"model": "../.."}, None, "model-12gb"),
