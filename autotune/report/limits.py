@@ -44,7 +44,6 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
         ("next", _next(answer)),
         *(("left out", printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),
-        *([("note", _UPDATES)] if _may_update(answer) else []),
         *([] if answer.workload is None else [("data", words.data(answer.workload))]),
     ]
     if best.state.optimizer_state_managed_bytes:
@@ -67,19 +66,6 @@ def _said(answer: Limit) -> str:
     value, which = _QUESTIONS[answer.what]
     steps = f", in steps of {answer.multiple_of}" if answer.multiple_of > 1 else ""
     return f"{value.format(answer.value)}: {which} that fits{steps}"
-
-
-_UPDATES = (
-    "Weights updated in the backward pass were not tried. --update-in-backward tries them: it takes less "
-    "memory, clips nothing, and takes one micro-batch a step."
-)
-
-
-def _may_update(answer: Limit) -> bool:
-    """Whether the answer trains all weights, and might do so in the backward pass."""
-    config, is_given = answer.best.config, "update_in_backward" in answer.fixed
-    is_one = config.gradient_accumulation_steps == 1
-    return config.method == "full" and is_one and not (is_given or config.update_in_backward)
 
 
 def _accumulating(answer: Limit) -> str:

@@ -129,13 +129,6 @@ def without_parts(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
     return with_domains(space, lambda s: {_PARTS: (False,)} if s.method in parting else {}), parting
 
 
-def without_updates(space: SearchSpace) -> SearchSpace:
-    """Return the space without updates in the backward pass where it has those after it, too."""
-    return with_domains(
-        space, lambda s: {UPDATE: (False,)} if len(s.domains.get(UPDATE, ())) > 1 else {}
-    )
-
-
 def with_parts(space: SearchSpace, methods: Collection[str]) -> SearchSpace:
     """Return the space with the loss in parts beside the whole one, for these methods."""
     both: Domains = {_PARTS: (False, True)}

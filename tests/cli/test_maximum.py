@@ -118,7 +118,6 @@ def test_the_answer_is_drawn_first_and_all_of_it_is_predicted(main: Main) -> Non
     assert "PREDICTED, not measured" in head
     assert "Memory is not the limit: the model's configuration has positions for no more." in said
     assert "check autotune estimate --model" in said
-    assert "--update-in-backward tries them" in said
     assert "checkpoint every layer" in said
 
 

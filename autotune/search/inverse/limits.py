@@ -22,7 +22,6 @@ from autotune.space.search_space import (
     may_pack,
     with_peft,
     without_solve,
-    without_updates,
 )
 from autotune.space.trainers import DISTILLATION, row_of, task_of_format
 from autotune.worker.client.forkserver import ForkServer
@@ -91,7 +90,6 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
     if source is not None and task is not None:
         source = budget.for_task(source, task)
     space, _ = without_solve(space_file.load(question.space))
-    space = without_updates(space)  # --update-in-backward asks for them here
     space, _ = predictable(space)
     methods = question.methods
     if question.peft is not None:
