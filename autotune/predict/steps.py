@@ -230,6 +230,7 @@ class _KeptByTrainer:
         self._step = -1
         self._fetched: list[int] = []
         self._losses: list[int] = []
+        self._with_losses: list[int] = []
 
     def scalars(self) -> Order:
         """Events that make the scalars, before the first step."""
@@ -241,10 +242,14 @@ class _KeptByTrainer:
     def added_to(self, part: StepPart) -> StepPart:
         """The part of a step with the events of the kept tensors in it."""
         pieces = [part.events]
-        if part.step != self._step:
+        is_first = part.step != self._step
+        if is_first:
             self._step = part.step
+            self._let_go()
             self._fetch()
-            pieces.insert(0, self._written())
+        if part.phase not in _WITHOUT_FORWARD:
+            self._keep_with_loss(1 if is_first else self._config.gradient_accumulation_steps - 1)
+        pieces.insert(0, self._written())
         if part.phase not in _WITHOUT_FORWARD and self._trace.loss is not None:
             made = int((part.events == self._trace.loss).argmax())
             self._losses.append(self.tape.alloc(_SCALAR_BYTES, "temporary"))
@@ -253,6 +258,19 @@ class _KeptByTrainer:
             self.tape.free(self._losses.pop(0))
             pieces.append(self._written())
         return StepPart(part.step, part.phase, _joined(*pieces))
+
+    def _let_go(self) -> None:
+        """Free what the last step's losses have kept."""
+        for tensor in self._with_losses:
+            self.tape.free(tensor)
+        self._with_losses.clear()
+
+    def _keep_with_loss(self, num: int) -> None:
+        """Make what stays with the losses of so many micro-batches: one stands for all that are alike."""
+        if isinstance(self._trace, SharedTrace):
+            for tensor in self._trace.of_losses:
+                size = self._sizes[tensor]
+                self._with_losses += [self.tape.alloc(size, "activation") for _ in range(num)]
 
     def _fetch(self) -> None:
         tape, sizes = self.tape, self._sizes

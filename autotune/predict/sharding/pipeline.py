@@ -178,7 +178,8 @@ class PipelineStage(SharedTrace):
         self.count = []
         self.loss = trace.loss if trace.loss in made else None
         num_left = num_before + num_behind - num_received - num_answered
-        self.of_micro_batches = self._messages(num_left)
+        left = self._messages(num_left)
+        self.of_micro_batches, self.of_losses = ((), left) if releases else (left, ())
 
     @property
     def added_categories(self) -> list[str]:

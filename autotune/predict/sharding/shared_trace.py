@@ -37,6 +37,8 @@ class SharedTrace:
     """One of each GPU that is predicted by itself, where they hold different tensors."""
     of_micro_batches: Sequence[int] = ()
     """Tensors of which there is one for each micro-batch of a step, from the first step on."""
+    of_losses: Sequence[int] = ()
+    """Tensors that each micro-batch makes before all else, and that stay with its loss until the next step."""
     batch: list[int]
     count: list[int]
     loss: int | None
