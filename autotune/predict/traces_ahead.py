@@ -17,7 +17,7 @@ from autotune.common import log
 from autotune.errors import AutotuneError
 from autotune.predict.trace_jobs import job_of, kept_by
 from autotune.predict.trace_servers import block_ahead
-from autotune.predict.tracing import of_one_gpu
+from autotune.predict.tracing import of_unlike_gpus
 from autotune.records.estimate import TraceSpec
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
@@ -54,7 +54,9 @@ class TracesAhead:
             return
         if self._server.last_fork is None or len(os.sched_getaffinity(0)) < 2:
             return
-        texts = {kept_by(self._shared, spec): spec for spec in map(of_one_gpu, specs())}
+        texts = {
+            kept_by(self._shared, spec): spec for one in specs() for spec in of_unlike_gpus(one)
+        }
         known = self._cache.find_texts(texts)
         wanted = {text: spec for text, spec in texts.items() if text not in known}
         if not wanted:

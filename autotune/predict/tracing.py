@@ -85,12 +85,16 @@ def trace_all(
     found = {} if found is None else found
     sharing: dict[TraceSpec, list[TraceSpec]] = {}
     for spec in specs:
-        sharing.setdefault(of_one_gpu(spec), []).append(spec)
+        for one in of_unlike_gpus(spec):
+            sharing.setdefault(one, []).append(spec)
     hidden_size = _hidden_size(model)
 
-    def keep(of_one_gpu: TraceSpec, of_any: Trace) -> None:
-        for spec in sharing[of_one_gpu]:
-            trace = of_any
+    def keep(of_any: TraceSpec, _: Trace) -> None:
+        for spec in sharing[of_any]:
+            of_each = [jobs.traces.get(one) for one in of_unlike_gpus(spec)]
+            if None in of_each:
+                continue
+            trace, *of_last = filter(None, of_each)
             row = PARALLELISMS[spec.parallelism]
             if row.deals_layers and not can_deal(trace, num_gpus):
                 continue
@@ -98,7 +102,9 @@ def trace_all(
                 continue
             if spec.checkpoint_layers:
                 try:
-                    trace = of_any.with_lean_layers(spec.checkpoint_layers)
+                    trace, *of_last = (
+                        each.with_lean_layers(spec.checkpoint_layers) for each in (trace, *of_last)
+                    )
                 except BrokenTrace:
                     continue
             found[spec] = (
@@ -110,6 +116,7 @@ def trace_all(
                     num_gpus=num_gpus,
                     hidden_size=hidden_size,
                     on_card=gpu.backend == "cuda",
+                    of_last=of_last[0] if of_last else None,
                 )
             )
 
@@ -218,14 +225,25 @@ def shared_trace(
     num_gpus: int,
     hidden_size: int = 0,
     on_card: bool = True,
+    of_last: Trace | None = None,
 ) -> SharedTrace:
-    """Return what several GPUs make of one GPU's step; `on_card`: of CUDA cards, not processes on CPUs."""
+    """Return what several GPUs make of one GPU's step; `on_card`: of CUDA cards, not processes on CPUs.
+
+    `of_last`: the last GPU's own step, where it is another.
+    """
     row = PARALLELISMS[spec.parallelism]
     if row.schedules:
         return PipelineTrace(trace, spec, num_gpus=num_gpus)
     if row.deals_layers:
         return DealtTrace(trace, spec, num_gpus=num_gpus)
-    return RankTrace(trace, spec, num_gpus=num_gpus, hidden_size=hidden_size, on_card=on_card)
+    return RankTrace(
+        trace,
+        spec,
+        num_gpus=num_gpus,
+        hidden_size=hidden_size,
+        on_card=on_card,
+        of_last=of_last,
+    )
 
 
 def _refusal(
@@ -290,6 +308,16 @@ def of_one_gpu(spec: TraceSpec) -> TraceSpec:
         is_full = spec.method == "full"
         return dataclasses.replace(alone, precision="bf16-true", adapter_in_base_dtype=not is_full)
     return alone
+
+
+def of_unlike_gpus(spec: TraceSpec) -> tuple[TraceSpec, ...]:
+    """The steps that a run's step follows from: that of one GPU, or of two that share each sequence.
+
+    Of more than two one in the middle has the most: it keeps what the first keeps, and loads as the last.
+    """
+    first = of_one_gpu(spec)
+    is_unlike = spec.sequence_parts == 2
+    return (first, dataclasses.replace(first, has_last_part=True)) if is_unlike else (first,)
 
 
 def _run_forked(

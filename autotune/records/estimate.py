@@ -58,6 +58,8 @@ class TraceSpec(HashedOnce):
     """GPUs among which each layer's products are split, as they run in the traced step."""
     sequence_parts: int = 1
     """GPUs among which each sequence is split."""
+    has_last_part: bool = False
+    """Whether the traced GPU is the last of these; False: the first."""
     single: bool
     """Whether the micro-batch is 1, which takes other code paths than 2 and more."""
     lora_rank: int | None = None
@@ -125,7 +127,7 @@ def and_several(spec: TraceSpec) -> set[TraceSpec]:
 _TRACED = tuple(
     field.name
     for field in dataclasses.fields(TraceSpec)
-    if field.name not in ("single", "num_splits", "sequence_parts", "is_compiled")
+    if field.name not in ("single", "num_splits", "sequence_parts", "has_last_part", "is_compiled")
 )
 _traced_settings = operator.attrgetter(*_TRACED)
 """The values of a TrainConfig, in the order of _TRACED."""

@@ -248,20 +248,21 @@ def test_a_step_that_is_split_has_both_workspaces_of_cublas(
 def test_a_ring_keeps_and_sends_what_is_predicted_and_learns_as_one_process(
     name: str, reports: dict[str, list[dict[str, Any]]]
 ) -> None:
-    """The first process has the most; the last takes no mask for needed."""
+    """The first process has the most; the last takes no mask for needed, and copies no merged result."""
     config = RINGS[name]
     spec, size = TraceSpec.of(config), config.micro_batch_size
-    answer = trace_module.trace_step(
-        models.load_config(MODEL),
-        "causal-lm",
-        of_one_gpu(spec),
-        sequence_length=config.sequence_length,
-        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0, backend="cpu"),
-    )
-    trace = Trace(json.loads(json.dumps(answer)))
     first, *others = reports[name]
-    running = trace.running_bytes("again", size, 0)
-    assert running[trace.num_forward_events - 1] == first["activations"]
+    for has_last_part, held in ((True, others[-1]), (False, first)):
+        answer = trace_module.trace_step(
+            models.load_config(MODEL),
+            "causal-lm",
+            dataclasses.replace(of_one_gpu(spec), has_last_part=has_last_part),
+            sequence_length=config.sequence_length,
+            device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0, backend="cpu"),
+        )
+        trace = Trace(json.loads(json.dumps(answer)))
+        running = trace.running_bytes("again", size, 0)
+        assert running[trace.num_forward_events - 1] == held["activations"]
     sent = [
         [launch.kernel.name, launch.bytes_moved]
         for launch in trace.launches(size, 0)
@@ -270,6 +271,7 @@ def test_a_ring_keeps_and_sends_what_is_predicted_and_learns_as_one_process(
     ]
     assert sorted(sent) == first["sent"]
     assert {name for name, _ in sent} == {"all_gather", "permute"}
+    assert others[-1]["activations"] < first["activations"]
     for other in others:
         assert other["activations"] <= first["activations"]
         assert other["sent"] == first["sent"]

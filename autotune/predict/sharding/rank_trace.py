@@ -17,8 +17,8 @@ within each group of GPUs; each part of the gradients is then averaged between t
 Under tensor parallelism the trace itself is of the first GPU: a worker splits the model as Transformers does
 (autotune.worker.build.tensor_parallel), so that parts, activations and collectives are those of its step.
 So is it under context parallelism (autotune.worker.build.context_parallel), where FSDP2 shares out the
-weights besides. The first GPU has the most activations there: of the last GPU's stretches one follows the
-other, so that it makes no mask, and its merges in attention need less.
+weights besides. The last GPU has the fewest activations there: of its stretches one follows the other, so
+that it makes no mask, and its merges in attention need less. Of two GPUs it is traced, too.
 
 Sources: torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py;
 accelerate 1.15 utils/fsdp_utils.py fsdp2_prepare_model; deepspeed 0.19.8 runtime/zero/ (zero_step).
@@ -36,8 +36,8 @@ Known limitations
 - Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same.
 - Under ZeRO 1 and 2, whose GPUs keep other gradients, the first, the last and the one that keeps most are
   predicted, under FSDP2 the first, which loads weights otherwise, and the last. The fullest speaks. Others
-  merge otherwise, and their free blocks lie elsewhere; so does the last one's attention under context
-  parallelism, which is taken to be like the first's (up to 0.5 % too much allocated).
+  merge otherwise, and their free blocks lie elsewhere. Of three and more GPUs under context parallelism the
+  second one stands for the last, with attention like the first's.
 - Loading: ZeRO 1 and 2 hold the weights twice while they flatten them, which is left out; a program that
   loads its model before its TrainingArguments has all of it on each GPU before ZeRO 3 parts it. Saving
   gathers it again.
@@ -95,12 +95,14 @@ class RankTrace(SharedTrace):
         num_gpus: int,
         hidden_size: int = 0,
         on_card: bool = True,
+        of_last: Trace | None = None,
         gpu: int | None = None,
     ) -> None:
         """`on_card`: whether CUDA's streams allocate, and weights are dealt out on it: not so on a CPU.
 
         `gpu`: number of the GPU that is predicted, where each keeps other gradients (ZeRO 1 and 2) or the
         first loads otherwise (FSDP2). None: what goes for all, with `stages` for those that are unlike.
+        `of_last`: the last GPU's own step, where it is another.
         """
         super().__init__(trace, spec.parallelism)
         self._gpu = gpu
@@ -152,7 +154,7 @@ class RankTrace(SharedTrace):
         if gpu is None:
             self.stages = tuple(
                 RankTrace(
-                    trace,
+                    of_last if of_last is not None and each == num_gpus - 1 else trace,
                     spec,
                     num_gpus=num_gpus,
                     hidden_size=hidden_size,

@@ -38,7 +38,7 @@ class SharedTrace:
     of_micro_batches: Sequence[int] = ()
     """Tensors of which there is one for each micro-batch of a step, from the first step on."""
     of_losses: Sequence[int] = ()
-    """Tensors that each micro-batch makes before all else, and that stay with its loss until the next step."""
+    """Tensors that a micro-batch makes before all else, and that stay with its loss until the next step."""
     batch: list[int]
     count: list[int]
     loss: int | None

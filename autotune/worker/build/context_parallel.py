@@ -2,9 +2,10 @@
 
 Each process keeps a stretch from the beginning of every sequence and the one that mirrors it at the end.
 Attention goes round the ring: keys and values of the others are gathered while a process works on its own,
-and the results are merged in float32. Where a step is traced the others are torch's fake ones, as under
-tensor parallelism, and the process is the first: of all but the last, positions jump in the middle, so that
-Transformers takes a row for two samples and makes a mask, which no layer is given.
+and the results are merged in float32: whole ones by the last process alone, whose merged result lies by
+token, so that Transformers need not copy it. Where a step is traced the others are torch's fake ones, as
+under tensor parallelism, and the process is the first or the last. Of all but the last, positions jump in
+the middle, so that Transformers takes a row for two samples and makes a mask, which no layer is given.
 
 Source: transformers 5.23 Trainer._prepare_context_parallel_inputs; accelerate 1.15 Accelerator._prepare_cp
 and big_modeling.py _attach_context_parallel_hooks; torch 2.13
@@ -133,11 +134,11 @@ _BACKWARD_ARGUMENTS = (
 )  # fmt: skip
 
 
-def stand_ins() -> dict[Any, Callable[..., Any]]:
+def stand_ins(*, is_last: bool) -> dict[Any, Callable[..., Any]]:
     """Return answers to what a trace cannot know: whether each row's positions are of one sample."""
-    return {aten._local_scalar_dense.default: _is_not_one_sample}
 
+    def is_one_sample(tensor: torch.Tensor) -> Any:
+        is_asked = tensor.is_meta and tensor.dtype is torch.bool
+        return is_last if is_asked and not hasattr(tensor, "is_of_faults") else NotImplemented
 
-def _is_not_one_sample(tensor: torch.Tensor) -> Any:
-    is_asked = tensor.is_meta and tensor.dtype is torch.bool
-    return False if is_asked and not hasattr(tensor, "is_of_faults") else NotImplemented
+    return {aten._local_scalar_dense.default: is_one_sample}

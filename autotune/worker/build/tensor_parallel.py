@@ -2,8 +2,8 @@
 
 Transformers makes DTensors of the weights that its plan names: each process holds its part, and a
 collective follows where parts have to come together. Where a step is traced, the others are torch's fake
-ones: a collective returns at once, and on `meta` nothing but its shape matters. What is built is the first
-process, whose parts are the largest where a dimension does not divide.
+ones: a collective returns at once, and on `meta` nothing but its shape matters. Products are split for the
+first process, whose parts are the largest where a dimension does not divide.
 
 Source: transformers 5.23 distributed/tensor_parallel.py and distributed/mixin.py; torch 2.13
 testing/_internal/distributed/fake_pg.py.
@@ -52,20 +52,22 @@ def stand_ins() -> dict[Any, Any]:
     return DECOMPOSITIONS | ({} if wrap is None else {wrap.default: torch.ops.aten.alias.default})
 
 
-def begin(num_processes: int) -> None:
-    """Let this process be the first of so many that are not there; 1: let it be alone.
+def begin(num_processes: int, process: int = 0) -> None:
+    """Let this process be one of so many that are not there, by default the first; 1: let it be alone.
 
     Meshes of an earlier model with as many stay good.
     """
     if dist.is_initialized():
-        if dist.get_world_size() == num_processes:
+        if (dist.get_world_size(), dist.get_rank()) == (num_processes, process):
             return
         dist.destroy_process_group()
     if num_processes > 1:
         # It has no public name: importing it is what makes the backend known.
         from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
-        dist.init_process_group("fake", rank=0, world_size=num_processes, store=dist.HashStore())
+        dist.init_process_group(
+            "fake", rank=process, world_size=num_processes, store=dist.HashStore()
+        )
 
 
 def has_begun() -> bool:

@@ -253,7 +253,7 @@ def trace_step(
     whole = whole or (spec.method in ADAPTERS and not ADAPTERS[spec.method].repeats)
     num_processes = max(spec.num_splits, spec.sequence_parts)
     is_split = num_processes > 1
-    tensor_parallel.begin(num_processes)
+    tensor_parallel.begin(num_processes, num_processes - 1 if spec.has_last_part else 0)
     base = _base({} if shared is None else shared, config, task, spec, whole=whole)
     taught_by, of_teacher = (
         (None, {})
@@ -284,7 +284,11 @@ def trace_step(
             **(_OF_LABELS if row_of(task).reads_to_end else {}),
             **attention.decompositions(spec, sequence_length),
             **(tensor_parallel.stand_ins() if is_split else {}),
-            **(context_parallel.stand_ins() if spec.sequence_parts > 1 else {}),
+            **(
+                context_parallel.stand_ins(is_last=spec.has_last_part)
+                if spec.sequence_parts > 1
+                else {}
+            ),
         },
         kernel_names={
             **(attention.KERNEL_NAMES.get(spec.attention) or {}),
