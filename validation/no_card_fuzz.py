@@ -38,6 +38,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space import requirements
 from autotune.space.checkpoint_plans import INTERVAL
+from autotune.space.compilation import why_not_predicted
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.optimizers import OPTIMIZERS
@@ -162,7 +163,7 @@ def is_valid(
         and config.micro_batch_size * config.sequence_length <= _MOST_TOKENS
         and not broken_rules(config, context)
         and not requirements.of_config(config)
-        and not config.is_compiled  # eager's figures are predicted
+        and not (config.is_compiled and why_not_predicted(config))
     )
 
 

@@ -159,6 +159,8 @@ def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None
         ("mistralai/Mistral-7B-v0.3", "cp"),
         # Rows that three GPUs do not divide; learned positions are left to the root.
         ("facebook/opt-1.3b", "fsdp2"),
+        # Adapters are dealt out behind the weights that they adapt.
+        ("microsoft/Phi-3-mini-4k-instruct", "fsdp2"),
     ],
 )
 def test_what_loading_leaves_is_as_pytorch_allocates(model: str, parallelism: str) -> None:

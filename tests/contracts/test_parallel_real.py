@@ -29,6 +29,7 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.library_rules import Weight, ddp_buckets, ddp_rebuilt_buckets
+from autotune.predict.sharding.shards import Shares
 from autotune.predict.tracing import of_one_gpu, trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
@@ -337,6 +338,36 @@ def test_what_is_in_no_other_unit_is_left_to_the_root(
     names = {name for name, parameter in built.named_parameters() if id(parameter) in found}
     outside = {name for name in names if not re.search(r"\.\d+\.", name)}
     assert {".".join(name.split(".")[-2:]) for name in outside} == left
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT asks for it.
+@pytest.mark.parametrize("targets", ["all-linear", "v_proj,down_proj"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_adapters_are_dealt_out_behind_what_they_adapt(targets: str, has_bias: bool) -> None:
+    """In the order of the model's state, as accelerate goes through it."""
+    loaded = models.load_config({**MODEL, "attention_bias": has_bias})
+    config = dataclasses.replace(CONFIGS["fsdp2-lora"], lora_targets=targets)
+    spec = of_one_gpu(TraceSpec.of(config))
+    answer = trace_module.trace_step(
+        loaded,
+        "causal-lm",
+        spec,
+        sequence_length=8,
+        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0),
+    )
+    shares = Shares(
+        Trace(json.loads(json.dumps(answer))).parameters(),
+        TraceSpec.of(config),
+        num_gpus=2,
+        hidden_size=MODEL["hidden_size"],
+        is_one_unit=False,
+    )
+    with torch.device("meta"):
+        built: Any = AutoModelForCausalLM.from_config(loaded)
+    modules: Any = targets if targets == "all-linear" else targets.split(",")
+    adapted = peft.get_peft_model(built, peft.LoraConfig(r=3, target_modules=modules))
+    found = [shares.weights(3)[position].shape for position in shares.by_module]
+    assert found == [tuple(weight.shape) for weight in adapted.state_dict().values()]
 
 
 @pytest.mark.usefixtures("forked_workers")

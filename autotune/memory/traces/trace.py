@@ -52,6 +52,8 @@ class TracedParameter:
     embedding: bool
     of_root: bool = False
     """Whether it is left to FSDP2's root."""
+    position: int = 0
+    """How many weights of its layer come before it in the model, adapters among them."""
 
 
 class Trace:
@@ -290,6 +292,7 @@ class Trace:
                         group=entry["group"],
                         embedding=entry["embedding"],
                         of_root=entry.get("of_root", False),
+                        position=entry.get("position", 0),
                     )
                 )
         return found

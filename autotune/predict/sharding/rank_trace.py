@@ -565,13 +565,15 @@ class RankTrace(SharedTrace):
     def _load(self) -> None:
         """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
 
-        A tied head comes a second time. All GPUs but the first have the next weight before one goes. A last
-        part of fewer rows than the others is copied with its padding. Source: accelerate 1.15
-        utils/fsdp_utils.py, fsdp2_load_full_state_dict; torch 2.13 distributed/tensor/placement_types.py,
-        _shard_tensor.
+        They come in the model's order, adapters among them, and a tied head a second time. All GPUs but the
+        first have the next weight before one goes. A last part of fewer rows than the others is copied with
+        its padding. Source: accelerate 1.15 utils/fsdp_utils.py, fsdp2_load_full_state_dict; torch 2.13
+        distributed/tensor/placement_types.py, _shard_tensor.
         """
         shares, is_first = self._shares, self._gpu == 0
         weights, behind = self._loaded_apart()
+        order = {position: n for n, position in enumerate(shares.by_module)}
+        weights.sort(key=lambda event: order[self._position_of[event]])
         loaded: list[int] = []
         again: list[int] = []
         gone: list[int] = []

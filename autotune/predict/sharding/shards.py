@@ -81,7 +81,7 @@ class Shares:
         it is known better."""
         self._ddp_buckets = functools.cache(self._find_ddp_buckets)
         self._ddp_broadcasts = functools.cache(
-            lambda rank: ddp_broadcasts(self._weights_by_module(rank))
+            lambda rank: ddp_broadcasts(self._weights(rank)[n] for n in self.by_module)
         )
         self.has_root = self.row.is_fsdp and not is_one_unit
         """Whether weights outside layers may be in a unit that is none of the embedding and the tail."""
@@ -262,21 +262,18 @@ class Shares:
         """Bytes of FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
 
-    def _weights_by_module(self, rank: int) -> list[Weight]:
-        """The weights in the model's order: adapters, listed last, go behind their layer's first weight."""
+    @functools.cached_property
+    def by_module(self) -> list[int]:
+        """Positions of the weights in the model's order, in which adapters are behind what they adapt."""
         places = [parameter.place for parameter in self.parameters]
-        firsts = {place: position for position, place in reversed([*enumerate(places)])}
-        first_layer = min((n for (_, layer), n in firsts.items() if layer >= 0), default=0)
+        first_layer = min((n for n, (_, layer) in enumerate(places) if layer >= 0), default=0)
 
         def where(position: int) -> tuple[int, ...]:
-            place = places[position]
-            if place[1] < 0:
+            if places[position][1] < 0:
                 return (0 if position < first_layer else 2,)
-            is_first = firsts[place] == position
-            return (1, *place, not is_first, not self.parameters[position].trainable)
+            return (1, *places[position], self.parameters[position].position)
 
-        weights = self._weights(rank)
-        return [weights[position] for position in sorted(range(len(places)), key=where)]
+        return sorted(range(len(places)), key=where)
 
     def _find_ddp_buckets(self, rank: int) -> list[int]:
         weights = self._weights(rank)

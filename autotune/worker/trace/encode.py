@@ -6,7 +6,8 @@ with primes that no model dimension contains (one more or less than that is told
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -122,6 +123,7 @@ def encode(
     of_root = models.left_to_root(step.model) & {
         id(parameter) for name, parameter in step.model.named_parameters() if place_of(name)[1] < 0
     }
+    positions = _positions(step.model, place_of)
     tensors: list[Any] = []
     for index, tensor in enumerate(recording.tensors):
         size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
@@ -144,6 +146,7 @@ def encode(
             entry["group"] = int(id(parameter) not in decayed)
             entry["embedding"] = id(parameter) in embeddings
             entry["linear"] = id(parameter) in linears
+            entry["position"] = positions.get(id(parameter), 0)
             if id(parameter) in of_root:
                 entry["of_root"] = True
         elif index in step.gradients:
@@ -174,6 +177,16 @@ def encode(
         name, num_tokens, constant = chunks.rule
         answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
     return answer
+
+
+def _positions(model: nn.Module, place_of: Callable[[str], Place]) -> dict[int, int]:
+    """Count the weights of its layer that come before each in the model's order."""
+    found: dict[int, int] = {}
+    counts: Counter[Place] = Counter()
+    for name, parameter in model.named_parameters():
+        found[id(parameter)] = counts[place_of(name)]
+        counts[place_of(name)] += 1
+    return found
 
 
 def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
