@@ -5,8 +5,9 @@
 
 Under tools/no_card nothing is computed and every allocation is PyTorch's own; on a card it runs as well.
 Each differs from a plain one in a few settings, in one more often than in two. What a rule refuses, what
-the model does not have and what is not installed is not drawn. A line each: the prediction against what
-was seen, of allocated and of reserved bytes. What depends on values (places without tokens,
+the model does not have and what is not installed is not drawn, nor is a compiled step of which eager's
+figures are all that is predicted. A line each: the prediction against what was seen, of allocated and of
+reserved bytes. What depends on values (places without tokens,
 LLM.int8's outliers, an overflow of float16) is no error. A plan of checkpointing needs six
 layers, or six times the model's pattern of them.
 
@@ -230,6 +231,9 @@ def main() -> None:
                 estimate = estimator.estimate(config)
             except AutotuneError as error:
                 say(f"not predicted: {error}: {source.name} {shown(config)}")
+                continue
+            if estimate.is_bound:
+                say(f"not predicted, no more than eagerly: {source.name} {shown(config)}")
                 continue
             least_bytes = estimate.peak_device_bytes if options.capped else budget_bytes
             if least_bytes > budget_bytes:
