@@ -176,9 +176,13 @@ def test_what_loading_leaves_is_as_pytorch_allocates(model: str, parallelism: st
 
 @pytest.mark.parametrize(
     ("name", "counts"),
-    [("shared", [106, 98, 82, 72, 76]), ("shared_torch_2_15", [62, 62, 62, 60, 61])],
+    [
+        ("shared", [106, 98, 82, 72, 76]),
+        ("shared_torch_2_15", [73, 72, 72, 70, 71]),
+        ("compiled", [6, 6, 2, 2, 2]),
+    ],
 )
-def test_recorded_shared_runs_were_predicted(name: str, counts: list[int]) -> None:
+def test_recorded_runs_were_predicted(name: str, counts: list[int]) -> None:
     """The shares that studies/no-card/README.md names."""
     records = [json.loads(line) for line in (STUDY / f"{name}.jsonl").read_text().splitlines()]
     ended = [each for each in records if each["measurement"]["outcome"] == "ok"]
@@ -196,7 +200,8 @@ def test_recorded_shared_runs_were_predicted(name: str, counts: list[int]) -> No
 
 
 def test_recorded_pipelines_were_predicted() -> None:
-    lines = (STUDY / "pipelines.jsonl").read_text().splitlines()
+    """The share that studies/no-card/README.md names, of the runs that what was mended since was found by."""
+    lines = (STUDY / "pipelines.jsonl").read_text().splitlines()[:17]
     each = [
         (ours, held)
         for record in map(json.loads, lines)
