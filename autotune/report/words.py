@@ -13,7 +13,7 @@ from autotune.records.estimate import Estimate, Timed
 from autotune.records.measurement import NOISE
 from autotune.space import learning_rates, requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
-from autotune.space.headroom import DEFAULT_ODDS, VARIED_SHARE
+from autotune.space.headroom import COMPILED_SHARE, DEFAULT_ODDS, VARIED_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS
 from autotune.space.lengths import Lengths, vary
 from autotune.space.parallelisms import PARALLELISMS
@@ -543,6 +543,7 @@ def notes(answer: Answer) -> list[str]:
         paging(best) if paged else "",
         *bounds(best),
         quantized_room(answer),
+        compiled_room(answer),
         rounding(answer),
         coarse_batch(answer),
         experts(answer),
@@ -567,6 +568,16 @@ def paging(estimate: Estimate) -> str:
     return (
         f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}; "
         "the transfers are in the step time."
+    )
+
+
+def compiled_room(answer: Answer) -> str:
+    """The room that is kept for a compiled step, and why; empty for others, or if measured."""
+    if answer.measured is not None or not answer.best.config.is_compiled:
+        return ""
+    return (
+        f"torch.compile: {100 * COMPILED_SHARE:.0f} % of what is reserved are kept as room. Of six compiled "
+        "steps, run without a card, one reserved so much more than predicted."
     )
 
 

@@ -3,7 +3,8 @@
 Two things are uncertain, and both are taken to be at their worst together: what torch reserves beside what is
 predicted, and what a process holds outside torch's allocator. The figures are derived from published runs
 (`python -m validation.headroom`, studies/headroom), and held against others. Memory is left in pieces by
-weights of 4 bits when they are loaded, and by batches whose lengths vary: both take shares of their own.
+weights of 4 bits when they are loaded, by batches whose lengths vary, and by torch.compile: each takes a
+share of its own.
 
 Not modelled: what a display or another program takes of the card, LLM.int8's outliers, a user's own loop.
 """
@@ -37,6 +38,9 @@ three have large vocabularies, and a loader that reads ahead (studies/published-
 VARIED_SHARE = 0.10
 """Share of what is reserved that padded batches of varied lengths need besides: with 5 % one of two models
 ran out of memory, with 10 % none did (studies/no-card/lengths.jsonl)."""
+COMPILED_SHARE = 0.43
+"""Share of what is reserved that a compiled step needs besides: six ran without a card, and one reserved
+42 % more than predicted, one 29 % (studies/no-card/compiled.jsonl). None was measured on a card."""
 
 
 class Run(Protocol):
@@ -46,6 +50,8 @@ class Run(Protocol):
     def batching(self) -> str: ...
     @property
     def quantization(self) -> str: ...
+    @property
+    def is_compiled(self) -> bool: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,4 +130,5 @@ def _share(odds: float, run: Run) -> float:
     """Share of the predicted reserved bytes that such a run needs besides, with these odds."""
     is_4_bit = QUANTIZATIONS[run.quantization].bits == 4
     over = quantized_share(odds) if is_4_bit else reserved_share(odds)
-    return over + (VARIED_SHARE if vary(run.batching) else 0.0)
+    over += VARIED_SHARE if vary(run.batching) else 0.0
+    return over + (COMPILED_SHARE if run.is_compiled else 0.0)

@@ -25,9 +25,15 @@ RESERVED = st.integers(0, 200 * GIB)
 class Run:
     batching: str = "packed"
     quantization: str = "none"
+    is_compiled: bool = False
 
 
-RUNS = [Run(batching, kind) for batching in ("packed", "padded") for kind in ("none", "nf4")]
+RUNS = [
+    Run(batching, kind, is_compiled)
+    for batching in ("packed", "padded")
+    for kind in ("none", "nf4")
+    for is_compiled in (False, True)
+]
 RUN = st.sampled_from(RUNS)
 
 

@@ -93,3 +93,14 @@ def test_lengths_that_vary_fit_with_the_share_that_is_kept_for_them() -> None:
     kept = 1 + headroom.VARIED_SHARE
     assert outcomes[kept] == {"ok"}
     assert all("oom" in found for budget, found in outcomes.items() if budget < kept)
+
+
+def test_compiled_steps_fit_with_the_share_that_is_kept_for_them() -> None:
+    lines = (STUDIES / "no-card" / "compiled.jsonl").read_text().splitlines()
+    over = sorted(
+        record["measurement"]["peak_reserved_bytes"] / record["prediction"]["peak_reserved_bytes"]
+        - 1
+        for record in map(json.loads, lines)
+    )
+    assert [round(100 * share) for share in over[-2:]] == [29, 42]
+    assert over[-1] <= headroom.COMPILED_SHARE
