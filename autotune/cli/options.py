@@ -81,7 +81,7 @@ def headroom_options(command: Command) -> Command:
     host = click.option(
         "--host-mem",
         metavar="SIZE",
-        help="Host memory that training may take beside its programs: 64GB [default: any].",
+        help="Host memory that training may take beside its programs: 64GB; 0 for none [default: any].",
     )
     return odds(headroom(host(command)))
 

@@ -72,7 +72,7 @@ class Question:
     headroom: str | None = None
     """Size that a predicted peak leaves in the budget, instead of what the odds need; "0": nothing."""
     host_mem: str | None = None
-    """Size of the host memory that all GPUs together may take; None: any."""
+    """Size of the host memory that all GPUs together may take, "0": nothing; None: any."""
     num_gpus: int | None = None
     """Number of GPUs; None: the base's, or 1."""
     seq_len: int | None = None

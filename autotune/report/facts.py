@@ -91,6 +91,7 @@ def of_page(data: ReportData) -> dict[str, Any]:
         "study": data.stored.study,
         "model": words.model_name(answer.workload.model),
         "answer": answer,
+        "speed_unit": answer.best.config.speed_unit,
         "size": words.model_size(answer.best),
         "batch": words.of_tokens(answer.best.config),
         "answer_parts": config_parts(answer.best.config),
@@ -229,7 +230,7 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
         drawn.append(
             Bar(
                 label=label,
-                config=f"{words.describe_base(answer.base)}, micro-batch 1",
+                config=f"{words.describe_base(answer.base)}, micro-batch {answer.base.micro_batch_size}",
                 parts=parts,
                 total_bytes=total_bytes,
             )

@@ -34,19 +34,24 @@ def draw(data: ReportData) -> str:
 
     scripts = [own("page.js"), _plotly()]
     budget_bytes = data.stored.answer.workload.memory_budget_bytes
-    drawn = figures.all_figures(data)
+    drawn, unit = figures.all_figures(data), figures.unit_of(data)[0]
     return template("page.html.j2", printable, autoescape=True).render(
         facts.of_page(data),
         policy=_policy(scripts),
         css=own("page.css"),
         scripts=scripts,
         data=htmlsafe_json_dumps(
-            {"figures": drawn, "trials": _columns(data), "unit": figures.unit_of(data)[0]},
+            {
+                "figures": drawn,
+                "trials": _columns(data),
+                "unit": unit,
+                "speed_unit": data.stored.answer.best.config.speed_unit,
+            },
             dumps=_compact,
             ensure_ascii=True,
         ),
         figures=set(drawn),
-        unit=figures.unit_of(data)[0],
+        unit=unit,
         widest_bytes=max(budget_bytes, *(bar.total_bytes for bar in facts.bars(data))),
         settings=facts.settings(data.stored.answer),
         has_predictions=any(row.predicted_tokens_per_second is not None for row in data.trials),

@@ -122,7 +122,8 @@ def command(answer: Limit) -> str:
     elif answer.headroom != USUAL_HEADROOM:
         parts += ["--odds", str(answer.headroom.odds)]
     if answer.host_memory_bytes is not None:
-        parts += ["--host-mem", f"{answer.host_memory_bytes}B"]
+        limit_bytes = answer.host_memory_bytes
+        parts += ["--host-mem", f"{limit_bytes}B" if limit_bytes else "0"]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
     parts += ["--accumulation", str(config.gradient_accumulation_steps)]
     for name, value in answer.dataset_options.items():

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const { figures, trials, unit } = JSON.parse(document.getElementById("data").textContent);
+  const { figures, trials, unit, speed_unit: speedUnit } = JSON.parse(document.getElementById("data").textContent);
   const count = trials.number.length;
 
   // A column's value of a trial; texts that repeat are kept once, a configuration as numbers of words.
@@ -200,7 +200,7 @@
     selected = Number(made.dataset.row);
     const figures = [
       value("outcome", selected),
-      value("speed", selected) === null ? "" : `${shown("speed", selected)} tokens/s`,
+      value("speed", selected) === null ? "" : `${shown("speed", selected)} ${speedUnit}`,
       value("memory", selected) === null ? "" : `${shown("memory", selected)} ${unit}`,
       value("evidence", selected),
       value("reason", selected),

@@ -359,9 +359,10 @@ def budget(answer: Answer) -> str:
 
 def room(estimate: Estimate, budget_bytes: int, host_memory_bytes: int | None = None) -> str:
     """Whether the estimate fits, with which odds, and what is spare beside what has to be on the device."""
-    if lacking_bytes := estimate.lacks_on_host(host_memory_bytes):
-        return f"does not fit into the host's memory, by {format_bytes(lacking_bytes)}"
     spare_bytes = budget_bytes - estimate.resident_bytes
+    if lacking_bytes := estimate.lacks_on_host(host_memory_bytes):
+        on_card = f" and on the card by {format_bytes(-spare_bytes)}" if spare_bytes < 0 else ""
+        return f"does not fit, in the host's memory by {format_bytes(lacking_bytes)}{on_card}"
     if spare_bytes < 0:
         return f"does not fit, by {format_bytes(-spare_bytes)}"
     odds = estimate.fits_with(budget_bytes)

@@ -174,8 +174,10 @@ def headroom_of(question: Question, budget_bytes: int | None) -> Headroom:
 
 
 def host_memory_of(question: Question) -> int | None:
-    """Bytes of host memory that may be taken; None: any. Raises ConfigError."""
-    return None if question.host_mem is None else parse_bytes(question.host_mem)
+    """Bytes of host memory that may be taken; 0: none may; None: any. Raises ConfigError."""
+    if question.host_mem is None:
+        return None
+    return 0 if question.host_mem.strip() == "0" else parse_bytes(question.host_mem)
 
 
 def agreed(option: str, value: int | None, of_base: int) -> int:

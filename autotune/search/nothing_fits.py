@@ -161,8 +161,12 @@ def _more_host_memory(estimator: Estimator, configs: Sequence[TrainConfig]) -> s
     least = estimator.estimate(min(held, key=estimator.least_on_host))
     if least.peak_device_bytes > estimator.room_for(least.config):
         return ""
-    tenths_of_gb = math.ceil(least.all_host_bytes / 10**8)
-    return f"--host-mem {tenths_of_gb / 10:g}GB is enough for {describe(least.config)}"
+    return f"{host_option(least)} is enough for {describe(least.config)}"
+
+
+def host_option(estimate: Estimate) -> str:
+    """The option that allows the host memory that the estimate takes, in tenths of a GB."""
+    return f"--host-mem {math.ceil(estimate.all_host_bytes / 10**8) / 10:g}GB"
 
 
 def needs(estimate: Estimate, room_bytes: int, host_memory_bytes: int | None) -> str:

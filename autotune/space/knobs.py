@@ -358,7 +358,7 @@ KNOBS: dict[str, Knob] = {
             read=values.one_of(tuple(PARALLELISMS), "parallelism"),
             default="none",
             choices=tuple(PARALLELISMS),
-            words=lambda name: "one GPU alone" if name == "none" else name,
+            words=lambda name: "the GPU alone" if name == "none" else name,
             flag="--parallelism",
             summary="How several GPUs share the run [default: ddp with --num-gpus].",
         ),

@@ -374,10 +374,23 @@ def test_markdown_has_the_answer_and_the_trials() -> None:
     assert "| 0 | fits | predicted | numerics | 4,096 | 10.00 |" in drawn
 
 
-def test_a_column_of_memory_has_its_unit() -> None:
+def test_a_column_of_figures_has_its_unit() -> None:
     drawn = page.draw(predicted(answers.estimate()))
     assert 'data-sort="memory">GiB</button>' in drawn
     assert '"unit":"GiB"' in drawn
+    pictures = answers.estimate(config(sequence_length=1))
+    record = predicted(pictures, best=pictures)
+    for drawn in (page.draw(record), markdown.draw(record)):
+        assert "samples/s" in drawn
+        assert "tokens/s" not in drawn.replace("page.js", "")
+
+
+def test_a_base_that_does_not_fit_has_its_micro_batch() -> None:
+    base = dataclasses.replace(BASE, micro_batch_size=4)
+    details = answers.details()
+    drawn = dataclasses.replace(details, base=details.answer)
+    bar = facts.bars(predicted(base=base, baseline=None, details=drawn))[1]
+    assert bar.config == "full, bf16-true, adamw_torch_fused, micro-batch 4"
 
 
 def test_the_page_needs_nothing_else_and_lets_nothing_else_run() -> None:

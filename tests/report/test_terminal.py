@@ -1099,9 +1099,10 @@ def test_host_memory_is_said_and_what_lacks_of_it() -> None:
     assert "64.00 GiB of host memory, more than the 32.00 GiB that many machines have" in huge
     assert spare == "64.00 GiB of host memory, 1.00 GiB of 65.00 GiB to spare"
     assert lacking == "64.00 GiB of host memory, 1.00 GiB too much"
-    assert words.room(found, 12 * GIB, 63 * GIB) == (
-        "does not fit into the host's memory, by 1.00 GiB"
-    )
+    said = "does not fit, in the host's memory by 1.00 GiB"
+    assert words.room(found, 12 * GIB, 63 * GIB) == said
+    on_card = found.resident_bytes - GIB
+    assert words.room(found, on_card, 63 * GIB) == f"{said} and on the card by 1.00 GiB"
     change = Change(setting="parallelism", value="zero3-offload", estimate=found, fits=False)
     workload = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=63 * GIB)
     said = words.changed(change, answers.estimate(), workload)

@@ -183,8 +183,18 @@ def test_host_memory_ends_what_the_card_has_room_for(server: here.Workers) -> No
     assert "needs 40.0 MiB of host memory at least, 20.0 MiB too much" in shown
     assert f"--host-mem {4 * per_sample}B" in limits.command(found)
     tight = asked(methods=("lora",), fixed=fixed, host_memory_bytes=per_sample - 1)
-    with pytest.raises(NothingFitsError, match="of host memory, 1 B too much"):
+    with pytest.raises(
+        NothingFitsError, match=r"of host memory, 1 B too much.*--host-mem 0\.1GB is"
+    ):
         questions.answer("micro-batch", tight, server)
+    # Nothing may wait there: the card's memory alone decides where nothing does.
+    nowhere = dataclasses.replace(tight, host_memory_bytes=0)
+    with pytest.raises(NothingFitsError, match=r"5\.0 MiB too much"):
+        questions.answer("micro-batch", nowhere, server)
+    kept = asked(methods=("lora",), fixed={"activation_offloading": False}, host_memory_bytes=0)
+    alike = dataclasses.replace(kept, host_memory_bytes=None)
+    values = {questions.answer("micro-batch", each, server).value for each in (kept, alike)}
+    assert len(values) == 1
 
 
 @pytest.mark.parametrize(

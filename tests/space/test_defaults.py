@@ -26,6 +26,7 @@ from autotune.space.rules import Context, broken_rules
         ("bert", {}, True),
         ("t5", {"torch_dtype": None}, True),
         ("gpt2", {}, True),
+        ("vit", {}, True),
         ("modernbert", {"torch_dtype": "bfloat16"}, False),
     ],
 )

@@ -182,9 +182,10 @@ class Pricer:
         estimator = self._estimator(case, [config])
         self._progress("tried", self._num_tried, self.num_traces)
         estimate, limit_bytes = estimator.estimate(config), self.host_memory_bytes
-        if not limit_bytes:
+        if limit_bytes is None or not estimate.all_host_bytes:
             return estimate.peak_device_bytes
-        share = estimate.all_host_bytes / limit_bytes
+        # As with a limit of 1 byte where none may be taken: it is beyond any.
+        share = estimate.all_host_bytes / max(limit_bytes, 1)
         return max(estimate.peak_device_bytes, math.ceil(share * estimator.room_for(config)))
 
     def best(self, case: Case) -> tuple[Estimate, Estimate | None]:

@@ -29,7 +29,7 @@ from autotune.errors import ConfigError, NothingFitsError
 from autotune.predict.tracing import of_card
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.search.inverse.pricing import Case, LimitProblem, Pricer
-from autotune.search.nothing_fits import needs
+from autotune.search.nothing_fits import host_option, needs
 from autotune.search.predict_best import Progress
 from autotune.space.config import Workload
 from autotune.space.headroom import Headroom
@@ -476,8 +476,11 @@ def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
     smallest, needed_bytes = pricer.smallest(case)
     room_bytes = needed_bytes - smallest.peak_device_bytes
     needed = needs(smallest, room_bytes, pricer.host_memory_bytes)
+    remedy = "Fix fewer settings, allow --method qlora, or take a smaller model"
+    if smallest.lacks_on_host(pricer.host_memory_bytes) and needed_bytes <= case.budget_bytes:
+        remedy = f"{host_option(smallest)} is enough for it. {remedy}"
     return NothingFitsError(
         f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {case.value}",
         why=f"What needs least there, {describe(smallest.config)}, {needed}",
-        remedy="Fix fewer settings, allow --method qlora, or take a smaller model",
+        remedy=remedy,
     )
