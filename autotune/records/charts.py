@@ -74,6 +74,8 @@ class Step:
     peak_device_bytes: int
     paged_in_bytes: int = 0
     """Bytes of those that are paged optimizer state, which gives way to all else."""
+    all_host_bytes: int = 0
+    """Bytes of host memory that all GPUs take."""
 
     @property
     def resident_bytes(self) -> int:

@@ -278,6 +278,10 @@ def path_rows(data: ReportData) -> tuple[PathRow, ...]:
     answer, details = data.stored.answer, data.stored.details
     if details is None:
         return ()
+    budget_bytes, limit_bytes = (
+        answer.workload.memory_budget_bytes,
+        answer.workload.host_memory_bytes,
+    )
     return tuple(
         PathRow(
             change=answer.base_name if before is None else _change_words(step),
@@ -285,7 +289,8 @@ def path_rows(data: ReportData) -> tuple[PathRow, ...]:
             previous_tokens_per_second=None if before is None else before.tokens_per_second,
             resident_bytes=step.resident_bytes,
             previous_resident_bytes=None if before is None else before.resident_bytes,
-            fits=step.resident_bytes <= answer.workload.memory_budget_bytes,
+            fits=step.resident_bytes <= budget_bytes
+            and (limit_bytes is None or step.all_host_bytes <= limit_bytes),
         )
         for before, step in itertools.pairwise((None, *details.path))
         if step is not None

@@ -123,4 +123,5 @@ def _step(changed: Changes, estimate: Estimate) -> Step | None:
         tokens_per_second=speed,
         peak_device_bytes=estimate.peak_device_bytes,
         paged_in_bytes=estimate.paged_in_bytes,
+        all_host_bytes=estimate.all_host_bytes,
     )

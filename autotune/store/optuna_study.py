@@ -206,10 +206,10 @@ def _creating(url: URL) -> Iterator[bool]:
 def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
     """Raise ConfigError when the study was made for something else than `wanted`."""
     stored = _check_schema(study)
-    before = {**stored["workload"], "gpu": stored["gpu"]}
-    now = {**wanted["workload"], "gpu": wanted["gpu"]}
+    before = _flat({**stored["workload"], "gpu": stored["gpu"]})
+    now = _flat({**wanted["workload"], "gpu": wanted["gpu"]})
     differences = [
-        f"{key} was {before.get(key)}, now {now.get(key)}"
+        f"{key} was {_short(before.get(key))}, now {_short(now.get(key))}"
         for key in {**before, **now}
         if before.get(key) != now.get(key)
     ]
@@ -219,6 +219,21 @@ def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
             why="; ".join(differences),
             remedy="Choose another name with --study",
         )
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, each of a record in them by names such as `lengths.num_tokens`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= (
+            {f"{key}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {key: value}
+        )
+    return flat
+
+
+def _short(value: Any) -> str:
+    said = str(value)
+    return said if len(said) <= 60 else f"{said[:57]}..."
 
 
 def is_ours(attributes: Collection[str]) -> bool:

@@ -260,6 +260,11 @@ def test_the_way_to_the_answer_in_words() -> None:
         "-3.00 GiB",
     )
     assert (batch.change, batch.gain) == ("micro-batch 4 x 8", "+105 %")
+    last = dataclasses.replace(answers.details().path[-1], all_host_bytes=2)
+    details = dataclasses.replace(answers.details(), path=(last,))
+    for limit_bytes, fits in ((None, True), (2, True), (1, False)):
+        limited = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=limit_bytes)
+        assert facts.path_rows(predicted(details=details, workload=limited))[0].fits is fits
 
 
 def test_a_plan_of_checkpointing_is_one_setting_in_words() -> None:

@@ -20,12 +20,14 @@ from autotune.common.units import GIB
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.lengths import Lengths
 from autotune.store import database, optuna_study, predicted_trials, study_names
 
 pytestmark = pytest.mark.slow
 
 BUDGET_BYTES = 12 * 10**9
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=BUDGET_BYTES)
+LENGTHS = Lengths(num_samples=1, num_tokens=7, num_kept_tokens=7, percentiles=(7,) * 101)
 LORA = TrainConfig(
     method="lora",
     micro_batch_size=4,
@@ -227,6 +229,10 @@ def test_another_learning_rate_needs_no_other_study(url: str) -> None:
         ({"workload": dataclasses.replace(WORKLOAD, sequence_length=2048)}, "was 1024, now 2048"),
         ({"workload": dataclasses.replace(WORKLOAD, methods=("lora",))}, "methods was"),
         ({"gpu": "a100"}, "gpu was rtx-4070, now a100"),
+        (
+            {"workload": dataclasses.replace(WORKLOAD, lengths=LENGTHS)},
+            f"lengths.percentiles was None, now [{'7, ' * 18}7,...",
+        ),
     ],
 )
 def test_another_workload_needs_another_study(url: str, change: dict[str, Any], said: str) -> None:
