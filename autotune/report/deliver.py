@@ -137,7 +137,9 @@ def _record(
         trials = opened.get_trials(deepcopy=False) if draws else []
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None
-        return html.draw(collect(stored_answers.answer_of(opened), trials))
+        data = collect(stored_answers.answer_of(opened), trials)
+    # Out there, where a mistake of ours is not taken for damage to the database.
+    return html.draw(data)
 
 
 def _recommend(finding: Finding, *, storage: str, reason: str) -> None:

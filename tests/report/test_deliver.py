@@ -8,6 +8,7 @@ from typing import Any
 import answers
 import pytest
 
+from autotune.report import html
 from autotune.report.deliver import REPORT, deliver
 from autotune.store import optuna_study, stored_answers
 from autotune.store.recommendations import Recommendation, open_recommendations, question_key
@@ -62,6 +63,17 @@ def test_a_page_is_written_beside_the_files(url: str, tmp_path: Path) -> None:
         file.parent in (tmp_path / "s", tmp_path / "s" / "exports") for file in delivered.files
     )
     assert stored_answers.load(url, "s").files == tuple(delivered.result["files"])
+
+
+def test_a_mistake_of_the_page_is_no_damage_to_the_database(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(_: Any) -> str:
+        raise AttributeError("a mistake")
+
+    monkeypatch.setattr(html, "draw", draw)
+    with pytest.raises(AttributeError, match="a mistake"):
+        deliver(found(), folder=tmp_path / "s", storage=url)
 
 
 def test_without_a_database_there_are_files_alone(tmp_path: Path) -> None:
