@@ -610,16 +610,15 @@ def host_memory(estimate: Estimate, limit_bytes: int | None) -> list[tuple[str, 
     """A row on the host memory that all GPUs take, and what they may; none where they take none."""
     if not estimate.host_bytes:
         return []
-    said = f"{format_bytes(estimate.all_host_bytes)} of host memory, "
+    said = f"{format_bytes(estimate.all_host_bytes)} of host memory"
     if limit_bytes is None:
-        enough = "as many machines have"
         if estimate.host_bytes > SANE_HOST_BYTES:
-            enough = f"more than the {format_bytes(SANE_HOST_BYTES)} that many machines have"
-        return [("host", f"{said}{enough} (--host-mem limits it)")]
+            said += f", more than the {format_bytes(SANE_HOST_BYTES)} that many machines have"
+        return [("host", f"{said} (--host-mem limits it)")]
     if lacking_bytes := estimate.lacks_on_host(limit_bytes):
-        return [("host", f"{said}{format_bytes(lacking_bytes)} too much")]
+        return [("host", f"{said}, {format_bytes(lacking_bytes)} too much")]
     spare = format_bytes(limit_bytes - estimate.all_host_bytes)
-    return [("host", f"{said}{spare} of {format_bytes(limit_bytes)} to spare")]
+    return [("host", f"{said}, {spare} of {format_bytes(limit_bytes)} to spare")]
 
 
 def experts(answer: Answer) -> str:

@@ -1095,7 +1095,7 @@ def test_host_memory_is_said_and_what_lacks_of_it() -> None:
             (found, 63 * GIB),
         )
     )
-    assert usual == "64.00 GiB of host memory, as many machines have (--host-mem limits it)"
+    assert usual == "64.00 GiB of host memory (--host-mem limits it)"
     assert "64.00 GiB of host memory, more than the 32.00 GiB that many machines have" in huge
     assert spare == "64.00 GiB of host memory, 1.00 GiB of 65.00 GiB to spare"
     assert lacking == "64.00 GiB of host memory, 1.00 GiB too much"
