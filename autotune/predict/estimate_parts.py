@@ -39,8 +39,8 @@ def per_gpu(
 def parked_bytes(launches: Iterable[Launch]) -> int:
     """Host memory of the activations of a micro-step that wait there, each copied out and back.
 
-    They are pinned, which torch rounds up to a power of two (c10's CachingHostAllocator). Its statistics of a
-    Qwen2 of seven layers, run without a card (torch 2.15, host_memory_stats), say the same.
+    They are pinned, which torch rounds up to a power of two (c10's CachingHostAllocator). Held against what
+    that allocator holds of four models: validation.no_card_host, studies/no-card.
     """
     copies = (each for each in launches if each.kernel.name == "copy_host")
     return sum(each.count << (math.ceil(each.bytes_moved) - 1).bit_length() for each in copies) // 2
