@@ -130,9 +130,8 @@ class Pricer:
         """One that fits, by the thriftiest settings; None when nothing does."""
         ladders = self._ladders(case, prune=True)
         # What mostly needs least comes first: where it fits, the others need no trace.
-        likely = _likely_least(ladders)
         self._num_tried += 1
-        for some in filter(None, (likely, [each for each in ladders if each not in likely])):
+        for some in filter(None, _likely_least(ladders)):
             estimator, configs = self._thriftiest(case, some)
             self._progress("tried", self._num_tried, self.num_traces)
             # How much room is left differs: what needs less may not fit where what needs more does.
@@ -157,7 +156,7 @@ class Pricer:
         """
         ladders = self._ladders(case, prune=False)
         # Of the others only those are traced that could need less.
-        estimator, configs = self._thriftiest(case, _likely_least(ladders))
+        estimator, configs = self._thriftiest(case, _likely_least(ladders)[0])
         least = smallest(estimator, estimator.least_of_host(configs))
         if least is not None:
             needed = dataclasses.replace(case, budget_bytes=least[1])
@@ -434,15 +433,19 @@ _Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
 """Configurations of one structure, by thrift."""
 
 
-def _likely_least(ladders: list[_Ladder]) -> list[_Ladder]:
-    """The ladders of the least weights, with the loss in parts where it can be."""
+def _likely_least(ladders: list[_Ladder]) -> tuple[list[_Ladder], list[_Ladder]]:
+    """The ladders of the least weights, with the loss in parts where it can be, and the others."""
 
     def key(rungs: _Ladder) -> tuple[object, ...]:
         config = rungs[0][1][0]
         return not config.chunked_loss, least_bytes(config, 10**9)
 
-    least = min(map(key, ladders), default=None)
-    return [rungs for rungs in ladders if key(rungs) == least]
+    keys = list(map(key, ladders))
+    least: list[_Ladder] = []
+    others: list[_Ladder] = []
+    for found, rungs in zip(keys, ladders, strict=True):
+        (least if found == min(keys) else others).append(rungs)
+    return least, others
 
 
 def _any_of(rungs: Mapping[tuple[int, ...], list[TrainConfig]]) -> TrainConfig:
