@@ -64,13 +64,15 @@ _EXPLANATIONS = (
         "The file is damaged; it was left as it is",
         "Restore it from a copy",
     ),
-    *(
-        (
-            missing,
-            "It lacks a part that it was made with; it was left as it is",
-            "Restore it from a copy",
-        )
-        for missing in ("no such table", "no such column")
+    (
+        "no such table",
+        "It lacks a table that it was made with; it was left as it is",
+        "Restore it from a copy",
+    ),
+    (
+        "no such column",
+        "It lacks a column that it was made with; it was left as it is",
+        "Restore it from a copy",
     ),
     ("is locked", "Another process is writing to it", "Try again when that has finished"),
     (
