@@ -427,11 +427,13 @@ class Estimator:
         )
 
     def _host_bytes(self, config: TrainConfig, paged_out_bytes: int) -> int:
-        """Host memory of one GPU: its offloaded part, activations that wait, state that is paged out."""
+        """Host memory of one GPU: what is offloaded, activations and state that wait, what is paged out."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         exchange = self._times.exchange(spec, config.samples_per_pass, rank)
         offloaded_bytes = 0 if exchange is None else exchange.host_bytes
-        return offloaded_bytes + self._parked(spec, config.samples_per_pass, rank) + paged_out_bytes
+        waiting_bytes = self._parked(spec, config.samples_per_pass, rank)
+        waiting_bytes += self._update(config).host_bytes
+        return offloaded_bytes + waiting_bytes + paged_out_bytes
 
     def _find_parked(self, spec: TraceSpec, micro_batch: int, rank: int) -> int:
         if not spec.activation_offloading:

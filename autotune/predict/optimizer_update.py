@@ -60,6 +60,7 @@ class UpdateCosts:
     state_bytes: int
     """Bytes of the state on the device, in the allocator's blocks."""
     managed_bytes: int
+    host_bytes: int
     temporary_peak_bytes: int
     """Peak of an update above weights, gradients and state."""
     cost: StepCost
@@ -160,6 +161,7 @@ def priced_update(
         device_state_bytes=int(changes(both, np.where(is_state, sizes, 0)).sum()),
         state_bytes=int(changes(both, np.where(is_state, in_blocks(sizes), 0)).sum()),
         managed_bytes=row.managed_bytes(specs),
+        host_bytes=row.host_bytes(specs),
         temporary_peak_bytes=int(temporaries.max(initial=0)),
         cost=sum(costs, NO_COST),
         makes_at_once=bool(made),

@@ -356,8 +356,8 @@ class Estimate(Timed):
     """Bytes of paged optimizer state on the device, a part of `nontorch_bytes`: it gives way to what has
     to be there."""
     host_bytes: int = 0
-    """Bytes of host memory that each GPU takes: what is offloaded, activations that wait there, and paged
-    state that is not on the device. Where torch pins activations it rounds each up to a power of two."""
+    """Bytes of host memory that each GPU takes: what is offloaded, activations and state that wait there, and
+    paged state that is not on the device. Activations are pinned: each is rounded up to a power of two."""
     vllm_bytes: int = 0
     """Bytes that vLLM adds to the peak on the device, a part of `nontorch_bytes`: the share that it takes;
     where it sleeps, what it keeps, or what its share comes to beyond the peak of training."""

@@ -82,10 +82,15 @@ class Optimizer:
 
     def managed_bytes(self, specs: Sequence[TensorSpec]) -> int:
         """Bytes of its state that live in CUDA managed memory."""
-        if not self.paged:
-            return 0
+        return self._bytes_in("managed", specs) if self.paged else 0
+
+    def host_bytes(self, specs: Sequence[TensorSpec]) -> int:
+        """Bytes of its state that wait in host memory."""
+        return self._bytes_in("host", specs)
+
+    def _bytes_in(self, place: str, specs: Sequence[TensorSpec]) -> int:
         states = (state for spec in specs for state in self.algorithm.state(spec))
-        return sum(state.size_bytes for state in states if state.place == "managed")
+        return sum(state.size_bytes for state in states if state.place == place)
 
     def cost(self, specs: Sequence[TensorSpec]) -> StepCost:
         """Cost of all its updates in a step."""

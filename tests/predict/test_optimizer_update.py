@@ -29,6 +29,9 @@ def test_what_stays_of_the_steps_is_the_state(row: Optimizer) -> None:
     device_bytes, managed_bytes = state_bytes(row.name, SPECS)
     assert update.device_state_bytes == device_bytes
     assert update.managed_bytes == managed_bytes
+    # GrokAdamW alone keeps its three averages in host memory.
+    on_host = 3 * sum(spec.size_bytes for spec in SPECS) if row.name == "grokadamw" else 0
+    assert update.host_bytes == on_host
     # In blocks of 512 bytes, less than one more for each of at most 7 tensors of a parameter.
     assert update.state_bytes % 512 == 0
     assert device_bytes <= update.state_bytes < device_bytes + 14 * 512
