@@ -129,7 +129,7 @@ def row_of(prediction: Prediction, *, model: str, gpu: str) -> Row:
                 setting=change.setting,
                 value=str(getattr(best.config, change.setting)),
                 base_value=str(change.value),
-                buys_share=speed_of(best) / speed - 1 if change.fits else None,
+                buys_share=speed_of(best) / speed - 1 if change.leaves_room else None,
                 within_noise=speed >= fastest * (1 - NOISE),
             )
         )

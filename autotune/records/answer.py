@@ -183,7 +183,7 @@ class Change:
     """A field of TrainConfig, or `memory_budget_bytes`."""
     value: object
     estimate: Estimate
-    fits: bool
+    leaves_room: bool
     """Whether the peak leaves the room that an answer has to leave."""
 
     def to_dict(self, budget_bytes: int) -> dict[str, object]:
@@ -195,7 +195,7 @@ class Change:
             **self.estimate.to_dict(budget_bytes),
             "setting": self.setting,
             "value": self.value,
-            "leaves_room": self.fits,
+            "leaves_room": self.leaves_room,
         }
 
 

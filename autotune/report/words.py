@@ -459,7 +459,7 @@ def _lever(change: Change, best: Estimate, workload: Workload) -> float:
     budget_bytes = workload.memory_budget_bytes
     if lacking_bytes := change.estimate.lacks_on_host(workload.host_memory_bytes):
         return lacking_bytes / change.estimate.all_host_bytes
-    if not change.fits:
+    if not change.leaves_room:
         return (change.estimate.resident_bytes - budget_bytes) / budget_bytes
     assert change.estimate.tokens_per_second is not None
     assert best.tokens_per_second is not None
@@ -477,7 +477,7 @@ def changed(change: Change, best: Estimate, workload: Workload) -> str:
 
 def _outcome(change: Change, best: Estimate, workload: Workload) -> str:
     """The speed against the answer's, or what is lacking."""
-    if change.fits:
+    if change.leaves_room:
         return gain(change.estimate, best)
     budget_bytes = workload.memory_budget_bytes
     if lacking_bytes := change.estimate.lacks_on_host(workload.host_memory_bytes):
@@ -500,10 +500,12 @@ def rounding(answer: Answer) -> str:
     if safer is None:
         return said
     what = (
-        describe(safer.estimate.config) if safer.fits else KNOBS[safer.setting].words(safer.value)
+        describe(safer.estimate.config)
+        if safer.leaves_room
+        else KNOBS[safer.setting].words(safer.value)
     )
     lost = _outcome(safer, best, answer.workload)
-    return f"{said} Safe: {what} ({lost}{'' if safer.fits else ' at least'})."
+    return f"{said} Safe: {what} ({lost}{'' if safer.leaves_room else ' at least'})."
 
 
 def quantized_room(answer: Answer) -> str:

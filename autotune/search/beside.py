@@ -28,7 +28,9 @@ def changes(
     if best.config.method != base.method and estimator.supports(base):
         estimate = estimator.estimate(base)
         fits = estimator.fits(estimate)
-        changes.append(Change(setting="method", value=base.method, estimate=estimate, fits=fits))
+        changes.append(
+            Change(setting="method", value=base.method, estimate=estimate, leaves_room=fits)
+        )
     without_batch = put_back_one(estimator, best.config, base, context, leaves="micro_batch_size")
     return *changes, *without_batch
 
@@ -50,7 +52,7 @@ def put_back_one(
             setting=setting,
             value=getattr(base, setting),
             estimate=estimate,
-            fits=estimator.fits(estimate),
+            leaves_room=estimator.fits(estimate),
         )
 
 
@@ -103,7 +105,7 @@ def safer(
         setting=setting,
         value=getattr(best.config, setting),
         estimate=best,
-        fits=estimator.fits(best),
+        leaves_room=estimator.fits(best),
     )
 
 
@@ -126,4 +128,4 @@ def more_memory(
     own = larger.estimate(best.config)
     if speed_of(own) * (1 + NOISE) >= speed_of(fastest):
         fastest = own
-    return Change(setting=MORE_MEMORY, value=budget, estimate=fastest, fits=True)
+    return Change(setting=MORE_MEMORY, value=budget, estimate=fastest, leaves_room=True)

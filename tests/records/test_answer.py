@@ -115,7 +115,7 @@ def test_a_winner_that_was_stopped_and_then_confirmed_fits() -> None:
 def test_more_memory_is_compared_with_that_memory() -> None:
     size = answers.answer().workload.memory_budget_bytes + 10**9
     bigger = answers.estimate(device_gib=(size - 10**8) / 2**30)
-    more = Change(setting="memory_budget_bytes", value=size, estimate=bigger, fits=True)
+    more = Change(setting="memory_budget_bytes", value=size, estimate=bigger, leaves_room=True)
     told: Any = answers.answer(more_memory=more).to_dict()["changes"]
     assert told[-1]["setting"] == "memory_budget_bytes"
     assert (told[-1]["fits"], told[-1]["leaves_room"]) == (True, True)

@@ -252,7 +252,7 @@ def test_why_names_the_largest_lever_first_and_no_detail() -> None:
     def lever(setting: str, value: object, *, device_gib: float, step_seconds: float) -> Change:
         estimate = answers.estimate(device_gib=device_gib, step_seconds=step_seconds)
         fits = device_gib < 11
-        return Change(setting=setting, value=value, estimate=estimate, fits=fits)
+        return Change(setting=setting, value=value, estimate=estimate, leaves_room=fits)
 
     detail = lever("expandable_segments", False, device_gib=11.2, step_seconds=8.0)
     half = lever("optimizer", "adamw_torch", device_gib=10.0, step_seconds=16.0)
@@ -348,7 +348,7 @@ def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
     def with_safer(device_gib: float, **changed: Any) -> str:
         estimate = answers.estimate(mixed, device_gib=device_gib, step_seconds=16.0)
         safer = Change(
-            setting="precision", value="bf16-mixed", estimate=estimate, fits=device_gib < 11
+            setting="precision", value="bf16-mixed", estimate=estimate, leaves_room=device_gib < 11
         )
         return one_line(drawn(answers.answer(safer=safer, **changed)))
 
@@ -1074,7 +1074,7 @@ def test_varied_lengths_are_named_where_they_leave_too_little_room() -> None:
 
 def test_what_fits_with_too_little_room_is_said_so() -> None:
     estimate = answers.estimate(device_gib=11.1)
-    change = Change(setting="optimizer", value="adamw_torch", estimate=estimate, fits=False)
+    change = Change(setting="optimizer", value="adamw_torch", estimate=estimate, leaves_room=False)
     workload = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=12 * 10**9)
     shown = words.changed(change, answers.estimate(), workload)
     assert shown == "With adamw_torch instead: too little room, it fits with 75 %."
@@ -1103,7 +1103,7 @@ def test_host_memory_is_said_and_what_lacks_of_it() -> None:
     assert words.room(found, 12 * GIB, 63 * GIB) == said
     on_card = found.resident_bytes - GIB
     assert words.room(found, on_card, 63 * GIB) == f"{said} and on the card by 1.00 GiB"
-    change = Change(setting="parallelism", value="zero3-offload", estimate=found, fits=False)
+    change = Change(setting="parallelism", value="zero3-offload", estimate=found, leaves_room=False)
     workload = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=63 * GIB)
     said = words.changed(change, answers.estimate(), workload)
     assert said.endswith("instead: 1.00 GiB too much in host memory.")

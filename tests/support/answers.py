@@ -156,20 +156,20 @@ def answer(**changed: Any) -> Answer:
                 setting="activation_checkpointing",
                 value=0,
                 estimate=estimate(without, device_gib=13.0),
-                fits=False,
+                leaves_room=False,
             ),
             Change(
                 setting="optimizer",
                 value="adamw_torch_fused",
                 estimate=estimate(BASE, step_seconds=10.0),
-                fits=True,
+                leaves_room=True,
             ),
         ),
         "more_memory": Change(
             setting="memory_budget_bytes",
             value=14 * 10**9,
             estimate=estimate(without, device_gib=12.5, step_seconds=7.0),
-            fits=True,
+            leaves_room=True,
         ),
         "counts": Counts(
             enumerated=18_432,
