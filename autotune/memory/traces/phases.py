@@ -17,6 +17,10 @@ class Phase(StrEnum):
     BUFFERS = "buffers"
     """Tensors that are in no checkpoint, and come behind a quantised base's weights."""
     ADAPTER = "adapter"
+    ADAPTER_CAST = "adapter_cast"
+    """Copying to float32 an adapter that reached the device in 16 bits."""
+    ADAPTER_CAST_BACK = "adapter_cast_back"
+    """Copying it to bfloat16, as TRL's trainers do beside a quantised base."""
     REFERENCE_WEIGHTS = "reference_weights"
     """A frozen copy of the model, to which it is compared in training."""
     PREPARED = "prepared"
@@ -60,7 +64,8 @@ class Phase(StrEnum):
 
 
 SETUP_PHASES = (
-    Phase.WEIGHTS, Phase.BUFFERS, Phase.PREPARED, Phase.ADAPTER, Phase.REFERENCE_WEIGHTS, Phase.SETTLED,
+    Phase.WEIGHTS, Phase.BUFFERS, Phase.PREPARED, Phase.ADAPTER, Phase.ADAPTER_CAST, Phase.ADAPTER_CAST_BACK,
+    Phase.REFERENCE_WEIGHTS, Phase.SETTLED,
 )  # fmt: skip
 GENERATION_PHASES = (Phase.PREFILL, Phase.DECODE, Phase.GROWN, Phase.LAST)
 """Phases of which a trace's sizes are of all completions that are generated at a time."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -75,23 +76,46 @@ def _cast_as_beside(model: nn.Module) -> None:
     _move_adapter_to_device_of_base_layer).
     """
     from peft.tuners.lora.layer import ParamWrapper
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for module in model.modules():
+    for module, held in _parts_of(model):
         if isinstance(module, ParamWrapper):
             raise UnsupportedModel(
                 "an adapter on experts that share one weight is traced in float32 alone, and here it has 16 "
                 "bits (--targets attention leaves the experts out)"
             )
-        if not isinstance(module, BaseTunerLayer):
-            continue
         beside: Any = module.get_base_layer()
-        if not beside.weight.dtype.is_floating_point:
+        if beside.weight.dtype.is_floating_point:
+            held.to(beside.weight.dtype)
+
+
+def made_in(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """Weights of an adapter that PEFT makes in 16 bits, beside 4-bit weights, with their dtypes.
+
+    Source: peft 0.21 tuners/tuners_utils.py, _get_base_layer_device_and_dtype.
+    """
+    dtypes = [
+        (held, getattr(module.get_base_layer(), "compute_dtype", None))
+        for module, held in _parts_of(model)
+    ]
+    return [
+        (tensor, dtype)
+        for held, dtype in dtypes
+        if dtype is not None
+        for tensor in held.parameters()
+    ]
+
+
+def _parts_of(model: nn.Module) -> Iterator[tuple[Any, nn.ModuleDict | nn.ParameterDict]]:
+    """PEFT's layers, each with the containers of its adapters' tensors."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if not isinstance(module, BaseTunerLayer):
             continue
         for name in (*module.adapter_layer_names, *module.other_param_names):
             held: Any = getattr(module, name, None)
             if isinstance(held, (nn.ModuleDict, nn.ParameterDict)):
-                held.to(beside.weight.dtype)
+                yield module, held
 
 
 def _in_order(count: int, *, generator: Any = None, **place: Any) -> torch.Tensor:

@@ -194,8 +194,10 @@ class MetaStep:
             self.model = adapters.add_adapter(self.model, self.task, spec, rank)
             if spec.num_splits > 1:
                 tensor_parallel.check_adapters(self.model)
+            if spec.quantization != "none":
+                self._load_adapter(place_of)
         if spec.trainer == "trl-sft":
-            sft.prepare(self.model, self.task, is_quantized=spec.quantization != "none")
+            sft.prepare(self.model, self.task)
         if self._trl is not None:
             copied = trl_steps.prepare(self.model, self.task, spec)
             self.reference = copied if self._teacher is None else self._teacher
@@ -259,6 +261,39 @@ class MetaStep:
             self._mark_change(Phase.PREPARED, place_of(name))
             with self.tracker:
                 quantize.prepare(module)
+        self.parameters = {self.tracker.index_of(local(p)): p for p in self.parameters.values()}
+
+    def _load_adapter(self, place_of: Callable[[str], Place]) -> None:
+        """Let an adapter reach the device, where a quantised base is already, and cast it there.
+
+        PEFT makes it in the dtype of the base's products and casts it to float32 once it is whole; TRL casts
+        what trains to bfloat16.
+
+        Source: peft 0.21 tuners/tuners_utils.py, _move_adapter_to_device_of_base_layer and
+        cast_adapter_dtype; trl 1.16 trainer/sft_trainer.py.
+        """
+        made = adapters.made_in(self.model)
+        for tensor, dtype in made:
+            tensor.data = tensor.data.to(dtype)
+        self._own_new(Phase.ADAPTER, place_of)
+        if not self.spec.adapter_in_base_dtype:
+            made_so = {id(tensor) for tensor, _ in made}
+            self._cast(Phase.ADAPTER_CAST, torch.float32, place_of, lambda _, p: id(p) in made_so)
+        if self._trl is not None or self.spec.trainer == "trl-sft":
+            self._cast(Phase.ADAPTER_CAST_BACK, torch.bfloat16, place_of, sft.is_cast)
+
+    def _cast(
+        self,
+        phase: Phase,
+        dtype: torch.dtype,
+        place_of: Callable[[str], Place],
+        is_cast: Callable[[str, nn.Parameter], bool],
+    ) -> None:
+        for name, parameter in self.model.named_parameters():
+            if is_cast(name, parameter) and parameter.dtype != dtype:
+                self._mark_change(phase, place_of(name))
+                with self.tracker:
+                    parameter.data = parameter.data.to(dtype)
         self.parameters = {self.tracker.index_of(local(p)): p for p in self.parameters.values()}
 
     def settle(self, micro_batch: int, sequence_length: int) -> None:

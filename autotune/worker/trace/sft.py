@@ -37,8 +37,8 @@ PASSES = {"_backward_kernel": 2}
 """Number of times that a kernel touches its tensors, which it reads and writes in place."""
 
 
-def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
-    """Prepare a model with its adapter as SFTTrainer does; `is_quantized`: the base of it.
+def prepare(model: Any, task: str) -> None:
+    """Prepare a model with its adapter as SFTTrainer does.
 
     Raises UnsupportedModel for another task, or where TRL is not installed.
     """
@@ -50,16 +50,12 @@ def prepare(model: Any, task: str, *, is_quantized: bool) -> None:
         raise UnsupportedModel(
             f"TRL is not installed here ({error}). It needs: pip install trl"
         ) from error
-    if is_quantized:
-        cast_adapter(model)
     add_fused_lm_head(inner_of(model), outputs=("log_probs", "entropy", "is_top1"))
 
 
-def cast_adapter(model: nn.Module) -> None:
-    """Cast what trains on a quantised base to bfloat16, as TRL's trainers do."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "lora_magnitude_vector" not in name:
-            parameter.data = parameter.data.to(torch.bfloat16)
+def is_cast(name: str, parameter: nn.Parameter) -> bool:
+    """Tell whether TRL's trainers cast this weight to bfloat16 where the base is quantised."""
+    return parameter.requires_grad and "lora_magnitude_vector" not in name
 
 
 def loss_of(

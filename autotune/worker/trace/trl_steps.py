@@ -32,7 +32,6 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.build.trl_classes import class_of
-from autotune.worker.trace.sft import cast_adapter
 
 OF_MODEL = ("input_ids", "attention_mask")
 """Tensors of a batch that a model is given."""
@@ -70,8 +69,6 @@ def prepare(model: Any, task: str, spec: TraceSpec) -> nn.Module | None:
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
     has_adapter = hasattr(model, "get_base_model")
-    if spec.quantization != "none":
-        cast_adapter(model)
     is_scored = row.has_reference and not spec.precompute_ref_log_probs
     is_copy = (is_scored or bool(spec.kl_beta)) and not has_adapter
     reference = copy.deepcopy(model).eval() if is_copy else None
