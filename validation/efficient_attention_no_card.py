@@ -1,13 +1,16 @@
-"""What memory-efficient attention's backward asks PyTorch's allocator for, call by call, without a card.
+"""What memory-efficient attention asks PyTorch's allocator for, call by call, without a card.
 
     for card in T4 "A100 80GB PCIe" "RTX 3090" "RTX 4090" H200 B200 "RTX 5090"; do
         python -m tools.no_card --gpu "$card" -- \\
             python -m validation.efficient_attention_no_card --seed 2 --calls 60
+        python -m tools.no_card --gpu "$card" -- \\
+            python -m validation.efficient_attention_no_card --seed 5 --calls 30 --forward
     done
 
 Calls are drawn at random: type, samples, heads, lengths, sizes of heads, dropout, order of tensors. Each
-row has what was allocated (bytes) and given back (negative), in order. Appends to
-studies/op-memory-no-card/efficient_attention.jsonl; nothing is computed (tools/no_card).
+row has what was allocated (bytes) and given back (negative), in order, by its backward pass or, in a file of
+their own, by its forward pass. Appends to studies/op-memory-no-card/efficient_attention*.jsonl; nothing is
+computed (tools/no_card).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-ROWS = Path(__file__).parents[1] / "studies" / "op-memory-no-card" / "efficient_attention.jsonl"
+STUDY = Path(__file__).parents[1] / "studies" / "op-memory-no-card"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 HEAD_SIZES = (16, 32, 48, 64, 72, 80, 96, 104, 112, 128, 136, 160, 192, 256)
 
@@ -61,13 +64,18 @@ def operands(call: dict[str, Any], device: str) -> tuple[torch.Tensor, ...]:
     return gradient, *(empty(call[n], call[s], by_token=call["by_token"]) for n, s in shapes)
 
 
-def recorded(call: dict[str, Any]) -> list[int]:
-    """Run the backward of a call; return what was allocated, and given back as negative, in order."""
+def recorded(call: dict[str, Any], *, is_forward: bool) -> list[int]:
+    """Run a pass of a call; return what was allocated, and given back as negative, in order."""
     gradient, query, key, value = operands(call, "cuda")
     forward = aten._scaled_dot_product_efficient_attention
-    result, sums, seed, offset = forward(query, key, value, None, True, call["dropout"], False)
+    if is_forward:
+        torch.cuda.memory._record_memory_history(max_entries=1000)
+    made = forward(query, key, value, None, True, call["dropout"], False)
+    if is_forward:
+        return _recorded_events()
+    result, sums, seed, offset = made
     torch.cuda.memory._record_memory_history(max_entries=1000)
-    made = aten._scaled_dot_product_efficient_attention_backward(
+    gradients = aten._scaled_dot_product_efficient_attention_backward(
         gradient,
         query,
         key,
@@ -81,9 +89,14 @@ def recorded(call: dict[str, Any]) -> list[int]:
         [True, True, True, False],
         False,
     )
+    events = _recorded_events()
+    del gradients
+    return events
+
+
+def _recorded_events() -> list[int]:
     events = torch.cuda.memory._snapshot()["device_traces"][0]
     torch.cuda.memory._record_memory_history(None)
-    del made
     signs = {"alloc": 1, "free_requested": -1}
     return [signs[e["action"]] * e["size"] for e in events if e["action"] in signs]
 
@@ -92,14 +105,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--calls", type=int, required=True)
+    parser.add_argument(
+        "--forward", action="store_true", help="the forward pass, not the backward one"
+    )
     options = parser.parse_args()
     card = torch.cuda.get_device_properties(0)
     rng = random.Random(options.seed)
-    with ROWS.open("a", encoding="utf-8") as file:
+    name = f"efficient_attention{'_forward' * options.forward}.jsonl"
+    with (STUDY / name).open("a", encoding="utf-8") as file:
         for _ in range(options.calls):
             call = drawn(rng, card.major)
             row = {"compute_capability": [card.major, card.minor], "call": call}
-            row |= {"torch": torch.__version__, "events": recorded(call)}
+            row |= {
+                "torch": torch.__version__,
+                "events": recorded(call, is_forward=options.forward),
+            }
             file.write(json.dumps(row) + "\n")
 
 

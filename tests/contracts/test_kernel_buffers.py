@@ -21,6 +21,8 @@ from validation.efficient_attention_no_card import operands
 STUDY = Path(__file__).parents[2] / "studies" / "op-memory-no-card"
 ROWS = STUDY / "rows.jsonl"
 EFFICIENT = STUDY / "efficient_attention.jsonl"
+FORWARD = STUDY / "efficient_attention_forward.jsonl"
+EFFICIENT_FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 H200 = Device(compute_capability=(9, 0), cublas_workspace_bytes=0, num_sms=132)
 NOT_MODELLED_BYTES = {
@@ -83,6 +85,16 @@ def test_efficient_attention_asks_for_what_it_was_recorded_to_on_seven_cards() -
         assert {*of_first, *made, *of_brief, *of_then} == {*asked}, row
         peak_bytes = sum(of_first) + sum(made) + max(sum(of_brief), sum(of_then))
         assert peak_bytes == max(itertools.accumulate(row["events"])), row
+
+
+def test_efficient_attention_sums_outputs_of_large_heads_in_a_buffer_on_seven_cards() -> None:
+    rows = [json.loads(line) for line in FORWARD.read_text(encoding="utf-8").splitlines()]
+    assert len({tuple(row["compute_capability"]) for row in rows}) == 7
+    for row in rows:
+        _, *inputs = operands(row["call"], "meta")
+        found = hidden_buffers(H200.multiprocessors, EFFICIENT_FORWARD, tuple(inputs), None)
+        given_back = [-size_bytes for size_bytes in row["events"] if size_bytes < 0]
+        assert [buffer.size_bytes for buffer in found] == given_back, row
 
 
 def test_grouped_heads_have_gradients_of_every_head_in_the_efficient_kernel() -> None:

@@ -133,14 +133,17 @@ def _cast_widest(_: Autocast, args: Any, kwargs: Any) -> _Call:
 
 # The functions of autocast_mode.h that Transformers' and PEFT's modelling code reaches.
 _LOWER = (
-    F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention,
+    F.linear, F.prelu, F.conv_transpose1d, F.conv_transpose2d, F.conv1d, F.conv2d, F.conv3d,
+    F.scaled_dot_product_attention,
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm,
     torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,
 )  # fmt: skip
 _FLOAT32 = (
     F.layer_norm, F.rms_norm, F.group_norm, F.nll_loss, F.mse_loss,
-    F.softplus, F.binary_cross_entropy_with_logits, F.cosine_similarity,
+    F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.softplus, F.binary_cross_entropy_with_logits,
+    F.cosine_similarity, torch.cdist, torch.logsumexp, torch.log1p, torch.expm1, torch.Tensor.logsumexp,
+    torch.Tensor.log1p, torch.Tensor.expm1,
     torch.pow, torch.rsqrt, torch.exp, torch.log, torch.norm, torch.reciprocal, torch.erfinv,
     torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log,
     torch.Tensor.norm, torch.Tensor.reciprocal,
@@ -150,7 +153,11 @@ _FLOAT32_RESULT = (
     torch.prod, torch.sum, torch.Tensor.softmax, torch.Tensor.log_softmax, torch.Tensor.cumsum,
     torch.Tensor.cumprod, torch.Tensor.prod, torch.Tensor.sum,
 )  # fmt: skip
-_WIDEST = (torch.cat, torch.stack, torch.addcmul, torch.addcdiv, torch.cross, torch.dot)
+# Not cat and stack, whose kernels take dtypes that differ.
+_WIDEST = (
+    torch.addcmul, torch.addcdiv, torch.atan2, torch.cross, torch.dot, torch.tensordot, torch.scatter_add,
+    torch.Tensor.scatter_add,
+)  # fmt: skip
 
 _OF_CUDA: dict[Any, Policy] = {
     **dict.fromkeys(_LOWER, _cast_lower),

@@ -110,6 +110,20 @@ def _efficient_tile(
     return (128, 64, False) if fits_registers else (64, 64, True)
 
 
+_SIZE_IN_REGISTERS = 128
+"""Largest head whose output memory-efficient attention keeps in registers (attention.cu, kMaxK)."""
+
+
+def _of_efficient_forward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Sums of 16-bit outputs in fp32, where a head is too large for registers (attention.cu output_accum)."""
+    query, _key, value = args[:3]
+    batch, heads, length, size = query.shape
+    value_size = value.shape[-1]
+    if query.element_size() != 2 or max(size, value_size) <= _SIZE_IN_REGISTERS:
+        return ()
+    return (Buffer(4 * batch * heads * length * value_size),)
+
+
 def _of_efficient_backward(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
     """Buffers of memory-efficient attention's backward.
 
@@ -285,6 +299,7 @@ _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten._scaled_dot_product_flash_attention.default: _of_flash_forward,
     aten._scaled_dot_product_flash_attention_backward.default: _of_flash_backward,
     aten._scaled_dot_product_cudnn_attention_backward.default: _of_cudnn_backward,
+    aten._scaled_dot_product_efficient_attention.default: _of_efficient_forward,
     aten._scaled_dot_product_efficient_attention_backward.default: _of_efficient_backward,
     aten.embedding_dense_backward.default: _of_embedding_backward,
     aten.index_put.default: _of_index_put,
