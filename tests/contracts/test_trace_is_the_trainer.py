@@ -534,7 +534,8 @@ def undo_differences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
     patch.setattr(attention, "varlen_attention", varlen)
     patch.setattr(sdpa, "MaskAddedInPlace", contextlib.nullcontext)
-    patch.setitem(POLICIES["cuda"], torch.einsum, POLICIES["cpu"][torch.einsum])
+    for function in (torch.einsum, torch.cat, torch.stack):
+        patch.setitem(POLICIES["cuda"], function, POLICIES["cpu"][function])
 
 
 @pytest.fixture(autouse=True)
