@@ -399,7 +399,7 @@ def find(
         allowed = list(filter(candidates.at_most(chosen), supported))
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
-            raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
+            raise none_of_class(chosen, wanted, reference, model, workload, best_by_class, refused)
         raise nothing_fits(
             estimator,
             allowed,

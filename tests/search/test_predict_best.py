@@ -24,6 +24,7 @@ from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.search import beside, first_answers, predict_best, room
 from autotune.search.candidates import Candidates
+from autotune.search.nothing_fits import none_of_class
 from autotune.search.predict_best import find
 from autotune.space import requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
@@ -974,6 +975,24 @@ def test_a_class_that_is_too_large_is_not_said_to_be_missing() -> None:
     said = str(caught.value)
     assert said.startswith("No configuration of the class exact is in the space. The base is full")
     assert "fp32" in said
+
+
+@pytest.mark.parametrize(
+    ("allow", "remedy"), [("exact", "Raise --allow"), ("recipe", "Name another --space")]
+)
+def test_a_class_that_cannot_be_traced_is_not_said_to_be_too_large(allow: str, remedy: str) -> None:
+    found = none_of_class(
+        allow,
+        [BASE],
+        BASE,
+        tiny_model.MODEL,
+        tiny_model.workload(MB),
+        {},
+        {TraceSpec.of(BASE): "no kernel"},
+    )
+    assert str(found).startswith(
+        f"No configuration of the class {allow} can be traced. No kernel. {remedy}"
+    )
 
 
 @pytest.mark.usefixtures("traced")
