@@ -329,6 +329,7 @@ def test_training_arguments_leave_the_dtype_to_the_checkpoint(
     path.write_text(json.dumps({"per_device_train_batch_size": 4, "bf16": bf16}))
     run = read_base(path, model=model)
     assert run.config.precision == precision
+    assert ("in float32, as the checkpoint is" in " ".join(run.notes)) is ("bert" in model)
     said = changes(run, run.config, dataclasses.replace(run.config, precision="bf16-autocast"))
     # Where the checkpoint is in float32, no switch makes its weights bfloat16.
     assert [change.key for change in said] == ([] if "bert" in model else ["bf16"])
