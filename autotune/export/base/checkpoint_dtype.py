@@ -22,8 +22,8 @@ _OF_FLOAT32 = table(
 """The precisions of float32 weights by TrainingArguments' switches; 16-bit weights cannot be said there."""
 
 _LOADED = (
-    "weights are taken to be loaded in float32, as the checkpoint is: TrainingArguments do not say. Where yours "
-    "are not, give the program with its from_pretrained(dtype=...), or the train_config.yaml or folder of an answer"
+    "weights are taken to be loaded in float32, as the checkpoint is: TrainingArguments do not say. Where "
+    "yours are not, give the program with its from_pretrained(dtype=...), or an answer's train_config.yaml"
 )
 
 
