@@ -280,6 +280,9 @@ def against_baseline(answer: Answer) -> str:
     baseline = answer.baseline
     if baseline is None:
         said = describe_base(answer.base)
+        if lacking_bytes := answer.base_lacks_on_host_bytes:
+            lack = f"lack {format_bytes(lacking_bytes)} of host memory (--host-mem)"
+            return f"{answer.base_name} ({said}, micro-batch {answer.base.micro_batch_size}) {lack}"
         if answer.base_name == TRAINER_DEFAULTS:
             return f"{answer.base_name} ({said}) do not fit at any micro-batch"
         return f"{answer.base_name} ({said}, micro-batch {answer.base.micro_batch_size}) do not fit"

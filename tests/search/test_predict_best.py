@@ -949,8 +949,9 @@ def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
     state = free.state.optimizer_state_managed_bytes
     assert free.host_bytes == state - free.paged_in_bytes > 0
     limit = free.host_bytes - 1
-    less = search(1500 * MB, **options, host_memory_bytes=limit).best
-    assert less.host_bytes <= limit
+    less = search(1500 * MB, **options, host_memory_bytes=limit, base=free.config)
+    assert less.best.host_bytes <= limit
+    assert (less.baseline, less.base_lacks_on_host_bytes) == (None, 1)
     with pytest.raises(NothingFitsError) as caught:
         search(1500 * MB, **options, host_memory_bytes=1)
     said = re.search(r"--host-mem (\S+) is enough for .*paged_adamw_32bit", str(caught.value))
