@@ -199,7 +199,7 @@ def data(workload: Workload) -> str:
     lengths, dataset = workload.lengths, workload.dataset
     assert lengths is not None
     is_partial = dataset is not None and dataset.loss_on == "answers" and workload.task == CAUSAL
-    counted_ = f"{lengths.num_samples:,} samples"
+    counted_ = counted(lengths.num_samples, "sample")
     if (row := BY_TASK.get(workload.task)) is not None:
         number = lengths.num_samples // row.rows_per_sample
         with_prompt = ", each answer with its prompt" if row.is_trl else " of texts"
