@@ -265,7 +265,7 @@ def tried_on_a_cpu(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     A tiny model is tried so before a card is rented. Read back as `--base`, they are those of a card.
     """
-    tried = {"use_cpu": _Code(f"not {_HAS_CARD}"), **arguments}
+    tried = {**arguments, "use_cpu": _Code(f"not {_HAS_CARD}")}
     tried |= {name: _HAS_CARD for name in _NEED_A_CARD if arguments.get(name)}
     for name in (_CHECKPOINTING[1], _OLD_CHECKPOINTING[1]):
         if arguments.get(name, {}).get("offload"):
