@@ -20,7 +20,7 @@ from autotune.cli.options import (
     storage_option,
     workload_options,
 )
-from autotune.cli.output import command_on, explain, print_json, say
+from autotune.cli.output import as_far_as_it_is_read, command_on, explain, print_json, say
 from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, Question
 from autotune.space.knobs import KNOBS
 from autotune.store import database
@@ -202,12 +202,13 @@ def _find(
         raise
     if not as_json:
         # Before anything is written: what cannot be written does not cost the answer.
-        terminal.draw_answer(found.answer, sys.stdout)
-        sys.stdout.flush()
+        with as_far_as_it_is_read():
+            terminal.draw_answer(found.answer, sys.stdout)
     folder = out or STUDIES / found.folder_name
     delivered = deliver(found, folder=folder, storage=storage, command=command)
     if as_json:
-        print_json({**delivered.result, "files": [str(path) for path in delivered.files]})
+        with as_far_as_it_is_read():
+            print_json({**delivered.result, "files": [str(path) for path in delivered.files]})
     else:
         study = delivered.study
         place = f"{study} in {database.shown_url(storage)}" if study else ""
@@ -216,16 +217,17 @@ def _find(
             written = [*written, delivered.report]
         elif study:
             report = command_on(study, "report", storage)
-        terminal.draw_outcome(
-            written,
-            place,
-            sys.stdout,
-            answer=found.answer,
-            dataset=str(question.dataset or ""),
-            report=report,
-            command=delivered.command,
-            unsaid=delivered.unsaid,
-        )
+        with as_far_as_it_is_read():
+            terminal.draw_outcome(
+                written,
+                place,
+                sys.stdout,
+                answer=found.answer,
+                dataset=str(question.dataset or ""),
+                report=report,
+                command=delivered.command,
+                unsaid=delivered.unsaid,
+            )
     for note in delivered.notes:
         say(f"note: {note}")
     for problem in delivered.problems[:-1]:

@@ -7,6 +7,7 @@ import logging
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from autotune.common import log
 from autotune.common.secrets import redacted
 from autotune.common.user_text import printable
 from autotune.errors import AutotuneError, ConfigError
+from autotune.report.stderr import tell
 from autotune.store import database
 
 _log = log.logger(__name__)
@@ -26,12 +28,21 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+@contextlib.contextmanager
+def as_far_as_it_is_read() -> Iterator[None]:
+    """What follows goes on where a reader of stdout (head) leaves: it has what it wanted."""
+    try:
+        yield
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # The second is what rich makes of the first.
+        drop_output()
+
+
 def say(text: str, *, level: int = logging.INFO, cause: BaseException | None = None) -> None:
     """One line on stderr, with whatever is in it made printable; in the log with its cause."""
     line = redacted(" ".join(text.split()))
     _log.log(level, "%s", line, exc_info=cause, extra=log.SAID)
-    with contextlib.suppress(OSError):
-        print(printable(line), file=sys.stderr)
+    tell(printable(line))
 
 
 def note(text: str) -> None:

@@ -242,14 +242,25 @@ def module_names(targets: str) -> list[str]:
 
 
 _NAMES = re.compile(r"[\w.,\s-]*")
+_ENDINGS = re.compile(r"\^?\.\*(\\\.)?(\w*)(?:\((?:\?:)?(\w+(?:\|\w+)*)\))?(\w*)\$?")
+"""A pattern of PEFT's that says what modules are called, such as `.*\\.(q|v)_proj`: it is a list of names."""
+_WHOLE = re.compile(r"[a-z]+_proj")
+"""Names that are whole, where a pattern does not say so by a dot."""
+
+
+def names_of(pattern: str) -> list[str]:
+    """Return the names that a pattern of modules stands for. ValueError where it says more, or less."""
+    dot, *ends = found.groups("") if (found := _ENDINGS.fullmatch(pattern)) else ("", "", "", "")
+    names = [f"{ends[0]}{name}{ends[2]}" for name in ends[1].split("|")]
+    if not all(names if dot else map(_WHOLE.fullmatch, names)):
+        raise ValueError("is a pattern of more than whole names: name the modules in a list")
+    return names
 
 
 def targets_of(names: object) -> str:
     """Return the value of lora_targets for a list of modules. ValueError where it is none."""
     if isinstance(names, str):
-        if not _NAMES.fullmatch(names):
-            raise ValueError("is a pattern: name the modules in a list")
-        names = names.split(",")
+        names = names.split(",") if _NAMES.fullmatch(names) else names_of(names)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("must be a list of names")
     names = [name.strip() for name in names]

@@ -19,9 +19,11 @@ from autotune.export.train_trl_py import READS, lora_arguments
 from autotune.export.training_args import (
     CARRIED,
     IN_ENVIRONMENT,
+    attention_there,
     installed_fields,
     set_environment,
     training_arguments,
+    tried_on_a_cpu,
     unknown_values,
     without_checkpointing,
 )
@@ -84,11 +86,11 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         imports="".join(imports),
         model=ascii(model_reference(workload.model)),
         fields=ascii([*columns]),
-        arguments=keywords(values),
+        arguments=keywords(tried_on_a_cpu(values)),
         adapter=adapter,
         quantization=quantization,
         dtype=PRECISIONS[config.precision].parameter_dtype,
-        attention=config.attention,
+        attention=ascii(attention_there(config.attention)),
         sequence_length=config.sequence_length,
         plan=plan,
     )

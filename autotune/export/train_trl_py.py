@@ -19,7 +19,13 @@ from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.train_py import cutting_code, expanded_heads, plan_code, update_code
-from autotune.export.training_args import IN_ENVIRONMENT, set_environment, without_checkpointing
+from autotune.export.training_args import (
+    IN_ENVIRONMENT,
+    attention_there,
+    set_environment,
+    tried_on_a_cpu,
+    without_checkpointing,
+)
 from autotune.export.trl_config import (
     TRL,
     applies,
@@ -95,9 +101,13 @@ _REWARDS = """\
 """
 _VLLM = """\
     try:
-        importlib.import_module("vllm")
+        if arguments.use_vllm:
+            importlib.import_module("vllm")
     except ImportError:
-        sys.exit("vLLM writes the completions here, and is not installed: pip install 'trl[vllm]'.")
+        sys.exit(
+            "vLLM writes the completions here, and is not installed: pip install 'trl[vllm]'; "
+            "use_vllm=False in this file tries it without."
+        )
 """
 _PROMPTS = """\
     if "prompt" not in rows.column_names:
@@ -150,9 +160,10 @@ def write(
         )
     if config.update_in_backward:
         plan += "    trainer.add_callback(UpdateInBackward())\n"
+    values = tried_on_a_cpu(values)
     values["model_init_kwargs"] = {
         "dtype": PRECISIONS[config.precision].parameter_dtype,
-        "attn_implementation": config.attention,
+        "attn_implementation": attention_there(config.attention),
     }
     sees = _sees(row, workload)
     imports, adapter, quantization = [], "adapter = None", "quantization = None"
@@ -185,7 +196,7 @@ def write(
         taught = f"teacher = {model_reference(workload.teacher.name)!a}\n"
         values["teacher_model_init_kwargs"] = {
             "dtype": PRECISIONS[config.precision].compute_dtype,
-            "attn_implementation": config.attention,
+            "attn_implementation": attention_there(config.attention),
         }
     makes_trainer = _MAKES_TRAINER.format(trainer=kind, further=further)
     if values.get("assistant_only_loss"):

@@ -247,6 +247,39 @@ def without_checkpointing(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+class _Code(str):
+    """An expression of Python, which stands in a written program as it is."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_HAS_CARD = _Code("torch.cuda.is_available()")
+_NEED_A_CARD = ("fp16", "tf32", "use_liger_kernel")
+
+
+def tried_on_a_cpu(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments for a program that runs without a card, too: there without what needs one.
+
+    A tiny model is tried so before a card is rented. Read back as `--base`, they are those of a card.
+    """
+    tried = {**arguments, "use_cpu": _Code(f"not {_HAS_CARD}")}
+    tried |= {name: _HAS_CARD for name in _NEED_A_CARD if arguments.get(name)}
+    for name in (_CHECKPOINTING[1], _OLD_CHECKPOINTING[1]):
+        if arguments.get(name, {}).get("offload"):
+            tried[name] = {**arguments[name], "offload": _HAS_CARD}
+    return tried
+
+
+def attention_there(attention: str) -> str:
+    """Return what a written program has for attention: PyTorch's own where a kernel's card is missing."""
+    if not attention.startswith(("flash", "flex")):
+        return attention
+    return _Code(f"{attention!a} if {_HAS_CARD} else 'sdpa'")
+
+
 def environment(config: TrainConfig) -> dict[str, str]:
     """Return the environment variables that the Trainer's process needs.
 

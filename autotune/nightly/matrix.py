@@ -216,7 +216,7 @@ def _matrix(read: Any, problems: list[str]) -> Matrix:
         return made
     points = itertools.product(*axes.values())
     cells = [*_cells(points, _given(read, OPTIONS), overrides, problems)]
-    if not cells:
+    if not cells and not problems:
         problems.append("cells: every cell is skipped")
     return dataclasses.replace(
         made, cells=tuple(_named(cells)), num_skipped=num_points - len(cells)

@@ -274,6 +274,8 @@ class Answer:
     """Name of the base in messages, in the plural."""
     is_base_offered: bool = True
     """Whether the base is a point of the space that was searched; where not, the answer may be slower."""
+    base_lacks_on_host_bytes: int = 0
+    """Host memory that a base without a `baseline` lacks, where the card has room for it."""
     sureness: Sureness | None = None
     """How sure it is that the answer is the fastest; None where it was measured."""
     space_changes: tuple[str, ...] = ()
@@ -391,6 +393,7 @@ class Answer:
             "left_out": [str(each) for each in self.left_out],
             "space_changes": list(self.space_changes),
             "base_name": self.base_name,
+            "base_lacks_on_host_bytes": self.base_lacks_on_host_bytes,
             "compilation": None if self.compilation is None else self.compilation.to_dict(budget),
             "loader": None if self.loader is None else self.loader.to_dict(),
             "learning_rate": self.learning_rate,

@@ -155,6 +155,9 @@ class Question:
                 f"odds is {repr(self.odds)[:40]}",
                 why=f"It should be a number from {ODDS[0]} to {ODDS[1]}",
             )
+        for name in ("headroom", "host_mem"):
+            if type(getattr(self, name)) is int and getattr(self, name) == 0:  # No unit is needed.
+                object.__setattr__(self, name, "0")
         for names, kind in ((_TEXTS, str), (_PATHS, Path)):
             for name in names:
                 check_text(name, getattr(self, name), kind)
@@ -175,6 +178,7 @@ def check_text(name: str, value: object, *kinds: type) -> None:
 _EXAMPLES = {
     "gpu_mem": "12GB",
     "headroom": "500MB",
+    "host_mem": "64GB",
     "image_size": "1024x768",
     "storage": "sqlite:///studies/autotune.db",
 }

@@ -17,7 +17,7 @@ from autotune.records.measurement import measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.tradeoffs import tradeoff_class
 from autotune.space.words import describe
-from autotune.store.predicted_trials import OVER_BUDGET, SPACE
+from autotune.store.predicted_trials import OVER_BUDGET, PAGED_IN, SPACE
 from autotune.store.stored_answers import StoredAnswer, load_with_trials
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class TrialRow:
     config: str
     tokens_per_second: float | None
     peak_device_bytes: int | None
+    paged_in_bytes: int = 0
+    """Part of a predicted peak that is paged state: it gives way."""
     predicted_tokens_per_second: float | None = None
     """Predicted speed of a measured trial, where it was kept."""
     predicted_peak_device_bytes: int | None = None
@@ -52,6 +54,13 @@ class TrialRow:
     is_answer: bool = False
     is_frontier: bool = False
     """Whether nothing faster needs less memory, among the trials that fit and have the same evidence."""
+
+    @property
+    def resident_bytes(self) -> int | None:
+        """Bytes of the peak that have to be on the device, as far as is known."""
+        return (
+            None if self.peak_device_bytes is None else self.peak_device_bytes - self.paged_in_bytes
+        )
 
     @property
     def remark(self) -> str:
@@ -134,7 +143,7 @@ def _row(trial: FrozenTrial, stored: StoredAnswer) -> TrialRow:
 
 def _predicted(attributes: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
     peak_bytes = attributes["peak_device_bytes"]
-    excess_bytes = peak_bytes - budget_bytes
+    excess_bytes = peak_bytes - attributes.get(PAGED_IN, 0) - budget_bytes
     reason = f"{format_bytes(excess_bytes)} over the budget" if excess_bytes > 0 else ""
     if not reason and attributes.get(OVER_BUDGET, 0) > 0:
         reason = "leaves too little room"
@@ -143,6 +152,7 @@ def _predicted(attributes: Mapping[str, Any], budget_bytes: int) -> dict[str, An
         "outcome": DOES_NOT_FIT if reason else FITS,
         "tokens_per_second": attributes["tokens_per_second"],
         "peak_device_bytes": peak_bytes,
+        "paged_in_bytes": attributes.get(PAGED_IN, 0),
         "reason": reason,
     }
 
@@ -168,10 +178,10 @@ def _frontier(rows: Iterable[TrialRow]) -> set[int]:
     for evidence in ("predicted", "measured"):
         fastest = float("-inf")
         of_evidence = (
-            (row.peak_device_bytes, -row.tokens_per_second, row.number)
+            (row.resident_bytes, -row.tokens_per_second, row.number)
             for row in fitting
             if row.evidence == evidence
-            and row.peak_device_bytes is not None
+            and row.resident_bytes is not None
             and row.tokens_per_second is not None
         )
         for _, negative_speed, number in sorted(of_evidence):

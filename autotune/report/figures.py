@@ -13,6 +13,8 @@ from typing import Any
 
 from autotune.common.units import Unit, unit_for
 from autotune.records.charts import StepPhase, Timeline
+from autotune.records.estimate import Estimate
+from autotune.records.measurement import Measurement
 from autotune.report.data import FITS, ReportData, TrialRow
 
 Figure = dict[str, Any]
@@ -167,7 +169,7 @@ def speed_against_memory(data: ReportData) -> Figure:
             for index, row in enumerate(data.trials)
             if row.is_frontier and row.evidence == evidence
         ]
-        frontier.sort(key=lambda index: data.trials[index].peak_device_bytes or 0)
+        frontier.sort(key=lambda index: data.trials[index].resident_bytes or 0)
         if len(frontier) > 1:
             line = {"shape": "hv", "width": 1.4, "dash": dash, "color": f"--{evidence}"}
             own = {"mode": "lines", "line": line, "hoverinfo": "skip", "hovertemplate": None}
@@ -209,7 +211,7 @@ def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
         _trace(
             "markers",
             f"{name}, {answer.evidence}",
-            [round(mark.peak_device_bytes / unit[1], 4)],
+            [round(needed_bytes / unit[1], 4)],
             [round(mark.tokens_per_second, 1)],
             marker={
                 "symbol": symbol,
@@ -222,8 +224,12 @@ def _landmarks(data: ReportData, unit: Unit) -> list[Figure]:
         for name, mark, symbol, color, size in marks
         if mark is not None
         and mark.tokens_per_second is not None
-        and mark.peak_device_bytes is not None
+        and (needed_bytes := _needed_bytes(mark)) is not None
     ]
+
+
+def _needed_bytes(mark: Estimate | Measurement) -> int | None:
+    return mark.resident_bytes if isinstance(mark, Estimate) else mark.peak_device_bytes
 
 
 def _predicted_against_measured(
@@ -265,7 +271,7 @@ def _drawable(data: ReportData, wanted: Callable[[TrialRow], bool]) -> list[int]
     return [
         index
         for index, row in enumerate(data.trials)
-        if row.tokens_per_second is not None and row.peak_device_bytes is not None and wanted(row)
+        if row.tokens_per_second is not None and row.resident_bytes is not None and wanted(row)
     ]
 
 

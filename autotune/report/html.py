@@ -99,7 +99,7 @@ def _columns(data: ReportData) -> dict[str, Any]:
         "number": [row.number for row in rows],
         "config": [settings(row.config) for row in rows],
         "speed": [_rounded(row.tokens_per_second) for row in rows],
-        "memory": [_in(unit_bytes, row.peak_device_bytes) for row in rows],
+        "memory": [_in(unit_bytes, row.resident_bytes) for row in rows],
         "predicted-speed": [_rounded(row.predicted_tokens_per_second) for row in rows],
         "predicted-memory": [_in(unit_bytes, row.predicted_peak_device_bytes) for row in rows],
         "answer": [int(row.is_answer) for row in rows],

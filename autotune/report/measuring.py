@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from autotune.records.measurement import (
     varied_steps,
 )
 from autotune.report import measured_words
-from autotune.report.stderr import Output, output
+from autotune.report.stderr import Output, output, tell
 from autotune.search.listener import Measuring
 from autotune.space.config import TrainConfig
 from autotune.space.words import describe
@@ -163,7 +162,7 @@ def _lines(tally: Tally, *, milestones: bool) -> Measuring:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    tell(text)
 
 
 @contextlib.contextmanager

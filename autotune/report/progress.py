@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
 from collections.abc import Iterator
 
 from autotune.common import log
@@ -14,7 +13,7 @@ from autotune.common.user_text import printable
 from autotune.records.estimate import Estimate
 from autotune.report import words
 from autotune.report.measuring import measuring_on_stderr
-from autotune.report.stderr import Output, output
+from autotune.report.stderr import Output, output, tell
 from autotune.search.listener import Listener
 from autotune.search.predict_best import Progress
 from autotune.space.words import describe
@@ -72,12 +71,12 @@ def _so_far(best: Estimate) -> None:
     """Say the best so far: on a terminal above the bar, which stays below what is printed."""
     memory = format_bytes(best.resident_bytes)
     text = f"best so far: {describe(best.config)}: {words.speed(best)}, {memory} (predicted)"
-    print(printable(text), file=sys.stderr, flush=True)
+    tell(printable(text))
 
 
 def _note(text: str) -> None:
     _log.warning("note: %s", text, extra=log.SAID)
-    print(printable(f"note: {' '.join(text.split())}"), file=sys.stderr, flush=True)
+    tell(printable(f"note: {' '.join(text.split())}"))
 
 
 @contextlib.contextmanager
@@ -124,4 +123,4 @@ def _log_progress(kind: Output, what: str, done: int, total: int) -> None:
         Output.MILESTONES: what in _FUNNEL,
     }
     if is_told.get(kind):
-        print(_PROGRESS[what].format(done=done, total=total), file=sys.stderr, flush=True)
+        tell(_PROGRESS[what].format(done=done, total=total))

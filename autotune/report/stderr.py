@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
 import sys
@@ -33,3 +34,9 @@ def output(*, quiet: bool) -> Output:
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return Output.SCREEN
     return Output.NONE if quiet else Output.LINES
+
+
+def tell(line: str) -> None:
+    """Write a line to stderr; whoever closes it has read enough, and loses nothing else by it."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

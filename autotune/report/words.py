@@ -199,7 +199,7 @@ def data(workload: Workload) -> str:
     lengths, dataset = workload.lengths, workload.dataset
     assert lengths is not None
     is_partial = dataset is not None and dataset.loss_on == "answers" and workload.task == CAUSAL
-    counted_ = f"{lengths.num_samples:,} samples"
+    counted_ = counted(lengths.num_samples, "sample")
     if (row := BY_TASK.get(workload.task)) is not None:
         number = lengths.num_samples // row.rows_per_sample
         with_prompt = ", each answer with its prompt" if row.is_trl else " of texts"
@@ -280,6 +280,9 @@ def against_baseline(answer: Answer) -> str:
     baseline = answer.baseline
     if baseline is None:
         said = describe_base(answer.base)
+        if lacking_bytes := answer.base_lacks_on_host_bytes:
+            lack = f"lack {format_bytes(lacking_bytes)} of host memory (--host-mem)"
+            return f"{answer.base_name} ({said}, micro-batch {answer.base.micro_batch_size}) {lack}"
         if answer.base_name == TRAINER_DEFAULTS:
             return f"{answer.base_name} ({said}) do not fit at any micro-batch"
         return f"{answer.base_name} ({said}, micro-batch {answer.base.micro_batch_size}) do not fit"

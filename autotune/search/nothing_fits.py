@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
@@ -14,7 +14,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.checkpoint_plans import INTERVAL
-from autotune.space.config import TrainConfig, Workload
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.requirements import LeftOut, Reason
 from autotune.space.rules import Context, broken_rules
 from autotune.space.trainers import TRAINERS
@@ -28,13 +28,24 @@ def none_of_class(
     model: ModelSource,
     workload: Workload,
     best_by_class: dict[str, Estimate],
+    refused: Mapping[TraceSpec, str],
 ) -> NothingFitsError:
     """Return the error where none could be priced: none in the space, none that fits, none that runs."""
+    of_more = _higher_class(best_by_class)
+    if allow != TRADEOFF_CLASSES[-1]:
+        of_more = of_more or "Raise --allow"
     if not wanted:
         return NothingFitsError(
             f"No configuration of the class {allow} is in the space",
             why=f"The base is {describe(base)}",
             remedy="Raise --allow, or name a --space with the base's settings (autotune spaces)",
+        )
+    whys = {refused.get(TraceSpec.of(config), "") for config in wanted}
+    if "" not in whys:
+        return NothingFitsError(
+            f"No configuration of the class {allow} can be traced",
+            why="; ".join(f"{why[:1].upper()}{why[1:]}" for why in sorted(whys)),
+            remedy=of_more or "Name another --space, --method or model",
         )
     budget = format_bytes(workload.memory_budget_bytes)
     why, count = "The model cannot be trained so", model.num_parameters_known
@@ -46,7 +57,7 @@ def none_of_class(
     return NothingFitsError(
         f"Nothing of the class {allow} fits into {budget}",
         why=why,
-        remedy=_higher_class(best_by_class) or "Raise --allow",
+        remedy=of_more or "Name a larger card, a smaller model or another --space",
     )
 
 

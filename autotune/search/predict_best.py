@@ -399,7 +399,7 @@ def find(
         allowed = list(filter(candidates.at_most(chosen), supported))
         if not allowed:
             wanted = list(filter(candidates.at_most(chosen), points.configs))
-            raise none_of_class(chosen, wanted, reference, model, workload, best_by_class)
+            raise none_of_class(chosen, wanted, reference, model, workload, best_by_class, refused)
         raise nothing_fits(
             estimator,
             allowed,
@@ -457,6 +457,7 @@ def find(
         elapsed_seconds=time.monotonic() - started,
         base_name=TRAINER_DEFAULTS if base is None else USERS_BASE,
         is_base_offered=is_offered,
+        base_lacks_on_host_bytes=0 if baseline else _lacks_on_host(estimator, baselines[-1]),
         sureness=candidates.sureness(
             best, lambda c: is_in_form(c) and candidates.at_most(chosen)(c)
         ),
@@ -554,6 +555,17 @@ def _plan_b_of(
 def _has_plan_b(config: TrainConfig, workload: Workload) -> bool:
     """Whether the program that trains a configuration goes on with another where memory runs out."""
     return not TRAINERS[config.trainer].task and workload.pictures is None
+
+
+def _lacks_on_host(estimator: Estimator, config: TrainConfig) -> int:
+    """Bytes of host memory that a configuration lacks; 0 where the card lacks room for it."""
+    if estimator.host_memory_bytes is None or not estimator.supports(config):
+        return 0
+    if estimator.reserving(config, estimator.room_for(config)) is None:
+        return 0
+    estimate = estimator.estimate(config)
+    has_room = estimate.resident_bytes <= estimator.room_for(config)
+    return estimate.lacks_on_host(estimator.host_memory_bytes) if has_room else 0
 
 
 def _baseline(estimator: Estimator, configs: Sequence[TrainConfig]) -> Estimate | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +213,7 @@ def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
         f"{key} was {_short(before.get(key))}, now {_short(now.get(key))}"
         for key in {**before, **now}
         if before.get(key) != now.get(key)
+        and not (key == "model" and _is_one_place(str(before.get(key)), str(now.get(key))))
     ]
     if differences:
         raise ConfigError(
@@ -219,6 +221,11 @@ def _check_identity(study: optuna.Study, wanted: dict[str, Any]) -> None:
             why="; ".join(differences),
             remedy="Choose another name with --study",
         )
+
+
+def _is_one_place(*names: str) -> bool:
+    """Whether they are one folder or file: files of an answer name it by its whole path."""
+    return os.path.exists(names[0]) and len({*map(os.path.realpath, names)}) == 1
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ CONSTRAINT = "memory"
 OVER_BUDGET = "over_budget_bytes"
 """User attribute of a trial with the value of its constraint: optuna-dashboard 0.21 shows no constraint that
 has a name."""
+PAGED_IN = "paged_in_bytes"
+"""User attribute of a trial: how much of its peak is paged state that finds room; older trials have none."""
 SPACE = "space"
 """User attribute of a trial: the name of the space whose search added it; older trials have none."""
 
@@ -94,6 +96,7 @@ def _attributes(estimate: Estimate) -> dict[str, Any]:
         "config": estimate.config.to_dict(),
         "tokens_per_second": estimate.tokens_per_second,
         "peak_device_bytes": estimate.peak_device_bytes,
+        PAGED_IN: estimate.paged_in_bytes,
     }
 
 

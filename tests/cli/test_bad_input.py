@@ -930,6 +930,25 @@ def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
     assert "The output cannot be written" in ran.stderr
 
 
+def test_a_reader_that_leaves_costs_no_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    reader, writer = os.pipe()
+    os.close(reader)
+    find = ("find", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
+    with os.fdopen(writer, "w") as closed:
+        ran = subprocess.run(
+            [sys.executable, "-m", "autotune", *find, "--space", "quick", "--out", "out"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=closed,
+            stderr=closed,
+            timeout=60,
+            check=False,
+        )
+    assert ran.returncode == 0
+    assert (tmp_path / "out" / "train.py").exists()
+
+
 def test_interrupted_while_it_is_imported(tmp_path: Path) -> None:
     """In the place of a library that is imported: Ctrl-C."""
     (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")

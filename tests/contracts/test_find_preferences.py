@@ -32,12 +32,6 @@ methods:
 NUM_SAMPLES = 8
 RUN = """
 import runpy, sys
-from transformers import TrainingArguments
-real_check = TrainingArguments.__post_init__
-def on_the_cpu(self):
-    self.use_cpu = True
-    real_check(self)
-TrainingArguments.__post_init__ = on_the_cpu
 program, dataset, *more = sys.argv[1:]
 sys.argv = [program, dataset, *more]
 runpy.run_path(program, run_name="__main__")

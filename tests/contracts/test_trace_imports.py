@@ -147,7 +147,7 @@ def test_float8_has_torchao_and_ligers_kernels_have_triton() -> None:
     assert asked_by([TraceSpec.of(float8)]) == {"torchao"}
     assert asked_by([TraceSpec.of(liger)]) == {"triton"}
     both = dataclasses.replace(float8, liger=True)
-    (found,) = imported(both, "import liger_kernel.ops")
+    (found,) = imported(both, "import liger_kernel.ops, torch; torch.distributed.tensor.DTensor")
     assert {"torchao", "triton"} <= found
 
 

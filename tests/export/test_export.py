@@ -657,6 +657,12 @@ def test_fp8_is_told_by_the_environment() -> None:
     assert "accelerate_config.yaml" in written
 
 
+def test_a_run_of_trl_asks_for_a_card_again_where_its_base_did() -> None:
+    workload = dataclasses.replace(WORKLOAD, extra_arguments='{"use_cpu": false}')
+    text = write(train_trl_py.EXPORTERS["sft"], workload=workload)
+    assert text.count("use_cpu=not torch.cuda.is_available(),") == text.count("use_cpu") == 1
+
+
 def test_a_run_of_trl_says_that_a_configuration_alone_has_no_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

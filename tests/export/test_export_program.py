@@ -328,7 +328,7 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         ("m = AutoModelForCausalLM.from_pretrained('m')\nm = get_peft_model(m, mine)",
          "line 2: get_peft_model has an adapter that is not made here"),
         ("a = TrlParser((ScriptArguments, SFTConfig))", "line 1: TrlParser takes settings from the command"),
-        ("LoraConfig(r=8, target_modules='.*q_proj')", "is a pattern: name the modules in a list"),
+        ("LoraConfig(r=8, target_modules='.*proj')", "is a pattern of more than whole names: name"),
         ("AutoModelForCausalLM.from_pretrained('m', load_in_4bit=True)\nTrainingArguments()",
          "BitsAndBytesConfig has it"),
         ("model = FastLanguageModel.from_pretrained('m')\nSFTConfig()", "nothing trains"),
@@ -354,6 +354,12 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
         ("torch.half", "float16"),
         ("is_bfloat16_supported()", True),
         ("not torch.cuda.is_bf16_supported()", False),
+        ("torch.cuda.is_available()", True),
+        ("BF16", True),
+        ("torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16", "bfloat16"),
+        ("'fp32' if not torch.cuda.is_available() else {'x': torch.float16}", {"x": "float16"}),
+        ("1 if other() else 2", NotLiteral("", 0)),
+        ("1 if 3 else 2", NotLiteral("", 0)),
         ("NAME", "m"),
         ("other.bfloat16", NotLiteral("", 0)),
         ("1 + 1", NotLiteral("", 0)),
@@ -364,7 +370,9 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
     ],
 )
 def test_values(source: str, value: object) -> None:
-    found = program.parsed(f"NAME = 'm'\nTrainingArguments(x={source})\n")
+    found = program.parsed(
+        f"NAME = 'm'\nBF16 = is_bf16_supported()\nTrainingArguments(x={source})\n"
+    )
     assert found.content["x"] == value
 
 

@@ -19,6 +19,7 @@ from autotune.export.base.mapping_read import read
 from autotune.export.base.opening import READERS
 from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.carried import Unsaid
+from autotune.export.mapping import targets_of
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
 
@@ -329,6 +330,7 @@ def test_training_arguments_leave_the_dtype_to_the_checkpoint(
     path.write_text(json.dumps({"per_device_train_batch_size": 4, "bf16": bf16}))
     run = read_base(path, model=model)
     assert run.config.precision == precision
+    assert ("in float32, as the checkpoint is" in " ".join(run.notes)) is ("bert" in model)
     said = changes(run, run.config, dataclasses.replace(run.config, precision="bf16-autocast"))
     # Where the checkpoint is in float32, no switch makes its weights bfloat16.
     assert [change.key for change in said] == ([] if "bert" in model else ["bf16"])
@@ -403,11 +405,35 @@ def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None
         read_base(path)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (r".*\.(q_proj|v_proj)", "q_proj,v_proj"),
+        (r"^.*\.(?:q|k|v|o)_proj$", "q_proj,k_proj,v_proj,o_proj"),
+        (".*(gate_proj|up_proj)", "gate_proj,up_proj"),
+        (r".*\.query_key_value", "query_key_value"),
+        (".*proj", None),
+        (r".*\.(q_proj|)", None),
+        (r".*layers\.0\..*q_proj", None),
+        ("all.linear|x", None),
+    ],
+)
+def test_a_pattern_of_whole_names_is_a_list_of_them(pattern: str, names: str | None) -> None:
+    if names is None:
+        with pytest.raises(ValueError, match="more than whole names"):
+            targets_of(pattern)
+    else:
+        assert targets_of(pattern) == names
+
+
 def test_a_problem_is_said_once_and_by_the_key_that_the_file_has(tmp_path: Path) -> None:
     said = refusal(
         tmp_path, "base_model: x\nadapter: lora\nlora_r: 8\nlora_target_modules: 'a.*'\n"
     )
-    assert "lora_target_modules is a pattern: name the modules in a list" in said
+    assert (
+        "lora_target_modules is a pattern of more than whole names: name the modules in a list"
+        in said
+    )
     assert "lora_target_linear" not in said
     said = refusal(tmp_path, "base_model: x\ndeepspeed: zero3.json\n")
     assert said.count("deepspeed") == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nights_of import written
 
 from autotune.errors import ConfigError
-from autotune.nightly.matrix import parse_seconds, read
+from autotune.nightly.matrix import OPTIONS, parse_seconds, read
 
 SHIPPED = Path(__file__).parents[2] / "studies" / "nightly.yaml"
 
@@ -47,6 +47,15 @@ def test_the_file_says_its_defaults_as_they_are(tmp_path: Path) -> None:
     assert bare.time_budget_seconds == 8 * 3600
     (cell,) = bare.cells
     assert (cell.options.seq_len, cell.options.gpu_mem, cell.options.methods) == (1024, None, ())
+    options = (
+        SHIPPED.read_text().partition("Any of these")[2].partition("They are `find`'s options")[0]
+    )
+    assert [name for name in OPTIONS if not re.search(rf"\b{name}\b", options)] == []
+
+
+def test_nothing_needs_no_unit(tmp_path: Path) -> None:
+    (cell,) = read(written(tmp_path, "models: [gpt2]\nhost_mem: 0\nheadroom: 0")).cells
+    assert (cell.options.host_mem, cell.options.headroom) == ("0", "0")
 
 
 def test_overrides_add_up_and_skipped_cells_are_counted(tmp_path: Path) -> None:
@@ -111,6 +120,7 @@ BROKEN = {
     "[gpt2]": "the file must be a mapping with `models`, not a list",
     "models: [gpt2]\ntime_budget: 6": "time_budget: must be a duration, a number and s, min, h or d",
     "models: [gpt2]\neffort: hasty": "effort is 'hasty'",
+    "models: [gpt2]\nhost_mem: 64": "not int. Write it so: host_mem='64GB'",
     "models: [gpt2]\nprobes: 20": "probes: is more than max_probes",
     "models: [gpt2]\ncells: [{skip: 1}]": "cells, item 1.skip: must be true or false, not 1",
     "models: [gpt2]\ncells: [{where: {length: [1k]}}]": "cells, item 1.where.length, item 1: must be",

@@ -20,6 +20,7 @@ from autotune.memory.allocator import EMPTY_CACHE
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.shards import is_tied
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import shared_trace, trace_all
 from autotune.records.estimate import Estimate, PerGpu, TraceSpec
@@ -105,6 +106,22 @@ def predicted(config: TrainConfig) -> tuple[Estimate, PerGpu]:
     estimate = estimator(config).estimate(config)
     assert estimate.per_gpu is not None
     return estimate, estimate.per_gpu
+
+
+@pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
+def test_an_encoder_whose_embedding_has_a_norm(task: str) -> None:
+    """Its gradient comes with the embedding's, and BERT's tied head has a bias as wide as the vocabulary."""
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+    config = {"model_type": "bert", "num_hidden_layers": 5, "vocab_size": 1000, **tiny}
+    model = dataclasses.replace(tiny_model.MODEL, config=config)
+    spec = TraceSpec.of(dataclasses.replace(CHECKPOINTED, parallelism="none", num_gpus=1))
+    trace = trace_all(model, task, 64, A100, {spec}, server=here.workers)[spec]
+    assert isinstance(trace, Trace)
+    assert is_tied(trace.parameters()) == (task == "masked-lm")
+    for name in ("ddp", "zero1", "zero2", "zero3", "fsdp2"):
+        sharing = dataclasses.replace(spec, parallelism=name)
+        shared = shared_trace(trace, sharing, num_gpus=2, hidden_size=64)
+        assert shared.first
 
 
 def test_ddp_holds_everything_and_buckets_beside() -> None:

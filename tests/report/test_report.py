@@ -94,8 +94,14 @@ def test_predicted_trials_fit_or_do_not_and_say_by_how_much() -> None:
     record = predicted(
         answers.estimate(),
         answers.estimate(BASE, device_gib=12.18, step_seconds=4.0),
+        answers.estimate(config(micro_batch_size=2), device_gib=10.5, paged_in_bytes=2 * GIB),
     )
-    fits, too_large = record.trials
+    fits, too_large, paged = record.trials
+    # Paged state that finds room is no need, here as in the table of classes.
+    assert (paged.resident_bytes, paged.is_frontier) == (8.5 * GIB, True)
+    table = markdown.draw(record).partition("## Trials")[2]
+    assert " 8.50 " in table
+    assert " 10.50 " not in table
     assert (fits.outcome, fits.reason, fits.evidence, fits.is_answer) == (
         "fits",
         "",

@@ -24,6 +24,7 @@ from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
 from autotune.search import beside, first_answers, predict_best, room
 from autotune.search.candidates import Candidates
+from autotune.search.nothing_fits import none_of_class
 from autotune.search.predict_best import find
 from autotune.space import requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
@@ -948,8 +949,9 @@ def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
     state = free.state.optimizer_state_managed_bytes
     assert free.host_bytes == state - free.paged_in_bytes > 0
     limit = free.host_bytes - 1
-    less = search(1500 * MB, **options, host_memory_bytes=limit).best
-    assert less.host_bytes <= limit
+    less = search(1500 * MB, **options, host_memory_bytes=limit, base=free.config)
+    assert less.best.host_bytes <= limit
+    assert (less.baseline, less.base_lacks_on_host_bytes) == (None, 1)
     with pytest.raises(NothingFitsError) as caught:
         search(1500 * MB, **options, host_memory_bytes=1)
     said = re.search(r"--host-mem (\S+) is enough for .*paged_adamw_32bit", str(caught.value))
@@ -974,6 +976,24 @@ def test_a_class_that_is_too_large_is_not_said_to_be_missing() -> None:
     said = str(caught.value)
     assert said.startswith("No configuration of the class exact is in the space. The base is full")
     assert "fp32" in said
+
+
+@pytest.mark.parametrize(
+    ("allow", "remedy"), [("exact", "Raise --allow"), ("recipe", "Name another --space")]
+)
+def test_a_class_that_cannot_be_traced_is_not_said_to_be_too_large(allow: str, remedy: str) -> None:
+    found = none_of_class(
+        allow,
+        [BASE],
+        BASE,
+        tiny_model.MODEL,
+        tiny_model.workload(MB),
+        {},
+        {TraceSpec.of(BASE): "no kernel"},
+    )
+    assert str(found).startswith(
+        f"No configuration of the class {allow} can be traced. No kernel. {remedy}"
+    )
 
 
 @pytest.mark.usefixtures("traced")

@@ -79,6 +79,23 @@ def opened(url: str, name: str = "s", **kwargs: Any) -> Iterator[optuna.Study]:
         yield study
 
 
+def test_a_folder_is_the_same_model_by_its_whole_path(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    typed = dataclasses.replace(WORKLOAD, model="mine")
+    with opened(url, workload=typed):
+        pass
+    with opened(url, workload=dataclasses.replace(typed, model=str(tmp_path / "mine"))):
+        pass
+    with (
+        pytest.raises(ConfigError, match="model was mine, now yours"),
+        opened(url, workload=dataclasses.replace(typed, model="yours")),
+    ):
+        pass
+
+
 def fill(url: str, estimates: list[Estimate] | None = None) -> int:
     with opened(url) as study:
         return predicted_trials.record_estimates(

@@ -85,6 +85,8 @@ def test_new_arguments_are_those_of_the_file(name: str, tmp_path: Path) -> None:
     changed = found.training_arguments(learning_rate=1e-3, per_device_train_batch_size=3)
     assert type(changed) is TrainingArguments
     assert (changed.learning_rate, changed.per_device_train_batch_size) == (1e-3, 3)
+    with pytest.raises(ConfigError, match=r"arguments is 5. It should be TrainingArguments"):
+        found.apply(5)
     with pytest.raises(ConfigError, match=r"no field learning_rates. Did you mean \"learning_rate"):
         found.training_arguments(learning_rates=1e-3)
 

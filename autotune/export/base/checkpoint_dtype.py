@@ -21,6 +21,11 @@ _OF_FLOAT32 = table(
 )
 """The precisions of float32 weights by TrainingArguments' switches; 16-bit weights cannot be said there."""
 
+_LOADED = (
+    "weights are taken to be loaded in float32, as the checkpoint is: TrainingArguments do not say. Where "
+    "yours are not, give the program with its from_pretrained(dtype=...), or an answer's train_config.yaml"
+)
+
 
 def with_checkpoint_dtype(
     target: TrainerFile, content: Mapping[str, Any], model: str | None
@@ -37,7 +42,8 @@ def with_checkpoint_dtype(
         return target, content
     if set(row.keys) == _SWITCHES:
         rows = tuple(_OF_FLOAT32 if each is row else each for each in target.rows)
-        return dataclasses.replace(target, rows=rows), content
+        caveats = (*target.caveats, (lambda _: True, _LOADED))
+        return dataclasses.replace(target, rows=rows, caveats=caveats), content
     key = _dtype_key(row)
     if key is None:
         return target, content

@@ -1,7 +1,7 @@
 """Literals of a Python program, which is parsed and never run.
 
-A value that is not a literal, no name bound once to one, no dtype of torch, no question for bfloat16 and no
-variable of the environment is a NotLiteral.
+A value that is not a literal, no name bound once to one, no dtype of torch, no question for a card or for
+bfloat16, no choice by the answer to one and no variable of the environment is a NotLiteral.
 """
 
 from __future__ import annotations
@@ -78,6 +78,10 @@ class Program:
         asked = node.operand if isinstance(node, ast.UnaryOp) and is_not else node
         if isinstance(asked, ast.Call) and name_of(asked.func) in _ASKS_BF16:
             return self.has_bf16 is not is_not
+        if isinstance(asked, ast.Call) and _asks_for_a_card(asked.func):
+            return not is_not
+        if isinstance(node, ast.IfExp) and isinstance(answer := self.value(node.test), bool):
+            return self.value(node.body if answer else node.orelse)
         return NotLiteral(self.source(node), node.lineno)
 
     def bound(self, node: ast.expr) -> ast.expr:
@@ -105,6 +109,14 @@ class Program:
                 continue
             assert isinstance(spread, (ast.Call, ast.Dict))
             self.take(prefix, spread)
+
+
+def _asks_for_a_card(function: ast.expr) -> bool:
+    """Return whether it is torch.cuda.is_available: a program is read for the card that it is tuned for."""
+    return (
+        name_of(function) == "is_available"
+        and name_of(getattr(function, "value", function)) == "cuda"
+    )
 
 
 _BINDING_NOTHING = (ast.expr, ast.expr_context, ast.keyword)
@@ -144,11 +156,11 @@ def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
 
 
 def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
-    """Return whether a name stands for its value: not for another name, nor for a call but dict(...)."""
+    """Return whether a name stands for its value: not for another name, nor for most calls."""
     if isinstance(value, ast.Name):
         return False
     if isinstance(value, ast.Call) and entries_of(value) is None:
-        return False
+        return name_of(value.func) in _ASKS_BF16 or _asks_for_a_card(value.func)
     return not (may_have_changed and isinstance(value, ast.Dict | ast.List | ast.Set | ast.Call))
 
 

@@ -16,6 +16,7 @@ from autotune.export.mapping import (
     TrainerFile,
     choices,
     module_names,
+    names_of,
     of_alpha,
     of_key,
     targets_of,
@@ -75,7 +76,7 @@ def _hear_targets(names: object) -> str:
     if names is None:
         raise ValueError("must be named: PEFT's default differs by model")
     if isinstance(names, str) and names != "all-linear":
-        raise ValueError("is a pattern: name the modules in a list")
+        names = names_of(names)
     return targets_of(names)
 
 

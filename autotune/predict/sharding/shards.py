@@ -377,7 +377,7 @@ class Shares:
 
 
 def is_tied(parameters: Sequence[TracedParameter]) -> bool:
-    """Whether the embedding is the head too: no other weight is as wide as the vocabulary."""
-    outside = [p for p in parameters if p.place[1] < 0]
+    """Whether the embedding is the head too: no other matrix is as wide as the vocabulary."""
+    outside = [p for p in parameters if p.place[1] < 0 and len(p.shape) > 1]
     vocabularies = {p.shape[0] for p in outside if p.embedding}
     return not any(p.shape[0] in vocabularies and not p.embedding for p in outside)

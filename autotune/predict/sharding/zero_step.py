@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
 from autotune.predict.sharding.layer_counts import USUAL_RANK
-from autotune.predict.sharding.shards import Shares, Unit
+from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 from autotune.predict.sharding.step import (
     AddedTensors,
     Size,
@@ -333,17 +333,19 @@ def positions_of(
 ) -> dict[int, int]:
     """The positions of the weights that gradients are of.
 
-    It is the last of the gradient's size in its unit that has none yet.
+    It is the last of the gradient's size in its unit that has none yet; else of those outside of layers, as
+    for the norm behind BERT's embedding.
     `elements_of`: from a gradient's number to its elements at USUAL_RANK.
     """
     found: dict[int, int] = {}
     weights = shares.weights(USUAL_RANK)
     left = {unit: list(reversed(members)) for unit, members in shares.members.items()}
     for phase, place, events in blocks:
-        of_unit = left.get(unit_in(shares, phase, place), [])
+        units = [left.get(unit, []) for unit in (unit_in(shares, phase, place), EMBED, TAIL)]
         for gradient in (event for event in events if event in whole):
-            found[gradient] = next(
-                position
+            found[gradient], of_unit = next(
+                (position, of_unit)
+                for of_unit in units
                 for position in of_unit
                 if weights[position].trainable
                 and weights[position].num_elements == elements_of(gradient)

@@ -66,6 +66,11 @@ def training_arguments(
 
 def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArguments:
     """Copy somebody's arguments, keeping their class and all that was not decided here."""
+    if not isinstance(arguments, TrainingArguments):
+        raise ConfigError(
+            f"arguments is {str(arguments)[:40]}",
+            why="It should be TrainingArguments, or an SFTConfig or its like",
+        )
     _set_environment(config)
     decided = decided_arguments(config, field_names(type(arguments)))
     if "accelerator_config" in decided:

@@ -52,7 +52,8 @@ def _leave_out(libraries: Collection[str]) -> None:
     # For good: what Transformers does not import now, it must not look for later.
     if _DISTRIBUTED in libraries:
         torch.distributed.is_available = lambda: False
-        sys.modules[_TENSOR] = _unloaded_tensors(torch.distributed.__path__)
+        tensors = _unloaded_tensors(torch.distributed.__path__)
+        sys.modules[_TENSOR] = torch.distributed.tensor = tensors
     sys.modules[_COMPILER] = _unloaded_compiler(torch.__path__)
     if known_sizes.MODULE not in sys.modules and "sympy" not in sys.modules:
         sys.modules["sympy"] = _unloaded_sympy()
@@ -131,7 +132,7 @@ def _unloaded_symbols(path: Any) -> ModuleType:
 
 
 def _unloaded_tensors(path: Any) -> ModuleType:
-    """Make a stand-in for tensors that GPUs share: TRL asks, in its losses, whether a weight is one."""
+    """Make a stand-in for tensors that GPUs share: TRL and Liger ask whether something is one."""
     module: Any = _unloaded(_TENSOR, path)
     module.DTensor = type("DTensor", (), {})
     tensors: ModuleType = module
