@@ -9,7 +9,8 @@ Requests and answers of jobs never come this way: they go through the files of a
 
     parent                               server
     {"job": {"request": path,            {"started": pid, "state": {...}}   forked, with `state`
-      "result": path, "printed": path}}  {"unfit": reason}        or not: forking would not be safe
+      "result": path, "printed": path,   {"unfit": reason}        or not: forking would not be safe
+      "folders": [path, ...]}}           (removes the folders where the parent has died)
     {"signal": number}                   (sends it to the job's process group)
                                          {"exited": exit code}    the job's own process has ended
                                          {"gone": true}           and so has all that it started
@@ -30,8 +31,10 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -53,6 +56,8 @@ _IMPORT_ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+ORPHAN_SECONDS = 0.5
+"""Time for the kernel to say that the parent has died, which closes its files first. [judgement]"""
 _NOT_INITIALIZED = 3
 """Value of CUDA_ERROR_NOT_INITIALIZED in cuda.h."""
 
@@ -63,6 +68,7 @@ def main(
     """Serve until the parent is gone. `preload` and `verbs` replace the real ones in tests."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(signal.SIGTERM)
+    parent = os.getppid()
     # A job checks in the same way that this process is still there.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     adopt_orphans()
@@ -74,7 +80,9 @@ def main(
     gc.freeze()
     gc.enable()
     with contextlib.suppress(BrokenPipeError):
-        _Server(requests, replies, VERBS if verbs is None else verbs).serve()
+        server = _Server(requests, replies, VERBS if verbs is None else verbs)
+        server.serve()
+        _remove_left(server.folders, parent)
     os._exit(0)
 
 
@@ -209,6 +217,8 @@ class _Server:
         self._wakeup, self._wake = _wake_on_signals()
         self._pid: int | None = None
         self._rest = b""
+        self.folders: list[str] = []
+        """The private folders of the last job."""
 
     def serve(self) -> None:
         while True:
@@ -228,6 +238,7 @@ class _Server:
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "job" in message:
+            self.folders = message["job"].pop("folders")
             self._fork(message["job"])
         elif self._pid is not None:
             _signal_group(self._pid, message["signal"])
@@ -303,6 +314,19 @@ class _Server:
 
     def _reply(self, **message: object) -> None:
         os.write(self._replies, json.dumps(message).encode() + b"\n")
+
+
+def _remove_left(folders: list[str], parent: int) -> None:
+    """Remove those of a job that its parent can remove no more: a checkpoint may be in them."""
+    give_up = time.monotonic() + ORPHAN_SECONDS
+    while any(map(os.path.exists, folders)):
+        if os.getppid() != parent:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+        if time.monotonic() > give_up:
+            return
+        time.sleep(0.01)
 
 
 def _wake_on_signals() -> tuple[int, int]:

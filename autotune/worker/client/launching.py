@@ -43,6 +43,8 @@ class ChildJob:
     result_path: Path
     printed_path: Path
     """File that gets the child's stdout and stderr."""
+    folders: tuple[str, ...]
+    """The private folders that it is about, which its parent removes."""
 
 
 class Process(Protocol):
