@@ -19,6 +19,8 @@ from autotune.worker.client.orphans import PARENT_VARIABLE
 
 _COMMON_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
+    # As an error, a warning of a library would be kept as the outcome of a probe.
+    "PYTHONWARNINGS": "",
     "PYTHONUTF8": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
