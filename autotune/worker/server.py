@@ -66,13 +66,16 @@ def main(
     preload: Callable[[], None] | None = None, verbs: Mapping[str, Verb] | None = None
 ) -> NoReturn:
     """Serve until the parent is gone. `preload` and `verbs` replace the real ones in tests."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent(signal.SIGTERM)
-    parent = os.getppid()
+    requests, replies = _take_control()
+    parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+    signal.signal(signal.SIGTERM, lambda *_: _end_before_imports(requests, parent))
+    try:
+        die_with_parent(signal.SIGTERM)
+    except SystemExit:
+        _end_before_imports(requests, parent)
     # A job checks in the same way that this process is still there.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     adopt_orphans()
-    requests, replies = _take_control()
     gc.disable()  # Next to nothing of what imports make is garbage: looking for it takes a fifth of them.
     (import_libraries if preload is None else preload)()
     # What is imported stays: jobs neither collect it nor copy its pages in doing so.
@@ -314,6 +317,15 @@ class _Server:
 
     def _reply(self, **message: object) -> None:
         os.write(self._replies, json.dumps(message).encode() + b"\n")
+
+
+def _end_before_imports(requests: int, parent: int) -> NoReturn:
+    """End, and remove the folders of a job that waits for what is being imported."""
+    os.set_blocking(requests, False)
+    with contextlib.suppress(OSError):
+        for line in os.read(requests, 65536).splitlines():
+            _remove_left(json.loads(line).get("job", {}).get("folders", []), parent)
+    os._exit(0)
 
 
 def _remove_left(folders: list[str], parent: int) -> None:

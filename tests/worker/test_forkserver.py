@@ -546,16 +546,21 @@ def test_parent_killed_at_any_moment(
     assert wait_until(lambda: left_behind(mark) == [])
 
 
+@pytest.mark.parametrize("preload", ["pass", "time.sleep(60)"])
 def test_folders_of_a_job_go_where_its_parent_was_killed(
-    command: list[str], tmp_path: Path
+    tmp_path: Path, mark: str, preload: str
 ) -> None:
-    with start_parent(tmp_path, "brood", command) as parent:
+    """While it runs, and while it waits for imports."""
+    with start_parent(tmp_path, "brood", server_command(tmp_path, preload)) as parent:
         assert parent.stdout is not None
-        parent.stdout.readline()
+        if preload == "pass":
+            parent.stdout.readline()
         # The request's, and the one that the request is in.
-        assert len(list(tmp_path.glob("autotune-*"))) == 2
+        assert wait_until(lambda: len(list(tmp_path.glob("autotune-*"))) == 2)
+        time.sleep(0.3)
         parent.kill()
     assert wait_until(lambda: not list(tmp_path.glob("autotune-*")))
+    assert wait_until(lambda: left_behind(mark) == [])
 
 
 def test_ctrl_c_ends_job_and_server(command: list[str], mark: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ server (autotune.worker.server, with its control messages) imports once and fork
 Deadlines, answers and ends are isolate's; only the launch differs.
 
 - Parent killed: the server ends, kills the job with all that it started, and removes the job's folders.
-  Where it still imports, the folder of the request is left.
 - Server killed: the job dies with it and is reported as crashed; the next job gets a new server.
 - Job killed: reported as crashed; the server goes on.
 - Server and parent killed at once: the job dies too; what the job itself started may outlive it.
