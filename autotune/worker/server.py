@@ -68,11 +68,11 @@ def main(
     """Serve until the parent is gone. `preload` and `verbs` replace the real ones in tests."""
     requests, replies = _take_control()
     parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
-    signal.signal(signal.SIGTERM, lambda *_: _end_before_imports(requests, parent))
+    signal.signal(signal.SIGTERM, lambda *_: _end_while_importing(requests, parent))
     try:
         die_with_parent(signal.SIGTERM)
     except SystemExit:
-        _end_before_imports(requests, parent)
+        _end_while_importing(requests, parent)
     # A job checks in the same way that this process is still there.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     adopt_orphans()
@@ -82,10 +82,10 @@ def main(
     gc.collect()
     gc.freeze()
     gc.enable()
+    server = _Server(requests, replies, VERBS if verbs is None else verbs)
     with contextlib.suppress(BrokenPipeError):
-        server = _Server(requests, replies, VERBS if verbs is None else verbs)
         server.serve()
-        _remove_left(server.folders, parent)
+    _remove_left([*server.folders, *_folders_asked(requests)], parent)
     os._exit(0)
 
 
@@ -319,13 +319,21 @@ class _Server:
         os.write(self._replies, json.dumps(message).encode() + b"\n")
 
 
-def _end_before_imports(requests: int, parent: int) -> NoReturn:
+def _end_while_importing(requests: int, parent: int) -> NoReturn:
     """End, and remove the folders of a job that waits for what is being imported."""
-    os.set_blocking(requests, False)
-    with contextlib.suppress(OSError):
-        for line in os.read(requests, 65536).splitlines():
-            _remove_left(json.loads(line).get("job", {}).get("folders", []), parent)
+    _remove_left(_folders_asked(requests), parent)
     os._exit(0)
+
+
+def _folders_asked(requests: int) -> list[str]:
+    """The private folders of jobs that were asked for and not begun."""
+    os.set_blocking(requests, False)
+    try:
+        lines = os.read(requests, 65536).splitlines()
+    except BlockingIOError:
+        return []
+    messages = [json.loads(line) for line in lines]
+    return [folder for each in messages for folder in each.get("job", {}).get("folders", [])]
 
 
 def _remove_left(folders: list[str], parent: int) -> None:

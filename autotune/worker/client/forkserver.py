@@ -115,6 +115,9 @@ class ForkServer:
         The imports do not count for its deadline. Raises WorkerError when no server can be started or the
         request cannot be written.
         """
+        self.start(
+            verb
+        )  # Before there is a folder, which the server removes if this process is killed.
         (end,) = isolate.run_jobs(
             verb,
             [request],
@@ -130,6 +133,7 @@ class ForkServer:
         self, verb: str, request: Mapping[str, Any]
     ) -> AbstractContextManager[Callable[[], list[isolate.Reply]]]:
         """Run one job as isolate.in_background does; no other runs before the end of the block."""
+        self.start(verb)
         return isolate.in_background(verb, request, launch=self._launch)
 
     def start(self, verb: str) -> None:
