@@ -48,7 +48,7 @@ _log = log.logger(__name__)
 _DEBUG = "AUTOTUNE_DEBUG"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STOPS = (signal.SIGTERM, signal.SIGHUP)
-"""What a service manager, Slurm, `timeout` or a terminal that has gone sends."""
+"""Signals of a service manager, of Slurm, of `timeout`, and of a terminal that has gone."""
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
