@@ -237,7 +237,7 @@ def postgres_server() -> Iterator[str]:
     # too long for a socket's, too.
     with tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder:
         server = _postgres_library(Path(folder) / "run").get_server(
-            Path(folder) / "data", cleanup_mode="stop"
+            Path(folder) / "data", cleanup_mode="delete"
         )
         try:
             yield server.get_uri(driver="psycopg")

@@ -8,15 +8,17 @@ Every command adds to the log (autotune.log): what was typed, how it went, how i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import platform
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import click
 
@@ -45,22 +47,59 @@ _log = log.logger(__name__)
 
 _DEBUG = "AUTOTUNE_DEBUG"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals of a service manager, of Slurm, of `timeout`, and of a terminal that has gone."""
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: the one place that catches everything."""
+    _open_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a model's name may hold what a terminal cannot show
             stream.reconfigure(errors="backslashreplace")
     started = time.monotonic()
     typed = tuple(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = _run(typed)
+        with _stopped_as_by_ctrl_c():
+            code = _run(typed)
         _log.info("exit code %d after %.2f s", code, time.monotonic() - started)
     finally:
         log.tear_down()
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Let streams that were closed lead nowhere: else the next files that are opened have their numbers."""
+    if None not in (sys.stdin, sys.stdout, sys.stderr):
+        return
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    sys.stdin, sys.stdout, sys.stderr = (
+        stream or open(number, mode)  # noqa: SIM115 (for as long as the process lasts)
+        for number, (stream, mode) in enumerate(
+            ((sys.stdin, "r"), (sys.stdout, "w"), (sys.stderr, "w"))
+        )
+    )
+
+
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """Let a stop end the command in good order: nothing that it has started or made for a while is left."""
+    before = {number: signal.getsignal(number) for number in _STOPS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup
+            signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def _run(arguments: tuple[str, ...]) -> int:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -111,12 +110,7 @@ def nightly(
         listener=SILENT if as_json else on_stderr(quiet=True),
     )
     runs = _here if on is None else functools.partial(_on_cluster, where=where)
-    # A service manager's stop is a Ctrl-C: what was done is kept, and the digest says so.
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return runs(asked, place, budget_seconds, plans_only=dry_run, as_json=as_json)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return runs(asked, place, budget_seconds, plans_only=dry_run, as_json=as_json)
 
 
 def _backend(asked: str, where: Where) -> str:
@@ -200,7 +194,3 @@ def _on_cluster(
     for text in dict.fromkeys(text for each in digest.digests for text in each.notes):
         note(text)
     return digest.exit_code
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt

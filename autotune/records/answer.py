@@ -126,6 +126,15 @@ class Measured:
         best, base = self.final.tokens_per_second, self.baseline.tokens_per_second
         return None if best is None or base is None else best / base
 
+    @property
+    def speedup_over_run(self) -> float | None:
+        """`speedup` of a run of `train_steps`, cold starts included: it decided, and may be above 1 alone."""
+        if self.speedup is None or self.baseline is None:
+            return None
+        best = self.tokens_per_second_over_run
+        base = self.baseline.tokens_per_second_over(self.train_steps)
+        return None if best is None or base is None else best / base
+
     def to_dict(self) -> dict[str, object]:
         """The record as JSON objects.
 
@@ -148,6 +157,7 @@ class Measured:
             "rejected": [_with_sums(measurement) for measurement in self.rejected],
             "train_steps": self.train_steps,
             "tokens_per_second_over_run": self.tokens_per_second_over_run,
+            "speedup_over_run": self.speedup_over_run,
             "num_compiled": self.num_compiled,
             "num_near": self.num_near,
             "near_versions": list(self.near_versions),

@@ -347,7 +347,7 @@ def reasons(answer: Answer) -> list[str]:
     else:
         said.append(f"Probes: {measured_words.probes(found)}")
         said += [f"Rejected: {measured_words.rejected(failed)}" for failed in found.rejected]
-        said.append(f"The run: {measured_words.run(found)}.")
+        said.append(f"The run: {measured_words.run(found, answer.base_name)}.")
         if found.num_compiled:
             said.append(f"{measured_words.compilation(found)}.")
         said.append(f"The loader: {measured_words.loader(answer)}.")

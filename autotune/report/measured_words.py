@@ -35,8 +35,11 @@ def probed(measurement: Measurement) -> str:
     return f"{describe(measurement.config)}: {measurement.outcome}, {printable(said)}"
 
 
-def run(found: Measured) -> str:
-    """The speed of a run of the length at hand, cold start included; or that no length was given."""
+def run(found: Measured, base_name: str) -> str:
+    """The speed of a run of the length at hand beside the base's, cold starts included.
+
+    Or that no length was given.
+    """
     cold = "an unknown cold start"
     if found.final.cold_start_seconds is not None:
         cold = f"a cold start of {format_seconds(found.final.cold_start_seconds)}"
@@ -44,7 +47,15 @@ def run(found: Measured) -> str:
         return f"steady speed decides, beside {cold}: --train-steps weighs it"
     steps = counted(found.train_steps, "step")
     unit = found.final.config.speed_unit
-    return f"{found.tokens_per_second_over_run:,.0f} {unit} over {steps}, with {cold}"
+    said = f"{found.tokens_per_second_over_run:,.0f} {unit} over {steps}, with {cold}"
+    base = found.baseline
+    if base is None or found.speedup_over_run is None or base.config == found.best.config:
+        return said
+    whose = base_name
+    if base.cold_start_seconds is not None:
+        whose += f", whose cold start takes {format_seconds(base.cold_start_seconds)}"
+    speed = base.tokens_per_second_over(found.train_steps)
+    return f"{said}; {found.speedup_over_run:.2f} x the {speed:,.0f} of {whose}"
 
 
 def loader(answer: Answer) -> str:

@@ -91,7 +91,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
             ),
             ("", measured_words.confirmation(found)),
             *(("rejected", measured_words.rejected(failed)) for failed in found.rejected),
-            ("run", measured_words.run(found)),
+            ("run", measured_words.run(found, answer.base_name)),
             *([("compile", measured_words.compilation(found))] if found.num_compiled else []),
             ("loader", measured_words.loader(answer)),
             ("probes", measured_words.probes(found)),

@@ -162,6 +162,11 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
     `not_compiled`: why nothing could be compiled here, where it was to be.
     """
     best = measured.predicted
+    best_class = tradeoff_class(best.config, answer.base)
+    of_class = answer.best_by_class.get(best_class)
+    if of_class is not None and of_class.config in measured.slower:
+        by_class = {**answer.best_by_class, best_class: best}
+        answer = dataclasses.replace(answer, best_by_class=by_class)
     shown = [each.config for each in (*answer.best_by_class.values(), answer.further) if each]
     measured = dataclasses.replace(
         measured, slower=tuple(config for config in measured.slower if config in shown)
@@ -169,7 +174,7 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
     return dataclasses.replace(
         answer,
         best=best,
-        best_class=tradeoff_class(best.config, answer.base),
+        best_class=best_class,
         tied=(),
         sureness=None,
         changes=(),

@@ -9,7 +9,8 @@ Requests and answers of jobs never come this way: they go through the files of a
 
     parent                               server
     {"job": {"request": path,            {"started": pid, "state": {...}}   forked, with `state`
-      "result": path, "printed": path}}  {"unfit": reason}        or not: forking would not be safe
+      "result": path, "printed": path,   {"unfit": reason}        or not: forking would not be safe
+      "folders": [path, ...]}}           (removes the folders where the parent has died)
     {"signal": number}                   (sends it to the job's process group)
                                          {"exited": exit code}    the job's own process has ended
                                          {"gone": true}           and so has all that it started
@@ -30,8 +31,10 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -53,6 +56,8 @@ _IMPORT_ENVIRONMENT = {
     "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGCHLD)
+ORPHAN_SECONDS = 0.5
+"""Time for the kernel to say that the parent has died, which closes its files first. [judgement]"""
 _NOT_INITIALIZED = 3
 """Value of CUDA_ERROR_NOT_INITIALIZED in cuda.h."""
 
@@ -61,20 +66,26 @@ def main(
     preload: Callable[[], None] | None = None, verbs: Mapping[str, Verb] | None = None
 ) -> NoReturn:
     """Serve until the parent is gone. `preload` and `verbs` replace the real ones in tests."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    die_with_parent(signal.SIGTERM)
+    requests, replies = _take_control()
+    parent = int(os.environ.get(PARENT_VARIABLE, os.getppid()))
+    signal.signal(signal.SIGTERM, lambda *_: _end_while_importing(requests, parent))
+    try:
+        die_with_parent(signal.SIGTERM)
+    except SystemExit:
+        _end_while_importing(requests, parent)
     # A job checks in the same way that this process is still there.
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     adopt_orphans()
-    requests, replies = _take_control()
     gc.disable()  # Next to nothing of what imports make is garbage: looking for it takes a fifth of them.
     (import_libraries if preload is None else preload)()
     # What is imported stays: jobs neither collect it nor copy its pages in doing so.
     gc.collect()
     gc.freeze()
     gc.enable()
+    server = _Server(requests, replies, VERBS if verbs is None else verbs)
     with contextlib.suppress(BrokenPipeError):
-        _Server(requests, replies, VERBS if verbs is None else verbs).serve()
+        server.serve()
+    _remove_left([*server.folders, *_folders_asked(requests)], parent)
     os._exit(0)
 
 
@@ -209,6 +220,8 @@ class _Server:
         self._wakeup, self._wake = _wake_on_signals()
         self._pid: int | None = None
         self._rest = b""
+        self.folders: list[str] = []
+        """The private folders of the last job."""
 
     def serve(self) -> None:
         while True:
@@ -228,6 +241,7 @@ class _Server:
 
     def _obey(self, message: dict[str, Any]) -> None:
         if "job" in message:
+            self.folders = message["job"].pop("folders")
             self._fork(message["job"])
         elif self._pid is not None:
             _signal_group(self._pid, message["signal"])
@@ -303,6 +317,36 @@ class _Server:
 
     def _reply(self, **message: object) -> None:
         os.write(self._replies, json.dumps(message).encode() + b"\n")
+
+
+def _end_while_importing(requests: int, parent: int) -> NoReturn:
+    """End, and remove the folders of a job that waits for what is being imported."""
+    _remove_left(_folders_asked(requests), parent)
+    os._exit(0)
+
+
+def _folders_asked(requests: int) -> list[str]:
+    """The private folders of jobs that were asked for and not begun."""
+    os.set_blocking(requests, False)
+    try:
+        lines = os.read(requests, 65536).splitlines()
+    except BlockingIOError:
+        return []
+    messages = [json.loads(line) for line in lines]
+    return [folder for each in messages for folder in each.get("job", {}).get("folders", [])]
+
+
+def _remove_left(folders: list[str], parent: int) -> None:
+    """Remove those of a job that its parent can remove no more: a checkpoint may be in them."""
+    give_up = time.monotonic() + ORPHAN_SECONDS
+    while any(map(os.path.exists, folders)):
+        if os.getppid() != parent:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+        if time.monotonic() > give_up:
+            return
+        time.sleep(0.01)
 
 
 def _wake_on_signals() -> tuple[int, int]:

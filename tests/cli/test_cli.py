@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -840,6 +841,52 @@ def test_a_mistake_of_ours_is_one_line_and_a_traceback_on_request(
     monkeypatch.setenv("AUTOTUNE_DEBUG", "1")
     with pytest.raises(RuntimeError, match="boom"):
         cli.main(FIND)
+
+
+def nobody_listened(*_: object) -> None:
+    pytest.fail("the process would have ended at once, and left its folders behind")
+
+
+@pytest.mark.parametrize(
+    ("number", "before", "code"),
+    [
+        (signal.SIGTERM, nobody_listened, 130),
+        (signal.SIGHUP, nobody_listened, 130),
+        # nohup
+        (signal.SIGHUP, signal.SIG_IGN, StorageError.exit_code),
+    ],
+)
+def test_a_stop_is_a_ctrl_c(
+    main: Main, monkeypatch: pytest.MonkeyPatch, number: int, before: Any, code: int
+) -> None:
+    def stop(*arguments: Any, **named: Any) -> None:
+        os.kill(os.getpid(), number)
+        raise StorageError("It went on")
+
+    monkeypatch.setattr(predict_best, "find", stop)
+    outside = signal.signal(number, before)
+    try:
+        ran = main(*FIND)
+        assert signal.getsignal(number) is before
+    finally:
+        signal.signal(number, outside)
+    assert ran.code == code, ran.err
+    assert ("Interrupted. What was stored is kept" in ran.err) == (code == 130)
+
+
+def test_streams_that_are_closed_are_no_problem(tmp_path: Path) -> None:
+    """Else what is opened next has their numbers, and gets what is printed."""
+    (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    words = ["find", "--model", "./config.json", "--gpu", "rtx-4090", "--method", "full"]
+    ran = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "autotune", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0
+    assert len(list(tmp_path.glob("studies/*/report.html"))) == 1
 
 
 def test_a_reader_that_leaves_is_no_problem(tmp_path: Path) -> None:

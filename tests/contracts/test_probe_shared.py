@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import answers
@@ -115,8 +116,18 @@ SPEC = ProbeSpec(
 )
 
 
+FOLDER: dict[str, str] = {}
+
+
+@pytest.fixture(autouse=True)
+def _folder_for_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that are killed beside one that failed leave theirs to whoever gave the folder."""
+    monkeypatch.setitem(FOLDER, "folder", str(tmp_path))
+
+
 def request(config: TrainConfig, model: dict[str, Any] = MODEL, **spec: Any) -> dict[str, Any]:
     return {
+        **FOLDER,
         "config": model,
         "train_config": config.to_dict(),
         "spec": dataclasses.asdict(dataclasses.replace(SPEC, **spec)),

@@ -134,7 +134,7 @@ def test_the_answer_says_why_nothing_was_compiled() -> None:
             "SOAP (not predicted)", Reason.NOT_INSTALLED, "needs: pip install pytorch-optimizer"
         ),
     )
-    answer = dataclasses.replace(answers.answer(), left_out=left_out)
+    answer = dataclasses.replace(answers.answer(), base=EAGER, left_out=left_out)
     eager = dataclasses.replace(found(measured(EAGER, 1.0), None), num_compiled=0)
     assert with_measured(answer, eager).left_out == left_out
     # Of the slower ones those are kept that the answer shows.
@@ -250,8 +250,8 @@ def test_what_did_not_compile_is_said() -> None:
 
 def test_the_run_is_said() -> None:
     late = measured(COMPILED, 1.0, cold_start_seconds=30.0)
-    assert "--train-steps" in measured_words.run(found(None, late))
-    said = measured_words.run(found(None, late, train_steps=970))
+    assert "--train-steps" in measured_words.run(found(None, late), "the base")
+    said = measured_words.run(found(None, late, train_steps=970), "the base")
     assert "970 tokens/s over 970 steps" in said
     assert "30.0 s" in said
 

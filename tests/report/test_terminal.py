@@ -91,6 +91,24 @@ def test_what_was_measured_is_beside_what_was_predicted() -> None:
     assert "GB more" not in shown
 
 
+def test_a_run_that_decided_is_compared_with_the_bases_run() -> None:
+    """Steady steps of the base are faster here, and its run is slower."""
+    found = answers.measured(
+        confirmation=answers.measurement(step_seconds=8.192, cold_start_seconds=1.0),
+        baseline=answers.measurement(
+            config=answers.BASE, step_seconds=2.0, cold_start_seconds=30.0
+        ),
+        train_steps=2,
+    )
+    shown = one_line(drawn(answers.answer(measured=found)))
+    assert "0.98 x the 4,096 tokens/s" in shown
+    assert (
+        "run 3,770 tokens/s over 2 steps, with a cold start of 1.00 s; 7.82 x the 482 of the Trainer's "
+        "defaults, whose cold start takes 30.0 s" in shown
+    )
+    assert found.to_dict()["speedup_over_run"] == pytest.approx(7.824, abs=1e-3)
+
+
 @pytest.mark.parametrize(
     ("of_spec", "varied_gib", "told"),
     [

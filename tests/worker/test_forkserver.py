@@ -506,12 +506,13 @@ def kill_later(server: ForkServer, victim: str, delay_seconds: float, killed: li
 PARENT = """
 import sys
 from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import private_folder
 try:
-    with ForkServer(command=sys.argv[2:]) as server:
+    with ForkServer(command=sys.argv[2:]) as server, private_folder() as folder:
         print(0, flush=True)
         while True:
             server.run(sys.argv[1], {"seconds": 60, "num": 3, "pause_seconds": 0.02,
-                       "log": "/dev/null"}, deadline_seconds=60,
+                       "log": "/dev/null", "folder": folder}, deadline_seconds=60,
                        on_answer=lambda answer: print(answer["pid"], flush=True))
 except KeyboardInterrupt:
     sys.exit(130)
@@ -542,6 +543,23 @@ def test_parent_killed_at_any_moment(
     with start_parent(tmp_path, verb, command) as parent:
         time.sleep(rng.uniform(0.0, 0.3))
         parent.kill()
+    assert wait_until(lambda: left_behind(mark) == [])
+
+
+@pytest.mark.parametrize("preload", ["pass", "time.sleep(60)"])
+def test_folders_of_a_job_go_where_its_parent_was_killed(
+    tmp_path: Path, mark: str, preload: str
+) -> None:
+    """While it runs, and while it waits for imports."""
+    with start_parent(tmp_path, "brood", server_command(tmp_path, preload)) as parent:
+        assert parent.stdout is not None
+        if preload == "pass":
+            parent.stdout.readline()
+        # The request's, and the one that the request is in.
+        assert wait_until(lambda: len(list(tmp_path.glob("autotune-*"))) == 2)
+        time.sleep(0.3)
+        parent.kill()
+    assert wait_until(lambda: not list(tmp_path.glob("autotune-*")))
     assert wait_until(lambda: left_behind(mark) == [])
 
 

@@ -211,7 +211,10 @@ def test_print_is_no_answer(worker: Commands) -> None:
 def test_environment(worker: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("HF_HOME", "/somewhere")
+    # A library's warning would be kept as the outcome of a probe.
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
     end = run(worker("answer(**os.environ)"))
+    assert end.answers[0]["PYTHONWARNINGS"] == ""
     assert end.answers[0]["CUDA_VISIBLE_DEVICES"] == ""
     assert end.answers[0]["HF_HOME"] == "/somewhere"
     assert end.answers[0][orphans.PARENT_VARIABLE] == str(os.getpid())

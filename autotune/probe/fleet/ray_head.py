@@ -67,12 +67,16 @@ class Head:
         return ""
 
 
-def knock(address: str, seconds: float = CONNECT_SECONDS) -> None:
-    """Raise OSError where nobody listens at an address with a port: Ray would try for many minutes."""
+def knock(address: str, seconds: float = CONNECT_SECONDS) -> bool:
+    """Whether somebody listens there; False for an address without a port, such as `auto`.
+
+    Raises OSError where nobody listens at one with a port: Ray would try for many minutes.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        with socket.create_connection((host, int(port)), timeout=seconds):
-            pass
+    if not host or not port.isdigit():
+        return False
+    with socket.create_connection((host, int(port)), timeout=seconds):
+        return True
 
 
 def gone(why: str) -> CardsLostError:

@@ -81,8 +81,8 @@ def _imported() -> Any:
 def _connect(ray: Any, address: str, runtime_env: dict[str, Any]) -> None:
     remedy = "Name one as ray://HOST:10001, or run this on a machine of the cluster with --on auto"
     try:
-        knock(address)
-        remedy = _TOKEN
+        if knock(address):
+            remedy = _TOKEN
         with _patient():
             ray.init(
                 address=address,

@@ -4,7 +4,7 @@ A probe must not share a process with an earlier one, and should not pay for its
 server (autotune.worker.server, with its control messages) imports once and forks a process per job.
 Deadlines, answers and ends are isolate's; only the launch differs.
 
-- Parent killed: the server ends, and kills the job with all that it started.
+- Parent killed: the server ends, kills the job with all that it started, and removes the job's folders.
 - Server killed: the job dies with it and is reported as crashed; the next job gets a new server.
 - Job killed: reported as crashed; the server goes on.
 - Server and parent killed at once: the job dies too; what the job itself started may outlive it.
@@ -115,6 +115,9 @@ class ForkServer:
         The imports do not count for its deadline. Raises WorkerError when no server can be started or the
         request cannot be written.
         """
+        self.start(
+            verb
+        )  # Before there is a folder, which the server removes if this process is killed.
         (end,) = isolate.run_jobs(
             verb,
             [request],
@@ -130,6 +133,7 @@ class ForkServer:
         self, verb: str, request: Mapping[str, Any]
     ) -> AbstractContextManager[Callable[[], list[isolate.Reply]]]:
         """Run one job as isolate.in_background does; no other runs before the end of the block."""
+        self.start(verb)
         return isolate.in_background(verb, request, launch=self._launch)
 
     def start(self, verb: str) -> None:
@@ -237,8 +241,14 @@ class _Server:
         assert self._is_job_gone
         self._fork = self._exit_code = None
         self._is_job_gone = False
-        paths = {"request": job.request_path, "result": job.result_path}
-        self._send(job={k: str(v) for k, v in (paths | {"printed": job.printed_path}).items()})
+        self._send(
+            job={
+                "request": str(job.request_path),
+                "result": str(job.result_path),
+                "printed": str(job.printed_path),
+                "folders": job.folders,
+            }
+        )
         return self._started()
 
     def has_exited(self) -> bool:

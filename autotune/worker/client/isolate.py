@@ -4,7 +4,8 @@ The contract, whole:
 
 - The command is `python -m autotune.worker REQUEST.json RESULT.jsonl`. Both files lie in a private
   folder that the parent makes and removes.
-- REQUEST.json, written by the parent: `{"schema_version": int, "verb": str, "request": {...}}`.
+- REQUEST.json, written by the parent: `{"schema_version": int, "verb": str, "request": {...}}`. A `folder` in
+  the request is another private folder, for what the child writes.
 - RESULT.jsonl, appended to by the child: one JSON object per line and per answer, flushed as soon
   as it is known. A last line without its line break was being written when the child died: it is
   counted and not read. Any other line that is no JSON object makes the result unreadable.
@@ -209,6 +210,7 @@ class _Child:
             request_path=folder / "request.json",
             result_path=folder / "result.jsonl",
             printed_path=folder / "printed.txt",
+            folders=(str(folder.parent), *filter(None, [request.get("folder")])),
         )
         self._answers: list[Reply] = []
         self._rest = b""

@@ -19,6 +19,8 @@ from autotune.worker.client.orphans import PARENT_VARIABLE
 
 _COMMON_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
+    # As an error, a warning of a library would be kept as the outcome of a probe.
+    "PYTHONWARNINGS": "",
     "PYTHONUTF8": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
@@ -43,6 +45,8 @@ class ChildJob:
     result_path: Path
     printed_path: Path
     """File that gets the child's stdout and stderr."""
+    folders: tuple[str, ...]
+    """The private folders that it is about, which its parent removes."""
 
 
 class Process(Protocol):

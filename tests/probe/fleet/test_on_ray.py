@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -310,6 +311,17 @@ def test_nobody_answers() -> None:
         on_ray.connected("127.0.0.1:1", backend="cpu", wanted=None, name=None, note=print),
     ):
         pass
+
+
+def test_nobody_runs_ray_here() -> None:
+    """Nothing listens at `auto`, which is no address: that is not said."""
+
+    def init(**_: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance. Please specify one.")
+
+    none = types.SimpleNamespace(init=init, exceptions=types.SimpleNamespace())
+    with pytest.raises(HardwareError, match=r"at auto\. Could not .*instance\. Name one as ray://"):
+        ray_join._connect(none, "auto", {})
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
