@@ -19,7 +19,7 @@ def as_kernels(
     kernels = []
     for launch in launches:
         k = launch.kernel
-        kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
+        kind = k.name if k.name in roofline.COPIES else roofline.kind_of(k.name)
         host_seconds = host.unpack_seconds if kind == "dequantize" else 0.0
         if is_triton(k):
             host_seconds += host.triton_seconds

@@ -33,6 +33,7 @@ def launch(name: str, *, phase: str = "forward", count: int = 1, is_chunk: bool 
     [
         (launch("mm"), 0),
         (launch("copy_host"), 0),
+        (launch("copy_aside"), 0),
         (launch("dequantize_4bit"), 100),
         (launch("_rms_norm_backward_kernel", phase="backward"), 10_000),
         (launch("_triton_rope"), 10_000),
