@@ -224,7 +224,7 @@ class Families:
     leans: tuple[TrainConfig, ...]
     """Each family's configuration with all layers checkpointed."""
     host_memory_bytes: int | None = None
-    """What may be taken of the host; None where that is not said."""
+    """Host memory that may be taken; None where that is not said."""
 
     def specs(self, most: int | None = None) -> set[TraceSpec]:
         """Return the specs of the traces that price the plans of all of them, or of the first ones."""

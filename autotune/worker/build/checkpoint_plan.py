@@ -50,7 +50,7 @@ def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str)
         if isinstance(part, PreTrainedModel):
             part.config.get_text_config().use_cache = False
     changed = []
-    host = HostMemory()
+    host, modes = HostMemory(), product_modes()
     for number, layer in enumerate(layers):
         place = number % length
         keeps = first_keep if place < count else others_keep
@@ -63,7 +63,7 @@ def checkpoint_layers(model: Any, count: int, first_keep: str, others_keep: str)
             )
         if keeps == "offloaded":
             is_last = place + 1 == (count if keeps == first_keep != others_keep else length)
-            options["context_fn"] = functools.partial(offload_products, host, is_last)
+            options["context_fn"] = functools.partial(offload_products, host, modes, is_last)
         layer.forward = functools.partial(checkpoint, layer.forward, **options)
         changed.append(layer)
 
@@ -98,57 +98,73 @@ def keep_products(_: Any, operation: Any, *args: Any, **__: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def offload_products(host: HostMemory, is_last: bool) -> Any:
+def offload_products(host: HostMemory, modes: Any, is_last: bool) -> Any:
     """Return the contexts of a layer's forward pass and of its second one, as `checkpoint` asks for them."""
+    kept = Kept(host, is_last)
+    return tuple(mode(kept) for mode in modes)
+
+
+def product_modes() -> Any:
+    """Return the classes of those contexts: what is Kept sees each operation of a layer, or stands for it."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.checkpoint import CheckpointPolicy
 
-    kept = Kept(host, is_last)
-
     class Forward(TorchDispatchMode):
+        def __init__(self, kept: Kept) -> None:
+            super().__init__()
+            self.kept = kept
+
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             made = func(*args, **(kwargs or {}))
             if keep_products(None, func, *args) is CheckpointPolicy.MUST_SAVE:
-                kept.put(func, made)
+                self.kept.put(func, made)
             return made
 
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
-            kept.end_forward()
+            self.kept.end_forward()
 
     class Again(TorchDispatchMode):
+        def __init__(self, kept: Kept) -> None:
+            super().__init__()
+            self.kept = kept
+
         def __enter__(self) -> Any:
-            kept.begin_backward()
+            self.kept.begin_backward()
             return super().__enter__()
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if keep_products(None, func, *args) is CheckpointPolicy.MUST_SAVE:
-                return kept.take(func)
+                return self.kept.take(func)
             return func(*args, **(kwargs or {}))
 
         def __exit__(self, *error: Any) -> None:
             super().__exit__(*error)
-            kept.made.clear()
+            self.kept.made.clear()
 
-    return Forward(), Again()
+    return Forward, Again
 
 
 class Kept:
-    """What a layer's products and attention have made in one pass, in order.
+    """Results of a layer's products and attention in one pass, in order.
 
-    It goes to host memory while the next layer computes, and comes back while the backward pass is at that
-    one. The last layer's stays, since it is needed first.
+    They go to host memory while the next layer computes, and come back while the backward pass is at
+    that one. The last layer's stay, since they are needed first.
     """
 
     def __init__(self, host: HostMemory, is_last: bool) -> None:
+        import weakref
+
         self.host, self.is_last = host, is_last
         self.made: list[dict[str, Any]] = []
         self.copied: Any = None
-        self.before, host.latest = host.latest, None if is_last else self
+        # A layer through which no gradient goes is forgotten: nothing comes back.
+        self.before = host.latest
+        host.latest = weakref.ref(self) if not is_last else lambda: None
 
     def put(self, operation: Any, made: Any) -> None:
         """Keep what an operation has made; of an attention's statistics there is little: they stay."""
@@ -167,8 +183,8 @@ class Kept:
         if any(entry["results"][0]._version != entry["version"] for entry in self.made):
             raise RuntimeError("a product that is to be kept was changed in place")
         self.copied = self.host.mark()
-        if self.before is not None:
-            self.before.let_go()
+        if (before := self.before()) is not None:
+            before.let_go()
 
     def let_go(self) -> None:
         self.host.wait(self.copied)
@@ -190,9 +206,8 @@ class Kept:
         if any(entry["results"][0] is None for entry in self.made):
             self.fetch()
         self.host.wait(self.copied)
-        if self.before is not None:
-            self.before.fetch()
-            self.before = None
+        if (before := self.before()) is not None:
+            before.fetch()
 
     def take(self, operation: Any) -> Any:
         """Return what an operation has made in the forward pass."""
@@ -212,7 +227,7 @@ class HostMemory:
     def __init__(self) -> None:
         self.unused: dict[int, list[Any]] = {}
         self.stream: Any = None
-        self.latest: Any = None
+        self.latest: Any = lambda: None
 
     def copy_out(self, tensor: Any) -> Any:
         """Begin to copy a tensor to host memory; return the piece of it."""
