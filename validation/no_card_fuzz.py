@@ -9,7 +9,7 @@ the model does not have and what is not installed is not drawn, nor is a compile
 figures are all that is predicted. A line each: the prediction against what was seen, of allocated and of
 reserved bytes. What depends on values (places without tokens,
 LLM.int8's outliers, an overflow of float16) is no error. A plan of checkpointing needs six
-layers, or six times the model's pattern of them.
+layers, or six times the model's pattern of them; one that offloads eight.
 
 --out: the same, a JSON object per line {"schema_version", "key", "model", "num_layers",
 "capped_at_prediction", "prediction": {Estimate.to_dict}, "measurement": {Measurement.to_dict}}; what it has
@@ -38,7 +38,7 @@ from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space import requirements
-from autotune.space.checkpoint_plans import INTERVAL
+from autotune.space.checkpoint_plans import INTERVAL, plan_offloads
 from autotune.space.compilation import why_not_predicted
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
@@ -72,8 +72,9 @@ NUMBERS: dict[str, tuple[int, ...]] = {
 _MOST_TOKENS = 32768
 """Of a micro-batch: more takes a probe's time and tells nothing new."""
 _FIXED = ("micro_batch_size", "peft", "parallelism", "lora_alpha_ratio", "checkpoint_layers")
-_LEAST_STRETCH = 3
-"""Fewest layers of either stretch of a plan (autotune.search.solved_checkpointing)."""
+_LEAST_STRETCH = {False: 3, True: 4}
+"""Fewest layers of either stretch of a plan that does not offload, and of one that does
+(autotune.search.solved_checkpointing)."""
 
 
 def cut(model: str, num_layers: int) -> ModelSource:
@@ -118,10 +119,11 @@ def draw(
             values[name] = chance.choice(domains[name])
     if values.get("update_in_backward"):
         values["gradient_accumulation_steps"] = 1
-    if values.get("checkpoint_plan", INTERVAL) != INTERVAL:
+    plan = values.get("checkpoint_plan", INTERVAL)
+    if plan != INTERVAL:
         values["activation_checkpointing"] = 1
-        most = max(_LEAST_STRETCH, (num_layers or 0) - _LEAST_STRETCH)
-        values["checkpoint_layers"] = chance.randint(_LEAST_STRETCH, most)
+        least = _LEAST_STRETCH[plan_offloads(plan)]
+        values["checkpoint_layers"] = chance.randint(least, max(least, (num_layers or 0) - least))
     return TrainConfig(method=method, **values)
 
 

@@ -81,7 +81,8 @@ def headroom_options(command: Command) -> Command:
     host = click.option(
         "--host-mem",
         metavar="SIZE",
-        help="Host memory that training may take beside its programs: 64GB; 0 for none [default: any].",
+        help="Host memory that training may take beside its programs: 64GB; 0 for none [default: any]. Where "
+        "it is said, plans of checkpointing (solve) may use it.",
     )
     return odds(headroom(host(command)))
 

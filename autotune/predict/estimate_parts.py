@@ -9,6 +9,7 @@ from autotune.memory.traces import Launch
 from autotune.predict.sharding.exchange import Exchange
 from autotune.records.estimate import PerGpu, StateBytes, TimeShare
 from autotune.space.config import TrainConfig
+from autotune.speed.roofline import COPIES
 from autotune.speed.sureness import Parts
 
 
@@ -42,7 +43,7 @@ def parked_bytes(launches: Iterable[Launch]) -> int:
     They are pinned, which torch rounds up to a power of two (c10's CachingHostAllocator). Held against what
     that allocator holds of four models: validation.no_card_host, studies/no-card.
     """
-    copies = (each for each in launches if each.kernel.name == "copy_host")
+    copies = (each for each in launches if each.kernel.name in COPIES)
     return sum(each.count << (math.ceil(each.bytes_moved) - 1).bit_length() for each in copies) // 2
 
 

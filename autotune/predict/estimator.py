@@ -38,6 +38,7 @@ from autotune.predict.timeline import timeline_of
 from autotune.predict.vllm_generation import facts_of, served_of
 from autotune.records.charts import Timeline
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
+from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.lengths import Filling, vary
@@ -436,7 +437,7 @@ class Estimator:
         return offloaded_bytes + waiting_bytes + paged_out_bytes
 
     def _find_parked(self, spec: TraceSpec, micro_batch: int, rank: int) -> int:
-        if not spec.activation_offloading:
+        if not (spec.activation_offloading or plan_offloads(spec.checkpoint_plan)):
             return 0
         return parked_bytes(self._traces[spec].launches(micro_batch, rank))
 

@@ -19,8 +19,9 @@ def as_kernels(
     kernels = []
     for launch in launches:
         k = launch.kernel
-        kind = "copy_host" if k.name == "copy_host" else roofline.kind_of(k.name)
-        host_seconds = host.unpack_seconds if kind == "dequantize" else 0.0
+        kind = k.name if k.name in roofline.COPIES else roofline.kind_of(k.name)
+        beside = {"dequantize": host.unpack_seconds, "copy_aside": host.copy_seconds}
+        host_seconds = beside.get(kind, 0.0)
         if is_triton(k):
             host_seconds += host.triton_seconds
         if k.phase == "recompute":

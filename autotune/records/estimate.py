@@ -195,8 +195,7 @@ def _spec_of(
 
 
 def _keeps_products(plan: str) -> bool:
-    row = CHECKPOINT_PLANS.get(plan)
-    return row is not None and "products" in (row.first_keep, row.others_keep)
+    return plan in CHECKPOINT_PLANS and CHECKPOINT_PLANS[plan].has("products", "offloaded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

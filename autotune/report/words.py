@@ -12,6 +12,7 @@ from autotune.records.answer import MORE_MEMORY_BYTES, TRAINER_DEFAULTS, Answer,
 from autotune.records.estimate import Estimate, Timed
 from autotune.records.measurement import NOISE
 from autotune.space import learning_rates, requirements
+from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import COMPILED_SHARE, DEFAULT_ODDS, VARIED_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS
@@ -77,9 +78,11 @@ def limits(config: TrainConfig | None) -> str:
         rewards = "rewards, " if TRAINERS[config.trainer].is_rewarded else ""
         started = "the start of vLLM, " if config.writes_with_vllm else ""
         return f"{_LIMITS}, {rewards}{started}completions that end early"
-    if config is None or not config.precompute_ref_log_probs:
-        return _LIMITS
-    return f"{_LIMITS}, the reference's pass over all samples before training"
+    if config is not None and config.precompute_ref_log_probs:
+        return f"{_LIMITS}, the reference's pass over all samples before training"
+    if config is not None and plan_offloads(config.checkpoint_plan):
+        return f"{_LIMITS}, what copies to host memory slow down beside them"
+    return _LIMITS
 
 
 def speed(estimate: Estimate) -> str:

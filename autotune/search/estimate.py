@@ -80,7 +80,7 @@ def priced(
         workload.task,
         workload.sequence_length,
         asked.card.gpu,
-        specs | plan_specs(lean) if solves else specs,
+        specs | plan_specs(lean, workload.host_memory_bytes) if solves else specs,
         num_gpus=workload.num_gpus,
         pictures=workload.pictures,
         teacher=workload.teacher,

@@ -18,6 +18,8 @@ Known limitations
   leave it out of the lean ones would need a little less.
 - Of an encoder and a decoder as many layers are lean, the first of each; where they have unlike numbers of
   layers there is no plan.
+- Products wait in host memory only where it is said how much of that may be taken (--host-mem). Each stretch
+  of such a plan has four layers at least, and layers that are too unlike for that have none.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.search.candidates import Candidates, speed_of
-from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, plan_offloads
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.tradeoffs import LEVEL
 
@@ -51,19 +53,25 @@ changes speed, and share traces."""
 MOST_SOLVED = 2
 """Most of them that are solved: of those whose promises are tied the one that gives up least, and others only
 where they promise more than it keeps."""
-_LEAST_COST = 0.6
-"""Share of a straight line's cost that a plan may come down to. [judgement] Low, so that no family is
-passed over that keeping products would make the fastest."""
+_LEAST_COST = {False: 0.6, True: 0.25}
+"""Share of a straight line's cost that a plan may come down to, and one that may offload. [judgement] Low, so
+that no family is passed over that keeping products would make the fastest."""
 
 _SLACK = 1.01
 """How much faster than a straight line promises a plan may be. [judgement] Live bytes bend little between its
 ends, and time not at all."""
 
 
-def plan_specs(lean: TrainConfig) -> set[TraceSpec]:
+def plans_for(host_memory_bytes: int | None) -> tuple[str, ...]:
+    """Return the plans that are tried: those that offload where it is said what may be taken of the host."""
+    return tuple(name for name in CHECKPOINT_PLANS if host_memory_bytes or not plan_offloads(name))
+
+
+def plan_specs(lean: TrainConfig, host_memory_bytes: int | None = None) -> set[TraceSpec]:
     """Return the specs of the traces that price the plans of a configuration with all layers checkpointed."""
     return {
-        TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan)) for plan in CHECKPOINT_PLANS
+        TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan))
+        for plan in plans_for(host_memory_bytes)
     }
 
 
@@ -130,7 +138,7 @@ class PlanSolver:
 
     def _promises(self, lean: TrainConfig) -> Iterator[_Promise]:
         room_bytes = self._estimator.room_for(lean)
-        for plan in CHECKPOINT_PLANS:
+        for plan in plans_for(self._estimator.host_memory_bytes):
             of_any = TraceSpec.of(dataclasses.replace(lean, checkpoint_plan=plan))
             counts = self._estimator.lean_layers(of_any)
             if not counts:
@@ -215,10 +223,14 @@ class Families:
     """The best of the class without them."""
     leans: tuple[TrainConfig, ...]
     """Each family's configuration with all layers checkpointed."""
+    host_memory_bytes: int | None = None
+    """Host memory that may be taken; None where that is not said."""
 
     def specs(self, most: int | None = None) -> set[TraceSpec]:
         """Return the specs of the traces that price the plans of all of them, or of the first ones."""
-        return {spec for lean in self.leans[:most] for spec in plan_specs(lean)}
+        return {
+            spec for lean in self.leans[:most] for spec in plan_specs(lean, self.host_memory_bytes)
+        }
 
 
 def families_of(
@@ -252,7 +264,8 @@ def families_of(
                 _families(candidates, leans, estimator, name, best), MOST_FAMILIES
             )
             if of_class := tuple(each.lean for each in families):
-                found.append(Families(best=best, leans=of_class))
+                host_bytes = estimator.host_memory_bytes
+                found.append(Families(best=best, leans=of_class, host_memory_bytes=host_bytes))
     return found
 
 
@@ -330,5 +343,6 @@ def _promise(lean: TrainConfig, estimator: Estimator) -> _Family | None:
     share = 0.0
     if free_bytes > room_bytes:
         share = (free_bytes - room_bytes) / (free_bytes - lean_bytes)
-    seconds = 1 / free_speed + _LEAST_COST * share * (1 / lean_speed - 1 / free_speed)
+    least_cost = _LEAST_COST[bool(estimator.host_memory_bytes)]
+    seconds = 1 / free_speed + least_cost * share * (1 / lean_speed - 1 / free_speed)
     return _Family(lean=lean, most_tokens_per_second=1 / seconds)

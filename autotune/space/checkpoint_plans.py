@@ -15,13 +15,18 @@ class CheckpointPlan:
     """A plan: what the first layers of a model keep for the backward pass, and what the others do.
 
     `inputs`: nothing but what the layer is given; `products`: also what costly products and attention have
-    made; `all`: everything, so that nothing is computed again (autotune.worker.build.checkpoint_plan).
+    made; `offloaded`: the same, which waits in host memory; `all`: everything, so that nothing is computed
+    again (autotune.worker.build.checkpoint_plan).
     """
 
     first_keep: str
     others_keep: str
     words: str
     """Words for the layers that keep more than their inputs and less than all; empty where none does."""
+
+    def has(self, *kept: str) -> bool:
+        """Whether some layers keep one of these."""
+        return not {self.first_keep, self.others_keep}.isdisjoint(kept)
 
 
 CHECKPOINT_PLANS = {
@@ -30,7 +35,25 @@ CHECKPOINT_PLANS = {
     "recompute-products": CheckpointPlan(
         first_keep="inputs", others_keep="products", words=", the others with products kept"
     ),
+    "offload": CheckpointPlan(
+        first_keep="offloaded", others_keep="all", words=", products in host memory"
+    ),
+    "offload-products": CheckpointPlan(
+        first_keep="offloaded",
+        others_keep="products",
+        words=", products in host memory, the others with products kept",
+    ),
+    "recompute-offload": CheckpointPlan(
+        first_keep="inputs",
+        others_keep="offloaded",
+        words=", the others with products in host memory",
+    ),
 }
+
+
+def plan_offloads(plan: str) -> bool:
+    """Say whether a plan, or INTERVAL, lets something wait in host memory."""
+    return plan in CHECKPOINT_PLANS and CHECKPOINT_PLANS[plan].has("offloaded")
 
 
 def plan_words(plan: str, num_layers: int) -> str:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from autotune.catalogue.installed import is_installed
+from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.compilation import why_not_predicted
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED, Knob
@@ -77,7 +78,10 @@ def of_cuda(config: TrainConfig) -> tuple[str, ...]:
             f"precision {config.precision} needs a CUDA device",
         ),
         (precision.fp8, "fp8 runs under CUDA's autocast, and needs a CUDA device"),
-        (config.activation_offloading, "activation offloading needs a CUDA device"),
+        (
+            config.activation_offloading or plan_offloads(config.checkpoint_plan),
+            "activation offloading needs a CUDA device",
+        ),
         (OPTIMIZERS[config.optimizer].only_cuda, f"{config.optimizer} needs a CUDA device"),
         (config.expandable_segments, "expandable segments need CUDA's allocator"),
         (config.liger, "Liger's kernels need a CUDA device"),

@@ -81,6 +81,8 @@ class Host:
     """On unpacking a 4-bit weight, beside an operation: bitsandbytes' Python."""
     triton_seconds: float
     """On one of Liger's Triton kernels, beside an operation: its wrapper's Python, and Triton's."""
+    copy_seconds: float
+    """On a copy aside, beside an operation: a piece of host memory, and what the streams wait for."""
     before_micro_step: Work
     """In each micro-step: the batch is fetched, and all modules are put into training mode."""
     after_micro_step: Work
@@ -100,6 +102,7 @@ class Host:
             region_seconds=factor * self.region_seconds,
             unpack_seconds=factor * self.unpack_seconds,
             triton_seconds=factor * self.triton_seconds,
+            copy_seconds=factor * self.copy_seconds,
             before_micro_step=self.before_micro_step.times(factor),
             after_micro_step=self.after_micro_step.times(factor),
             before_update=self.before_update.times(factor),
@@ -176,6 +179,8 @@ USUAL = Host(
     region_seconds=_usual(65),
     unpack_seconds=_usual(6),
     triton_seconds=_usual(9),
+    # [judgement] Out 41 us, back 60, where an addition takes 3 without the forward pass's Python (no card).
+    copy_seconds=_usual(4),
     before_micro_step=Work(seconds=_usual(75), module_seconds=_usual(0.2)),
     after_micro_step=Work(seconds=0, module_seconds=_usual(0.25)),
     before_update=Work(seconds=_usual(90), module_seconds=_usual(0.1), tensor_seconds=_usual(0.45)),

@@ -20,7 +20,8 @@ Known limitations
 - The shape of a convolution is not seen.
 - Whole published runs: studies/published-speed.
 - Price the micro-step and the optimizer step apart. Copies to and from the host are taken not to overlap
-  with kernels.
+  with kernels, but for those aside, which are taken to overlap wholly: that they take of the memory's
+  bandwidth is left out.
 """
 
 from __future__ import annotations
@@ -43,9 +44,11 @@ from autotune.speed.matmul_cards import attainable_flop_per_second, matmul_card
 from autotune.speed.moving import KERNEL_TAIL_SECONDS, MovingRates
 from autotune.speed.origin import RatesFrom
 
-KINDS = ("matmul", "attention", "elementwise", "lists", "reduction", "dequantize", "copy_host")
+COPIES = ("copy_host", "copy_aside")
+"""Copies to and from pinned host memory: in their turn, and on a stream of their own."""
+KINDS = ("matmul", "attention", "elementwise", "lists", "reduction", "dequantize", *COPIES)
 """Limits that bound a kernel. `lists`: a launch over lists of tensors, chunk by chunk; `reduction`: rows are
-read more than once; `dequantize`: 4-bit weights are unpacked, which instructions bound; `copy_host`: over
+read more than once; `dequantize`: 4-bit weights are unpacked, which instructions bound; COPIES: over
 PCIe."""
 
 PHASES = ("forward", "backward", "recompute", "update")
@@ -230,10 +233,13 @@ def seconds(
     if each is None:
         return None
     spent = dict.fromkeys(BOUNDS, 0.0)
-    for kernel, (one, bound) in zip(kernels, each, strict=True):
-        spent[bound] += kernel.count * (one - machine.kernel_tail_seconds)
     queues = queued(kernels, each, machine)
-    gpu_seconds, launch_seconds = float(queues.on_gpu.sum()), float(queues.on_host.sum())
+    seen_share = queues.seen_share(stretches)
+    for kernel, (one, bound) in zip(kernels, each, strict=True):
+        share = seen_share if kernel.kind == "copy_aside" else 1
+        spent[bound] += share * kernel.count * (one - machine.kernel_tail_seconds)
+    gpu_seconds = float(queues.on_gpu.sum() + seen_share * queues.aside.sum())
+    launch_seconds = float(queues.on_host.sum())
     late_seconds = queues.late_seconds(stretches)
     return StepTime(
         gpu_seconds=gpu_seconds,
@@ -245,10 +251,30 @@ def seconds(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Queues:
-    """Seconds of all launches of each kernel, on the GPU and on the host."""
+    """Seconds of all launches of each kernel, on the GPU, on the host, and on the stream of copies aside."""
 
     on_gpu: NDArray[np.float64]
     on_host: NDArray[np.float64]
+    aside: NDArray[np.float64]
+    is_forward: NDArray[np.bool_]
+
+    def seen_share(self, stretches: host.Stretches | None) -> float:
+        """Share of the copies aside that the other kernels wait for; without `stretches`, of those of a pass.
+
+        What a stretch of the forward pass has made goes out beside the next one, whose end waits for it; what
+        one of the backward pass needs comes back beside the one before.
+        """
+        seconds = np.stack(
+            [self.on_gpu, self.aside * self.is_forward, self.aside * ~self.is_forward]
+        )
+        if not self.aside.any():
+            return 0.0
+        if stretches is None:
+            computed, out, back = seconds.sum(axis=1, keepdims=True)
+        else:
+            computed, out, back = (seconds @ stretches.shares.T)[:, stretches.order]
+        waited = np.maximum(out - np.roll(computed, -1), 0) + np.maximum(back - computed, 0)
+        return float(waited.sum() / self.aside.sum())
 
     def late_seconds(
         self, stretches: host.Stretches | None = None, *, host_factor: float = 1.0
@@ -266,9 +292,13 @@ def queued(
     """Return the work of host and GPU for these kernels; `each` is kernel_seconds of them."""
     launched = (machine.launch_seconds[kernel.phase] + kernel.host_seconds for kernel in kernels)
     counts = np.array([kernel.count for kernel in kernels], float)
+    seconds = counts * np.array([seconds for seconds, _ in each], float)
+    is_aside = np.array([kernel.kind == "copy_aside" for kernel in kernels], bool)
     return Queues(
-        on_gpu=counts * np.array([seconds for seconds, _ in each], float),
+        on_gpu=np.where(is_aside, 0, seconds),
         on_host=counts * np.array(list(launched), float),
+        aside=np.where(is_aside, seconds, 0),
+        is_forward=np.array([kernel.phase == "forward" for kernel in kernels], bool),
     )
 
 
@@ -334,7 +364,7 @@ def _priced(kernel: Kernel, machine: CardRates, products: _Products) -> tuple[fl
         elements=kernel.shape[0] if len(kernel.shape) == 1 else 0.0,
         work=work_of(kernel),
     )
-    return float(moved_seconds), "transfer" if kind == "copy_host" else "memory bandwidth"
+    return float(moved_seconds), "transfer" if kind in COPIES else "memory bandwidth"
 
 
 def work_of(kernel: Kernel) -> str:
@@ -348,7 +378,9 @@ def work_of(kernel: Kernel) -> str:
 
 def family_of(kernel: Kernel, rates: MovingRates) -> str:
     """The family that a kernel is priced as."""
-    if kernel.kind in ("dequantize", "copy_host"):
+    if kernel.kind in COPIES:
+        return "copy_host"
+    if kernel.kind == "dequantize":
         return kernel.kind
     family = moving.family_of(kernel.name)
     if kernel.kind == "reduction":

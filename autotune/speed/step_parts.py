@@ -26,6 +26,7 @@ _CAUSES = {
     "reduction": "memory",
     "dequantize": "dequantize",
     "copy_host": "transfer",
+    "copy_aside": "transfer",
 }
 """Cause of each of roofline.KINDS; what the host is late with is `host`."""
 
@@ -54,8 +55,10 @@ def parts(
     late = replace(of_host(late_seconds, machine), slow_seconds=slow_seconds - late_seconds)
     found: Parts = {"host": late}
     spreads = _spreads(kernels, machine)
+    seen_share = queues.seen_share(stretches)
     for kernel, (seconds, _), spread in zip(kernels, each, spreads, strict=True):
-        its = part(kernel.count * seconds, spread, _evidence(kernel, machine))
+        share = seen_share if kernel.kind == "copy_aside" else 1
+        its = part(kernel.count * seconds * share, spread, _evidence(kernel, machine))
         found = added(found, {_CAUSES[kernel.kind]: its})
     return found
 

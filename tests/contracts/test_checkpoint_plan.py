@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +21,9 @@ from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
+from autotune.worker.build import checkpoint_plan
 from autotune.worker.build import model as models
-from autotune.worker.build.checkpoint_plan import checkpoint_layers
+from autotune.worker.build.checkpoint_plan import HostMemory, checkpoint_layers
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
 
@@ -51,10 +54,10 @@ OF_KIND: dict[str, tuple[str, dict[str, Any]]] = {
 PRODUCTS = {"llama": (4, 7), "qwen2": (4, 7), "gpt2": (3, 4), "bert": (5, 6)}
 
 
-def model_of(kind: str, attention: str = "sdpa") -> Any:
+def model_of(kind: str, attention: str = "sdpa", num_layers: int = NUM_LAYERS) -> Any:
     torch.manual_seed(0)
     auto, more = OF_KIND[kind]
-    config = CONFIG_MAPPING[kind](**TINY | more)
+    config = CONFIG_MAPPING[kind](**TINY | more | {"num_hidden_layers": num_layers})
     return getattr(transformers, auto).from_config(config, attn_implementation=attention).train()
 
 
@@ -139,6 +142,69 @@ def test_what_is_kept_is_not_computed_again(kind: str) -> None:
     assert again["products"] == cheap
     of_all = {"cheap": NUM_LAYERS * num_cheap} if num_cheap else {}
     assert again["recompute-products"] == {"kept": 2 * num_kept, "attention": 2, **of_all}
+    assert again["offload"] == again["products"]
+    assert again["offload-products"] == of_all
+    assert again["recompute-offload"] == again["recompute-products"]
+
+
+class Late(HostMemory):
+    """Host memory whose copies are made as late as a stream may make them: when one is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[Callable[[], None]] = []
+        self.num_made = 0
+
+    def copy(self, tensor: Any, piece: Any, is_out: bool) -> None:
+        alive, copy_now = weakref.ref(tensor), super().copy
+
+        def run() -> None:
+            there = alive()
+            if there is None:  # It was let go before it was copied.
+                piece.fill_(255)
+            else:
+                copy_now(there, piece, is_out)
+
+        self.begun.append(run)
+        if not is_out:
+            tensor.fill_(float("nan"))
+
+    def mark(self) -> int:
+        return len(self.begun)
+
+    def wait(self, copied: Any) -> None:
+        while self.begun[self.num_made : copied]:
+            self.begun[self.num_made]()
+            self.num_made += 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "num_frozen"),
+    [("qwen2", "recompute-offload", 0), ("gpt2", "offload", 0), ("qwen2", "offload", 2)],
+)
+def test_copies_are_waited_for_and_host_memory_is_used_again(
+    kind: str, name: str, num_frozen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Late] = []
+    monkeypatch.setattr(checkpoint_plan, "HostMemory", lambda: made.append(Late()) or made[-1])
+    plain = model_of(kind, num_layers=5)
+    if num_frozen:  # No gradient goes through the first layers.
+        for part in (plain.get_input_embeddings(), *plain.model.layers[:num_frozen]):
+            part.requires_grad_(False)
+    model = copy.deepcopy(plain)
+    planned(model, name, 4 if name == "offload" else 1)
+    held = []
+    for _ in range(2):
+        loss_of(model)  # It is looked at, and no backward pass comes.
+        for each in plain, model:
+            loss_of(each).backward()
+        (host,) = made
+        held.append(sum(len(piece) for pieces in host.unused.values() for piece in pieces))
+    others = dict(model.named_parameters())
+    for of, parameter in plain.named_parameters():
+        assert (parameter.grad is None) == (not parameter.requires_grad)
+        torch.testing.assert_close(others[of].grad, parameter.grad, rtol=1e-6, atol=1e-7)
+    assert held[0] == held[1] > 0
 
 
 @pytest.mark.parametrize("count", [0, NUM_LAYERS + 1])

@@ -162,7 +162,7 @@ RUNS: dict[str, tuple[str, str, TrainConfig, list[str]]] = {
     "masked": (
         "bert",
         "masked-lm",
-        dataclasses.replace(PLANNED, trainer="transformers", checkpoint_plan="products"),
+        dataclasses.replace(PLANNED, trainer="transformers", checkpoint_plan="offload"),
         [],
     ),
     "classes": ("bert", "sequence-classification", LORA, []),
@@ -470,7 +470,7 @@ def test_the_checkpointing_that_was_chosen(runs: Path, name: str) -> None:
     config = RUNS[name][2]
     stride = config.activation_checkpointing
     num_layers = len(range(0, NUM_LAYERS, stride)) if stride else 0
-    if config.checkpoint_plan in ("recompute", "products"):
+    if config.checkpoint_plan in ("recompute", "offload"):
         num_layers = config.checkpoint_layers
     num_forwards = NUM_STEPS * config.gradient_accumulation_steps
     report = json.loads((runs / "reports.json").read_text())[name]

@@ -16,6 +16,7 @@ from autotune.common.units import GIB
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import KEPT_RANK, Estimate, TraceSpec
+from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.trainers import TRAINERS
@@ -197,6 +198,17 @@ def test_recorded_runs_were_predicted(name: str, counts: list[int]) -> None:
         num_within("peak_reserved_bytes", 0.03),
     ]
     assert [len(records), len(ended), *within] == counts
+
+
+def test_recorded_plans_that_offload_were_predicted() -> None:
+    """As studies/no-card/README.md says, with a torch that has other workspaces than the one that is here."""
+    lines = (STUDY / "plans_that_offload.jsonl").read_text().splitlines()
+    each = [(record["prediction"], record["measurement"]) for record in map(json.loads, lines)]
+    names = ("peak_allocated_bytes", "peak_reserved_bytes")
+    equal = [sum(ours[name] == held[name] for ours, held in each) for name in names]
+    offloading = [pair for pair in each if plan_offloads(pair[0]["config"]["checkpoint_plan"])]
+    assert all(ours[name] == held[name] for ours, held in offloading for name in names)
+    assert [len(lines), len(offloading), *equal] == [24, 5, 24, 22]
 
 
 def test_recorded_pipelines_were_predicted() -> None:

@@ -741,6 +741,10 @@ def test_the_optimizer_in_host_memory_is_deepspeeds() -> None:
     [
         ({"precision": "fp16-mixed"}, "fp16-mixed needs a CUDA device"),
         ({"activation_checkpointing": 1, "activation_offloading": True}, "offloading needs"),
+        (
+            {"activation_checkpointing": 1, "checkpoint_plan": "offload", "checkpoint_layers": 1},
+            "offloading needs a CUDA device",
+        ),
         ({"optimizer": "adalomo", "gradient_accumulation_steps": 1}, "adalomo needs a CUDA device"),
         ({"optimizer": "adamw_torch_4bit"}, "adamw_torch_4bit needs a CUDA device"),
     ],

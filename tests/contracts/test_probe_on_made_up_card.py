@@ -18,6 +18,7 @@ from autotune.catalogue import host_memory
 from autotune.common.units import GIB, MIB
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.worker.build.checkpoint_plan import HostMemory
 from autotune.worker.probe import memory
 from autotune.worker.probe.run import probe
 
@@ -261,3 +262,28 @@ def test_no_more_is_parked_than_the_host_holds(
         assert measured.message.startswith("activation offloading pins 16.0 KiB more, and the host")
     # Once for a paged optimizer's, once for what the first step parks.
     assert num_asked == 2
+
+
+@pytest.mark.parametrize(
+    ("left_bytes", "sends", "outcome", "message"),
+    [
+        (2 * 16 * 512, True, "ok", ""),
+        (2 * 16 * 512 - 1, True, "oom", "activation offloading pins 16.0 KiB more, and the host"),
+        (None, False, "invalid", "nothing waited in host memory of what layers are to offload"),
+    ],
+)
+def test_a_plan_that_offloads_is_checked(
+    card: Card,
+    monkeypatch: pytest.MonkeyPatch,
+    left_bytes: int | None,
+    sends: bool,
+    outcome: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(host_memory, "left_bytes", lambda: left_bytes)
+    if not sends:
+        monkeypatch.setattr(HostMemory, "copy_out", lambda *_: None)
+    plan = {"checkpoint_plan": "offload", "checkpoint_layers": 3}
+    config = dataclasses.replace(FULL, activation_checkpointing=1, **plan)
+    measured = probe({**MODEL, "num_hidden_layers": 4}, config, SPEC)
+    assert (measured.outcome, measured.message[: len(message)]) == (outcome, message)

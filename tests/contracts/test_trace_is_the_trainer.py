@@ -56,7 +56,7 @@ from autotune.space.trainers import row_of
 from autotune.worker.build import fp8
 from autotune.worker.build import model as models
 from autotune.worker.build.backward_update import UpdateInBackward
-from autotune.worker.build.checkpoint_plan import checkpoint_layers
+from autotune.worker.build.checkpoint_plan import HostMemory, checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.build.sound import shape_of
@@ -66,7 +66,8 @@ from autotune.worker.trace import attention, liger, sdpa
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.autocast import POLICIES
 from autotune.worker.trace.cuda import Device
-from autotune.worker.trace.tracker import Tracker
+from autotune.worker.trace.stand_ins import replaced
+from autotune.worker.trace.tracker import Tracker, unrecorded
 
 # PEFT 0.21 asks Transformers 5.23 by the old names of activation checkpointing.
 pytestmark = [
@@ -383,6 +384,24 @@ CASES = {
         num_layers=9,
         checkpointing=1,
         settings=plan("recompute-products", 5),
+    ),
+    "llama plan offload": Case(
+        architecture="llama, wide", num_layers=10, checkpointing=1, settings=plan("offload", 5)
+    ),
+    "llama plan offload-products lora sdpa": Case(
+        architecture="llama, wide",
+        method="lora",
+        attention="sdpa",
+        num_layers=10,
+        checkpointing=1,
+        settings=plan("offload-products", 6),
+    ),
+    "llama plan recompute-offload bf16-mixed": Case(
+        architecture="llama, wide",
+        num_layers=11,
+        precision="bf16-mixed",
+        checkpointing=1,
+        settings=plan("recompute-offload", 4),
     ),
     "llama plan of many layers bf16-mixed": Case(
         architecture="llama, wide",
@@ -723,6 +742,9 @@ def run_case(case: Case, folder: Path) -> Run:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         stack.enter_context(attention.without_library(case.attention))
         model = real_model(case)
+        if case.spec.has_plan:  # What is in host memory is not on the device.
+            hidden = [(HostMemory, n, unrecorded()(vars(HostMemory)[n])) for n in ("piece", "copy")]
+            stack.enter_context(replaced(hidden))
         if case.liger:  # After the model's module is there, whose changes are undone at the end.
             pytest.importorskip("liger_kernel.transformers")
             stack.enter_context(liger.as_on_cuda("cpu", AMPERE, lambda *_, **__: None))

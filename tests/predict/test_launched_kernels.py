@@ -11,7 +11,11 @@ from autotune.predict.launched_kernels import as_kernels
 from autotune.speed.host import USUAL
 
 HOST = dataclasses.replace(
-    USUAL.times(0), region_seconds=1.0, unpack_seconds=100.0, triton_seconds=10_000.0
+    USUAL.times(0),
+    region_seconds=1.0,
+    unpack_seconds=100.0,
+    triton_seconds=10_000.0,
+    copy_seconds=1_000_000.0,
 )
 
 
@@ -33,6 +37,7 @@ def launch(name: str, *, phase: str = "forward", count: int = 1, is_chunk: bool 
     [
         (launch("mm"), 0),
         (launch("copy_host"), 0),
+        (launch("copy_aside"), 1_000_000),
         (launch("dequantize_4bit"), 100),
         (launch("_rms_norm_backward_kernel", phase="backward"), 10_000),
         (launch("_triton_rope"), 10_000),

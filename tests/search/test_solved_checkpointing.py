@@ -23,7 +23,7 @@ from autotune.search import predict_best
 from autotune.search.estimate import estimate
 from autotune.search.inverse.limits import resolve_limit
 from autotune.search.solved_checkpointing import PlanSolver, plan_specs
-from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, SOLVE
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, SOLVE, plan_offloads
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM
 from autotune.space.search_space import MethodSpace, SearchSpace, without_solve
@@ -48,6 +48,8 @@ LORA = dataclasses.replace(
     FREE, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
 )
 METHODS = {"full": FREE, "lora": LORA}
+HOST_BYTES = 10**12
+"""More of the host than any plan takes."""
 
 
 def checkpointed(config: TrainConfig) -> TrainConfig:
@@ -58,12 +60,23 @@ def checkpointed(config: TrainConfig) -> TrainConfig:
 def traced() -> dict[TraceSpec, Trace | SharedTrace]:
     specs = {TraceSpec.of(config) for config in METHODS.values()}
     specs |= {TraceSpec.of(checkpointed(config)) for config in METHODS.values()}
-    specs |= {spec for config in METHODS.values() for spec in plan_specs(checkpointed(config))}
+    specs |= {
+        spec for config in METHODS.values() for spec in plan_specs(checkpointed(config), HOST_BYTES)
+    }
     return trace_all(MODEL, "causal-lm", LENGTH, tiny_model.gpu(), specs, server=here.workers)
 
 
-def estimator(budget_bytes: int, traces: dict[TraceSpec, Trace | SharedTrace]) -> Estimator:
-    return Estimator(traces, tiny_model.gpu(), memory_budget_bytes=budget_bytes)
+def estimator(
+    budget_bytes: int,
+    traces: dict[TraceSpec, Trace | SharedTrace],
+    host_bytes: int | None = None,
+) -> Estimator:
+    return Estimator(
+        traces,
+        tiny_model.gpu(),
+        memory_budget_bytes=budget_bytes,
+        host_memory_bytes=host_bytes,
+    )
 
 
 def speed(found: Estimate) -> float:
@@ -85,17 +98,22 @@ def all_plans(method: str) -> list[Estimate]:
     return found
 
 
+@pytest.mark.parametrize("host", ["unsaid", "some", "any"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_solver_finds_what_brute_force_does(method: str) -> None:
+def test_the_solver_finds_what_brute_force_does(method: str, host: str) -> None:
     every = all_plans(method)
-    assert len(every) == 3 * 5
+    # Of what offloads a stretch has four layers at least.
+    assert len(every) == 3 * 5 + 3 * 3
+    needed = sorted(found.host_bytes for found in every if found.host_bytes)
+    host_bytes = {"unsaid": None, "some": needed[len(needed) // 2], "any": HOST_BYTES}[host]
+    every = [found for found in every if found.host_bytes <= (host_bytes or 0)]
     # A budget between each two of them, and one below and above all.
     peaks = sorted({found.peak_device_bytes for found in every})
     budgets = [peaks[0] - 1, *peaks]
     assert len(budgets) > 10
     plans = set()
     for budget_bytes in budgets:
-        solver = PlanSolver(estimator(budget_bytes, traces := dict(traced())), traces)
+        solver = PlanSolver(estimator(budget_bytes, traces := dict(traced()), host_bytes), traces)
         solved = solver.solved(checkpointed(METHODS[method]))
         fitting = [found for found in every if found.peak_device_bytes <= budget_bytes]
         if not fitting:
@@ -106,6 +124,7 @@ def test_the_solver_finds_what_brute_force_does(method: str) -> None:
         assert speed(solved) == max(map(speed, fitting))
         plans.add(solved.config.checkpoint_plan)
     assert len(plans) > 1
+    assert any(map(plan_offloads, plans)) == (host != "unsaid")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -146,7 +165,9 @@ def test_solve_stands_for_no_and_all_layers_and_is_no_point() -> None:
     assert space(0, 1, SOLVE).methods[0].num_points == space(0, 1).methods[0].num_points
 
 
-def searched(budget_bytes: int, *checkpointing: int) -> predict_best.Prediction:
+def searched(
+    budget_bytes: int, *checkpointing: int, host_bytes: int | None = None
+) -> predict_best.Prediction:
     workload = Workload(
         model=MODEL.name,
         sequence_length=LENGTH,
@@ -154,18 +175,26 @@ def searched(budget_bytes: int, *checkpointing: int) -> predict_best.Prediction:
         methods=("full",),
         memory_budget_bytes=budget_bytes,
         headroom=NO_HEADROOM,
+        host_memory_bytes=host_bytes,
     )
     return predict_best.find(
         MODEL, workload, space(*checkpointing), tiny_model.gpu(), allow="exact", base=FREE
     )
 
 
-def test_a_search_is_faster_with_what_is_solved_and_uses_the_memory_there_is() -> None:
-    every = sorted(all_plans("full"), key=lambda found: found.peak_device_bytes)
+@pytest.mark.parametrize("host_bytes", [None, HOST_BYTES])
+def test_a_search_is_faster_with_what_is_solved_and_uses_the_memory_there_is(
+    host_bytes: int | None,
+) -> None:
+    every = [each for each in all_plans("full") if host_bytes or not each.host_bytes]
+    every.sort(key=lambda found: found.peak_device_bytes)
     budget_bytes = every[len(every) // 2].peak_device_bytes
-    listed, solved = (searched(budget_bytes, *each) for each in ((0, 1), (0, 1, SOLVE)))
+    listed, solved = (
+        searched(budget_bytes, *each, host_bytes=host_bytes) for each in ((0, 1), (0, 1, SOLVE))
+    )
     best = solved.answer.best
     assert best.config.has_plan
+    assert plan_offloads(best.config.checkpoint_plan) == (host_bytes is not None)
     assert best.peak_device_bytes <= budget_bytes
     assert speed(best) > speed(listed.answer.best) * (1 + NOISE)
     # No plan at this micro-batch that fits is faster by more than the noise.
@@ -207,7 +236,7 @@ def test_one_configuration_is_solved_and_a_limit_is_not(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--checkpointing solve does not go with `max`"):
         resolve_limit(question, "sequence-length", multiple_of=64)
     offloaded = {**question.settings, "activation_offloading": True}
-    with pytest.raises(ConfigError, match="keeps on the GPU what it keeps"):
+    with pytest.raises(ConfigError, match="says itself what waits in host memory"):
         estimate(dataclasses.replace(question, settings=offloaded))
 
 

@@ -21,8 +21,8 @@ from autotune.records.answer import Answer, Tip
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.search import predict_best
-from autotune.search.solved_checkpointing import plan_specs
-from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, SOLVE
+from autotune.search.solved_checkpointing import plan_specs, plans_for
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM
 from autotune.space.search_space import MethodSpace, SearchSpace, without_parts
@@ -103,7 +103,7 @@ def every_one() -> list[Estimate]:
     specs |= {spec for lean in leans for spec in plan_specs(lean)}
     traces = trace_all(MODEL, "causal-lm", LENGTH, tiny_model.gpu(), specs, server=here.workers)
     configs = list(intervals())
-    for lean, plan in itertools.product(leans, CHECKPOINT_PLANS):
+    for lean, plan in itertools.product(leans, plans_for(None)):
         any_number = dataclasses.replace(lean, checkpoint_plan=plan)
         of_any = traces[TraceSpec.of(any_number)]
         assert isinstance(of_any, Trace)

@@ -28,8 +28,9 @@ from autotune.speed.moving import rates_of as moving_rates
 from autotune.speed.origin import RatesFrom
 from autotune.speed.roofline import KINDS, CardRates, Kernel
 
-TIMED_KINDS = set(KINDS) - {"lists"}
-"""Launches over lists of tensors come several to an operation, and have no rate of their own."""
+TIMED_KINDS = set(KINDS) - {"lists", "copy_aside"}
+"""Launches over lists of tensors come several to an operation, and have no rate of their own; copies have
+one."""
 CARD = find_gpu("rtx-4070")
 """A card of which nobody published a table."""
 OTHER = find_gpu("l40s")

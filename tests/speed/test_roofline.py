@@ -25,6 +25,7 @@ from autotune.speed.roofline import (
     peak_flop_per_second,
     seconds,
 )
+from autotune.speed.step_parts import parts
 
 
 def attention_rates(flop_per_second: float) -> AttentionRates:
@@ -96,6 +97,7 @@ def kernel(kind: str, *, name: str = "", flops: float = 0, nbytes: float = 0) ->
         (kernel("reduction", nbytes=1e9), 2.0, "memory bandwidth"),
         (kernel("dequantize", nbytes=1e9), 5.0, "memory bandwidth"),
         (kernel("copy_host", nbytes=1e9), 10.0, "transfer"),
+        (kernel("copy_aside", nbytes=1e9), 10.0, "transfer"),
         (kernel("attention", name="_scaled_dot_product_flash_attention", flops=1e12), 2, "compute"),
         (
             kernel("attention", name="_scaled_dot_product_flash_attention_backward", flops=1e12),
@@ -124,6 +126,28 @@ def test_one_kernel(one: Kernel, expected_seconds: float, bound: str) -> None:
     assert time.total_seconds == pytest.approx(expected_seconds)
     assert time.bound == bound
     assert bound in BOUNDS
+
+
+def test_copies_aside_are_seen_as_far_as_they_take_longer_than_what_runs_beside() -> None:
+    two, four = kernel("matmul", flops=2e12), kernel("matmul", flops=4e12)
+    three = kernel("copy_aside", nbytes=3e8)
+    kernels = [
+        dataclasses.replace(one, phase=phase, count=count)
+        for one, phase, count in (
+            (two, "forward", 2), (three, "forward", 1), (four, "backward", 1), (three, "backward", 1),
+        )
+    ]  # fmt: skip
+    # Two layers forward, the first one's copies beside the second; then a layer backward.
+    shares = np.array([[0.5, 1, 0, 0], [0.5, 0, 0, 0], [0, 0, 1, 1]])
+    stretches = Stretches(shares=shares, order=np.array([0, 1, 2]))
+    time = seconds(kernels, MACHINE, stretches)
+    moving = dataclasses.replace(MACHINE.moving, spread={"named": 0.0})
+    found = parts(kernels, dataclasses.replace(MACHINE, moving=moving), stretches)
+    assert time is not None
+    assert found is not None
+    assert time.total_seconds == pytest.approx(2 + 2 + 4 + (3 - 2))
+    assert found["transfer"].seconds == pytest.approx(1)
+    assert sum(part.seconds for part in found.values()) == pytest.approx(time.total_seconds)
 
 
 def test_rows_of_a_norm_take_time_where_the_shape_is_known() -> None:

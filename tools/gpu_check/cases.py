@@ -237,6 +237,8 @@ TECHNIQUES: tuple[Case, ...] = (
     full(QWEN_05, 1024, 8, "bf16-true", **_plan("recompute", 12)),
     full(QWEN_05, 1024, 8, "bf16-true", **_plan("products", 12)),
     lora(LLAMA_8, 1024, 2, 16, **_plan("recompute-products", 16)),
+    lora(LLAMA_8, 1024, 2, 16, **_plan("offload", 16)),
+    full(QWEN_05, 1024, 8, "bf16-true", **_plan("recompute-offload", 6)),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_2"),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flash_attention_3"),
     full(QWEN_05, 1024, 4, "bf16-true", attention="flex_attention"),

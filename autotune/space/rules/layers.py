@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="plan-without-offloading",
-        reason="a plan of checkpointing keeps on the GPU what it keeps",
+        reason="a plan of checkpointing says itself what waits in host memory",
         breaks=lambda c, _: c.has_plan and c.activation_offloading,
     ),
     Rule(

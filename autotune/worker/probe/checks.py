@@ -25,7 +25,7 @@ from autotune.space.optimizers import OPTIMIZERS, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS, dtype_beside
 from autotune.space.trainers import TRAINERS
-from autotune.worker.build.checkpoint_plan import keep_products
+from autotune.worker.build.checkpoint_plan import keep_products, offload_products
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.layers import inner_of
 from autotune.worker.build.quantize import is_quantized
@@ -260,6 +260,10 @@ class FirstStep:
             ]
         found = {number: _kept_by(self._layers[number]) for number in kept}
         wrong = sorted(number for number in kept if found[number] != kept[number])
+        offloading = [number for number in kept if found[number] == kept[number] == "offloaded"]
+        # The last one's stays on the GPU.
+        if len(offloading) > 1 and not _has_offloaded(self._layers[offloading[0]]):
+            return ["nothing waited in host memory of what layers are to offload"]
         return [
             f"layer {number} keeps {found[number]}, not {kept[number]}, for the backward pass"
             for number in wrong[:1]
@@ -279,7 +283,7 @@ class FirstStep:
 
 
 def _kept_by(layer: Any) -> str:
-    """Return what a layer is told to keep for the backward pass: `inputs`, `products` or `all`.
+    """Return what a layer is told to keep for the backward pass: `inputs`, `products`, `offloaded` or `all`.
 
     Empty for what no plan says, such as checkpointing of Transformers' own.
     """
@@ -290,7 +294,15 @@ def _kept_by(layer: Any) -> str:
     context = layer.forward.keywords.get("context_fn")
     if context is None:
         return "inputs"
+    if context.func is offload_products:
+        return "offloaded"
     return "products" if keep_products in context.args else ""
+
+
+def _has_offloaded(layer: Any) -> bool:
+    """Whether host memory was taken for what a layer is to offload, or layers before it."""
+    host = layer.forward.keywords["context_fn"].args[0]
+    return any(host.unused.values())
 
 
 def check_compiled(model: Any, config: TrainConfig) -> list[str]:

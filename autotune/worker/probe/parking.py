@@ -18,7 +18,9 @@ import torch
 import transformers.modeling_utils
 
 from autotune.common.units import format_bytes
+from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TrainConfig
+from autotune.worker.build.checkpoint_plan import HostMemory
 from autotune.worker.trace.stand_ins import replaced
 
 
@@ -29,9 +31,11 @@ def within_host_memory(
 
     `left_bytes`: returns None where the host does not say.
     """
+    guard = _Guard(left_bytes)
+    if plan_offloads(config.checkpoint_plan):
+        return replaced([(HostMemory, "piece", guard.asking(HostMemory.piece))])
     if not config.activation_offloading or config.is_compiled:
         return contextlib.nullcontext()
-    guard = _Guard(left_bytes)
     return replaced([(transformers.modeling_utils, "save_on_cpu", guard.save_on_cpu)])
 
 
@@ -57,12 +61,26 @@ class _Guard:
         hooks.pack_hook, hooks.unpack_hook = ask_and_pack, unpack_and_ask_no_more
         return hooks
 
+    def asking(self, piece: Callable[[HostMemory, torch.Tensor], Any]) -> Callable[..., Any]:
+        """HostMemory.piece, asked about before what it pins."""
+
+        def ask_and_take(host: HostMemory, tensor: torch.Tensor) -> Any:
+            if not host.unused.get(_pinned_bytes(tensor.nbytes)):
+                self._require(tensor.nbytes)
+            return piece(host, tensor)
+
+        return ask_and_take
+
     def _require(self, size_bytes: int) -> None:
-        # torch 2.13 ATen/core/CachingHostAllocator.h, allocate.
-        pinned_bytes = 1 << max(size_bytes - 1, 0).bit_length()
+        pinned_bytes = _pinned_bytes(size_bytes)
         left_bytes = self._left_bytes()
         if left_bytes is not None and pinned_bytes > left_bytes:
             raise MemoryError(
                 f"activation offloading pins {format_bytes(pinned_bytes)} more, and the host has "
                 f"{format_bytes(left_bytes)} of memory left for it"
             )
+
+
+def _pinned_bytes(size_bytes: int) -> int:
+    # torch 2.13 ATen/core/CachingHostAllocator.h, allocate.
+    return 1 << max(size_bytes - 1, 0).bit_length()

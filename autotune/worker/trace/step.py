@@ -32,6 +32,7 @@ from autotune.common import json_records
 from autotune.memory.traces import Stacks, unlike_layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
+from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS, row_of
@@ -539,9 +540,10 @@ def _num_periods(config: PretrainedConfig, spec: TraceSpec) -> int:
     One more where the copies of the second take what they refer to from the third, which must not
     be the last: where the first layers make what the others share (T5's position bias), and where a
     layer's gradient arrives when the one below has begun (that of Liger's first norm), or a kernel
-    is of two layers (compiled).
+    is of two layers (compiled), or a layer fetches from the host what the one below has made.
     """
-    return 4 if config.is_encoder_decoder or spec.liger or spec.is_compiled else 3
+    fetches = plan_offloads(spec.checkpoint_plan)
+    return 4 if config.is_encoder_decoder or spec.liger or spec.is_compiled or fetches else 3
 
 
 @contextlib.contextmanager
@@ -571,8 +573,12 @@ def _techniques(
             embedding_step.know_last_places(tracker)
             stack.enter_context(replaced([(torch.Tensor, "backward", embedding_step.backward)]))
         if spec.has_plan:
-            keep = checkpoint_plan.keep_products
-            here = [(checkpoint_plan, "keep_products", functools.partial(_keep_of_any_rank, keep))]
+            keep, host = checkpoint_plan.keep_products, checkpoint_plan.HostMemory
+            here = [
+                (checkpoint_plan, "keep_products", functools.partial(_keep_of_any_rank, keep)),
+                (host, "copy_out", functools.partialmethod(_copied_out, tracker)),
+                (host, "copy_back", functools.partialmethod(_copied_back, tracker)),
+            ]
             stack.enter_context(replaced(here))
         yield
 
@@ -615,26 +621,41 @@ def _trace_settings(tracker: Tracker) -> Iterator[None]:
                 modeling_utils.save_on_cpu = original  # type: ignore[misc]
 
 
+def _note_copy(tracker: Tracker, name: str, tensor: torch.Tensor) -> None:
+    """Record a copy of a tensor to or from host memory."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    kernel = TrackedKernel(name, dtype, 0, (tensor.nbytes,), (), False)
+    tracker.recording.kernels.append(kernel)
+
+
+def _copied_out(_: Any, tracker: Tracker, tensor: torch.Tensor) -> object:
+    """Stand in for HostMemory.copy_out."""
+    _note_copy(tracker, "copy_aside", tensor)
+    return object()
+
+
+def _copied_back(
+    _: Any, tracker: Tracker, __: Any, shape: Any, stride: Any, dtype: Any, device: Any
+) -> torch.Tensor:
+    """Stand in for HostMemory.copy_back."""
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    _note_copy(tracker, "copy_aside", tensor)
+    return tensor
+
+
 class _ParkOnHost(torch.autograd.graph.saved_tensors_hooks):
     """A stand-in for torch.autograd.graph.save_on_cpu, for tensors without values."""
 
     def __init__(
         self, tracker: Tracker, pin_memory: bool = False, device_type: str = "cuda"
     ) -> None:
-        def copy(tensor: torch.Tensor) -> None:
-            size_bytes = tensor.numel() * tensor.element_size()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            tracker.recording.kernels.append(
-                TrackedKernel("copy_host", dtype, 0, (size_bytes,), (), False)
-            )
-
         def pack(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-            copy(tensor)
+            _note_copy(tracker, "copy_host", tensor)
             return tensor.shape, tensor.dtype
 
         def unpack(parked: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
             tensor = torch.empty(parked[0], dtype=parked[1], device=META)
-            copy(tensor)
+            _note_copy(tracker, "copy_host", tensor)
             return tensor
 
         super().__init__(pack, unpack)
