@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import BrokenTrace, LaterTrace, Sums, Terms, Trace, evaluate
+from autotune.memory.traces.running import changes, in_blocks, running
 
 WEIGHT, EMBEDDING = [1000, 0, 0], [9000, 0, 0]
 HIDDEN, SCRATCH, LOGITS, TOKENS = [16, 1, 0], [24, 1, 0], [700, 1, 0], [8, 1, 0]
@@ -205,6 +207,20 @@ def test_categories() -> None:
     assert len(trace.workspaces) == 1
 
 
+def test_what_set_up_leaves_is_a_parameter_down_to_the_last_tensor() -> None:
+    a = Answer(full=3).block("weights")
+    a.alloc("first", WEIGHT).alloc("between", WEIGHT).free("between").alloc("last", WEIGHT)
+    assert a.trace().categories == ["parameter", "temporary", "parameter"]
+
+
+def test_running_bytes_rise_as_a_tensor_comes_and_fall_as_it_goes() -> None:
+    rounded = in_blocks([0, 1, 512, 513, 2**62])
+    assert rounded.tolist() == [0, 512, 512, 1024, 2**62]
+    events = np.array([1, 3, ~1, 4, ~3, ~4])
+    assert changes(events, rounded).tolist() == [512, 1024, -512, 2**62, -1024, -(2**62)]
+    assert running(events, rounded).tolist() == [512, 1536, 1024, 2**62 + 1024, 2**62, 0]
+
+
 def test_running_and_summed_bytes_are_rounded_to_blocks() -> None:
     trace = step(full=5).trace()
     assert trace.running_bytes("setup", 2, 1).tolist() == [9216 + 1024 * n for n in range(6)]
@@ -302,6 +318,7 @@ def test_equal_kernels_are_counted_together() -> None:
         ("mm", (70, 1, 0)): 1,
         ("mm", (20, 1, 0)): 5,
     }
+    assert not any(kernel.repeated or kernel.of_each for kernel in trace.kernels)
     assert sorted(trace.flops.at(3, 1).tolist()) == [0, 30, 60, 210]
     assert trace.moved.at(3, 1).tolist() == [14.0] * 4
 
