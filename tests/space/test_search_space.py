@@ -19,6 +19,7 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.search_space import (
     MethodSpace,
     SearchSpace,
+    around,
     as_in_base,
     for_gpus,
     unlisted,
@@ -416,3 +417,40 @@ def test_the_precision_of_the_base_is_searched_where_precision_is_varied() -> No
     # What somebody fixed stays, and what another method's base has says nothing.
     assert left("full", "bf16-true") == ("bf16-true",)
     assert left("lora", "bf16-autocast", "fp16-autocast") == ("bf16-autocast", "fp16-autocast")
+
+
+def test_a_space_around_a_base_has_its_values_and_those_that_are_allowed() -> None:
+    base = TrainConfig(
+        method="full",
+        micro_batch_size=4,
+        gradient_accumulation_steps=8,
+        sequence_length=1024,
+        precision="bf16-true",
+        optimizer="adafactor",
+        liger=True,
+    )
+    lora = section(method="lora", lora_rank=(8, 16), lora_targets=("all-linear",))
+    asked = set[tuple[str, str, Any]]()
+
+    def allows(method: str, setting: str, value: Any) -> bool:
+        asked.add((method, setting, value))
+        return (setting, value) not in (("micro_batch_size", 1), ("lora_rank", 8))
+
+    wide = space(section(micro_batch_size=(1, 2)), lora)
+    full, adapted = around(wide, base, allows).methods
+    # The base's values come behind those of its own method, and in place of what is not varied.
+    assert full.domains["micro_batch_size"] == (2, 4)
+    assert full.domains["precision"] == ("bf16-mixed", "bf16-true")
+    assert full.domains["optimizer"] == ("adamw_torch", "adafactor")
+    assert full.domains["liger"] == (True,)
+    assert adapted.domains["lora_rank"] == (16,)
+    # The method keeps its own; where none is allowed, it takes the base's.
+    assert adapted.domains["optimizer"] == ("adamw_torch",)
+    assert adapted.domains["micro_batch_size"] == (4,)
+    assert adapted.domains["liger"] == (True,)
+    assert ("lora", "lora_rank", 8) in asked
+    # A method goes that is left without a value; another value takes the base's place where that may not be.
+    (left,) = around(wide, base, lambda _, setting, value: setting != "lora_targets").methods
+    assert left.method == "full"
+    other = around(wide, base, lambda _, setting, value: (setting, value) != ("liger", True))
+    assert all(each.domains["liger"] == (False,) for each in other.methods)
