@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from test_traces import EMBEDDING, LOGITS, NUMBER, TOKENS, WORKSPACE, Answer
+from written_trace import EMBEDDING, Answer
 
 from autotune.memory.traces import TOWER, BrokenTrace, Trace, with_lean_layers_later
 from autotune.memory.traces.unlike_layers import lean_counts, place_to_cut
 
-HIDDEN = [16, 1, 0]
+HIDDEN, LOGITS, TOKENS = [16, 1, 0], [700, 1, 0], [8, 1, 0]
+WORKSPACE, NUMBER = [50_000, 0, 0], [4, 0, 0]
 
 
 def step(
