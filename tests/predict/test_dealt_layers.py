@@ -86,8 +86,9 @@ def step(num_layers: int, *, tied: bool = False, trainable: bool = True) -> Trac
 
 
 def alive(part: SharedTrace, name: str, micro_batch: int = 1) -> list[int]:
-    """Bytes after each event; each tensor comes once and goes once, after it has come."""
-    sizes, total, found = part.sizes(micro_batch, 0), 0, list[int]()
+    """Bytes after each event, in blocks; each tensor comes once and goes once, after it has come."""
+    sizes = [-(-size // 512) * 512 for size in part.sizes(micro_batch, 0)]
+    total, found = 0, list[int]()
     here = set[int]()
     for event in getattr(part, name):
         number = max(event, ~event)

@@ -1,0 +1,143 @@
+"""A step written by hand, shared by four GPUs: what each holds, leaves and sends, worked out by hand.
+
+The weights have 2 bytes each: an embedding and a head of 2,560 elements, four layers of 512, a norm of 256.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from test_dealt_layers import (
+    EMBEDDING,
+    LOSS,
+    NORM,
+    ROTARY_TABLE,
+    SPEC,
+    WEIGHT,
+    WORKSPACE,
+    alive,
+    step,
+)
+
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.tracing import shared_trace
+from autotune.speed.links import Message
+
+P = 2 * EMBEDDING + 4 * WEIGHT + NORM
+"""Bytes of all weights in 16 bits, 7,424 elements."""
+MASTERS = 7680
+"""Bytes of a quarter in float32, in whole blocks."""
+BUCKET = 2 * 16 * 16
+"""DeepSpeed's bucket has as many elements as the square of the hidden size, 16 here."""
+QUARTER = 2 * 1536 + 4 * 512 + 512
+"""Blocks of a quarter of each weight's rows: 1,280 bytes of the embedding take 1,536."""
+HALF = 2 * 2560 + 4 * 512 + 512
+
+
+def shared(name: str) -> RankTrace:
+    precision = "bf16-mixed" if name.startswith("zero") else "bf16-true"
+    spec = dataclasses.replace(SPEC, parallelism=name, precision=precision)
+    found = shared_trace(step(4), spec, num_gpus=4, hidden_size=16)
+    assert isinstance(found, RankTrace)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "gradients", "left"),
+    [
+        ("ddp", P, {P}, 0),
+        # A unit's gradients are of one piece: those of norm and head share blocks.
+        ("fsdp2", QUARTER, {QUARTER - 512}, 0),
+        ("cp", QUARTER, {QUARTER - 512}, 0),
+        ("hsdp", HALF, {HALF}, 0),
+        ("fsdp2-offload", 0, {0}, 0),
+        ("zero1", P + MASTERS, {P}, BUCKET),
+        # A GPU keeps all of each weight of which it has a part: the embedding alone, or the rest of it and
+        # three layers.
+        ("zero2", P + MASTERS, {EMBEDDING, EMBEDDING + 3 * WEIGHT}, 0),
+        # A quarter of the weights and of their gradients in 16 bits, 3,712 bytes each, and the bucket.
+        ("zero3", 2 * 4096 + MASTERS + BUCKET, {0}, 0),
+        # The largest weight as it comes back from the host.
+        ("zero1-offload", P + EMBEDDING, {P}, BUCKET),
+        ("zero2-offload", P + EMBEDDING, {0}, 0),
+        ("zero3-offload", BUCKET, {0}, 0),
+    ],
+)
+def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
+    name: str, held: int, gradients: set[int], left: int
+) -> None:
+    whole = shared(name)
+    found = set[int]()
+    for part in (whole, *whole.stages):
+        buckets = P if name == "ddp" else 0
+        assert alive(part, "setup")[-1] == held + ROTARY_TABLE + buckets
+        own = part.bytes_of(part.gradients, 1, 0)
+        found.add(own)
+        assert part.bytes_of(part.left, 1, 0) == left
+        assert alive(part, "again")[-1] == own + LOSS + left
+        assert alive(part, "first")[-1] == own + LOSS + left + WORKSPACE
+        assert alive(part, "next")[-1] == LOSS
+        assert len(part.categories) == len(part.sizes(1, 0)) == len(part.operations)
+    assert found == gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "dtype"),
+    [
+        ("ddp", [2560, 512, 512, 512, 512, 256, 2560], "bfloat16"),
+        ("fsdp2", [640, 128, 128, 128, 128, 64, 640], "bfloat16"),
+        ("hsdp", [1280, 256, 256, 256, 256, 128, 1280], "bfloat16"),
+        ("fsdp2-offload", [], ""),
+        ("zero1", [7424 // 4], "float32"),
+        ("zero3", [7424 // 4], "float32"),
+        ("zero2-offload", [], ""),
+    ],
+)
+def test_what_a_gpus_optimizer_updates(name: str, elements: list[int], dtype: str) -> None:
+    specs = shared(name).trainable(0)
+    assert [spec.num_elements for spec in specs] == elements
+    assert {spec.dtype for spec in specs} == ({dtype} if dtype else set())
+
+
+GATHERED = {"all_gather": (11, 2 * P - NORM - EMBEDDING)}
+"""FSDP2's six units, twice, but for norm and head: once."""
+
+
+@pytest.mark.parametrize(
+    ("name", "per_micro_step", "per_step", "host_bytes"),
+    [
+        ("ddp", {}, {"all_reduce": (1, P)}, 0),
+        ("fsdp2", GATHERED | {"reduce_scatter": (6, P)}, {}, 0),
+        # The halves are added up among the groups.
+        ("hsdp", GATHERED | {"reduce_scatter": (6, P), "all_reduce": (6, P // 2)}, {}, 0),
+        # Weights, gradients and both moments, of 16 bits.
+        ("fsdp2-offload", GATHERED | {"reduce_scatter": (6, P)}, {}, 8 * 7424 // 4),
+        # Each weight but the norm is larger than a bucket, and is reduced by itself.
+        ("zero1", {}, {"all_reduce": (7, P), "all_gather": (1, P)}, 0),
+        ("zero2", {"all_reduce": (7, P)}, {"all_gather": (1, P)}, 0),
+        ("zero3", {"all_gather": (14, 2 * P), "reduce_scatter": (7, P)}, {}, 0),
+        # Those in float32 and a copy in 16 bits.
+        ("zero2-offload", {"all_reduce": (7, P)}, {"all_gather": (1, P)}, 18 * 7424 // 4),
+    ],
+)
+def test_what_gpus_send_and_keep_on_the_host(
+    name: str,
+    per_micro_step: dict[str, tuple[int, int]],
+    per_step: dict[str, tuple[int, int]],
+    host_bytes: int,
+) -> None:
+    exchange = shared(name).exchange(1, 0)
+    assert summed(exchange.messages_per_micro_step) == per_micro_step
+    assert summed(exchange.messages_per_step) == per_step
+    assert exchange.host_bytes == host_bytes
+
+
+def summed(messages: Iterable[Message]) -> dict[str, tuple[int, int]]:
+    counts, sizes = Counter[str](), Counter[str]()
+    for each in messages:
+        counts[each.operation] += each.count
+        sizes[each.operation] += each.count * each.num_bytes
+    return {name: (counts[name], sizes[name]) for name in counts}
