@@ -85,6 +85,40 @@ def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
 
 
 @pytest.mark.parametrize(
+    ("name", "num_streams"),
+    [("ddp", 0), ("fsdp2", 2), ("zero1", 0), ("zero2", 0), ("zero3", 2), ("zero2-offload", 0)],
+)
+def test_what_gathers_and_reduces_layer_by_layer_has_streams_of_its_own(
+    name: str, num_streams: int
+) -> None:
+    """DeepSpeed's earlier stages reduce on the stream that computes."""
+    whole = shared(name)
+    own = {event for event in whole.again if event >= 0}
+    streams = [own.intersection(tensors) for tensors in whole.aside]
+    assert len(whole.aside) == num_streams
+    assert all(streams)
+    assert len(set().union(*streams)) == sum(map(len, streams))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_a_quarter_of_the_gradients_is_in_float32_as_deepspeed_updates(name: str) -> None:
+    """It comes of one piece in 16 bits; one group of weights has all of them given up before."""
+    for part in (shared(name), *shared(name).stages):
+        before, after = part.around_update()
+        sizes = part.sizes(1, 0)
+        made = [sizes[event] for event in before if event >= 0]
+        assert made[-2:] == [7424 // 4 * 2, 7424 // 4 * 4]
+        here = {event for event in part.again if event >= 0}
+        here -= {~event for event in part.again if event < 0}
+        for event in before:
+            assert (max(event, ~event) in here) == (event < 0)
+            here ^= {max(event, ~event)}
+        assert sorted(sizes[number] for number in here) == [LOSS, 7424]
+        assert [sizes[~event] for event in after] == [7424]
+    assert shared(f"{name}-offload").around_update()[1] == []
+
+
+@pytest.mark.parametrize(
     ("name", "elements", "dtype"),
     [
         ("ddp", [2560, 512, 512, 512, 512, 256, 2560], "bfloat16"),
