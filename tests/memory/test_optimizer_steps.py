@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from autotune.memory.optimizers import (
 )
 from autotune.memory.optimizers.kernels import BitsAndBytes
 from autotune.memory.optimizers.low_rank import SvdProjection
-from autotune.memory.optimizers.torch_lists import TensorLists, launches_over
+from autotune.memory.optimizers.torch_lists import ScheduleFree, TensorLists, launches_over
 from autotune.memory.replayer import replay
 from autotune.space.optimizers import OPTIMIZERS
 
@@ -251,6 +253,33 @@ MANY = [
     TensorSpec(shape=(4097,), dtype="bfloat16"),
     TensorSpec(shape=(1000, 50), dtype="bfloat16", embedding=True),
 ]
+ONE_BY_ONE = [
+    name
+    for name, row in OPTIMIZERS.items()
+    if not isinstance(row.algorithm, TensorLists | ScheduleFree)
+]
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_updates_weights_one_by_one_costs_the_sum_of_them(name: str) -> None:
+    """But for the wait at the end that paged state needs."""
+    waits = int(OPTIMIZERS[name].paged)
+    whole, parts = cost(name, *MANY), [cost(name, spec) for spec in MANY]
+    added = functools.reduce(operator.add, parts)
+    assert whole.num_synchronizations - waits == added.num_synchronizations - len(MANY) * waits
+    assert dict(whole.matmul_flops) == pytest.approx(dict(added.matmul_flops))
+    for field in dataclasses.fields(StepCost):
+        if field.name not in ("matmul_flops", "num_synchronizations", "lists"):
+            assert getattr(whole, field.name) == getattr(added, field.name), field.name
+
+
+def test_what_the_host_does_beside_launches_is_as_much_as_was_timed() -> None:
+    """In operations of a forward pass, for each weight (studies/host-time/OPTIMIZERS.md)."""
+    for name, each in (("adamw_torch_8bit", 35), ("adamw_torch_4bit", 36), ("lion_32bit", 3)):
+        assert cost(name, *MANY).host_operations == each * len(MANY)
+    assert cost("adamw_torch", *MANY).host_operations == 0
+
+
 QUANTISED = (120_000, 120_000, 100_000, 4097)
 """Elements of those that 8-bit bitsandbytes keeps in 8 bits."""
 
