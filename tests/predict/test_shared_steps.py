@@ -6,6 +6,7 @@ The weights have 2 bytes each: an embedding and a head of 2,560 elements, four l
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable
 
@@ -37,14 +38,17 @@ QUARTER = 2 * 1536 + 4 * 512 + 512
 HALF = 2 * 2560 + 4 * 512 + 512
 
 
-def shared(name: str) -> RankTrace:
+@functools.cache
+def shared(name: str, checkpointing: int = 0) -> RankTrace:
     precision = "bf16-mixed" if name.startswith("zero") else "bf16-true"
     spec = dataclasses.replace(SPEC, parallelism=name, precision=precision)
+    spec = dataclasses.replace(spec, activation_checkpointing=checkpointing)
     found = shared_trace(step(4), spec, num_gpus=4, hidden_size=16)
     assert isinstance(found, RankTrace)
     return found
 
 
+@pytest.mark.parametrize("checkpointing", [0, 1])
 @pytest.mark.parametrize(
     ("name", "held", "gradients", "left"),
     [
@@ -67,9 +71,9 @@ def shared(name: str) -> RankTrace:
     ],
 )
 def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
-    name: str, held: int, gradients: set[int], left: int
+    name: str, held: int, gradients: set[int], left: int, checkpointing: int
 ) -> None:
-    whole = shared(name)
+    whole = shared(name, checkpointing)
     found = set[int]()
     for part in (whole, *whole.stages):
         buckets = P if name == "ddp" else 0
@@ -167,6 +171,36 @@ def test_what_gpus_send_and_keep_on_the_host(
     assert summed(exchange.messages_per_micro_step) == per_micro_step
     assert summed(exchange.messages_per_step) == per_step
     assert exchange.host_bytes == host_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered", "buffers", "copied", "copied_per_step"),
+    [
+        ("ddp", 0, P, 0, 0),
+        # Norm and head, and the buffer in which they arrive.
+        ("fsdp2", 2 * (NORM + EMBEDDING), 0, 0, 0),
+        ("hsdp", 2 * (NORM + EMBEDDING), 0, 0, 0),
+        # A quarter of the weights comes twice, but norm and head once; of the gradients it goes once.
+        ("fsdp2-offload", 2 * (NORM + EMBEDDING), 0, (3 * P - NORM - EMBEDDING) // 4, 0),
+        ("zero1", 0, BUCKET, 0, 0),
+        ("zero2", 0, BUCKET, 0, 0),
+        ("zero3", EMBEDDING, BUCKET, 0, 0),
+        # Gradients go as each is reduced, and updated weights come back by way of the largest one's buffer.
+        ("zero1-offload", 0, BUCKET + EMBEDDING, P // 4, P // 4),
+        ("zero2-offload", 0, BUCKET + EMBEDDING, P // 4, P // 4),
+        ("zero3-offload", EMBEDDING, BUCKET, 3 * P // 4, 0),
+    ],
+)
+def test_what_is_gathered_at_a_time_and_what_goes_to_the_host_and_comes_back(
+    name: str, gathered: int, buffers: int, copied: int, copied_per_step: int
+) -> None:
+    exchange = shared(name).exchange(1, 0)
+    assert (exchange.gathered_bytes, exchange.buffers_bytes) == (gathered, buffers)
+    assert exchange.host_copy_bytes_per_micro_step == copied
+    assert exchange.host_copy_bytes_per_step == copied_per_step
+    # The host's CPU updates the weights of all GPUs.
+    assert exchange.host_update_elements == (7424 if name.endswith("offload") else 0)
+    assert exchange.num_gpus == 4
 
 
 def summed(messages: Iterable[Message]) -> dict[str, tuple[int, int]]:
