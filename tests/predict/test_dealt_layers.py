@@ -177,6 +177,8 @@ def test_a_gpu_in_turn_keeps_what_its_layers_keep_and_copies_of_what_they_are_gi
     for part, weights in ((first, EMBEDDING + WEIGHT), (last, 3 * WEIGHT + NORM + EMBEDDING)):
         assert alive(part, "setup")[0] == weights
         assert alive(part, "setup")[1] == 0
+        # There is no adapter: all of it is prepared, and its own.
+        assert part.num_prepared_events == part.num_own_events == len(part.setup)
         assert alive(part, "setup")[-1] in (weights, weights + ROTARY_TABLE)
     assert (len(first.batch), len(last.batch)) == (2, 0)
 

@@ -14,6 +14,7 @@ from autotune.space.lengths import Lengths
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.teacher import Teacher
+from autotune.space.trainers import TRAINERS
 from autotune.space.words import describe, has_meaning
 
 CONFIG = TrainConfig(
@@ -179,3 +180,11 @@ def test_what_a_gpu_holds_is_the_stage_of_zero() -> None:
         assert row.has_parts == (row.is_fsdp or name == "tp")
         assert row.is_launched == (name not in ("none", "device-map"))
         assert row.num_replicas == (2 if name == "hsdp" else 1)
+
+
+def test_a_trainer_is_of_its_library_and_what_it_does_follows() -> None:
+    for name, row in TRAINERS.items():
+        is_trl = name.startswith("trl-")
+        assert row.is_trl is is_trl
+        assert row.adds_adapter is (is_trl and name != "trl-sft")
+        assert row.is_rewarded is (name in ("trl-grpo", "trl-rloo"))

@@ -71,6 +71,13 @@ def test_what_an_activation_or_an_adapter_grows_with_bends_a_prediction_as_far()
     }
 
 
+def test_which_settings_are_open_to_other_values_than_the_usual() -> None:
+    assert {name for name, knob in KNOBS.items() if knob.is_open} == {
+        *("lora_targets", "lora_alpha_ratio", "lora_dropout", "kl_beta", "neftune_noise_alpha"),
+        *("vllm_gpu_memory_utilization", "loss_mini_batches", "peft"),
+    }
+
+
 @each_knob
 def test_a_change_can_be_said(knob: Knob) -> None:
     values = knob.choices or (knob.smallest, 2)

@@ -202,3 +202,15 @@ def test_foreach_kernels_make_lists_as_large_as_the_weights(name: str, num_lists
     assert made == [LINEAR.size_bytes] * 3 * num_lists
     peak = replay(tape.sizes, tape.events).peak_allocated_bytes
     assert peak == held + num_lists * 3 * LINEAR.size_bytes
+
+
+def test_which_optimizers_step_each_weight_alone() -> None:
+    """Those of torch but Adagrad, of bitsandbytes and torchao, and Adafactor have all they need by weight."""
+    alone = {name for name, row in OPTIMIZERS.items() if row.steps_alone}
+    of_libraries = {
+        name for name, row in OPTIMIZERS.items() if row.needs in ("bitsandbytes", "torchao")
+    }
+    assert alone - of_libraries == {
+        *("adamw_torch", "adamw_torch_fused", "rmsprop", "adafactor", "sgd"),
+    }
+    assert of_libraries <= alone

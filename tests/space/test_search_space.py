@@ -25,9 +25,14 @@ from autotune.space.search_space import (
     unlisted,
     with_attentions,
     with_batchings,
+    with_divisors,
+    with_parts,
     with_precision_of,
     with_trainers,
+    without_parts,
+    without_solve,
 )
+from autotune.space.yaml_schema import joined
 
 
 def workload(effective_batch_size: int = 32, methods: tuple[str, ...] = ("full",)) -> Workload:
@@ -454,3 +459,43 @@ def test_a_space_around_a_base_has_its_values_and_those_that_are_allowed() -> No
     assert left.method == "full"
     other = around(wide, base, lambda _, setting, value: (setting, value) != ("liger", True))
     assert all(each.domains["liger"] == (False,) for each in other.methods)
+
+
+def test_what_the_search_decides_is_taken_out_of_a_space_and_said_of_which_methods() -> None:
+    both = section(chunked_loss=(False, True), activation_checkpointing=(0, SOLVE))
+    lora = section(method="lora", chunked_loss=(True,), activation_checkpointing=(2,))
+    plain, parting = without_parts(space(both, lora))
+    assert parting == {"full"}
+    assert [each.domains["chunked_loss"] for each in plain.methods] == [(False,), (True,)]
+    assert with_parts(plain, parting).methods[0].domains["chunked_loss"] == (False, True)
+    assert with_parts(plain, parting).methods[1] == plain.methods[1]
+    left, solving = without_solve(space(both, lora))
+    assert solving == {"full"}
+    assert [each.domains["activation_checkpointing"] for each in left.methods] == [(0, 1), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "sizes", "wider"),
+    [
+        (24, (1, 2, 4, 8), (1, 2, 3, 4, 6, 8)),
+        (24, (2, 12), (1, 2, 3, 4, 6, 8, 12)),
+        (18, (1, 8), (1, 2, 3, 6, 8)),
+        # Of powers of two all divisors are listed; one size is the user's choice.
+        (32, (1, 2, 8), (1, 2, 8)),
+        (24, (4,), (4,)),
+    ],
+)
+def test_divisors_of_what_a_gpu_trains_on_join_the_micro_batches(
+    num_samples: int, sizes: tuple[int, ...], wider: tuple[int, ...]
+) -> None:
+    (found,) = with_divisors(space(section(micro_batch_size=sizes)), num_samples).methods
+    assert found.domains["micro_batch_size"] == wider
+
+
+@pytest.mark.parametrize(
+    ("number", "end"), [(1, "0"), (20, "19"), (21, "and 1 more"), (45, "and 25 more")]
+)
+def test_of_very_many_problems_the_first_twenty_are_said(number: int, end: str) -> None:
+    said = joined([str(each) for each in range(number)]).split("; ")
+    assert said[-1] == end
+    assert len(said) == min(number, 21)
