@@ -34,11 +34,15 @@ SPEC = TraceSpec(
 )
 
 
-def step(num_layers: int, *, tied: bool = False, trainable: bool = True) -> Trace:
+def step(
+    num_layers: int, *, tied: bool = False, trainable: bool = True, norms_apart: bool = False
+) -> Trace:
+    """`norms_apart`: whether the norm is in a parameter group of its own, as the Trainer has it."""
     a = Answer(full=num_layers, traced=num_layers)
 
     def weight(name: str, size: int, *shape: int) -> None:
-        facts: dict[str, Any] = {"dtype": "bfloat16", "trainable": trainable, "group": 0}
+        group = int(norms_apart and len(shape) == 1)
+        facts: dict[str, Any] = {"dtype": "bfloat16", "trainable": trainable, "group": group}
         facts |= {"embedding": name == "embedding", "linear": len(shape) > 1}
         sides = [[side, 0, 0] for side in shape]
         a.alloc(name, [size, 0, 0], category="parameter", shape=sides, **facts)

@@ -39,11 +39,12 @@ HALF = 2 * 2560 + 4 * 512 + 512
 
 
 @functools.cache
-def shared(name: str, checkpointing: int = 0) -> RankTrace:
+def shared(name: str, checkpointing: int = 0, *, norms_apart: bool = False) -> RankTrace:
     precision = "bf16-mixed" if name.startswith("zero") else "bf16-true"
     spec = dataclasses.replace(SPEC, parallelism=name, precision=precision)
     spec = dataclasses.replace(spec, activation_checkpointing=checkpointing)
-    found = shared_trace(step(4), spec, num_gpus=4, hidden_size=16)
+    trace = step(4, norms_apart=norms_apart)
+    found = shared_trace(trace, spec, num_gpus=4, hidden_size=16)
     assert isinstance(found, RankTrace)
     return found
 
@@ -88,6 +89,23 @@ def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
     assert found == gradients
 
 
+@pytest.mark.parametrize("events", ["again", "next"])
+def test_fsdp2_gathers_each_unit_there_and_back_but_norm_and_head_once(events: str) -> None:
+    whole = shared("fsdp2")
+    num_own, sizes = len(step(4).template), whole.sizes(1, 0)
+    gathered = [
+        n for n, kind in enumerate(whole.categories) if n >= num_own and kind == "parameter"
+    ]
+    order = [event for event in getattr(whole, events) if max(event, ~event) in gathered]
+    made = [sizes[event] for event in order if event >= 0]
+    layers = 4 * [WEIGHT]
+    assert made == [EMBEDDING, *layers, NORM, EMBEDDING, *layers, EMBEDDING]
+    assert {event for event in order if event >= 0} == {~event for event in order if event < 0}
+    # Going there each has gone when the next one comes.
+    forward = order[: order.index(next(n for n in order if n >= 0 and sizes[n] == NORM))]
+    assert [event >= 0 for event in forward] == (6 * [True, False])[: len(forward)]
+
+
 @pytest.mark.parametrize(
     ("name", "num_streams"),
     [("ddp", 0), ("fsdp2", 2), ("zero1", 0), ("zero2", 0), ("zero3", 2), ("zero2-offload", 0)],
@@ -120,6 +138,32 @@ def test_a_quarter_of_the_gradients_is_in_float32_as_deepspeed_updates(name: str
         assert sorted(sizes[number] for number in here) == [LOSS, 7424]
         assert [sizes[~event] for event in after] == [7424]
     assert shared(f"{name}-offload").around_update()[1] == []
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_gradients_of_16_bits_stay_as_deepspeed_updates_one_group_after_the_other(
+    name: str,
+) -> None:
+    """The largest group's are in float32 meanwhile. ZeRO 1 has given up the whole ones before."""
+    whole = shared(name, norms_apart=True)
+    assert [spec.num_elements for spec in whole.trainable(0)] == [(7424 - 256) // 4, 256 // 4]
+    for part in (whole, *whole.stages):
+        before, after = part.around_update()
+        sizes = part.sizes(1, 0)
+        made = [sizes[event] for event in before if event >= 0]
+        assert made[-2:] == [(7424 - 256) // 4 * 2, (7424 - 256) // 4 * 4]
+        float32 = max(event for event in before if event >= 0)
+        assert sizes[float32] == 7424 - 256
+        assert after[0] == ~float32
+        assert [*part.step_buffers] == ([] if name == "zero1" else [float32])
+        here = {event for event in part.again if event >= 0}
+        here -= {~event for event in part.again if event < 0}
+        for event in (*before, *after):
+            assert (max(event, ~event) in here) == (event < 0)
+            here ^= {max(event, ~event)}
+        assert [sizes[number] for number in here] == [LOSS]
+        if name == "zero2":
+            assert {~event for event in after[1:]} >= {*part.gradients}
 
 
 @pytest.mark.parametrize(
@@ -157,6 +201,13 @@ GATHERED = {"all_gather": (11, 2 * P - NORM - EMBEDDING)}
         ("zero1", {}, {"all_reduce": (7, P), "all_gather": (1, P)}, 0),
         ("zero2", {"all_reduce": (7, P)}, {"all_gather": (1, P)}, 0),
         ("zero3", {"all_gather": (14, 2 * P), "reduce_scatter": (7, P)}, {}, 0),
+        (
+            "zero3-offload",
+            {"all_gather": (14, 2 * P), "reduce_scatter": (7, P)},
+            {},
+            16 * 7424 // 4 + P // 4,
+        ),
+        ("zero1-offload", {}, {"all_reduce": (7, P), "all_gather": (1, P)}, 18 * 7424 // 4),
         # Those in float32 and a copy in 16 bits.
         ("zero2-offload", {"all_reduce": (7, P)}, {"all_gather": (1, P)}, 18 * 7424 // 4),
     ],
