@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autotune.errors import ConfigError
-from autotune.memory.kv_cache import KvCache, kv_cache
+from autotune.memory.kv_cache import CACHES, KvCache, kv_cache
 
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -73,6 +76,38 @@ def test_bytes_per_token(config: dict[str, Any], bytes_per_token: int, what: str
     assert found.to_dict()["textbook_bytes"] == found.textbook_bytes
 
 
+def declared(model_type: str) -> dict[str, Any]:
+    """Defaults of a model's configuration, read in the source of the installed Transformers."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None
+    assert spec.origin is not None
+    name = {"gemma3_text": "gemma3"}.get(model_type, model_type)
+    source = Path(spec.origin).parent / "models" / name / f"configuration_{name}.py"
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        lines = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+        values = {
+            ast.unparse(
+                each.targets[0] if isinstance(each, ast.Assign) else each.target
+            ): each.value
+            for each in lines
+        }
+        plain = {k: v.value for k, v in values.items() if isinstance(v, ast.Constant)}
+        if plain.get("model_type") == model_type:
+            return plain
+    raise AssertionError(model_type)
+
+
+@pytest.mark.parametrize("model_type", CACHES)
+def test_what_a_configuration_may_leave_out_is_transformers_default(model_type: str) -> None:
+    defaults = CACHES[model_type].defaults
+    theirs = declared(model_type)
+    assert {key: theirs[key] for key in defaults} == defaults
+    left_out = {key for key in ("num_key_value_heads", "head_dim") if theirs.get(key)} - {*defaults}
+    assert not left_out or CACHES[model_type].elements is not CACHES["llama"].elements
+
+
 @pytest.mark.parametrize(("context", "num_tokens"), [(4094, 4094), (4095, 4095), (4096, 4095)])
 def test_a_window_keeps_what_the_newest_token_sees(context: int, num_tokens: int) -> None:
     found = cache(MISTRAL, context)
@@ -91,10 +126,15 @@ KINDS = ["sliding_attention"] * 5 + ["full_attention"] * 27
         ({**MISTRAL, "sliding_window": None}, 0),
         ({**MISTRAL, "layer_types": KINDS}, 5),
         ({**MISTRAL, "model_type": "gemma2"}, 16),  # every second layer sees all
+        ({**MISTRAL, "model_type": "gpt_oss"}, 16),
+        ({**MISTRAL, "model_type": "cohere2"}, 24),  # every fourth
+        ({**MISTRAL, "model_type": "olmo3"}, 24),
         ({**MISTRAL, "model_type": "gemma3_text"}, 27),  # every sixth
         ({**MISTRAL, "model_type": "gemma3_text", "sliding_window_pattern": 4}, 24),
         (QWEN, 0),
         ({**QWEN, "use_sliding_window": True}, 4),  # the layers from the 28th on
+        ({**QWEN, "use_sliding_window": True, "max_window_layers": None}, 32),
+        ({**QWEN, "model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 1}, 31),
         ({**MISTRAL, "model_type": "qwen3_moe"}, 0),
         ({**MISTRAL, "model_type": "qwen3_moe", "use_sliding_window": True}, 32),
         ({**MISTRAL, "model_type": "smollm3"}, 0),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.allocator import Tape
@@ -17,7 +21,9 @@ from autotune.memory.optimizers import (
     write_clip,
     write_unscale,
 )
+from autotune.memory.optimizers.kernels import BitsAndBytes
 from autotune.memory.optimizers.low_rank import SvdProjection
+from autotune.memory.optimizers.torch_lists import ScheduleFree, TensorLists, launches_over
 from autotune.memory.replayer import replay
 from autotune.space.optimizers import OPTIMIZERS
 
@@ -157,6 +163,165 @@ def test_galore_holds_the_three_factors_of_a_decomposition(
 )
 def test_launches_of_one_pass_over_two_lists(specs: list[TensorSpec], num_launches: int) -> None:
     assert cost("sgd", *specs).num_kernels == num_launches
+
+
+def launched(numbers: list[int], depth: int) -> list[tuple[int, int, int]]:
+    """multi_tensor_apply of MultiTensorApply.cuh, chunk by chunk: elements, blocks and the longest chunk."""
+    found, blocks, num_tensors = list[tuple[int, int, int]](), list[int](), 0
+    for number in filter(None, numbers):
+        num_tensors += 1
+        chunks = [min(CHUNK, number - start) for start in range(0, number, CHUNK)]
+        for position, chunk in enumerate(chunks):
+            blocks.append(chunk)
+            is_last = position == len(chunks) - 1
+            if (num_tensors == {1: 110, 2: 64, 3: 48, 4: 36}[depth] and is_last) or len(
+                blocks
+            ) == 320:
+                found.append((sum(blocks), len(blocks), max(blocks)))
+                blocks.clear()
+                num_tensors = 0 if is_last else 1
+    return [*found, *([(sum(blocks), len(blocks), max(blocks))] if blocks else [])]
+
+
+@given(
+    numbers=st.lists(
+        st.sampled_from(
+            [0, 1, 2047, 2049, CHUNK - 1, CHUNK, CHUNK + 1, 300 * CHUNK, 700 * CHUNK + 5]
+        ),
+        max_size=12,
+    ),
+    repeats=st.sampled_from([1, 12]),
+    depth=st.integers(1, 4),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_launches_over_lists_are_those_of_torchs_loop(
+    numbers: list[int], repeats: int, depth: int, dtype: str
+) -> None:
+    numbers *= repeats
+    specs = [TensorSpec(shape=(number,), dtype=dtype) for number in numbers]
+    item_bytes = 4 if dtype == "float32" else 2
+    expected = launched(numbers, depth)
+    assert list(launches_over(specs, depth)) == [(item_bytes * n, *rest) for n, *rest in expected]
+    algorithm = TensorLists(num_moments=0, passes=((depth, 3),), step_on_device=depth == 4)
+    found = algorithm.cost(specs)
+    of_weights = [each for each in found.lists if each.is_fused == (depth == 4)]
+    for is_full in (False, True):
+        alike = [each for each in expected if (each[1] == 320) == is_full]
+        sums = [each for each in of_weights if each.is_full == is_full]
+        assert len(sums) == bool(alike)
+        for each in sums:
+            assert (each.count, each.num_moved) == (len(alike), 3)
+            assert each.bytes_moved == 3 * item_bytes * sum(n for n, *_ in alike)
+            assert each.num_blocks == sum(blocks for _, blocks, _ in alike)
+            assert each.num_rounds == sum(-(-longest // 2048) for *_, longest in alike)
+    if depth < 4:
+        assert found.num_kernels == len(expected)
+        assert found.bytes_moved == 3 * item_bytes * sum(numbers)
+        return
+    # One count more for each weight, which is raised by itself.
+    counts = launched([1] * len(specs), 1)
+    assert found.num_kernels == len(expected) + len(counts)
+    assert found.bytes_moved == 3 * item_bytes * sum(numbers) + 8 * len(specs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_calls_cost_as_many_times_as_much(name: str) -> None:
+    found = cost(name, *MANY)
+    three, added = found.times(3), found + found + found
+    flops = dict(added.matmul_flops)
+    assert dict(three.matmul_flops) == pytest.approx(flops)
+    assert all(
+        count == pytest.approx(3 * dict(found.matmul_flops)[at]) for at, count in flops.items()
+    )
+    assert dataclasses.replace(three, matmul_flops=()) == dataclasses.replace(
+        added, matmul_flops=()
+    )
+    for field in dataclasses.fields(StepCost):
+        if field.name not in ("lists", "matmul_flops"):
+            assert getattr(three, field.name) == 3 * getattr(found, field.name)
+    for one, many in zip(found.lists, three.lists, strict=True):
+        assert one.alike == many.alike
+        for each in ("count", "bytes_moved", "num_blocks", "num_rounds"):
+            assert getattr(many, each) == 3 * getattr(one, each)
+
+
+MANY = [
+    TensorSpec(shape=(400, 300), dtype="bfloat16", linear=True),
+    TensorSpec(shape=(300, 400), dtype="float32", linear=True),
+    TensorSpec(shape=(100_000,), dtype="float32", group=1),
+    TensorSpec(shape=(4095,), dtype="bfloat16", group=1),
+    TensorSpec(shape=(4097,), dtype="bfloat16"),
+    TensorSpec(shape=(1000, 50), dtype="bfloat16", embedding=True),
+]
+ONE_BY_ONE = [
+    name
+    for name, row in OPTIMIZERS.items()
+    if not isinstance(row.algorithm, TensorLists | ScheduleFree)
+]
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_updates_weights_one_by_one_costs_the_sum_of_them(name: str) -> None:
+    """But for the wait at the end that paged state needs."""
+    waits = int(OPTIMIZERS[name].paged)
+    whole, parts = cost(name, *MANY), [cost(name, spec) for spec in MANY]
+    added = functools.reduce(operator.add, parts)
+    assert whole.num_synchronizations - waits == added.num_synchronizations - len(MANY) * waits
+    assert dict(whole.matmul_flops) == pytest.approx(dict(added.matmul_flops))
+    for field in dataclasses.fields(StepCost):
+        if field.name not in ("matmul_flops", "num_synchronizations", "lists"):
+            assert getattr(whole, field.name) == getattr(added, field.name), field.name
+
+
+def test_what_the_host_does_beside_launches_is_as_much_as_was_timed() -> None:
+    """In operations of a forward pass, for each weight (studies/host-time/OPTIMIZERS.md)."""
+    for name, each in (("adamw_torch_8bit", 35), ("adamw_torch_4bit", 36), ("lion_32bit", 3)):
+        assert cost(name, *MANY).host_operations == each * len(MANY)
+    assert cost("adamw_torch", *MANY).host_operations == 0
+
+
+QUANTISED = (120_000, 120_000, 100_000, 4097)
+"""Elements of those that 8-bit bitsandbytes keeps in 8 bits."""
+
+
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize(
+    ("name", "averages", "bits"),
+    [
+        ("adamw_8bit", (1, 1), 8),
+        ("lion_8bit", (1,), 8),
+        ("ademamix_8bit", (2, 1), 8),
+        ("adamw_32bit", (1, 1), 32),
+        ("lion_32bit", (1,), 32),
+        ("ademamix_32bit", (2, 1), 32),
+    ],
+)
+def test_bitsandbytes_reads_and_writes_its_state_and_pages_what_is_large(
+    name: str, averages: tuple[int, ...], bits: int, is_paged: bool
+) -> None:
+    """8-bit averages have a float32 scale for each 256."""
+    algorithm = OPTIMIZERS[f"paged_{name}"].algorithm
+    assert isinstance(algorithm, BitsAndBytes)
+    algorithm = dataclasses.replace(algorithm, paged=is_paged)
+    moved_bytes = dict.fromkeys((False, True), 0)
+    for spec in MANY:
+        count = spec.num_elements
+        is_8bit = bits == 8 and count in QUANTISED
+        place = "managed" if is_paged and count >= 100_000 else "device"
+        held = [(n * count * (1 if is_8bit else 4), place) for n in averages]
+        scales = [(4 * n * -(-count // 256), "device") for n in averages if is_8bit]
+        state = [(each.size_bytes, each.place) for each in algorithm.state(spec)]
+        assert state == (scales + held if len({*averages}) > 1 else held + scales)
+        moved_bytes[is_8bit] += 3 * spec.size_bytes + 2 * sum(n for n, _ in held + scales)
+    found = algorithm.cost(MANY)
+    assert found.bytes_moved == sum(moved_bytes.values())
+    assert found.quantized_bytes == moved_bytes[True]
+    assert found.num_kernels == len(MANY)
+    assert found.num_synchronizations == len(MANY) + is_paged
+    num_quantised = len(QUANTISED) if bits == 8 else 0
+    assert found.num_quantized_kernels == num_quantised
+    assert found.num_quantized_values == (sum(averages) * sum(QUANTISED) if bits == 8 else 0)
+    assert found.host_operations == 3 * len(MANY)
 
 
 def test_foreach_adamw_launches_seven_kernels_where_fused_launches_two() -> None:

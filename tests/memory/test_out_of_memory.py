@@ -75,6 +75,11 @@ def test_what_is_lacking() -> None:
     assert excess_bytes(CAPPED) == GIB * 3 // 4
     assert excess_bytes(FULL_CARD) == 13.5 * MIB
     assert excess_bytes("CUDA error: out of memory") is None
+    # Nothing is cached: 3 wanted, 10 allocated, 12 allowed.
+    text = "Tried to allocate 3 bytes. 12 bytes allowed; 10 bytes is allocated by PyTorch"
+    assert excess_bytes(text) == 1
+    assert excess_bytes(text.replace("10 bytes", "14 bytes")) == 5
+    assert excess_bytes(text.replace("12 bytes allowed", "")) is None
 
 
 def test_something_was_lacking_whatever_rounding_says() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import numpy as np
 import pytest
 
-from autotune.memory.traces.terms import CHUNK_ROWS, RULES, flash_splits
+from autotune.memory.traces import on_card_with
+from autotune.memory.traces.terms import CHUNK_ROWS, RULES, flash_splits, summable
 
 
 @pytest.mark.parametrize(
@@ -35,6 +40,54 @@ def test_flash_attention_splits_the_keys_to_fill_the_card(
 ) -> None:
     asked = samples, heads, length, key_length, size, num_sms, size + 1
     assert flash_splits(asked) == 4 * (size + 1) * parts * samples * heads * length
+
+
+@pytest.mark.parametrize(
+    ("samples", "heads", "num_keys", "parts"),
+    [
+        # As many parts as tiles of 64 keys, of which the last may be cut.
+        (1, 1, 64, 1),
+        (1, 1, 65, 2),
+        (2, 4, 640, 10),
+        # 200 blocks of all heads: 25 for each of 8.
+        (2, 4, 26 * 64, 25),
+        (1, 200, 640, 1),
+        (1, 101, 640, 1),
+        (1, 100, 640, 2),
+        (3, 100, 640, 1),
+    ],
+)
+def test_memory_efficient_attentions_backward_splits_each_heads_keys(
+    samples: int, heads: int, num_keys: int, parts: int
+) -> None:
+    """Each part has a tile of keys and of values in float32, 2 x 96 of each here; the rest comes on top."""
+    asked = samples, heads, num_keys, 64, 192, 1000
+    expected = samples * heads * parts * 64 * 192 * 4 + 1000
+    assert RULES["efficient splits"](asked) == expected
+
+
+def test_sums_of_sizes_beyond_64_bits_are_whole_numbers_of_pythons() -> None:
+    """Half a million of 2^44 bytes are 2^63; one byte more could be too much."""
+    for most, dtype in ((2**44, np.int64), (2**44 + 1, object)):
+        for values in ([0, most], np.array([most, 0])):
+            assert summable(values).dtype == dtype
+            assert summable(values).tolist() == [int(each) for each in values]
+    assert summable([]).tolist() == []
+    assert summable(np.array([], dtype=np.int64)).dtype == np.int64
+
+
+def test_only_what_depends_on_the_card_is_made_another_cards() -> None:
+    flash = {"rule": ["flash splits", *([n, 0, 0] for n in (1, 8, 64, 4096, 64, 108, 65))]}
+    reduction = {"rule": ["reduction", *([n, 0, 0] for n in (0, 2**20, 1, 0, 4, 108, 2048))]}
+    near = {"rule": ["near", *([n, 1, 0] for n in (100, 8, 1))]}
+    tensors: list[dict[str, Any]] = [flash, reduction, near, {"size": [1, 0, 0]}]
+    before = copy.deepcopy(tensors)
+    on_card_with(132, tensors)
+    assert tensors[2:] == before[2:]
+    for after, old, place in ((flash, before[0], 6), (reduction, before[1], 6)):
+        changed = [n for n, each in enumerate(after["rule"]) if each != old["rule"][n]]
+        assert changed == [place]
+        assert after["rule"][place] == [132, 0, 0]
 
 
 @pytest.mark.parametrize(

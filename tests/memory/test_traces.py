@@ -5,69 +5,17 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
+from written_trace import EMBEDDING, Answer
 
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import BrokenTrace, LaterTrace, Sums, Terms, Trace, evaluate
+from autotune.memory.traces.running import changes, in_blocks, running
 
-WEIGHT, EMBEDDING = [1000, 0, 0], [9000, 0, 0]
+WEIGHT = [1000, 0, 0]
 HIDDEN, SCRATCH, LOGITS, TOKENS = [16, 1, 0], [24, 1, 0], [700, 1, 0], [8, 1, 0]
 WORKSPACE, NUMBER = [50_000, 0, 0], [4, 0, 0]
-
-
-class Answer:
-    """Builds a worker's answer; tensors have names here."""
-
-    def __init__(self, *, full: int, traced: int = 3, period: int = 1) -> None:
-        self.layers = {"traced": traced, "full": full, "period": period}
-        self.blocks: list[dict[str, Any]] = []
-        self.tensors: list[dict[str, Any]] = []
-        self.parameters: list[dict[str, Any]] = []
-        self.number: dict[str, int] = {}
-
-    def block(self, phase: str, layer: int = -1, *, stack: int = 0) -> Answer:
-        empty: dict[str, Any] = {"events": [], "accumulate": [], "kernels": []}
-        self.blocks.append({"phase": phase, "stack": stack, "layer": layer, **empty})
-        return self
-
-    def alloc(self, name: str, size: list[int], **facts: Any) -> Answer:
-        self.number[name] = len(self.tensors)
-        self.tensors.append({"size": size, **facts})
-        self.blocks[-1]["events"].append(self.number[name])
-        return self
-
-    def free(self, *names: str) -> Answer:
-        self.blocks[-1]["events"] += [~self.number[name] for name in names]
-        return self
-
-    def weight(self, name: str, size: list[int]) -> Answer:
-        facts: dict[str, Any] = {"dtype": "bfloat16", "trainable": True, "group": 0}
-        facts |= {"embedding": size == EMBEDDING, "linear": size != EMBEDDING}
-        return self.alloc(name, size, category="parameter", shape=[size], **facts)
-
-    def gradient(self, name: str, size: list[int]) -> Answer:
-        """Made and at once handed over, as autograd does."""
-        weight = "embedding" if name == "g-embedding" else name.replace("g", "w", 1)
-        self.alloc(name, size, category="gradient", of=self.number.get(weight))
-        position = len(self.blocks[-1]["events"])
-        self.blocks[-1]["accumulate"].append([position, self.number[name]])
-        return self
-
-    def kernel(self, name: str, flops: list[int], count: int = 1) -> Answer:
-        moved = [[4, 1, 0], [2, 0, 0]]
-        self.blocks[-1]["kernels"].append([name, "bfloat16", flops, moved, False, count, []])
-        return self
-
-    def trace(self, **more: Any) -> Trace:
-        return Trace(
-            {
-                **more,
-                "layers": self.layers,
-                "tensors": self.tensors,
-                "blocks": self.blocks,
-                "parameters": self.parameters,
-            }
-        )
 
 
 def step(*, full: int, traced: int = 3, odd_first_layer: bool = False) -> Answer:
@@ -205,6 +153,20 @@ def test_categories() -> None:
     assert len(trace.workspaces) == 1
 
 
+def test_what_set_up_leaves_is_a_parameter_down_to_the_last_tensor() -> None:
+    a = Answer(full=3).block("weights")
+    a.alloc("first", WEIGHT).alloc("between", WEIGHT).free("between").alloc("last", WEIGHT)
+    assert a.trace().categories == ["parameter", "temporary", "parameter"]
+
+
+def test_running_bytes_rise_as_a_tensor_comes_and_fall_as_it_goes() -> None:
+    rounded = in_blocks([0, 1, 512, 513, 2**62])
+    assert rounded.tolist() == [0, 512, 512, 1024, 2**62]
+    events = np.array([1, 3, ~1, 4, ~3, ~4])
+    assert changes(events, rounded).tolist() == [512, 1024, -512, 2**62, -1024, -(2**62)]
+    assert running(events, rounded).tolist() == [512, 1536, 1024, 2**62 + 1024, 2**62, 0]
+
+
 def test_running_and_summed_bytes_are_rounded_to_blocks() -> None:
     trace = step(full=5).trace()
     assert trace.running_bytes("setup", 2, 1).tolist() == [9216 + 1024 * n for n in range(6)]
@@ -302,6 +264,7 @@ def test_equal_kernels_are_counted_together() -> None:
         ("mm", (70, 1, 0)): 1,
         ("mm", (20, 1, 0)): 5,
     }
+    assert not any(kernel.repeated or kernel.of_each for kernel in trace.kernels)
     assert sorted(trace.flops.at(3, 1).tolist()) == [0, 30, 60, 210]
     assert trace.moved.at(3, 1).tolist() == [14.0] * 4
 

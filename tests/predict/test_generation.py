@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import pytest
+from written_trace import Answer
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.traces import Trace
@@ -169,3 +170,42 @@ def test_weights_are_taken_over_once_a_step_and_asleep_with_each_generation() ->
     # A batch of twelve at a time takes a quarter of the engine's steps.
     steps = 11 * vllm_generation.STEP_SECONDS
     assert seconds(parted) - seconds(whole[0]) == pytest.approx(3 * steps, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("flops", "num_weights", "optimizer", "bound"),
+    [
+        # An update of 16 bits reads two values and writes one, at a terabyte a second; products are done at
+        # 165 TFLOP/s.
+        (10**14, 10**6, "sgd", "compute"),
+        (10**9, 10**9, "sgd", "memory bandwidth"),
+        (3 * 10**12, 10**9, "sgd", "compute"),
+        (3 * 10**12, 10**9, "adamw_torch", "memory bandwidth"),
+    ],
+)
+def test_the_longer_of_passes_and_update_bounds_a_step(
+    flops: int, num_weights: int, optimizer: str, bound: str
+) -> None:
+    a = Answer(full=0, traced=0)
+    facts = {"dtype": "bfloat16", "trainable": True, "group": 0, "embedding": False, "linear": True}
+    a.block("weights").alloc(
+        "w", [2 * num_weights, 0, 0], category="parameter", shape=[[num_weights, 0, 0]], **facts
+    )
+    a.block("embed")
+    a.block("head_backward").gradient("g", [2 * num_weights, 0, 0])
+    a.blocks[-1]["kernels"].append(["mm", "bfloat16", [flops, 0, 0], [[10**6, 0, 0]], False, 1, []])
+    config = dataclasses.replace(
+        RLOO, trainer="transformers", optimizer=optimizer, gradient_accumulation_steps=1
+    )
+    config = dataclasses.replace(
+        config, num_generations=None, max_completion_length=None, kl_beta=None
+    )
+    estimator = Estimator(
+        {TraceSpec.of(config): a.trace()}, CARD, memory_budget_bytes=24 * 10**9, host=HOST
+    )
+    found = estimator.seconds(config)
+    assert found is not None
+    passes, update = found.micro_step_seconds, found.optimizer_step_seconds
+    assert found.bound == bound
+    assert (passes > update) == (bound == "compute")
+    assert found.total_seconds == pytest.approx(passes + update)

@@ -157,7 +157,8 @@ def test_ddp_sends_adapters_where_the_first_layer_has_its_own() -> None:
     layers = 2 * (2 * HIDDEN * (HIDDEN + 1) + HIDDEN + VOCABULARY * HIDDEN)
     # The embedding goes by itself; then the first layer's bucket, and that of its adapters.
     expected = [0, layers, 2 * 4 * 8 * HIDDEN]
-    assert [found.ddp_broadcast_bytes(0, index) for index in range(3)] == expected
+    assert found.num_ddp_broadcasts(0) == 3
+    assert [found.ddp_broadcast_bytes(0, index) for index in range(4)] == [*expected, 0]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,9 @@ def test_ddp_rebuilds_its_buckets_where_it_looks_for_no_unused_parameters(
     embedding, rest = 4 * 5000 * HIDDEN, 4 * (MATRICES + BIASES - VOCABULARY * HIDDEN)
     # The embedding alone passes 1 MiB: as the first gradient it has a bucket of its own.
     expected = [embedding + rest, 0] if rebuilds else [rest, embedding]
-    assert [found.ddp_bucket_bytes(0, index) for index in (0, 1)] == expected
+    assert [found.ddp_bucket_bytes(0, index) for index in (0, 1, 2)] == [*expected, 0]
+    firsts = [found.ddp_first_bucket_bytes(0, index) for index in (0, 1)]
+    assert firsts == [embedding + rest, 0]
 
 
 def test_deepspeed_reduces_in_buckets_and_large_gradients_by_themselves() -> None:

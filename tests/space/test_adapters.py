@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from autotune.space.adapters import ATTENTION_PROJECTIONS, peft_fields, peft_words
+from autotune.space.adapters import (
+    ATTENTION_PROJECTIONS,
+    lora_alpha,
+    peft_fields,
+    peft_words,
+    read_peft,
+    whole_alpha,
+)
 from autotune.space.config import TrainConfig
 
 LORA = TrainConfig(
@@ -73,3 +80,68 @@ def test_another_rank_keeps_the_ratio() -> None:
 )
 def test_a_files_adapter_in_words(text: str, words: str) -> None:
     assert peft_words(text) == words
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "most", "is_repeated"),
+    [
+        ({"peft_type": "HRA"}, "r", 64, True),
+        ({"peft_type": "hra"}, "depth", 10_000_000, False),
+        ({"peft_type": "LORA"}, "r", 10_000_000, False),
+        ({"peft_type": "XLORA"}, "xlora_depth", 64, True),
+        ({"peft_type": "LORA"}, "x" * 50, 10_000_000, False),
+    ],
+)
+def test_a_size_that_no_adapter_has_is_refused(
+    fields: dict[str, Any], name: str, most: int, is_repeated: bool
+) -> None:
+    kind = fields["peft_type"].upper()
+    for inner in (lambda size: {name: size}, lambda size: {"rank_pattern": {name: size}}):
+        assert f'"peft_type":"{kind}"' in read_peft(fields | inner(most))
+        why = ": each is run for itself" if is_repeated else ""
+        with pytest.raises(ValueError, match=f"at most {most:,} as its {name[:40]}{why}$"):
+            read_peft(fields | inner(most + 1))
+
+
+def test_seeds_and_keys_may_be_any_number() -> None:
+    for name in ("seed", "init_seed", "projection_prng_key"):
+        assert str(2**40) in read_peft({"peft_type": "VERA", name: 2**40})
+
+
+def test_a_file_of_20_000_characters_is_read_and_no_longer_one() -> None:
+    empty = len(read_peft({"peft_type": "OFT", "x": ""}))
+    longest = "a" * (20_000 - empty)
+    assert len(read_peft({"peft_type": "OFT", "x": longest})) == 20_000
+    with pytest.raises(ValueError, match="20,000 characters at most"):
+        read_peft({"peft_type": "OFT", "x": f"{longest}a"})
+
+
+def test_what_describes_the_run_that_wrote_a_file_is_left_out() -> None:
+    written = {"base_model_name_or_path": "m", "inference_mode": True, "peft_version": "0.21"}
+    assert read_peft({"peft_type": "IA3", **written}) == '{"peft_type":"IA3"}'
+    # Null is as good as nothing, and what loads data is refused.
+    assert read_peft({"peft_type": "LORA", "loftq_config": None}) == '{"peft_type":"LORA"}'
+    with pytest.raises(ValueError, match="must do without eva_config, loftq_config"):
+        read_peft({"peft_type": "LORA", "loftq_config": {"a": 1}, "eva_config": {"b": 1}})
+    for wrong in ("{", '{"r": 1}', [], {"peft_type": 3}, "IA3"):
+        with pytest.raises(ValueError, match="must be a mapping with a peft_type"):
+            read_peft(wrong)
+    for wrong in ({1, 2}, float("nan")):
+        with pytest.raises(ValueError, match="must be made of text, numbers"):
+            read_peft({"peft_type": "LORA", "r": wrong})
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rank", "alpha", "whole"),
+    [
+        (2.0, 16, 32, 32),
+        (16 / 49, 49, 16, 16),
+        (0.5, 3, 1.5, 2),
+        (0.1, 3, 0.3, 1),
+        (0.01, 8, 0.08, 1),
+    ],
+)
+def test_alpha_is_the_ratio_to_the_rank(ratio: float, rank: int, alpha: float, whole: int) -> None:
+    assert lora_alpha(ratio, rank) == alpha
+    assert isinstance(lora_alpha(ratio, rank), int) == (alpha == int(alpha))
+    assert whole_alpha(ratio, rank) == whole

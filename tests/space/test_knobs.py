@@ -52,6 +52,33 @@ def test_what_is_no_value_is_refused(knob: Knob) -> None:
 
 
 @each_knob
+def test_a_number_is_read_from_its_smallest_on_and_is_usual_up_to_a_power_of_2(knob: Knob) -> None:
+    if knob.smallest is None:
+        return
+    assert knob.read(knob.smallest) == knob.smallest
+    with pytest.raises(ValueError, match="must be"):
+        knob.read(knob.smallest - 1)
+    assert knob.usual_largest.bit_count() == 1
+    assert knob.usual_largest > knob.smallest
+
+
+def test_what_an_activation_or_an_adapter_grows_with_bends_a_prediction_as_far() -> None:
+    """How often layers are checkpointed, or a cache is emptied, does not."""
+    numbers = {name: knob.is_slope for name, knob in KNOBS.items() if knob.smallest is not None}
+    assert {name for name, is_slope in numbers.items() if is_slope} == {
+        *("micro_batch_size", "lora_rank", "num_virtual_tokens", "num_generations"),
+        *("max_completion_length", "steps_per_generation"),
+    }
+
+
+def test_which_settings_are_open_to_other_values_than_the_usual() -> None:
+    assert {name for name, knob in KNOBS.items() if knob.is_open} == {
+        *("lora_targets", "lora_alpha_ratio", "lora_dropout", "kl_beta", "neftune_noise_alpha"),
+        *("vllm_gpu_memory_utilization", "loss_mini_batches", "peft"),
+    }
+
+
+@each_knob
 def test_a_change_can_be_said(knob: Knob) -> None:
     values = knob.choices or (knob.smallest, 2)
     said = [knob.words(value) for value in values]

@@ -22,12 +22,23 @@ FULL = TrainConfig(
 
 def test_every_method_has_one_with_its_source() -> None:
     assert set(learning_rates.BY_METHOD) == set(METHODS)
-    rows = (*learning_rates.BY_METHOD.values(), *learning_rates.BY_FAMILY.values())
+    of_tasks = [row for rows in learning_rates.OF_TASKS.values() for row in rows.values()]
+    by_method, by_family = learning_rates.BY_METHOD.values(), learning_rates.BY_FAMILY.values()
+    rows = (*by_method, *by_family, *of_tasks)
     assert all(row.source and 0 < row.value < 1 for row in rows)
     families = {row.family for row in OPTIMIZERS.values()}
     named = {*learning_rates.BY_FAMILY, *learning_rates.UNKNOWN_FAMILIES}
     assert named <= families
     assert not learning_rates.BY_FAMILY.keys() & set(learning_rates.UNKNOWN_FAMILIES)
+
+
+@pytest.mark.parametrize("task", ["", *learning_rates.OF_TASKS])
+def test_an_adapter_learns_as_fast_as_whole_weights_or_up_to_ten_times(task: str) -> None:
+    """LoRA Without Regret has the factor 10, and no example of a trainer has more."""
+    rates = learning_rates.OF_TASKS.get(task, learning_rates.BY_METHOD)
+    full, lora = rates["full"].value, rates["lora"].value
+    assert 1e-7 < full <= lora <= 10.000001 * full
+    assert rates["qlora"].value == lora
 
 
 @pytest.mark.parametrize(

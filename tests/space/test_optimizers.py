@@ -184,3 +184,33 @@ def test_second_group_is_initialised_after_the_first_has_stepped() -> None:
     # Weights: two moments, a temporary that goes; then the norm's, though listed first.
     assert tape.events == [0, 1, 2, ~2, 3, 4, 5, ~5]
     assert tape.sizes == [4_000_000] * 3 + [4000] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "num_lists"),
+    [("adamw_torch", 1), ("adamw_torch_fused", 0), ("rmsprop", 1), ("adagrad", 2), ("sgd", 0)],
+)
+def test_foreach_kernels_make_lists_as_large_as_the_weights(name: str, num_lists: int) -> None:
+    """The moments' square roots; Adagrad's gradients times the learning rate besides."""
+    tape = Tape()
+    algorithm = OPTIMIZERS[name].algorithm
+    states = algorithm.write_step(tape, [LINEAR] * 3, None)
+    held = replay(tape.sizes, tape.events).final_allocated_bytes
+    before = len(tape.events)
+    algorithm.write_step(tape, [LINEAR] * 3, states)
+    made = [tape.sizes[event] for event in tape.events[before:] if event >= 0]
+    assert made == [LINEAR.size_bytes] * 3 * num_lists
+    peak = replay(tape.sizes, tape.events).peak_allocated_bytes
+    assert peak == held + num_lists * 3 * LINEAR.size_bytes
+
+
+def test_which_optimizers_step_each_weight_alone() -> None:
+    """Those of torch but Adagrad, of bitsandbytes and torchao, and Adafactor have all they need by weight."""
+    alone = {name for name, row in OPTIMIZERS.items() if row.steps_alone}
+    of_libraries = {
+        name for name, row in OPTIMIZERS.items() if row.needs in ("bitsandbytes", "torchao")
+    }
+    assert alone - of_libraries == {
+        *("adamw_torch", "adamw_torch_fused", "rmsprop", "adafactor", "sgd"),
+    }
+    assert of_libraries <= alone

@@ -669,3 +669,349 @@ def test_virtual_tokens_are_multiplied_in_fp8_too(
     )
     names = [rule.name for rule in broken_rules(config, ADA)]
     assert ("fp8-needs-multiples-of-16" in names) == is_refused
+
+
+PROMPT = dataclasses.replace(FULL, method="prompt_tuning", num_virtual_tokens=16)
+SPLIT_LORA = dataclasses.replace(SPLIT, method="lora", lora_rank=8, lora_targets="q_proj")
+UPDATES = dataclasses.replace(WHOLE_BATCH, update_in_backward=True)
+CHUNKED = dataclasses.replace(FULL, chunked_loss=True)
+A_PLAN = {"checkpoint_plan": "recompute", "checkpoint_layers": 4, "activation_checkpointing": 1}
+LORA_ALONE: list[dict[str, Any]] = [
+    {"lora_variant": "rslora"},
+    {"lora_dropout": 0.1},
+    {"lora_alpha_ratio": 1.0},
+    {"lora_rank": 8},
+    {"lora_targets": "q_proj"},
+]
+UNTRIED: list[dict[str, Any]] = [
+    {"method": "prompt_tuning", "num_virtual_tokens": 16},
+    {"lora_variant": "dora"},
+    {"quantization": "int8"},
+    {"trainer": "trl-sft"},
+    {"liger": True},
+    {"activation_offloading": True},
+    {"neftune_noise_alpha": 5.0},
+    {"torch_empty_cache_steps": 4},
+]
+TWO_WAYS: list[dict[str, Any]] = [
+    {"parallelism": "ddp", "num_gpus": 2},
+    {"torch_compile": "default"},
+]
+MASKED = dataclasses.replace(ADA, task="masked-lm")
+A_FILE = '{"peft_type":"HRA"}'
+
+PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
+    "pictures-need-tried-settings": (
+        dataclasses.replace(SEES, method="lora", lora_rank=8, lora_targets="q_proj"),
+        [
+            {"method": "prompt_tuning"},
+            {"attention": "flash_attention_2"},
+            *TWO_WAYS,
+            {"precision": "fp8-mixed"},
+            {"liger": True},
+            {"update_in_backward": True},
+            {"kbit_preparation": True},
+            {"neftune_noise_alpha": 5.0},
+            {"activation_checkpointing": 2},
+            {"activation_offloading": True},
+            A_PLAN,
+            {"lora_targets": "q_proj, lm_head"},
+        ],
+    ),
+    "pictures-are-padded": (SEES, [{"trainer": "transformers"}, {"batching": "packed"}]),
+    "ring-needs-tried-settings": (RING, [*UNTRIED, A_PLAN, {"torch_compile": "default"}]),
+    "dealing-needs-tried-settings": (DEALT, UNTRIED),
+    "ring-needs-packed-causal-lm": (RING, [{"batching": "padded"}, MASKED]),
+    "dealing-needs-packed-causal-lm": (DEALT, [{"batching": "padded"}, MASKED]),
+    "completions-need-tried-settings": (GRPO, [{"liger": True}, {"attention": "flex_attention"}]),
+    "embeddings-need-tried-settings": (EMBEDS, [{"liger": True}, {"attention": "flex_attention"}]),
+    "pairs-need-tried-settings": (
+        DPO_LORA,
+        [{"method": "ia3"}, {"precision": "fp8-mixed"}, {"lora_targets": "q_proj,lm_head"}],
+    ),
+    "pairs-run-eagerly-on-one-gpu": (DPO, TWO_WAYS),
+    "plan-runs-eagerly-on-one-gpu": (PLAN, TWO_WAYS),
+    "backward-update-runs-eagerly-on-one-gpu": (UPDATES, TWO_WAYS),
+    "trl-makes-the-adapter": (
+        DPO_LORA,
+        [{"adapter_in_base_dtype": True}, {"kbit_preparation": True}],
+    ),
+    "pairs-without-noise": (DPO_LORA, [{"neftune_noise_alpha": 5.0}, {"lora_dropout": 0.1}]),
+    "groups-are-whole": (GRPO, [{"num_generations": n} for n in (1, 3, 64)]),
+    "full-has-no-adapter": (FULL, [*LORA_ALONE, {"num_virtual_tokens": 8}, {"peft": A_FILE}]),
+    "adapter-has-no-such-setting": (PROMPT, [*LORA_ALONE, {"peft": A_FILE}]),
+    "adapter-needs-rank": (LORA, [{"lora_rank": None}, {"lora_targets": None}]),
+    "splitting-needs-adapters-by-column": (
+        SPLIT_LORA,
+        [
+            {"method": "prompt_tuning"},
+            *(
+                {"lora_targets": targets}
+                for targets in ("all-linear", "attention", "o_proj", "q_proj, down_proj")
+            ),
+        ],
+    ),
+    "loss-in-parts-of-the-trainer": (CHUNKED, [{"liger": True}, {"trainer": "trl-sft"}]),
+    "loss-in-parts-needs-the-models-head": (
+        CHUNKED,
+        [{"method": "peft"}, {"method": "trainable_tokens"}],
+    ),
+    "liger-needs-whole-weights": (
+        dataclasses.replace(FULL, liger=True, num_gpus=2, parallelism="ddp"),
+        [{"parallelism": way} for way in ("fsdp2", "hsdp", "zero3", "tp")],
+    ),
+    "completions-are-of-their-trainers": (
+        GRPO,
+        [
+            *({name: None} for name in ("num_generations", "max_completion_length", "kl_beta")),
+            {"trainer": "transformers"},
+        ],
+    ),
+    "weight-decay-copies-gradients": (
+        FULL,
+        [{"optimizer": name} for name in ("sgd", "adagrad", "rmsprop")],
+    ),
+    "replicas-divide-gpus": (
+        dataclasses.replace(FULL, parallelism="hsdp", num_gpus=4),
+        [{"num_gpus": n} for n in (2, 3, 5, 7)],
+    ),
+    "vllm-writes-rewarded-completions": (
+        dataclasses.replace(GRPO, vllm_gpu_memory_utilization=0.3),
+        [
+            {"trainer": "transformers"},
+            {"trainer": "trl-distillation"},
+            {"vllm_gpu_memory_utilization": 0.0, "vllm_enable_sleep_mode": True},
+        ],
+    ),
+    "a-teacher-sees-each-completion-once": (
+        DISTILLATION,
+        [{"num_generations": 2}, {"num_iterations": 2}, {"kl_beta": 0.1}],
+    ),
+    "flash-attention-computes-in-16-bits": (
+        dataclasses.replace(FULL, precision="fp32"),
+        [{"attention": name} for name in ("flash_attention_2", "flash_attention_3")],
+    ),
+}
+"""By rule a configuration that is sound by it, and changes each of which alone breaks it."""
+CONTEXTS = {
+    "pictures-need-tried-settings": OF_PICTURES,
+    "pictures-are-padded": OF_PICTURES,
+    "weight-decay-copies-gradients": dataclasses.replace(ADA, weight_decay=True),
+}
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_each_part_of_a_rule_breaks_it_alone(name: str) -> None:
+    config, changes = PARTS[name]
+    context = CONTEXTS.get(name, ADA)
+    breaks = BY_NAME[name].breaks
+    assert not breaks(config, context)
+    for change in changes:
+        if isinstance(change, Context):
+            assert breaks(config, change), change
+        else:
+            assert breaks(dataclasses.replace(config, **change), context), change
+
+
+def ada(**facts: Any) -> Context:
+    return dataclasses.replace(ADA, **facts)
+
+
+BORDERS: dict[str, list[dict[str, Any] | Context]] = {
+    "prompt-within-positions": [ada(max_sequence_length=1032), UNKNOWN, {"sequence_length": 1016}],
+    "checkpoint-interval-within-layers": [ada(num_layers=17), UNKNOWN],
+    "bf16-needs-ampere": [ada(compute_capability=(8, 0)), UNKNOWN, {"precision": "tf32"}],
+    "tf32-needs-ampere": [ada(compute_capability=(8, 0)), UNKNOWN, {"precision": "fp32"}],
+    "liger-needs-ampere": [ada(compute_capability=(8, 0)), UNKNOWN, {"liger": False}],
+    "inductor-needs-volta": [
+        ada(compute_capability=(7, 0)),
+        UNKNOWN,
+        {"torch_compile_backend": "aot_eager"},
+        {"torch_compile": "none"},
+    ],
+    "int8-needs-turing": [TURING, UNKNOWN, {"quantization": "nf4"}],
+    "fp8-needs-ada": [ada(compute_capability=(8, 9)), UNKNOWN, {"precision": "bf16-mixed"}],
+    "fp8-needs-multiples-of-16": [{"sequence_length": 1008}, {"precision": "bf16-mixed"}],
+    "fp8-needs-float-weights": [{"quantization": "none"}, {"precision": "bf16-mixed"}],
+    "fp8-needs-one-gpu": [{"parallelism": "none"}, {"precision": "bf16-mixed"}],
+    "flash-attention-needs-ampere": [
+        ada(compute_capability=(8, 0)),
+        UNKNOWN,
+        {"attention": "sdpa"},
+    ],
+    "flash-attention-3-needs-hopper": [
+        ada(compute_capability=(9, 0)),
+        UNKNOWN,
+        {"attention": "flash_attention_2"},
+    ],
+    "flash-attention-heads-up-to-256": [ada(head_size=256), UNKNOWN, {"attention": "sdpa"}],
+    "flash-attention-computes-in-16-bits": [{"attention": "sdpa"}, {"precision": "bf16-mixed"}],
+    "flex-attention-needs-ampere": [ada(compute_capability=(8, 0)), UNKNOWN, {"attention": "sdpa"}],
+    "flex-attention-heads-from-16": [ada(head_size=16), UNKNOWN, {"attention": "sdpa"}],
+    "flex-attention-computes-in-16-bits": [{"attention": "sdpa"}, {"precision": "bf16-mixed"}],
+    "expanded-heads-are-for-unfused-attention": [UNKNOWN, {"attention": "sdpa"}],
+    "expanded-heads-are-for-batches-without-mask": [{"attention": "sdpa"}, {"batching": "packed"}],
+    "padding-free-needs-flash-attention": [
+        {"attention": "flash_attention_2"},
+        {"attention": "flash_attention_3"},
+        {"batching": "padded"},
+    ],
+    "padding-free-is-for-causal-lm": [ada(task="causal-lm"), UNKNOWN, {"batching": "padded"}],
+    "padding-free-without-prompts": [{"method": "full"}, {"batching": "padded"}],
+    "by-tokens-is-for-causal-lm": [ada(task="causal-lm"), UNKNOWN, {"batching": "padded"}],
+    "by-tokens-needs-accumulation": [{"gradient_accumulation_steps": 2}, {"batching": "padded"}],
+    "by-tokens-on-one-gpu": [{"parallelism": "none"}, {"batching": "padded"}],
+    "by-tokens-without-prompts": [{"method": "full"}, {"batching": "padded"}],
+    "prefetch-needs-workers": [{"dataloader_num_workers": 1}, {"dataloader_prefetch_factor": None}],
+    "compile-backend-needs-compile": [
+        {"torch_compile": "default"},
+        {"torch_compile_backend": "inductor"},
+    ],
+    "compile-modes-are-inductors": [
+        {"torch_compile": "default"},
+        {"torch_compile": "none"},
+        {"torch_compile_backend": "inductor"},
+    ],
+    "offloading-needs-checkpointing": [
+        {"activation_checkpointing": 1},
+        {"activation_offloading": False},
+    ],
+    "plan-without-offloading": [{"activation_offloading": False}, {"checkpoint_plan": "interval"}],
+    "weight-decay-copies-gradients": [ADA, {"optimizer": "adamw_torch"}],
+    "optimizer-needs-full": [{"method": "full"}, {"optimizer": "adamw_torch"}],
+    "backward-update-needs-accumulation-1": [
+        {"gradient_accumulation_steps": 1},
+        {"optimizer": "adamw_torch"},
+    ],
+    "backward-update-is-for-full": [{"method": "full"}, {"update_in_backward": False}],
+    "backward-update-of-each-weight-alone": [
+        {"optimizer": "adamw_torch"},
+        {"update_in_backward": False},
+    ],
+    "backward-update-without-pairs": [{"trainer": "trl-sft"}, {"update_in_backward": False}],
+    "compared-answers-need-others": [{"micro_batch_size": 2}, {"trainer": "trl-dpo"}],
+    "scored-before-needs-a-reference": [
+        {"trainer": "trl-kto"},
+        {"precompute_ref_log_probs": False},
+    ],
+    "mini-batches-are-of-embeddings": [{"loss_mini_batches": 1}],
+    "mini-batches-are-alike": [{"loss_mini_batches": 4}, {"micro_batch_size": 30}],
+    "prompts-have-room": [{"max_completion_length": 1023}, {"sequence_length": 1025}],
+    "completions-are-of-the-step": [{"steps_per_generation": n} for n in (1, 4, 8, None)],
+    "pipeline-needs-micro-batches": [{"gradient_accumulation_steps": 2}, {"parallelism": "ddp"}],
+    "pipeline-has-no-trainer": [ada(is_estimate=True), {"parallelism": "ddp"}],
+    "pipeline-needs-float-weights": [{"quantization": "none"}, {"parallelism": "ddp"}],
+    "layers-for-every-gpu": [{"num_gpus": 16}, UNKNOWN, {"parallelism": "ddp"}],
+    "gpus-need-parallelism": [{"num_gpus": 1}, {"parallelism": "ddp"}],
+    "parallelism-needs-gpus": [
+        {"num_gpus": 2},
+        {"parallelism": "none"},
+        {"parallelism": "zero2-offload"},
+    ],
+    "ring-needs-even-stretches": [{"sequence_length": 1020}, {"parallelism": "ddp"}],
+    "ring-needs-sdpa": [{"attention": "sdpa"}, {"parallelism": "ddp"}],
+    "splitting-needs-float-weights": [{"quantization": "none"}, {"parallelism": "ddp"}],
+    "splitting-needs-no-loss-scaling": [{"precision": "bf16-mixed"}, {"parallelism": "ddp"}],
+    "sharding-needs-one-stack": [ADA, ada(task="causal-lm"), {"parallelism": "ddp"}],
+    "sharding-needs-one-dtype": [
+        ADA,
+        ada(task="causal-lm"),
+        {"parallelism": "ddp"},
+        {"adapter_in_base_dtype": True},
+        {"precision": "bf16-autocast"},
+        {"precision": "fp32"},
+        {"method": "full"},
+    ],
+    "sharding-needs-float-weights": [{"quantization": "none"}, {"parallelism": "ddp"}],
+    "trl-needs-a-whole-head": [{"trainer": "transformers"}, {"parallelism": "ddp"}],
+    "loss-in-parts-is-for-causal-lm": [ada(task="causal-lm"), UNKNOWN, {"chunked_loss": False}],
+    "loss-in-parts-needs-the-whole-head": [
+        {"parallelism": "ddp"},
+        {"parallelism": "none"},
+        {"chunked_loss": False},
+    ],
+    "trainer-of-the-task": [UNKNOWN, {"trainer": "trl-dpo"}],
+    "storage-needs-4-bits": [{"quantization": "nf4"}, {"quantization_storage": "uint8"}],
+    "preparation-needs-quantization": [{"quantization": "nf4"}, {"kbit_preparation": False}],
+    "preparation-is-not-shared-out": [
+        {"parallelism": "ddp"},
+        {"parallelism": "none"},
+        {"kbit_preparation": False},
+    ],
+    "adapter-dtype-needs-16-bits": [
+        {"adapter_in_base_dtype": False},
+        {"quantization_storage": "bfloat16"},
+    ],
+    "scaler-needs-float32-gradients": [
+        {"adapter_in_base_dtype": False},
+        {"precision": "bf16-autocast"},
+    ],
+    "qlora-needs-quantization": [{"quantization": "nf4"}, {"method": "lora"}],
+    "quantization-needs-qlora": [{"quantization": "none"}, {"method": "qlora"}],
+    "checkpoint-is-quantized": [UNKNOWN, {"quantization": "nf4"}],
+    "prefix-without-checkpointing": [
+        {"activation_checkpointing": 0},
+        {"method": "prompt_tuning"},
+        {"method": "full"},
+    ],
+    "a-student-is-not-cast": [
+        {"precision": "fp32"},
+        {"precision": "bf16-true"},
+        {"trainer": "trl-grpo"},
+    ],
+    "vllm-writes-with-plain-weights": [
+        {"quantization": "none"},
+        {"vllm_gpu_memory_utilization": 0.0},
+    ],
+    "vllm-sleeps-on-segments-of-fixed-size": [
+        {"expandable_segments": False},
+        {"vllm_enable_sleep_mode": False},
+    ],
+    "vllm-has-room": [UNKNOWN, {"vllm_gpu_memory_utilization": 0.0}],
+    "samples-of-one-size-are-not-batched-by-length": [
+        UNKNOWN,
+        ada(task="causal-lm"),
+        {"batching": "padded"},
+    ],
+    "whole-matrix-optimizers-need-one-gpu": [
+        {"parallelism": "none"},
+        {"optimizer": "adamw_torch"},
+    ],
+    "backward-update-without-loss-scaling": [
+        {"precision": "bf16-mixed"},
+        {"optimizer": "galore_adamw"},
+    ],
+    "zero-needs-mixed-precision": [{"precision": "bf16-mixed"}, {"parallelism": "ddp"}],
+    "sharding-needs-its-optimizers": [{"optimizer": "adamw_torch"}, {"parallelism": "ddp"}],
+    "zero-keeps-only-its-dtype": [
+        {"quantization_storage": "uint8"},
+        {"quantization_storage": "bfloat16"},
+        {"parallelism": "ddp"},
+    ],
+    "bf16-replaces-fp16": [ADA, UNKNOWN, {"precision": "bf16-mixed"}],
+}
+"""By rule the changes each of which alone mends what BREAKERS has for it."""
+
+
+@pytest.mark.usefixtures("torch_before_2_14")
+@pytest.mark.parametrize("name", BORDERS)
+def test_a_breach_is_mended_by_any_of_its_causes(name: str) -> None:
+    config, context = BREAKERS[name]
+    for change in BORDERS[name]:
+        if isinstance(change, Context):
+            assert not BY_NAME[name].breaks(config, change), change
+        else:
+            assert not BY_NAME[name].breaks(dataclasses.replace(config, **change), context), change
+
+
+def test_every_rule_is_held_to_more_than_its_breach() -> None:
+    elsewhere = {
+        "bitsandbytes-rmsprop-needs-float32",
+        "fp16-weights-cannot-train",
+        "micro-batch-divides",
+        "plan-tells-of-checkpointed-layers",
+        "answers-are-padded",
+        "reference-restores-all-checkpointing",
+    }
+    assert {*BY_NAME} - {*BORDERS, *PARTS} <= elsewhere

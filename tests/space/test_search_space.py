@@ -19,14 +19,20 @@ from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.search_space import (
     MethodSpace,
     SearchSpace,
+    around,
     as_in_base,
     for_gpus,
     unlisted,
     with_attentions,
     with_batchings,
+    with_divisors,
+    with_parts,
     with_precision_of,
     with_trainers,
+    without_parts,
+    without_solve,
 )
+from autotune.space.yaml_schema import joined
 
 
 def workload(effective_batch_size: int = 32, methods: tuple[str, ...] = ("full",)) -> Workload:
@@ -416,3 +422,80 @@ def test_the_precision_of_the_base_is_searched_where_precision_is_varied() -> No
     # What somebody fixed stays, and what another method's base has says nothing.
     assert left("full", "bf16-true") == ("bf16-true",)
     assert left("lora", "bf16-autocast", "fp16-autocast") == ("bf16-autocast", "fp16-autocast")
+
+
+def test_a_space_around_a_base_has_its_values_and_those_that_are_allowed() -> None:
+    base = TrainConfig(
+        method="full",
+        micro_batch_size=4,
+        gradient_accumulation_steps=8,
+        sequence_length=1024,
+        precision="bf16-true",
+        optimizer="adafactor",
+        liger=True,
+    )
+    lora = section(method="lora", lora_rank=(8, 16), lora_targets=("all-linear",))
+    asked = set[tuple[str, str, Any]]()
+
+    def allows(method: str, setting: str, value: Any) -> bool:
+        asked.add((method, setting, value))
+        return (setting, value) not in (("micro_batch_size", 1), ("lora_rank", 8))
+
+    wide = space(section(micro_batch_size=(1, 2)), lora)
+    full, adapted = around(wide, base, allows).methods
+    # The base's values come behind those of its own method, and in place of what is not varied.
+    assert full.domains["micro_batch_size"] == (2, 4)
+    assert full.domains["precision"] == ("bf16-mixed", "bf16-true")
+    assert full.domains["optimizer"] == ("adamw_torch", "adafactor")
+    assert full.domains["liger"] == (True,)
+    assert adapted.domains["lora_rank"] == (16,)
+    # The method keeps its own; where none is allowed, it takes the base's.
+    assert adapted.domains["optimizer"] == ("adamw_torch",)
+    assert adapted.domains["micro_batch_size"] == (4,)
+    assert adapted.domains["liger"] == (True,)
+    assert ("lora", "lora_rank", 8) in asked
+    # A method goes that is left without a value; another value takes the base's place where that may not be.
+    (left,) = around(wide, base, lambda _, setting, value: setting != "lora_targets").methods
+    assert left.method == "full"
+    other = around(wide, base, lambda _, setting, value: (setting, value) != ("liger", True))
+    assert all(each.domains["liger"] == (False,) for each in other.methods)
+
+
+def test_what_the_search_decides_is_taken_out_of_a_space_and_said_of_which_methods() -> None:
+    both = section(chunked_loss=(False, True), activation_checkpointing=(0, SOLVE))
+    lora = section(method="lora", chunked_loss=(True,), activation_checkpointing=(2,))
+    plain, parting = without_parts(space(both, lora))
+    assert parting == {"full"}
+    assert [each.domains["chunked_loss"] for each in plain.methods] == [(False,), (True,)]
+    assert with_parts(plain, parting).methods[0].domains["chunked_loss"] == (False, True)
+    assert with_parts(plain, parting).methods[1] == plain.methods[1]
+    left, solving = without_solve(space(both, lora))
+    assert solving == {"full"}
+    assert [each.domains["activation_checkpointing"] for each in left.methods] == [(0, 1), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "sizes", "wider"),
+    [
+        (24, (1, 2, 4, 8), (1, 2, 3, 4, 6, 8)),
+        (24, (2, 12), (1, 2, 3, 4, 6, 8, 12)),
+        (18, (1, 8), (1, 2, 3, 6, 8)),
+        # Of powers of two all divisors are listed; one size is the user's choice.
+        (32, (1, 2, 8), (1, 2, 8)),
+        (24, (4,), (4,)),
+    ],
+)
+def test_divisors_of_what_a_gpu_trains_on_join_the_micro_batches(
+    num_samples: int, sizes: tuple[int, ...], wider: tuple[int, ...]
+) -> None:
+    (found,) = with_divisors(space(section(micro_batch_size=sizes)), num_samples).methods
+    assert found.domains["micro_batch_size"] == wider
+
+
+@pytest.mark.parametrize(
+    ("number", "end"), [(1, "0"), (20, "19"), (21, "and 1 more"), (45, "and 25 more")]
+)
+def test_of_very_many_problems_the_first_twenty_are_said(number: int, end: str) -> None:
+    said = joined([str(each) for each in range(number)]).split("; ")
+    assert said[-1] == end
+    assert len(said) == min(number, 21)

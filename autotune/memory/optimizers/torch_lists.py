@@ -104,7 +104,7 @@ class OneByOne(Algorithm):
             for i in group if self.lists.num_temporaries else ():
                 root = tape.alloc(specs[i].size_bytes, "temporary")
                 quotient = tape.alloc(specs[i].size_bytes, "temporary")
-                free_list(tape, [root, *denominator])
+                free_list(tape, [*denominator, root])
                 denominator = [quotient]
             free_list(tape, denominator)
         return kept

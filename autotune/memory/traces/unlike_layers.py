@@ -51,9 +51,9 @@ def sources(kinds: str, cut: int, count: int) -> tuple[int, ...] | None:
     if count == cut:
         return tuple(found)
     if count > cut:
-        changed, models = range(cut - 1, count), range(1, cut - 1)
+        changed, models = range(cut - 1, count), range(cut - 1)
     else:
-        changed, models = range(count, cut + 1), range(len(kinds) - 2, cut, -1)
+        changed, models = range(count, cut + 1), range(cut + 1, len(kinds))[::-1]
     own = _own_layers(kinds)
     among = [kinds[layer - 1 : layer + 2] for layer in range(len(kinds))]
     if among[count - 1] != among[cut - 1] or not own.isdisjoint((*changed, count - 1)):

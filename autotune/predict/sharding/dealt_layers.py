@@ -182,9 +182,9 @@ class _Events:
         return 0 if phase in EMBED_PHASES else self.head
 
     def is_checkpointed(self, place: Place) -> bool:
-        """Whether it is a layer that runs again in the backward pass: every n-th from the first."""
-        every, layer = self._checkpoint_every, place[1]
-        return layer >= 0 and every > 0 and layer % every == 0
+        """Whether a layer runs again in the backward pass: every n-th from the first."""
+        every = self._checkpoint_every
+        return every > 0 and place[1] % every == 0
 
     def sizes_of(self, number: int) -> list[int]:
         """Return the tensor's bytes for two and for four samples."""

@@ -1,0 +1,262 @@
+"""A step written by hand, shared by four GPUs: what each holds, leaves and sends, worked out by hand.
+
+The weights have 2 bytes each: an embedding and a head of 2,560 elements, four layers of 512, a norm of 256.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from test_dealt_layers import (
+    EMBEDDING,
+    LOSS,
+    NORM,
+    ROTARY_TABLE,
+    SPEC,
+    WEIGHT,
+    WORKSPACE,
+    alive,
+    step,
+)
+
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.tracing import shared_trace
+from autotune.speed.links import Message
+
+P = 2 * EMBEDDING + 4 * WEIGHT + NORM
+"""Bytes of all weights in 16 bits, 7,424 elements."""
+MASTERS = 7680
+"""Bytes of a quarter in float32, in whole blocks."""
+BUCKET = 2 * 16 * 16
+"""DeepSpeed's bucket has as many elements as the square of the hidden size, 16 here."""
+QUARTER = 2 * 1536 + 4 * 512 + 512
+"""Blocks of a quarter of each weight's rows: 1,280 bytes of the embedding take 1,536."""
+HALF = 2 * 2560 + 4 * 512 + 512
+
+
+@functools.cache
+def shared(name: str, checkpointing: int = 0, *, norms_apart: bool = False) -> RankTrace:
+    precision = "bf16-mixed" if name.startswith("zero") else "bf16-true"
+    spec = dataclasses.replace(SPEC, parallelism=name, precision=precision)
+    spec = dataclasses.replace(spec, activation_checkpointing=checkpointing)
+    trace = step(4, norms_apart=norms_apart)
+    found = shared_trace(trace, spec, num_gpus=4, hidden_size=16)
+    assert isinstance(found, RankTrace)
+    return found
+
+
+@pytest.mark.parametrize("checkpointing", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "held", "gradients", "left"),
+    [
+        ("ddp", P, {P}, 0),
+        # A unit's gradients are of one piece: those of norm and head share blocks.
+        ("fsdp2", QUARTER, {QUARTER - 512}, 0),
+        ("cp", QUARTER, {QUARTER - 512}, 0),
+        ("hsdp", HALF, {HALF}, 0),
+        ("fsdp2-offload", 0, {0}, 0),
+        ("zero1", P + MASTERS, {P}, BUCKET),
+        # A GPU keeps all of each weight of which it has a part: the embedding alone, or the rest of it and
+        # three layers.
+        ("zero2", P + MASTERS, {EMBEDDING, EMBEDDING + 3 * WEIGHT}, 0),
+        # A quarter of the weights and of their gradients in 16 bits, 3,712 bytes each, and the bucket.
+        ("zero3", 2 * 4096 + MASTERS + BUCKET, {0}, 0),
+        # The largest weight as it comes back from the host.
+        ("zero1-offload", P + EMBEDDING, {P}, BUCKET),
+        ("zero2-offload", P + EMBEDDING, {0}, 0),
+        ("zero3-offload", BUCKET, {0}, 0),
+    ],
+)
+def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
+    name: str, held: int, gradients: set[int], left: int, checkpointing: int
+) -> None:
+    whole = shared(name, checkpointing)
+    found = set[int]()
+    for part in (whole, *whole.stages):
+        buckets = P if name == "ddp" else 0
+        assert alive(part, "setup")[-1] == held + ROTARY_TABLE + buckets
+        own = part.bytes_of(part.gradients, 1, 0)
+        found.add(own)
+        assert part.bytes_of(part.left, 1, 0) == left
+        assert alive(part, "again")[-1] == own + LOSS + left
+        assert alive(part, "first")[-1] == own + LOSS + left + WORKSPACE
+        assert alive(part, "next")[-1] == LOSS
+        assert len(part.categories) == len(part.sizes(1, 0)) == len(part.operations)
+    assert found == gradients
+
+
+@pytest.mark.parametrize("events", ["again", "next"])
+def test_fsdp2_gathers_each_unit_there_and_back_but_norm_and_head_once(events: str) -> None:
+    whole = shared("fsdp2")
+    num_own, sizes = len(step(4).template), whole.sizes(1, 0)
+    gathered = [
+        n for n, kind in enumerate(whole.categories) if n >= num_own and kind == "parameter"
+    ]
+    order = [event for event in getattr(whole, events) if max(event, ~event) in gathered]
+    made = [sizes[event] for event in order if event >= 0]
+    layers = 4 * [WEIGHT]
+    assert made == [EMBEDDING, *layers, NORM, EMBEDDING, *layers, EMBEDDING]
+    assert {event for event in order if event >= 0} == {~event for event in order if event < 0}
+    # Going there each has gone when the next one comes.
+    forward = order[: order.index(next(n for n in order if n >= 0 and sizes[n] == NORM))]
+    assert [event >= 0 for event in forward] == (6 * [True, False])[: len(forward)]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_streams"),
+    [("ddp", 0), ("fsdp2", 2), ("zero1", 0), ("zero2", 0), ("zero3", 2), ("zero2-offload", 0)],
+)
+def test_what_gathers_and_reduces_layer_by_layer_has_streams_of_its_own(
+    name: str, num_streams: int
+) -> None:
+    """DeepSpeed's earlier stages reduce on the stream that computes."""
+    whole = shared(name)
+    own = {event for event in whole.again if event >= 0}
+    streams = [own.intersection(tensors) for tensors in whole.aside]
+    assert len(whole.aside) == num_streams
+    assert all(streams)
+    assert len(set().union(*streams)) == sum(map(len, streams))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_a_quarter_of_the_gradients_is_in_float32_as_deepspeed_updates(name: str) -> None:
+    """It comes of one piece in 16 bits; one group of weights has all of them given up before."""
+    for part in (shared(name), *shared(name).stages):
+        before, after = part.around_update()
+        sizes = part.sizes(1, 0)
+        made = [sizes[event] for event in before if event >= 0]
+        assert made[-2:] == [7424 // 4 * 2, 7424 // 4 * 4]
+        here = {event for event in part.again if event >= 0}
+        here -= {~event for event in part.again if event < 0}
+        for event in before:
+            assert (max(event, ~event) in here) == (event < 0)
+            here ^= {max(event, ~event)}
+        assert sorted(sizes[number] for number in here) == [LOSS, 7424]
+        assert [sizes[~event] for event in after] == [7424]
+    assert shared(f"{name}-offload").around_update()[1] == []
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_gradients_of_16_bits_stay_as_deepspeed_updates_one_group_after_the_other(
+    name: str,
+) -> None:
+    """The largest group's are in float32 meanwhile. ZeRO 1 has given up the whole ones before."""
+    whole = shared(name, norms_apart=True)
+    assert [spec.num_elements for spec in whole.trainable(0)] == [(7424 - 256) // 4, 256 // 4]
+    for part in (whole, *whole.stages):
+        before, after = part.around_update()
+        sizes = part.sizes(1, 0)
+        made = [sizes[event] for event in before if event >= 0]
+        assert made[-2:] == [(7424 - 256) // 4 * 2, (7424 - 256) // 4 * 4]
+        float32 = max(event for event in before if event >= 0)
+        assert sizes[float32] == 7424 - 256
+        assert after[0] == ~float32
+        assert [*part.step_buffers] == ([] if name == "zero1" else [float32])
+        here = {event for event in part.again if event >= 0}
+        here -= {~event for event in part.again if event < 0}
+        for event in (*before, *after):
+            assert (max(event, ~event) in here) == (event < 0)
+            here ^= {max(event, ~event)}
+        assert [sizes[number] for number in here] == [LOSS]
+        if name == "zero2":
+            assert {~event for event in after[1:]} >= {*part.gradients}
+
+
+@pytest.mark.parametrize(
+    ("name", "elements", "dtype"),
+    [
+        ("ddp", [2560, 512, 512, 512, 512, 256, 2560], "bfloat16"),
+        ("fsdp2", [640, 128, 128, 128, 128, 64, 640], "bfloat16"),
+        ("hsdp", [1280, 256, 256, 256, 256, 128, 1280], "bfloat16"),
+        ("fsdp2-offload", [], ""),
+        ("zero1", [7424 // 4], "float32"),
+        ("zero3", [7424 // 4], "float32"),
+        ("zero2-offload", [], ""),
+    ],
+)
+def test_what_a_gpus_optimizer_updates(name: str, elements: list[int], dtype: str) -> None:
+    specs = shared(name).trainable(0)
+    assert [spec.num_elements for spec in specs] == elements
+    assert {spec.dtype for spec in specs} == ({dtype} if dtype else set())
+
+
+GATHERED = {"all_gather": (11, 2 * P - NORM - EMBEDDING)}
+"""FSDP2's six units, twice, but for norm and head: once."""
+
+
+@pytest.mark.parametrize(
+    ("name", "per_micro_step", "per_step", "host_bytes"),
+    [
+        ("ddp", {}, {"all_reduce": (1, P)}, 0),
+        ("fsdp2", GATHERED | {"reduce_scatter": (6, P)}, {}, 0),
+        # The halves are added up among the groups.
+        ("hsdp", GATHERED | {"reduce_scatter": (6, P), "all_reduce": (6, P // 2)}, {}, 0),
+        # Weights, gradients and both moments, of 16 bits.
+        ("fsdp2-offload", GATHERED | {"reduce_scatter": (6, P)}, {}, 8 * 7424 // 4),
+        # Each weight but the norm is larger than a bucket, and is reduced by itself.
+        ("zero1", {}, {"all_reduce": (7, P), "all_gather": (1, P)}, 0),
+        ("zero2", {"all_reduce": (7, P)}, {"all_gather": (1, P)}, 0),
+        ("zero3", {"all_gather": (14, 2 * P), "reduce_scatter": (7, P)}, {}, 0),
+        (
+            "zero3-offload",
+            {"all_gather": (14, 2 * P), "reduce_scatter": (7, P)},
+            {},
+            16 * 7424 // 4 + P // 4,
+        ),
+        ("zero1-offload", {}, {"all_reduce": (7, P), "all_gather": (1, P)}, 18 * 7424 // 4),
+        # Those in float32 and a copy in 16 bits.
+        ("zero2-offload", {"all_reduce": (7, P)}, {"all_gather": (1, P)}, 18 * 7424 // 4),
+    ],
+)
+def test_what_gpus_send_and_keep_on_the_host(
+    name: str,
+    per_micro_step: dict[str, tuple[int, int]],
+    per_step: dict[str, tuple[int, int]],
+    host_bytes: int,
+) -> None:
+    exchange = shared(name).exchange(1, 0)
+    assert summed(exchange.messages_per_micro_step) == per_micro_step
+    assert summed(exchange.messages_per_step) == per_step
+    assert exchange.host_bytes == host_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "gathered", "buffers", "copied", "copied_per_step"),
+    [
+        ("ddp", 0, P, 0, 0),
+        # Norm and head, and the buffer in which they arrive.
+        ("fsdp2", 2 * (NORM + EMBEDDING), 0, 0, 0),
+        ("hsdp", 2 * (NORM + EMBEDDING), 0, 0, 0),
+        # A quarter of the weights comes twice, but norm and head once; of the gradients it goes once.
+        ("fsdp2-offload", 2 * (NORM + EMBEDDING), 0, (3 * P - NORM - EMBEDDING) // 4, 0),
+        ("zero1", 0, BUCKET, 0, 0),
+        ("zero2", 0, BUCKET, 0, 0),
+        ("zero3", EMBEDDING, BUCKET, 0, 0),
+        # Gradients go as each is reduced, and updated weights come back by way of the largest one's buffer.
+        ("zero1-offload", 0, BUCKET + EMBEDDING, P // 4, P // 4),
+        ("zero2-offload", 0, BUCKET + EMBEDDING, P // 4, P // 4),
+        ("zero3-offload", EMBEDDING, BUCKET, 3 * P // 4, 0),
+    ],
+)
+def test_what_is_gathered_at_a_time_and_what_goes_to_the_host_and_comes_back(
+    name: str, gathered: int, buffers: int, copied: int, copied_per_step: int
+) -> None:
+    exchange = shared(name).exchange(1, 0)
+    assert (exchange.gathered_bytes, exchange.buffers_bytes) == (gathered, buffers)
+    assert exchange.host_copy_bytes_per_micro_step == copied
+    assert exchange.host_copy_bytes_per_step == copied_per_step
+    # The host's CPU updates the weights of all GPUs.
+    assert exchange.host_update_elements == (7424 if name.endswith("offload") else 0)
+    assert exchange.num_gpus == 4
+
+
+def summed(messages: Iterable[Message]) -> dict[str, tuple[int, int]]:
+    counts, sizes = Counter[str](), Counter[str]()
+    for each in messages:
+        counts[each.operation] += each.count
+        sizes[each.operation] += each.count * each.num_bytes
+    return {name: (counts[name], sizes[name]) for name in counts}
