@@ -21,4 +21,6 @@ def test_a_new_database_has_the_columns_of_the_schema(tmp_path: Path) -> None:
     for table in tables:
         columns = {each["name"]: each["nullable"] for each in made.get_columns(table.name)}
         assert columns == {column.name: column.nullable for column in table.columns}
+        indexes = {each["name"]: each["column_names"] for each in made.get_indexes(table.name)}
+        assert indexes == {str(each.name): each.columns.keys() for each in table.indexes}
     engine.dispose()

@@ -61,9 +61,11 @@ class Clock:
     """Time that passes only where somebody sleeps, and by a little at every look."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now, self.num_looks = 1000.0, 0
 
     def monotonic(self) -> float:
+        self.num_looks += 1
+        assert self.num_looks < 10_000, "somebody waits for ever"
         self.now += 0.001
         return self.now
 
@@ -100,16 +102,22 @@ class Cluster:
     def __init__(self, ray: RayStandIn, *actors: Actor, backend: str = "cuda") -> None:
         self.spare: list[Handle] = []
         self.notes: list[str] = []
+        self.num_killed: list[int] = []
+        """How many actors had been ended whenever another one was asked for."""
         self.handles = [Handle(actor) for actor in actors]
         self.cards = RayCards(
             ray=ray,
             backend=backend,
-            new_actor=lambda: self.spare.pop(0),
+            new_actor=self.another,
             cards=[RayCard(actor=each, there=each.actor.there) for each in self.handles],
             alike=THERE,
             note=self.notes.append,
             head=ray_head.Head(ray),
         )
+
+    def another(self) -> Handle:
+        self.num_killed.append(len(self.cards.ray.killed))
+        return self.spare.pop(0)
 
 
 def job(on_answer: Callable[[Any], str] = lambda _: "") -> Job:
@@ -234,6 +242,7 @@ def test_only_a_card_of_the_same_kind_takes_a_lost_ones_place(ray: RayStandIn) -
     assert cluster.cards.wait() == (the_job, ENDED)
     assert [card.there.node for card in cluster.cards.cards] == ["b"]
     # Those of other kinds have held their cards until the right one was found.
+    assert cluster.num_killed == [0] * 4
     assert ray.killed == unlike
     assert cluster.cards.unlike == []
     right.fails = RayActorError("gone as well.")
