@@ -146,6 +146,35 @@ def test_it_finds_the_fastest_plan_that_fits(
     assert promise >= (0 if beyond else best * (1 - 1e-9))
 
 
+class Bent(Table):
+    """A plan whose layers keep these bytes less, each another number."""
+
+    def __init__(self, steps: list[int], room: int, beyond: int) -> None:
+        line = Plan(most_bytes=sum(steps), layer_bytes=0, least_seconds=1.0, layer_seconds=0.1)
+        super().__init__({"recompute": line}, room, tuple(range(len(steps) + 1)), beyond)
+        self.steps = steps
+
+    def floor_bytes(self, config: TrainConfig) -> int:
+        return sum(self.steps[config.checkpoint_layers or 0 :])
+
+
+@given(
+    steps=st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    room=st.integers(0, 3000),
+    beyond=st.integers(0, 500),
+)
+@settings(max_examples=150)
+def test_the_fewest_lean_layers_are_found_however_uneven_they_are(
+    steps: list[int], room: int, beyond: int
+) -> None:
+    table = Bent(steps, room, beyond)
+    fitting = [config for config in table.all() if table.peak_bytes(config) <= room]
+    solved = solver(table).solved(LEAN)
+    assert (None if solved is None else solved.config) == (fitting[0] if fitting else None)
+    # What is known is not replayed again.
+    assert len(table.replayed) == len(set(table.replayed))
+
+
 LINE = Plan(most_bytes=1000, layer_bytes=10, least_seconds=1.0, layer_seconds=0.1)
 
 
