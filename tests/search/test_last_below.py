@@ -45,7 +45,7 @@ def test_it_is_the_last_whatever_the_shape(steps: list[int], low: int, data: st.
 @given(
     first=st.integers(0, 10**6),
     slope=st.integers(1, 10**5),
-    low=st.integers(1, 9),
+    low=st.integers(1, 2000),
     last=st.integers(0, 4999),
     spare=st.floats(0, 0.99),
 )

@@ -264,6 +264,9 @@ def test_all_of_the_named_kind_are_taken(
     assert Actor.variables == [{"HF_TOKEN": "mine"}] * 2
     # All that was taken has ended.
     assert cluster.killed == cluster.made
+    # Fewer than are free are waited for by nobody.
+    Actor.there[:] = [card()]
+    assert taken(1, T4.name)[1] == ["1 card on 1 machine of the Ray cluster."]
     assert cluster.waits[0] == pytest.approx(ray_head.KNOCK_SECONDS)
 
 
