@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from autotune.errors import HardwareError, WorkerError
 from autotune.probe.fleet import card_thread, cards_here
 from autotune.probe.fleet.cards_here import CardsHere, environments_of
 from autotune.probe.fleet.fleet import Job
+from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import STOP_FILE
 from autotune.worker.client.isolate import WorkerEnd
 
 END = ended(said="done")
+HERE = Fingerprint(device="a card", driver="", cuda="", versions=(), allocator="")
 
 
 class Server:
@@ -43,10 +46,12 @@ class Server:
         verb: str,
         request: dict[str, Any],
         *,
-        on_answer: Callable[[Any], None],
-        on_poll: Callable[[], None],
         deadline_seconds: float,
+        on_answer: Callable[[Any], None] = lambda _: None,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> WorkerEnd:
+        if verb == "fingerprint":
+            return ended({"fingerprint": dataclasses.asdict(HERE) | {"device": request["backend"]}})
         assert (verb, deadline_seconds) == ("probe", 9.0)
         match request["what"]:
             case "goes on until it is told to stop":
@@ -95,6 +100,13 @@ def test_two_probes_run_at_once_and_are_heard_here(cards: CardsHere) -> None:
         cards.start(each)
     assert {cards.wait()[0] for _ in jobs} == jobs
     assert heard == [threading.get_ident()] * 2
+
+
+def test_the_fingerprint_is_the_first_cards(cards: CardsHere) -> None:
+    assert cards.fingerprint("cuda") == dataclasses.replace(HERE, device="cuda")
+    the_job = job("ends")
+    cards.start(the_job)
+    assert cards.wait() == (the_job, END)
 
 
 def test_what_fails_on_a_card_is_raised_here_and_the_card_goes_on(cards: CardsHere) -> None:
