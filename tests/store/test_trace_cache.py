@@ -274,3 +274,22 @@ def test_prices_are_of_the_code_that_works_them_out(
         assert cache.prices().find(["a"]) == {}
         assert cache.find(["a"]) == {}
     assert cache.prices().find(["a"]) == {"a": ANSWER}
+
+
+def test_an_edit_of_the_code_of_prices_drops_prices_and_no_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text("before")
+    asked: list[object] = []
+    monkeypatch.setattr(trace_cache, "_sources", lambda *names: asked.append(names) or files)
+    digests = set()
+    for file in (None, *files):
+        if file is not None:
+            file.write_text("after")
+        digest = trace_cache._priced_by.__wrapped__()
+        assert len(bytes.fromhex(digest)) == 32
+        digests.add(digest)
+    assert len(digests) == 3
+    assert asked == [(trace_cache._CODE_OF_PRICES,)] * 3
