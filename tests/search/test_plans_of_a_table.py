@@ -199,6 +199,10 @@ def test_a_plan_is_promised_what_lies_between_its_ends() -> None:
         table = Table({"recompute": LINE}, room, tuple(range(11)))
         assert solver(table).promise(LEAN) == pytest.approx(1 / seconds)
     assert solver(Table({"recompute": LINE}, 899, tuple(range(11)))).promise(LEAN) == 0.0
+    steep = dataclasses.replace(LINE, layer_bytes=100)
+    assert solver(Table({"recompute": steep}, 300, tuple(range(11)))).promise(LEAN) == (
+        pytest.approx(1 / 1.7)
+    )
     assert solver(Table({}, 1000, (1, 2))).promise(LEAN) == 0.0
     assert solver(Table({}, 1000, (1, 2))).solved(LEAN) is None
 
