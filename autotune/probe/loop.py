@@ -119,7 +119,6 @@ class _Search:
         self._study, self._plan, self._prober, self._on_probe = study, plan, prober, on_probe
         give_back_abandoned(study)
         self._seen = StudyView(study, prober.fingerprint_of)
-        self._seen.look()
         self._baseline = None if plan.baseline is None else prober.measure(plan.baseline.config)
         self._predicted = {estimate.config: estimate for estimate in plan.pool}
         """Predictions of all candidates, those of the compiled ones that have joined them too."""

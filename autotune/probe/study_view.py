@@ -40,8 +40,9 @@ class StudyView:
         self.left_out: set[int] = set()
         """Numbers of trials that say nothing to this search: measured elsewhere, of no candidate, or refused
         since."""
-        self.num_running = 0
+        self.num_running: int
         """Trials that run at this moment."""
+        self.look()
 
     def look(self) -> None:
         """Take in the trials that have ended since, and count those that run.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from importlib import metadata
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
+from fake_nvml import fake_nvml
 from lacking import needs
 
 from autotune.catalogue.installed import cpu_name, versions
@@ -49,3 +52,48 @@ def test_without_torch_nothing_is_assumed(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(fingerprint, "versions", missing)
     assert assumed_fingerprint("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["NVIDIA T4"], ("NVIDIA T4", "580.65.06")),
+        (["NVIDIA T4", "NVIDIA T4"], ("NVIDIA T4", "580.65.06")),
+        (["NVIDIA T4", "NVIDIA L4"], None),  # CUDA may count the other one first.
+    ],
+)
+def test_the_visible_card(
+    monkeypatch: pytest.MonkeyPatch, names: list[str], found: tuple[str, str] | None
+) -> None:
+    fake_nvml(monkeypatch, names)
+    assert fingerprint._card() == found
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert fingerprint._card() == ("NVIDIA T4", "580.65.06")
+    fake_nvml(monkeypatch, [], error="NVML Shared Library Not Found")
+    assert fingerprint._card() is None
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("from typing import Optional\ndebug = False\ncuda: Optional[str] = '13.0'\n", "13.0"),
+        ("debug = False\nother = cuda = '7'\ncuda = '12.8'\nhip = None\n", "12.8"),
+        ("cuda: Optional[str] = None\n", None),
+        ("cuda = None\n", None),
+        ("cuda = ''\n", None),
+        ("hip: str = '6.0'\nrocm = '6.0'\n", None),
+        ("cuda =", None),
+        (None, None),
+    ],
+)
+def test_cuda_is_read_off_torchs_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, found: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "version.py").write_text(text)
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(fingerprint.importlib.util, "find_spec", {"torch": spec}.get)
+    assert fingerprint._cuda() == found
+    for nowhere in (None, ModuleSpec("torch", None)):
+        monkeypatch.setattr(fingerprint.importlib.util, "find_spec", lambda _, it=nowhere: it)
+        assert fingerprint._cuda() is None

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import random
-from pathlib import Path
 from typing import Any
 
 import answers
@@ -14,12 +13,9 @@ import sweep
 
 from autotune.probe.sampler import Near
 from autotune.records.answer import answer_from_dict, stored_record
-from autotune.records.fingerprint import Fingerprint
-from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.records.measurement import Measurement
 from autotune.report import measured_words
 from autotune.space.config import TrainConfig
-from autotune.store.probe_key import probe_key
-from autotune.store.probe_table import open_probes
 
 MAX_PROBES = 40
 
@@ -104,39 +100,6 @@ def test_a_search_that_was_told_wrong_finds_the_best_all_the_same() -> None:
         for m in fits[:3]
     }
     assert fastest(search(here, wrong, 0)) >= 0.95 * best
-
-
-SPEC = ProbeSpec(task="causal-lm", backend="cpu", memory_budget_bytes=10**9, max_seconds=1.0)
-NOW = Fingerprint(device="a CPU", driver="", cuda="", versions=(("torch", "2.14"),), allocator="")
-BEFORE = dataclasses.replace(NOW, versions=(("torch", "2.13"),))
-
-
-def measured(fingerprint: Fingerprint, **changes: Any) -> Measurement:
-    return dataclasses.replace(answers.measurement(), spec=SPEC, fingerprint=fingerprint, **changes)
-
-
-def test_only_the_same_on_the_same_device_is_near(tmp_path: Path) -> None:
-    model = {"model_type": "llama"}
-    key = probe_key(model, answers.CONFIG, SPEC, NOW)
-    elsewhere = dataclasses.replace(BEFORE, device="another CPU")
-    with open_probes(f"sqlite:///{tmp_path}/probes.db") as table:
-        for of_model, fingerprint in (
-            (model, NOW),
-            (model, elsewhere),
-            ({"model_type": "gpt2"}, BEFORE),
-        ):
-            one = measured(fingerprint)
-            table.add(probe_key(of_model, one.config, SPEC, fingerprint), one)
-        assert table.near({key: "this"}) == {}
-        for one in (
-            measured(BEFORE, optimizer_step_seconds=3.0),
-            measured(BEFORE, optimizer_step_seconds=4.0),
-            measured(BEFORE, outcome="crashed"),
-        ):
-            table.add(probe_key(model, one.config, SPEC, BEFORE), one)
-        newest = measured(BEFORE, optimizer_step_seconds=4.0)
-        assert table.near({key: "this"}) == {"this": newest}
-        assert table.find(key, 10**9) == measured(NOW)
 
 
 def test_it_is_said_that_others_probes_helped() -> None:

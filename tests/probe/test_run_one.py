@@ -336,3 +336,17 @@ def test_a_card_that_others_have_taken_is_asked_about_where_memory_may_be_why(
             _require_free_card(measurement, nvml.taken_of)
     else:
         _require_free_card(measurement, nvml.taken_of)
+
+
+def test_what_is_measured_again_is_run_whatever_the_table_knows(table: ProbeTable) -> None:
+    server = Server(seen(speed=100.0), seen(speed=120.0))
+    server.steps = [{"step": 1, "tokens_per_second_at_most": 90.0}]
+    told: list[tuple[int, float]] = []
+    measuring = prober(table, server)
+    first = measuring.measure(CONFIG)
+    again = measuring.again(CONFIG, watch=lambda *step: told.append(step) or "")  # type: ignore[func-returns-value]
+    assert (first.tokens_per_second, again.tokens_per_second) == (100.0, 120.0)
+    assert told == [(1, 90.0)]
+    # The newest is what the table answers with from now on.
+    assert measuring.measure(CONFIG) == again
+    assert len(server.requests) == 2

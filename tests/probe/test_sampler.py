@@ -238,6 +238,19 @@ def test_a_measurement_of_something_else_is_the_one_to_beat() -> None:
     assert sampler.should_stop(study)
 
 
+def test_trials_of_something_else_hide_none_that_come_later() -> None:
+    first, second = candidate(size=1, speed=100), candidate(size=2, speed=90)
+    sampler, study = sampler_of(first, second), new_study()
+    add(study, first, speed=9e9, excess_bytes=-1, attributes={"evidence": "predicted"})
+    add(study, candidate(size=16), speed=10, excess_bytes=-1)
+    add(study, candidate(size=4), state=TrialState.FAIL)
+    add(study, second, state=TrialState.FAIL)
+    add(study, first, speed=100, excess_bytes=-5_000)
+    assert sampler.propose(study) == second
+    add(study, second, speed=90, excess_bytes=-5_000)
+    assert sampler.propose(study) is None
+
+
 def test_predicted_trials_say_nothing() -> None:
     only = candidate()
     sampler, study = sampler_of(only), new_study()

@@ -1,13 +1,19 @@
-"""What a study is told of a probe while it runs; what it is told in the end is in test_probing.py."""
+"""What a study is told of a probe, while it runs and in the end."""
 
 from __future__ import annotations
 
-import optuna
-from optuna.trial import FrozenTrial
+from typing import Any
 
+import answers
+import optuna
+import pytest
+from optuna.trial import FrozenTrial, TrialState
+
+from autotune.common.units import GIB
 from autotune.probe.pruner import SpeedPruner
-from autotune.probe.tell_optuna import watched
-from autotune.store.predicted_trials import CONSTRAINT
+from autotune.probe.tell_optuna import tell, watched
+from autotune.records.measurement import measurement_from_dict
+from autotune.store.predicted_trials import CONSTRAINT, OVER_BUDGET
 
 
 class After(optuna.pruners.BasePruner):
@@ -35,3 +41,45 @@ def test_any_pruner_of_the_study_decides() -> None:
     watch = watched(study, study.ask())
     assert [watch(step, 1234.0) for step in (1, 2)] == ["", ""]
     assert watch(3, 1234.0) == "pruned at 1,234 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "value", "over_bytes"),
+    [
+        ({}, TrialState.COMPLETE, 3276.8, 10 * GIB - answers.BUDGET_BYTES),
+        (
+            {"peak_reserved_bytes": 12 * GIB},
+            TrialState.COMPLETE,
+            3276.8,
+            13 * GIB - answers.BUDGET_BYTES,
+        ),
+        ({"outcome": "slow"}, TrialState.PRUNED, None, 10 * GIB - answers.BUDGET_BYTES),
+        (
+            {"outcome": "oom", "excess_bytes": 7, "peak_reserved_bytes": None},
+            TrialState.PRUNED,
+            None,
+            7,
+        ),
+        ({"outcome": "crashed", "message": "it died"}, TrialState.FAIL, None, None),
+        ({"outcome": "timeout", "message": "too long"}, TrialState.FAIL, None, None),
+    ],
+)
+def test_what_becomes_of_a_trial(
+    changes: dict[str, Any], state: TrialState, value: float | None, over_bytes: int | None
+) -> None:
+    """32 x 1024 tokens in 10 s; 10 GiB of 12 GB."""
+    study = optuna.create_study(direction="maximize")
+    seen = answers.measurement(**changes)
+    tell(study, study.ask(), seen, answers.estimate())
+    (trial,) = study.trials
+    assert (trial.state, trial.value) == (state, value)
+    assert trial.constraints.get(CONSTRAINT) == over_bytes
+    assert trial.user_attrs.get(OVER_BUDGET) == over_bytes
+    assert trial.user_attrs["evidence"] == "measured"
+    assert trial.user_attrs["outcome"] == seen.outcome
+    assert trial.user_attrs["message"] == seen.message
+    assert trial.user_attrs["predicted_tokens_per_second"] == 4096.0
+    assert trial.user_attrs["predicted_peak_device_bytes"] == 10 * GIB
+    assert measurement_from_dict(trial.user_attrs["measurement"]) == seen
+    tell(study, study.ask(), seen)
+    assert "predicted_tokens_per_second" not in study.trials[1].user_attrs

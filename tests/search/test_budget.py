@@ -13,10 +13,13 @@ from fake_nvml import fake_nvml
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
-from autotune.common.units import GIB, MIB
+from autotune.common.units import GIB, MIB, parse_bytes
 from autotune.errors import ConfigError, HardwareError
+from autotune.records.question import Question
 from autotune.search import budget
 from autotune.search.budget import CardSource, ChosenCard
+from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
+from autotune.space.lengths import Lengths
 
 
 @pytest.fixture
@@ -351,3 +354,64 @@ def test_probes_of_a_shared_run_need_its_gpus(monkeypatch: pytest.MonkeyPatch) -
         budget.check_shared_probes("cpu", 2, much)
     in_cluster = dataclasses.replace(card, source=CardSource.CLUSTER)
     budget.check_shared_probes("cuda", 2, in_cluster)
+    # Whatever the probes would run on, only those of a CPU share its memory.
+    budget.check_shared_probes("auto", 2, much)
+    budget.check_shared_probes("predict", 2, much)
+    budget.check_shared_probes(
+        "cpu", 2, dataclasses.replace(card, budget_bytes=card.gpu.capacity_bytes // 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({}, USUAL_HEADROOM),
+        ({"odds": 0.5}, Headroom(odds=0.5)),
+        ({"headroom": "0"}, NO_HEADROOM),
+        ({"headroom": " 0 "}, NO_HEADROOM),
+        ({"headroom": "1GB"}, Headroom(spare_bytes=10**9)),
+        ({"headroom": "1GB", "odds": 0.5}, "--odds and --headroom do not go together"),
+        ({"headroom": "2GB"}, "--headroom 2GB leaves nothing of the budget"),
+        ({"headroom": "3GB"}, "--headroom 3GB leaves nothing of the budget"),
+    ],
+)
+def test_the_room_that_is_asked_for(asked: dict[str, Any], found: Headroom | str) -> None:
+    question = Question(**asked)
+    if isinstance(found, Headroom):
+        assert budget.headroom_of(question, 2 * 10**9) == found
+        return
+    with pytest.raises(ConfigError, match=found):
+        budget.headroom_of(question, 2 * 10**9)
+    if "leaves" in found:  # Nothing is refused of a card that is not chosen yet.
+        assert budget.headroom_of(question, None).spare_bytes == parse_bytes(asked["headroom"])
+
+
+def test_the_host_memory_that_is_allowed() -> None:
+    assert budget.host_memory_of(Question()) is None
+    assert budget.host_memory_of(Question(host_mem=" 0")) == 0
+    assert budget.host_memory_of(Question(host_mem="64GB")) == 64 * 10**9
+
+
+def test_what_the_base_says_is_agreed_with() -> None:
+    assert budget.agreed("--seq-len", None, 8) == budget.agreed("--seq-len", 8, 8) == 8
+    for other in (7, 9):
+        with pytest.raises(ConfigError, match=f"--seq-len is {other}, and the base has 8"):
+            budget.agreed("--seq-len", other, 8)
+
+
+def test_a_sample_that_is_a_picture_has_no_length() -> None:
+    assert budget.has_lengths("causal-lm", None)
+    assert budget.has_lengths("causal-lm", 8)
+    assert not budget.has_lengths("image-classification", None)
+    with pytest.raises(ConfigError, match="--seq-len does not go with --task image-class"):
+        budget.has_lengths("image-classification", 8)
+
+
+def test_the_longest_sample_is_the_worst_batch_unless_samples_are_packed() -> None:
+    notes: list[str] = []
+    lengths = Lengths.of({5: 2, 9: 1}, 16, num_samples=3, longest=9)
+    assert budget.longest_batch(lengths, 16, packs=True, note=notes.append) == 16
+    assert budget.longest_batch(lengths, 9, packs=False, note=notes.append) == 9
+    assert notes == []
+    assert budget.longest_batch(lengths, 16, packs=False, note=notes.append) == 9
+    assert notes == ["no sample has more than 9 tokens: that is the sequence length."]

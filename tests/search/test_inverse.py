@@ -715,23 +715,6 @@ def test_settings_that_exclude_each_other_are_refused(server: here.Workers) -> N
         questions.answer("sequence-length", asked(fixed=fixed, methods=("lora",)), server)
 
 
-@pytest.mark.parametrize("last", [1, 2, 3, 7, 63, 64, 65, 999, 1000])
-@pytest.mark.parametrize("shape", ["line", "square", "steps"])
-def test_the_last_below_is_found_whatever_the_shape(last: int, shape: str) -> None:
-    shapes = {"line": lambda n: 50 + n, "square": lambda n: n * n, "steps": lambda n: n // 8}
-    height = {"line": lambda n: 50 + n, "square": lambda n: n * n, "steps": lambda n: n // 8}[shape]
-    expected = max(n for n in range(1, 1001) if shapes[shape](n) <= height(last))
-    tried: list[int] = []
-
-    def peak(number: int) -> int:
-        tried.append(number)
-        return shapes[shape](number)
-
-    found = questions.last_below(peak, height(last), 1, 1000, known=shapes[shape](1))
-    assert found == expected
-    assert len(tried) == len(set(tried)) < 25
-
-
 FAMILIES = (
     "gpt2", "opt-1.3b", "pythia-1b", "gemma-2-2b", "falcon-7b", "bert-base-uncased", "t5-base",
     "gpt-oss-20b",

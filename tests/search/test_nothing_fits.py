@@ -34,6 +34,9 @@ def fits_up_to(size: int) -> Any:
     [
         ({}, 64, None),
         ({"update_in_backward": True}, 8, 8),
+        # The whole step is none that is smaller.
+        ({"update_in_backward": True}, 64, 32),
+        ({"update_in_backward": True}, 0, None),
         ({"update_in_backward": True}, 1, 1),
         ({"trainer": "sentence-transformers"}, 8, 8),
         # One pair has no negatives.

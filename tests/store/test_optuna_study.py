@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -20,7 +21,10 @@ from autotune.common.units import GIB
 from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.headroom import Headroom
 from autotune.space.lengths import Lengths
+from autotune.space.pictures import Pictures
+from autotune.space.teacher import Teacher
 from autotune.store import database, optuna_study, predicted_trials, study_names
 
 pytestmark = pytest.mark.slow
@@ -525,6 +529,9 @@ def test_what_happened_while_an_error_was_handled_is_not_its_cause(url: str) -> 
 # Names
 
 
+PICTURES = Pictures(num_images=3, width=224, height=112, num_tokens=5, tensors=())
+
+
 @pytest.mark.parametrize(
     ("change", "gpu", "name"),
     [
@@ -540,11 +547,27 @@ def test_what_happened_while_an_error_was_handled_is_not_its_cause(url: str) -> 
         ({"task": "masked-lm"}, None, "-masked-lm"),
         ({"model": "/models/My Model!/config.json"}, None, "my-model-12gb"),
         ({"model": "../.."}, None, "model-12gb"),
+        ({"num_gpus": 2}, None, "qwen2.5-1.5b-12gb-2gpus"),
+        ({"memory_budget_bytes": 24 * GIB}, "NVIDIA L4", "qwen2.5-1.5b-24gib-nvidia-l4"),
+        ({"pictures": PICTURES, "sequence_length": 1}, None, "qwen2.5-1.5b-12gb-3x224x112"),
+        ({"teacher": Teacher(name="a/The Teacher", config_json="{}")}, None, "-12gb-the-teacher"),
+        ({"headroom": Headroom(odds=0.999)}, None, "qwen2.5-1.5b-12gb-odds999"),
+        ({"headroom": Headroom(spare_bytes=2 * 10**9)}, None, "qwen2.5-1.5b-12gb-room2gb"),
     ],
 )
 def test_default_study_name(change: dict[str, Any], gpu: str | None, name: str) -> None:
     workload = dataclasses.replace(WORKLOAD, **change)
     assert study_names.default_study_name(workload, gpu=gpu).endswith(name)
+
+
+def test_each_dataset_has_a_study_of_its_own() -> None:
+    names = set()
+    for longest in (9, 10, 9):
+        lengths = Lengths.of({8: 1, longest: 1}, 64, num_samples=2, longest=longest)
+        workload = dataclasses.replace(WORKLOAD, lengths=lengths)
+        names.add(study_names.default_study_name(workload))
+    assert len(names) == 2
+    assert all(re.fullmatch(r"qwen2\.5-1\.5b-12gb-data[0-9a-f]{6}", name) for name in names)
 
 
 @pytest.mark.parametrize("text", ["", "../../etc", "a" * 500, "\n\0", "Ünïcode", "-rf", "..."])

@@ -383,6 +383,45 @@ def test_what_a_failed_probe_wrote_last_is_kept(url: str) -> None:
     assert (model, device) == ("a/model", "a CPU")
 
 
+BEFORE = dataclasses.replace(HERE, versions=(("torch", "2.12.0"),))
+
+
+def test_only_the_same_on_the_same_device_is_near(url: str) -> None:
+    other_size = dataclasses.replace(CONFIG, micro_batch_size=1, gradient_accumulation_steps=8)
+    other_key = probe_key(MODEL, other_size, SPEC, HERE)
+    elsewhere = dataclasses.replace(BEFORE, device="another CPU")
+
+    def made(fingerprint: Fingerprint, **changes: Any) -> Measurement:
+        return dataclasses.replace(measured(), fingerprint=fingerprint, **changes)
+
+    with open_probes(url) as table:
+
+        def add(one: Measurement, model: dict[str, Any] = MODEL) -> None:
+            table.add(probe_key(model, one.config, SPEC, one.fingerprint), one)
+
+        add(made(HERE))
+        add(made(elsewhere))
+        add(made(BEFORE), {"model_type": "gpt2"})
+        assert table.near({KEY: "this"}) == {}
+        newest = made(BEFORE, micro_step_seconds=4.0)
+        add(made(BEFORE, micro_step_seconds=3.0))
+        add(newest)
+        for outcome in ("crashed", "timeout", "slow", "invalid"):
+            add(made(BEFORE, outcome=outcome, message="why"))
+        assert table.near({KEY: "this", other_key: "other"}) == {"this": newest}
+        lacking = made(
+            BEFORE, config=other_size, outcome="oom", message="why", excess_bytes=GB, num_steps=0
+        )
+        add(lacking)
+        assert table.near({KEY: "this", other_key: "other"}) == {"this": newest, "other": lacking}
+        assert table.near({}) == {}
+        assert table.find(KEY, BUDGET_BYTES) == made(HERE)
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as file, file:
+        file.execute("UPDATE autotune_probes SET record = '{}' WHERE outcome = 'oom'")
+    with open_probes(url) as table:
+        assert table.near({KEY: "this", other_key: "other"}) == {"this": newest}
+
+
 def test_what_was_stopped_as_too_slow_answers_beside_what_is_faster(url: str) -> None:
     # 1024 tokens in 2.25 s are 455 a second, +- 1 %.
     slow = dataclasses.replace(measured("slow"), spread=0.01, num_steps=3)
@@ -396,3 +435,9 @@ def test_what_was_stopped_as_too_slow_answers_beside_what_is_faster(url: str) ->
         assert (found.outcome, found.over_budget_bytes) == ("slow", -1_050_000_000)
         probes.add(KEY, dataclasses.replace(slow, spread=None))
         assert probes.find(KEY, GB, slow_below=470) == slow
+
+
+def test_however_slow_it_was_it_does_not_answer_where_nothing_is_faster(url: str) -> None:
+    with open_probes(url) as probes:
+        probes.add(KEY, dataclasses.replace(measured("slow", 10_000.0), spread=0.01, num_steps=3))
+        assert probes.find(KEY, GB) is None

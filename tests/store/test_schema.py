@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import sqlalchemy
 
 from autotune.store import schema
@@ -22,3 +23,23 @@ def test_a_new_database_has_the_columns_of_the_schema(tmp_path: Path) -> None:
         columns = {each["name"]: each["nullable"] for each in made.get_columns(table.name)}
         assert columns == {column.name: column.nullable for column in table.columns}
     engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("table", "looked_up_by"),
+    [
+        ("autotune_probes", ("key",)),  # by an import
+        ("autotune_probes", ("near_key", "model_digest", "fingerprint")),
+        ("autotune_probes", ("near_key", "model_digest")),
+        ("autotune_recommendations", ("question_key",)),
+        ("autotune_recommendations", ("question_key", "device")),
+    ],
+)
+def test_rows_are_found_without_reading_all(
+    tmp_path: Path, table: str, looked_up_by: tuple[str, ...]
+) -> None:
+    with open_engine(f"sqlite:///{tmp_path}/a.db") as engine, engine.connect() as connection:
+        where = " AND ".join(f"{name} = ''" for name in looked_up_by)
+        query = f"EXPLAIN QUERY PLAN SELECT * FROM {table} WHERE {where}"
+        (plan,) = connection.exec_driver_sql(query)
+    assert plan.detail.startswith(f"SEARCH {table} USING INDEX")

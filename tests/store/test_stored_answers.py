@@ -16,6 +16,7 @@ import pytest
 from optuna_storage import unpooled
 
 from autotune import cli
+from autotune.errors import ConfigError, StorageError
 from autotune.probe.tell_optuna import tell
 from autotune.records.answer import Answer, stored_record
 from autotune.records.estimate import Estimate
@@ -219,6 +220,35 @@ def test_speeds_of_pictures_are_of_samples(url: str, main: Main) -> None:
     drawn = " ".join(main("compare", "text", "vit")[1].split())
     # A picture's speed is no part of a text's.
     assert "predicted speed 4,096 tokens/s 4 samples/s predicted memory" in drawn
+
+
+def test_an_answer_comes_with_its_trials(url: str) -> None:
+    store_some(url)
+    with pytest.raises(ConfigError, match="holds no answer"):
+        stored_answers.load_with_trials(url, HOSTILE)
+    stored, trials = stored_answers.load_with_trials(url, "two")
+    assert stored == stored_answers.load(url, "two")
+    assert stored.details is None
+    assert [trial.number for trial in trials] == [0, 1]
+    assert stored_answers.count_trials(url, "one") == {
+        "predicted": {"complete": 1, "pruned": 1},
+        "measured": {},
+    }
+    assert stored_answers.count_trials(url, "two") == {
+        "predicted": {},
+        "measured": {"ok": 1, "oom": 1},
+    }
+    with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as file, file:
+        file.execute("UPDATE trials SET number = 'x' WHERE number = 1 AND study_id = 2")
+    with pytest.raises(StorageError, match="is damaged, and was left as it is"):
+        stored_answers.load_with_trials(url, "two")
+
+
+def test_libraries_are_recorded_where_they_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        stored_answers.installed, "version", {"torch": "2.13", "bitsandbytes": "0.5"}.get
+    )
+    assert stored_answers.library_versions() == {"torch": "2.13", "bitsandbytes": "0.5"}
 
 
 def test_one_study_alone_is_no_comparison(url: str, main: Main) -> None:

@@ -231,3 +231,65 @@ def names(files: Iterable[Path]) -> set[str]:
     """The names of modules of the package."""
     places = (file.relative_to(PACKAGE.parent).with_suffix("") for file in files)
     return {".".join(place.parts).removesuffix(".__init__") for place in places}
+
+
+def test_answers_of_each_kind_are_kept_apart_in_one_file(tmp_path: Path) -> None:
+    cache = TraceCache(tmp_path)
+    kinds = (
+        cache,
+        cache.replays(),
+        cache.prices(),
+        trace_cache.AnsweredQuestions(tmp_path),
+        trace_cache.SeenPictures(tmp_path),
+    )
+    assert {each.file for each in kinds} == {cache.file}
+    for number, kind in enumerate(kinds):
+        assert kind.find(["a"]) == {}
+        kind.add({"a": {"number": number}})
+    for number, kind in enumerate(kinds):
+        again = type(kind)(tmp_path)
+        assert again.find(["a", "b"]) == {"a": {"number": number}}
+    contents = cache.contents()
+    assert (contents.num_traces, contents.num_replays) == (1, 1)
+    assert contents.file_bytes == cache.file.stat().st_size
+    (tmp_path / "traces-1.db").write_text("of an older form")
+    (tmp_path / "mine.db").write_text("")
+    cache.clear()
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.db"]
+    assert trace_cache.AnsweredQuestions(tmp_path).contents().num_traces == 0
+
+
+def test_prices_are_of_the_code_that_works_them_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = TraceCache(tmp_path)
+    cache.add({"a": ANSWER})
+    cache.prices().add({"a": ANSWER})
+    with monkeypatch.context() as changed:
+        changed.setattr(trace_cache, "_priced_by", lambda: "other code")
+        assert cache.prices().find(["a"]) == {}
+        assert cache.find(["a"]) == {"a": ANSWER}
+    with monkeypatch.context() as changed:
+        changed.setattr(trace_cache, "_made_by", lambda: "other code")
+        assert cache.prices().find(["a"]) == {}
+        assert cache.find(["a"]) == {}
+    assert cache.prices().find(["a"]) == {"a": ANSWER}
+
+
+def test_an_edit_of_the_code_of_prices_drops_prices_and_no_traces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / "a.py", tmp_path / "b.py"]
+    for file in files:
+        file.write_text("before")
+    asked: list[object] = []
+    monkeypatch.setattr(trace_cache, "_sources", lambda *names: asked.append(names) or files)
+    digests = set()
+    for file in (None, *files):
+        if file is not None:
+            file.write_text("after")
+        digest = trace_cache._priced_by.__wrapped__()
+        assert len(bytes.fromhex(digest)) == 32
+        digests.add(digest)
+    assert len(digests) == 3
+    assert asked == [(trace_cache._CODE_OF_PRICES,)] * 3

@@ -63,7 +63,7 @@ class Head:
         try:
             knock(self._address, KNOCK_SECONDS)
         except OSError as error:
-            return str(error)
+            return str(error) or type(error).__name__
         return ""
 
 

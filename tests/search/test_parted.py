@@ -1,0 +1,91 @@
+"""Of which classes the best is tried with the loss in parts; what that brings is in test_tried_on_best.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import answers
+import pytest
+
+from autotune.errors import WorkerError
+from autotune.search import tried_on_best
+from autotune.search.tried_on_best import Tried
+from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+
+OF_CLASS = {
+    name: dataclasses.replace(
+        answers.CONFIG, sequence_length=64 + number, activation_checkpointing=0
+    )
+    for number, name in enumerate(TRADEOFF_CLASSES)
+}
+"""The best configuration of each class, as if they were of those."""
+
+
+class Candidates:
+    def exactly(self, name: str) -> str:
+        return name
+
+    def best(self, name: str) -> Any:
+        return SimpleNamespace(config=OF_CLASS[name])
+
+    def class_of(self, config: TrainConfig) -> str:
+        (name,) = (n for n, of in OF_CLASS.items() if of.sequence_length == config.sequence_length)
+        return name
+
+    def at_most(self, allow: str) -> Any:
+        most = TRADEOFF_CLASSES.index(allow)
+        return lambda config: TRADEOFF_CLASSES.index(self.class_of(config)) <= most
+
+
+def parted(
+    monkeypatch: pytest.MonkeyPatch, allow: str | None, *, pays: bool = True, fails: bool = False
+) -> tuple[list[TrainConfig], list[int]]:
+    """The configurations with the loss in parts, and how many traces were asked for at each time."""
+    monkeypatch.setattr(tried_on_best, "_may_pay", lambda *_: pays)
+    monkeypatch.setattr(tried_on_best, "_would_be_chosen", lambda *_: False)
+    monkeypatch.setattr(tried_on_best, "_nearest_to_fit", lambda *_: [])
+    monkeypatch.setattr(tried_on_best, "broken_rules", lambda *_: [])
+    num_traced: list[int] = []
+
+    def trace(specs: set[Any]) -> None:
+        num_traced.append(len(specs))
+        if fails:
+            raise WorkerError("no trace")
+
+    what = Tried(
+        solving=frozenset(),
+        parting=frozenset({"full"}),
+        allow=allow,
+        context=SimpleNamespace(),  # type: ignore[arg-type]
+        trace=trace,
+    )
+    every_second = dataclasses.replace(OF_CLASS[TRADEOFF_CLASSES[0]], activation_checkpointing=2)
+    lora = dataclasses.replace(every_second, method="lora", lora_rank=8, lora_targets="all-linear")
+    configs = [*OF_CLASS.values(), every_second, lora]
+    estimator: Any = SimpleNamespace(supports=lambda _: not fails)
+    found = tried_on_best._parted(Candidates(), configs, estimator, what)  # type: ignore[arg-type]
+    return found, num_traced
+
+
+@pytest.mark.parametrize("allow", [*TRADEOFF_CLASSES, None])
+def test_the_best_of_each_class_that_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, allow: str | None
+) -> None:
+    found, num_traced = parted(monkeypatch, allow)
+    most = len(TRADEOFF_CLASSES) if allow is None else 1 + TRADEOFF_CLASSES.index(allow)
+    expected = [
+        dataclasses.replace(OF_CLASS[name], chunked_loss=True) for name in TRADEOFF_CLASSES[:most]
+    ]
+    assert found == expected
+    assert len(num_traced) == 1
+
+
+def test_nothing_is_traced_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parted(monkeypatch, None, pays=False) == ([], [])
+
+
+def test_what_cannot_be_traced_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, num_traced = parted(monkeypatch, None, fails=True)
+    assert (found, len(num_traced)) == ([], 1)

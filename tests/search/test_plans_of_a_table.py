@@ -1,0 +1,285 @@
+"""The solver of checkpoint plans on made-up memory and speed: quick, against every plan there is.
+
+Traced models are in test_solved_checkpointing.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autotune.memory.traces import BrokenTrace
+from autotune.records.estimate import TraceSpec
+from autotune.search import solved_checkpointing
+from autotune.search.solved_checkpointing import PlanSolver, _promise
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
+from autotune.space.config import TrainConfig
+
+LEAN = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    sequence_length=64,
+    precision="bf16-true",
+    optimizer="sgd",
+    activation_checkpointing=1,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A plan whose lean layers each keep `layer_bytes` less and take `layer_seconds` more."""
+
+    most_bytes: int
+    layer_bytes: int
+    least_seconds: float
+    layer_seconds: float
+
+
+class Table:
+    """Stands for an Estimator. `beyond`: bytes of a replayed step beyond its live tensors."""
+
+    def __init__(
+        self, plans: dict[str, Plan], room: int, counts: tuple[int, ...], beyond: int = 0
+    ) -> None:
+        self.plans, self.room, self.counts, self.beyond = plans, room, counts, beyond
+        self.replayed: list[TrainConfig] = []
+
+    def room_for(self, _: TrainConfig) -> int:
+        return self.room
+
+    def supports(self, _: TrainConfig) -> bool:
+        return True
+
+    def lean_layers(self, spec: TraceSpec) -> tuple[int, ...]:
+        return self.counts if spec.checkpoint_plan in self.plans else ()
+
+    def floor_bytes(self, config: TrainConfig) -> int:
+        plan = self.plans[config.checkpoint_plan]
+        return plan.most_bytes - (config.checkpoint_layers or 0) * plan.layer_bytes
+
+    def peak_bytes(self, config: TrainConfig) -> int:
+        return self.floor_bytes(config) + self.beyond
+
+    def tokens_per_second(self, config: TrainConfig) -> float:
+        plan = self.plans[config.checkpoint_plan]
+        return 1 / (plan.least_seconds + (config.checkpoint_layers or 0) * plan.layer_seconds)
+
+    def may_fit(self, config: TrainConfig) -> bool:
+        return self.floor_bytes(config) <= self.room
+
+    def fitting(self, config: TrainConfig) -> Any:
+        self.replayed.append(config)
+        return self.estimate(config) if self.peak_bytes(config) <= self.room else None
+
+    def estimate(self, config: TrainConfig) -> Any:
+        return SimpleNamespace(
+            config=config,
+            peak_device_bytes=self.peak_bytes(config),
+            tokens_per_second=self.tokens_per_second(config),
+        )
+
+    def all(self) -> list[TrainConfig]:
+        return [
+            dataclasses.replace(LEAN, checkpoint_plan=plan, checkpoint_layers=count)
+            for plan in self.plans
+            for count in self.counts
+        ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_traces() -> Any:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PlanSolver, "_config", config_of)
+        yield
+
+
+def config_of(_: PlanSolver, lean: TrainConfig, plan: str, count: int) -> TrainConfig:
+    return dataclasses.replace(lean, checkpoint_plan=plan, checkpoint_layers=count)
+
+
+def solver(table: Table) -> PlanSolver:
+    return PlanSolver(table, {})  # type: ignore[arg-type]
+
+
+plans = st.builds(
+    Plan,
+    most_bytes=st.integers(500, 2000),
+    layer_bytes=st.integers(1, 60),
+    least_seconds=st.floats(0.5, 2.0),
+    layer_seconds=st.floats(0.001, 0.2),
+)
+
+
+@given(
+    found=st.dictionaries(st.sampled_from(sorted(CHECKPOINT_PLANS)), plans, min_size=1),
+    num_counts=st.integers(1, 12),
+    room=st.integers(0, 2500),
+    beyond=st.integers(0, 200),
+)
+@settings(max_examples=150)
+def test_it_finds_the_fastest_plan_that_fits(
+    found: dict[str, Plan], num_counts: int, room: int, beyond: int
+) -> None:
+    counts = tuple(range(num_counts))
+    table = Table(found, room, counts, beyond)
+    fitting = [config for config in table.all() if table.peak_bytes(config) <= room]
+    solved = solver(table).solved(LEAN)
+    if not fitting:
+        assert solved is None
+        return
+    assert solved is not None
+    assert solved.peak_device_bytes <= room
+    best = max(map(table.tokens_per_second, fitting))
+    assert solved.tokens_per_second >= best / solved_checkpointing._SLACK
+    # It is one of those that nobody can make less lean.
+    plan, count = solved.config.checkpoint_plan, solved.config.checkpoint_layers
+    assert count is not None
+    fewer = [c for c in fitting if c.checkpoint_plan == plan and (c.checkpoint_layers or 0) < count]
+    assert fewer == []
+    promise = solver(Table(found, room, counts)).promise(LEAN)
+    assert promise >= (0 if beyond else best * (1 - 1e-9))
+
+
+class Bent(Table):
+    """A plan whose layers keep these bytes less, each another number."""
+
+    def __init__(self, steps: list[int], room: int, beyond: int) -> None:
+        line = Plan(most_bytes=sum(steps), layer_bytes=0, least_seconds=1.0, layer_seconds=0.1)
+        super().__init__({"recompute": line}, room, tuple(range(len(steps) + 1)), beyond)
+        self.steps = steps
+
+    def floor_bytes(self, config: TrainConfig) -> int:
+        return sum(self.steps[config.checkpoint_layers or 0 :])
+
+
+@given(
+    steps=st.lists(st.integers(0, 300), min_size=1, max_size=40),
+    room=st.integers(0, 3000),
+    beyond=st.integers(0, 500),
+)
+@settings(max_examples=150)
+def test_the_fewest_lean_layers_are_found_however_uneven_they_are(
+    steps: list[int], room: int, beyond: int
+) -> None:
+    table = Bent(steps, room, beyond)
+    fitting = [config for config in table.all() if table.peak_bytes(config) <= room]
+    solved = solver(table).solved(LEAN)
+    assert (None if solved is None else solved.config) == (fitting[0] if fitting else None)
+    # What is known is not replayed again.
+    assert len(table.replayed) == len(set(table.replayed))
+
+
+LINE = Plan(most_bytes=1000, layer_bytes=10, least_seconds=1.0, layer_seconds=0.1)
+
+
+@pytest.mark.parametrize("room", [600, 605, 700, 990, 1000])
+@pytest.mark.parametrize("beyond", [0, 100])
+def test_little_is_replayed_where_memory_is_as_was_learnt(room: int, beyond: int) -> None:
+    """At most two where the first guess is right: the one that fits, and the one before, that does not."""
+    table = Table({"recompute": LINE}, room, tuple(range(61)), beyond)
+    found = solver(table)
+    if beyond:
+        found.learn(table.estimate(table.all()[-1]))
+    solved = found.solved(LEAN)
+    assert solved is not None
+    count = -(-(1000 + beyond - room) // 10)
+    assert solved.config.checkpoint_layers == count
+    assert len(table.replayed) <= 2
+
+
+def test_a_plan_is_promised_what_lies_between_its_ends() -> None:
+    """Ten lean layers keep 100 bytes less and take 1 s more; each 10 that are lacking cost 0.1 s."""
+    for room, seconds in ((1000, 1.0), (1500, 1.0), (960, 1.4), (950, 1.5), (900, 2.0)):
+        table = Table({"recompute": LINE}, room, tuple(range(11)))
+        assert solver(table).promise(LEAN) == pytest.approx(1 / seconds)
+    assert solver(Table({"recompute": LINE}, 899, tuple(range(11)))).promise(LEAN) == 0.0
+    steep = dataclasses.replace(LINE, layer_bytes=100)
+    assert solver(Table({"recompute": steep}, 300, tuple(range(11)))).promise(LEAN) == (
+        pytest.approx(1 / 1.7)
+    )
+    assert solver(Table({}, 1000, (1, 2))).promise(LEAN) == 0.0
+    assert solver(Table({}, 1000, (1, 2))).solved(LEAN) is None
+
+
+def test_a_broken_trace_has_no_plan() -> None:
+    class Broken(Table):
+        def lean_layers(self, spec: TraceSpec) -> tuple[int, ...]:
+            raise BrokenTrace("it is cut off")
+
+    broken = solver(Broken({"recompute": LINE}, 1000, (0, 1)))
+    assert broken.promise(LEAN) == 0.0
+    assert broken.solved(LEAN) is None
+
+
+FREE = dataclasses.replace(LEAN, activation_checkpointing=0)
+
+
+class Ends:
+    """Stands for an Estimator of a configuration without and with all layers checkpointed."""
+
+    def __init__(self, room: int, *, lean: float | None = 5.0, free: float | None = 10.0) -> None:
+        self.room = room
+        self.speeds = {LEAN: lean, FREE: free}
+        self.supported = {LEAN, FREE}
+
+    def supports(self, config: TrainConfig) -> bool:
+        return config in self.supported
+
+    def floor_bytes(self, config: TrainConfig) -> int:
+        return {LEAN: 100, FREE: 200}[config]
+
+    def may_fit(self, config: TrainConfig) -> bool:
+        return self.floor_bytes(config) <= self.room
+
+    def room_for(self, _: TrainConfig) -> int:
+        return self.room
+
+    def tokens_per_second(self, config: TrainConfig) -> float | None:
+        return self.speeds[config]
+
+
+def most(ends: Ends) -> float | None:
+    found = _promise(LEAN, ends)  # type: ignore[arg-type]
+    assert found is None or found.lean == LEAN
+    return None if found is None else found.most_tokens_per_second
+
+
+def test_a_family_may_reach_more_than_a_straight_line_between_its_ends() -> None:
+    assert most(Ends(200)) == most(Ends(300)) == pytest.approx(10.0)
+    bounds = [(room, most(Ends(room))) for room in range(100, 200, 10)]
+    for room, bound in bounds:
+        share = (200 - room) / 100
+        line = 1 / (1 / 10 + share * (1 / 5 - 1 / 10))
+        assert bound is not None
+        assert line < bound < 10.0
+        # The least that a layer may cost is a share of the line's cost.
+        assert 1 / bound - 1 / 10 == pytest.approx(
+            solved_checkpointing._LEAST_COST * (1 / line - 1 / 10)
+        )
+    assert [bound for _, bound in bounds] == sorted(bound for _, bound in bounds if bound)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        Ends(99),
+        Ends(150, lean=10.0),
+        Ends(150, lean=11.0),
+        Ends(150, lean=None),
+        Ends(150, free=None),
+    ],
+)
+def test_where_checkpointing_does_not_help_there_is_no_family(ends: Ends) -> None:
+    assert most(ends) is None
+
+
+def test_what_was_not_traced_has_no_family() -> None:
+    ends = Ends(150)
+    ends.supported = {LEAN}
+    assert most(ends) is None
