@@ -30,7 +30,7 @@ def drop_output() -> None:
 
 @contextlib.contextmanager
 def as_far_as_it_is_read() -> Iterator[None]:
-    """What follows goes on where a reader of stdout (head) leaves: it has what it wanted."""
+    """Go on where a reader of stdout leaves, such as head: it has what it wanted."""
     try:
         yield
         sys.stdout.flush()

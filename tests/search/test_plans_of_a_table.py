@@ -17,7 +17,6 @@ from autotune.memory.traces import BrokenTrace
 from autotune.records.estimate import TraceSpec
 from autotune.search import solved_checkpointing
 from autotune.search.solved_checkpointing import PlanSolver, _promise
-from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
 
 LEAN = TrainConfig(
@@ -43,6 +42,8 @@ class Plan:
 
 class Table:
     """Stands for an Estimator. `beyond`: bytes of a replayed step beyond its live tensors."""
+
+    host_memory_bytes = None
 
     def __init__(
         self, plans: dict[str, Plan], room: int, counts: tuple[int, ...], beyond: int = 0
@@ -117,7 +118,9 @@ plans = st.builds(
 
 
 @given(
-    found=st.dictionaries(st.sampled_from(sorted(CHECKPOINT_PLANS)), plans, min_size=1),
+    found=st.dictionaries(
+        st.sampled_from(sorted(solved_checkpointing.plans_for(None))), plans, min_size=1
+    ),
     num_counts=st.integers(1, 12),
     room=st.integers(0, 2500),
     beyond=st.integers(0, 200),
@@ -223,6 +226,8 @@ FREE = dataclasses.replace(LEAN, activation_checkpointing=0)
 class Ends:
     """Stands for an Estimator of a configuration without and with all layers checkpointed."""
 
+    host_memory_bytes = None
+
     def __init__(self, room: int, *, lean: float | None = 5.0, free: float | None = 10.0) -> None:
         self.room = room
         self.speeds = {LEAN: lean, FREE: free}
@@ -260,7 +265,7 @@ def test_a_family_may_reach_more_than_a_straight_line_between_its_ends() -> None
         assert line < bound < 10.0
         # The least that a layer may cost is a share of the line's cost.
         assert 1 / bound - 1 / 10 == pytest.approx(
-            solved_checkpointing._LEAST_COST * (1 / line - 1 / 10)
+            solved_checkpointing._LEAST_COST[False] * (1 / line - 1 / 10)
         )
     assert [bound for _, bound in bounds] == sorted(bound for _, bound in bounds if bound)
 
