@@ -28,8 +28,8 @@ PATIENCE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> RayStandIn:
-    monkeypatch.setattr(ray_join, "knock", lambda _: None)
-    monkeypatch.setattr(ray_head, "knock", lambda *_: None)
+    monkeypatch.setattr(ray_join, "knock", lambda _: True)
+    monkeypatch.setattr(ray_head, "knock", lambda *_: True)
     monkeypatch.delenv(PATIENCE, raising=False)
     made = ray_stand_in.installed(monkeypatch)
     made.machines = [machine(GPU=1)]
