@@ -137,20 +137,27 @@ def test_recorded_gpus_hold_what_is_promised() -> None:
 
 
 def test_bytes_of_two_cards_by_the_torch_that_ran_there() -> None:
-    """As `repredict` wrote them with torch 2.11: docs/evidence.md has these figures."""
-    records = [
+    """As `repredict` wrote them with torch 2.11: docs/evidence.md has these figures.
+
+    flex_attention is taken to keep its first layer's operands, and did not there.
+    """
+    every = [
         record
         for card in ("h200", "h100-80gb-hbm3")
         for record in of_cuda(ROOT / "studies" / card / "predicted_vs_measured.jsonl")
         if not record["capped_at_prediction"]
     ]
+    flex = [r for r in every if r["prediction"]["config"]["attention"] == "flex_attention"]
+    records = [record for record in every if record not in flex]
     allocated, reserved = (
         list(map(abs, summary.errors(records, f"peak_{kind}_bytes")))
         for kind in ("allocated", "reserved")
     )
-    assert (len(allocated), allocated.count(0.0), reserved.count(0.0)) == (54, 48, 41)
+    assert (len(allocated), allocated.count(0.0), reserved.count(0.0)) == (52, 48, 39)
     assert max(allocated) < 0.0005
     assert max(reserved) < 0.0011
+    for kind in ("allocated", "reserved"):
+        assert all(0 < error < 0.0025 for error in summary.errors(flex, f"peak_{kind}_bytes"))
 
 
 @pytest.mark.worker
