@@ -47,7 +47,7 @@ _log = log.logger(__name__)
 
 _DEBUG = "AUTOTUNE_DEBUG"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_STOPS = (signal.SIGTERM, signal.SIGHUP)
+_STOPS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else ()))
 """Signals of a service manager, of Slurm, of `timeout`, and of a terminal that has gone."""
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 
