@@ -139,7 +139,10 @@ def _recommendation(row: Row[Any]) -> Recommendation:
     for name in _AS_JSON:
         values[name] = json.loads(values[name])
     values["made_at"] = values["made_at"].replace(tzinfo=UTC)
-    return json_records.read(Recommendation, values, "a recommendation")
+    read = json_records.read(Recommendation, values, "a recommendation")
+    if read.tokens_per_second is not None and not 0 < read.tokens_per_second < math.inf:
+        raise ValueError(f"a recommendation of {read.tokens_per_second} tokens/s")
+    return read
 
 
 @contextmanager

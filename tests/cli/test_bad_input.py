@@ -1041,6 +1041,6 @@ def test_a_worker_that_talks_nonsense_is_named(
     monkeypatch.setattr(
         "autotune.worker.client.launching.worker_command", lambda: [sys.executable, "-c", nonsense]
     )
-    code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
+    code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "61")
     assert code == 5
     assert "that is no JSON object" in err

@@ -243,7 +243,7 @@ def test_what_keeps_small_updates_is_brute_force_too(
         and (e.config.optimizer == "sgd") == (answer.best.config.optimizer == "sgd")
     ]
     fits = [e for e in safe if e.peak_device_bytes <= budget_bytes]
-    assert answer.safer.fits == bool(fits)
+    assert answer.safer.leaves_room == bool(fits)
     assert answer.safer.value == answer.safer.estimate.config.precision == "bf16-mixed"
     if fits:
         assert speed(answer.safer.estimate) >= 0.98 * max(map(speed, fits))
@@ -273,7 +273,7 @@ def test_another_optimizer_is_no_remedy_for_rounding(estimate_all: EstimateAll) 
     )
     assert answer.safer is not None
     assert answer.safer.estimate.config.optimizer == "adamw_torch_fused"
-    assert not answer.safer.fits
+    assert not answer.safer.leaves_room
 
 
 @pytest.mark.usefixtures("traced")
@@ -687,7 +687,7 @@ def test_more_memory_is_offered_where_it_is_faster_by_more_than_the_noise(
         return
     assert (offered.setting, offered.value) == ("memory_budget_bytes", 100 + 2 * 10**9)
     assert offered.estimate.config == variants()[1]
-    assert offered.fits
+    assert offered.leaves_room
 
 
 def test_more_memory_is_not_offered_for_what_gives_up_more_than_allowed() -> None:
@@ -1111,7 +1111,7 @@ def test_changes_put_one_setting_back(roomy: Estimator, budget_bytes: int) -> No
         assert change.value == getattr(base, change.setting)
         assert change.value != getattr(answer.best.config, change.setting)
         assert change.estimate == estimator.estimate(expected)
-        assert change.fits == (change.estimate.peak_device_bytes <= budget_bytes)
+        assert change.leaves_room == (change.estimate.peak_device_bytes <= budget_bytes)
 
 
 @pytest.mark.usefixtures("traced")

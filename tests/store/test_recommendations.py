@@ -13,6 +13,7 @@ import sqlalchemy
 from lacking import needs
 
 from autotune import cli
+from autotune.errors import StorageError
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.question import Question
 from autotune.report.deliver import deliver
@@ -57,6 +58,15 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         address: str = request.getfixturevalue("postgres_url")
         return address
     return f"sqlite:///{tmp_path}/autotune.db"
+
+
+@pytest.mark.parametrize("speed", [-6, 0, float("inf")])
+def test_a_speed_that_is_none_is_damage(tmp_path: Path, speed: float) -> None:
+    with open_recommendations(f"sqlite:///{tmp_path}/autotune.db") as table:
+        table.add(recommendation(tokens_per_second=speed))
+        with pytest.raises(StorageError) as raised:
+            table.everything()
+    assert "Something in it is damaged" in raised.value.why
 
 
 def test_an_answer_of_the_future_stands_where_it_was_added(url: str) -> None:

@@ -98,6 +98,71 @@ def keep_products(_: Any, operation: Any, *args: Any, **__: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+class HostMemory:
+    """Pinned host memory in which products wait, and the stream that copies them.
+
+    Its pieces are powers of two of bytes, to which PyTorch would round them. They are used again and again.
+    """
+
+    def __init__(self) -> None:
+        self.unused: dict[int, list[Any]] = {}
+        self.stream: Any = None
+        self.latest: Any = lambda: None
+
+    def copy_out(self, tensor: Any) -> Any:
+        """Begin to copy a tensor to host memory; return the piece of it."""
+        piece = self.piece(tensor)
+        self.copy(tensor, piece, is_out=True)
+        return piece
+
+    def copy_back(self, piece: Any, shape: Any, stride: Any, dtype: Any, device: Any) -> Any:
+        """Begin to copy a piece of host memory to a new tensor."""
+        import torch
+
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        self.copy(tensor, piece, is_out=False)
+        # Copies come one after the other: the next one to this piece begins when this one is through.
+        self.unused[len(piece)].append(piece)
+        return tensor
+
+    def piece(self, tensor: Any) -> Any:
+        """Return host memory for a tensor."""
+        import torch
+
+        size = 1 << max(tensor.nbytes - 1, 0).bit_length()
+        unused = self.unused.setdefault(size, [])
+        if unused:
+            return unused.pop()
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
+
+    def copy(self, tensor: Any, piece: Any, is_out: bool) -> None:
+        """Begin to copy a tensor, all its elements in the order of its memory."""
+        import contextlib
+
+        import torch
+
+        beside: Any = contextlib.nullcontext()
+        if tensor.is_cuda:
+            if self.stream is None:
+                self.stream = torch.cuda.Stream(tensor.device)
+            self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            beside = torch.cuda.stream(self.stream)
+        here = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        there = piece[: tensor.nbytes].view(tensor.dtype)
+        with beside:
+            (there if is_out else here).copy_(here if is_out else there, non_blocking=True)
+
+    def mark(self) -> Any:
+        """Return what `wait` waits for: the copies begun so far."""
+        return None if self.stream is None else self.stream.record_event()
+
+    def wait(self, copied: Any) -> None:
+        import torch
+
+        if copied is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(copied)
+
+
 def offload_products(host: HostMemory, modes: Any, is_last: bool) -> Any:
     """Return the contexts of a layer's forward pass and of its second one, as `checkpoint` asks for them."""
     kept = Kept(host, is_last)
@@ -216,68 +281,3 @@ class Kept:
         entry = self.made.pop(0)
         results = entry["results"]
         return results[0] if len(results) == 1 else entry["type"](results)
-
-
-class HostMemory:
-    """Pinned host memory in which products wait, and the stream that copies them.
-
-    Its pieces are powers of two of bytes, to which PyTorch would round them. They are used again and again.
-    """
-
-    def __init__(self) -> None:
-        self.unused: dict[int, list[Any]] = {}
-        self.stream: Any = None
-        self.latest: Any = lambda: None
-
-    def copy_out(self, tensor: Any) -> Any:
-        """Begin to copy a tensor to host memory; return the piece of it."""
-        piece = self.piece(tensor)
-        self.copy(tensor, piece, is_out=True)
-        return piece
-
-    def copy_back(self, piece: Any, shape: Any, stride: Any, dtype: Any, device: Any) -> Any:
-        """Begin to copy a piece of host memory to a new tensor."""
-        import torch
-
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-        self.copy(tensor, piece, is_out=False)
-        # Copies come one after the other: the next one to this piece begins when this one is through.
-        self.unused[len(piece)].append(piece)
-        return tensor
-
-    def piece(self, tensor: Any) -> Any:
-        """Return host memory for a tensor."""
-        import torch
-
-        size = 1 << max(tensor.nbytes - 1, 0).bit_length()
-        unused = self.unused.setdefault(size, [])
-        if unused:
-            return unused.pop()
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=tensor.is_cuda)
-
-    def copy(self, tensor: Any, piece: Any, is_out: bool) -> None:
-        """Begin to copy a tensor, all its elements in the order of its memory."""
-        import contextlib
-
-        import torch
-
-        beside: Any = contextlib.nullcontext()
-        if tensor.is_cuda:
-            if self.stream is None:
-                self.stream = torch.cuda.Stream(tensor.device)
-            self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
-            beside = torch.cuda.stream(self.stream)
-        here = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        there = piece[: tensor.nbytes].view(tensor.dtype)
-        with beside:
-            (there if is_out else here).copy_(here if is_out else there, non_blocking=True)
-
-    def mark(self) -> Any:
-        """Return what `wait` waits for: the copies begun so far."""
-        return None if self.stream is None else self.stream.record_event()
-
-    def wait(self, copied: Any) -> None:
-        import torch
-
-        if copied is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(copied)
