@@ -91,6 +91,11 @@ LONG_CASES = (
     _case("meta-llama/Llama-3.1-8B", "full", "h100-sxm", 16384, 192),
     _case("Qwen/Qwen2.5-14B", "lora", "h100-sxm", 16384, 192),
     _case("Qwen/Qwen2.5-14B", "lora", "h100-sxm", 32768, 192),
+    _case("Qwen/Qwen2.5-7B", "lora", "rtx-3090", 8192, 64),
+    _case("Qwen/Qwen2.5-7B", "lora", "l40s", 32768, 128),
+    _case("Qwen/Qwen2.5-14B", "lora", "l40s", 8192, 128),
+    _case("meta-llama/Llama-3.1-8B", "full", "a100-80gb", 8192, 192),
+    _case("Qwen/Qwen2.5-14B", "lora", "a100-80gb", 16384, 192),
 )
 
 WAYS = ("listed", "solved", "parted")
