@@ -134,6 +134,8 @@ def main() -> None:
     parser.add_argument("--num-gpus", type=int, default=2)
     parser.add_argument("--layers", type=int, default=LAYERS, help="of each model, at most")
     parser.add_argument("--parallelism", action="append", help="one of these alone")
+    parser.add_argument("--model", action="append", help="the same")
+    parser.add_argument("--task", default=TASK, help=f"what they are trained for [{TASK}]")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     card, budget_bytes = card_and_budget("cuda", None)
@@ -143,10 +145,10 @@ def main() -> None:
     with ForkServer() as tracers, ForkServer(command=command) as probes:
         for _ in range(options.num):
             while True:
-                source = cut(chance.choice(MODELS), options.layers)
+                source = cut(chance.choice(options.model or MODELS), options.layers)
                 names = options.parallelism or _PROBED
                 config = draw(chance, list(names), options.num_gpus)
-                if is_valid(config, source, TASK, card.compute_capability):
+                if is_valid(config, source, options.task, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)}"
             if key in records:
@@ -154,7 +156,7 @@ def main() -> None:
             try:
                 traces = trace_all(
                     source,
-                    TASK,
+                    options.task,
                     config.sequence_length,
                     card,
                     [TraceSpec.of(config)],
@@ -167,7 +169,10 @@ def main() -> None:
             estimator = Estimator(traces, card, memory_budget_bytes=budget_bytes)
             estimate = estimator.estimate(config)
             spec = ProbeSpec(
-                task=TASK, backend="cuda", memory_budget_bytes=budget_bytes, max_seconds=0.1
+                task=options.task,
+                backend="cuda",
+                memory_budget_bytes=budget_bytes,
+                max_seconds=0.1,
             )
             seen = Prober(OneCard(probes), table, source, spec).measure(config)
             records.add(

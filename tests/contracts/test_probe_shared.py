@@ -385,6 +385,19 @@ def test_one_gpu_out_of_memory_ends_all_at_once() -> None:
     assert found.message == "GPU 2 of 2: CUDA out of memory"
 
 
+def test_an_error_of_one_process_is_said() -> None:
+    """BERT's tied bias is one that FSDP2 refuses: "ended with exit code 1" was all that was said."""
+
+    def measure(rank: Rank, _: OnProgress) -> Measurement:
+        if rank.number == 1:
+            raise ValueError("it is tied")
+        rank.all_agree(True)
+        return out_of_memory()
+
+    with pytest.raises(RuntimeError, match=r"^GPU 2 of 2: ValueError: it is tied$"):
+        list(group.run(2, {}, measure))
+
+
 def test_all_agree_and_follow_the_first() -> None:
     def measure(rank: Rank, _: OnProgress) -> Measurement:
         said = [

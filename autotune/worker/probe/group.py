@@ -79,6 +79,13 @@ class Meeting:
 ALONE = Rank()
 
 
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """An error of one process, which it tells before it ends."""
+
+    why: str
+
+
 def run(
     num_ranks: int, variables: Mapping[str, str], measure: Measure
 ) -> Iterator[dict[str, Any] | Measurement]:
@@ -122,6 +129,8 @@ def _follow(
                 said = pipe.recv()
             except EOFError:
                 _end_like(processes[number], number)
+            if isinstance(said, _Raised):
+                raise RuntimeError(f"GPU {number + 1} of {len(pipes)}: {said.why}")
             if not isinstance(said, Measurement):
                 yield said
             elif said.outcome in ("ok", "slow"):
@@ -185,7 +194,11 @@ def _be(
     )
     rank = Rank(number=number, num_ranks=num_ranks, meeting=Meeting(port, number, num_ranks))
     tell: OnProgress = pipe.send if number == 0 else lambda _: None
-    pipe.send(measure(rank, tell))
+    try:
+        pipe.send(measure(rank, tell))
+    except Exception as error:
+        pipe.send(_Raised(f"{type(error).__name__}: {error}"))
+        raise
 
 
 def _end_like(process: BaseProcess, number: int) -> NoReturn:
