@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -32,6 +33,9 @@ KILL_SECONDS = 5.0
 MEETING_SECONDS = 600.0
 """Longest wait for another process to come to where all agree. [judgement] Whoever comes late has failed, and
 the worker ends all before."""
+
+KILLED_SECONDS = 1.0
+"""Time for the kernel to say that a process was killed, which closes its connections first. [judgement]"""
 
 OnProgress = Callable[[dict[str, Any]], None]
 Measure = Callable[["Rank", OnProgress], Measurement]
@@ -130,6 +134,7 @@ def _follow(
             except EOFError:
                 _end_like(processes[number], number)
             if isinstance(said, _Raised):
+                _end_like_the_killed(processes)
                 raise RuntimeError(f"GPU {number + 1} of {len(pipes)}: {said.why}")
             if not isinstance(said, Measurement):
                 yield said
@@ -140,6 +145,16 @@ def _follow(
                 yield dataclasses.replace(said, message=where + said.message, rank=number)
                 return
     yield together([measured[number] for number in range(len(pipes))])
+
+
+def _end_like_the_killed(processes: list[BaseProcess]) -> None:
+    """End as a process that was killed, of which the others only say that its connections have gone."""
+    give_up = time.monotonic() + KILLED_SECONDS
+    while time.monotonic() < give_up:
+        for number, process in enumerate(processes):
+            if (process.exitcode or 0) < 0:
+                _end_like(process, number)
+        time.sleep(0.01)
 
 
 def together(measured: list[Measurement]) -> Measurement:
