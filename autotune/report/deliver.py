@@ -134,7 +134,7 @@ def _record(
         # A study may have been begun by another command: its latest answer is this one's.
         opened.set_user_attr(stored_answers.COMMAND, command)
         opened.set_user_attr(stored_answers.VERSIONS, stored_answers.library_versions())
-        trials = opened.get_trials(deepcopy=False) if draws else []
+        trials = stored_answers.trials_of(opened) if draws else []
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None
         data = collect(stored_answers.answer_of(opened), trials)

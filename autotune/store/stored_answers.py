@@ -191,11 +191,16 @@ def load_with_trials(url: str, name: str) -> tuple[StoredAnswer, list[FrozenTria
     Raises ConfigError for a study without an answer, StorageError.
     """
     with existing_study(url, name) as study:
-        trials = study.get_trials(deepcopy=False)
-        for trial in trials:
-            if not isinstance(trial.number, int):  # SQLite keeps any value in any column
-                raise TypeError(f"a trial's number is {trial.number!r}")
-        return answer_of(study), trials
+        return answer_of(study), trials_of(study)
+
+
+def trials_of(study: optuna.Study) -> list[FrozenTrial]:
+    """The trials of a study, in their order; raises TypeError where one has no number."""
+    trials = study.get_trials(deepcopy=False)
+    for trial in trials:
+        if not isinstance(trial.number, int):  # SQLite keeps any value in any column
+            raise TypeError(f"a trial's number is {trial.number!r}")
+    return trials
 
 
 def remove(url: str, name: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,14 @@ def test_a_page_is_written_beside_the_files(url: str, tmp_path: Path) -> None:
         file.parent in (tmp_path / "s", tmp_path / "s" / "exports") for file in delivered.files
     )
     assert stored_answers.load(url, "s").files == tuple(delivered.result["files"])
+
+
+def test_a_trial_without_a_number_is_damage(url: str, tmp_path: Path) -> None:
+    deliver(found(), folder=None, storage=url)
+    with contextlib.closing(sqlite3.connect(tmp_path / "answers.db")) as file, file:
+        file.execute("UPDATE trials SET number = 1e999 WHERE number = 0")
+    (problem,) = deliver(found(), folder=tmp_path / "s", storage=url).problems
+    assert "Something in it is damaged" in str(problem.why)
 
 
 def test_a_mistake_of_the_page_is_no_damage_to_the_database(
