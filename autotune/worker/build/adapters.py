@@ -88,10 +88,10 @@ def _cast_as_beside(model: nn.Module) -> None:
             held.to(beside.weight.dtype)
 
 
-def made_in(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
-    """Weights of an adapter that PEFT makes in 16 bits, beside 4-bit weights, with their dtypes.
+def compute_dtypes(model: nn.Module) -> list[tuple[nn.Parameter, torch.dtype]]:
+    """Return an adapter's weights beside 4-bit ones, with the dtype of those ones' products.
 
-    Source: peft 0.21 tuners/tuners_utils.py, _get_base_layer_device_and_dtype.
+    PEFT makes them in it. Source: peft 0.21 tuners/tuners_utils.py, _get_base_layer_device_and_dtype.
     """
     dtypes = [
         (held, getattr(module.get_base_layer(), "compute_dtype", None))

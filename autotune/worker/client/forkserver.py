@@ -115,9 +115,8 @@ class ForkServer:
         The imports do not count for its deadline. Raises WorkerError when no server can be started or the
         request cannot be written.
         """
-        self.start(
-            verb
-        )  # Before there is a folder, which the server removes if this process is killed.
+        # Before there is a folder, which the server removes if this process is killed.
+        self.start(verb)
         (end,) = isolate.run_jobs(
             verb,
             [request],

@@ -272,7 +272,7 @@ class MetaStep:
         Source: peft 0.21 tuners/tuners_utils.py, _move_adapter_to_device_of_base_layer and
         cast_adapter_dtype; trl 1.16 trainer/sft_trainer.py.
         """
-        made = adapters.made_in(self.model)
+        made = adapters.compute_dtypes(self.model)
         for tensor, dtype in made:
             tensor.data = tensor.data.to(dtype)
         self._own_new(Phase.ADAPTER, place_of)
