@@ -28,8 +28,9 @@ class Task:
     """Modules that train in full beside an adapter, and so must not be quantised."""
     has_known_heads: bool = True
     """Whether PEFT's `all-linear` knows the heads, and takes them for no layers to adapt."""
-    reads: Literal["tokens", "pixels", "sound"] = "tokens"
-    """Kind of its samples: of pixels each has as many, of sound each has as much, and a text besides."""
+    reads: Literal["tokens", "pixels", "waves", "sound"] = "tokens"
+    """Kind of its samples: of pixels each has as many, of waves each has as much sound, and of `sound` as much
+    and a text besides."""
     families: tuple[str, ...] = ()
     """Values of `model_type` that are trained for it alone, and it for them; empty: the class decides."""
     labels: tuple[str, ...] = ("labels",)
@@ -65,7 +66,7 @@ class Task:
     @property
     def has_lengths(self) -> bool:
         """Whether samples are so many tokens long."""
-        return self.reads != "pixels"
+        return self.reads not in ("pixels", "waves")
 
     @property
     def architecture(self) -> str:
@@ -121,6 +122,16 @@ TASKS: dict[str, Task] = {
             labels_of="samples",
             has_classes=True,
             reads="pixels",
+        ),
+        Task(
+            # AST's head holds a linear layer, which PEFT finds by its own name alone.
+            name="audio-classification",
+            model_class="AutoModelForAudioClassification",
+            heads=("classifier", "projector"),
+            has_known_heads=False,
+            labels_of="samples",
+            has_classes=True,
+            reads="waves",
         ),
         Task(
             name="seq2seq-lm",

@@ -1,7 +1,11 @@
-"""Pictures of a workload's samples, and the tensors that a model's own image processor makes of them."""
+"""Pictures of a workload's samples, and the tensors that a model's own image processor makes of them.
+
+Sound that has a class is such a record, too: it is all that a model reads of a sample, and of one size.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 MAX_PICTURES = 64
@@ -35,6 +39,14 @@ class Pictures:
     """Width and height of each, where they are not all as large as `width` and `height` say."""
     grids: tuple[tuple[int, int, int], ...] = ()
     """Patches of each picture in time, height and width, for models that look at pictures one by one."""
+    seconds: float = 0.0
+    """Length of each sample's sound; 0 where there is none. Of sound there are no pictures."""
+
+    def in_dtype(self, dtype: object) -> Pictures:
+        """The same in another dtype, one of torch's."""
+        name = str(dtype).removeprefix("torch.")
+        tensors = tuple(dataclasses.replace(each, dtype=name) for each in self.tensors)
+        return dataclasses.replace(self, tensors=tensors)
 
     @property
     def is_in_text(self) -> bool:
@@ -43,7 +55,9 @@ class Pictures:
 
     @property
     def size(self) -> str:
-        """The size of a picture as it is typed: `640x480`; the largest where they are unequal."""
+        """The size of a picture as it is typed: `640x480`; the largest where they are unequal. Of sound `5s`."""
+        if self.seconds:
+            return f"{self.seconds:g}s"
         return f"{self.width}x{self.height}"
 
 

@@ -62,7 +62,7 @@ from autotune.worker.build.expanded_heads import expand_key_heads
 from autotune.worker.build.sound import shape_of
 from autotune.worker.build.sound_input import dtype_read_by
 from autotune.worker.build.sound_rows import collate_sounds
-from autotune.worker.trace import attention, liger, sdpa
+from autotune.worker.trace import attention, liger, masked_spans, sdpa, sft
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.autocast import POLICIES
 from autotune.worker.trace.cuda import Device
@@ -108,6 +108,8 @@ DIFFERENCES = {
     "padding": "the trace takes every place for a token; what the real run has of the tokens alone, it "
     "has in proportion (61 of 64 places, a prime)",
     "liger": "its Python code runs, its Triton kernels are not launched: a CPU has none",
+    "masks of spans": "made on the CPU and copied to a GPU: only the copy counts; their places are listed in a "
+    "buffer inside the operation: left out of the trace",
     "step counts": "on the CPU even when the parameters are on a GPU: left out of the real run",
 }
 """What a GPU does and a CPU does not, or the other way round; and how the comparison undoes it."""
@@ -138,6 +140,21 @@ WHISPER = {
     "max_target_positions": 48,
     "pad_token_id": 0,
     "decoder_start_token_id": 1,
+}
+HEARS = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "conv_dim": [16, 16, 16],
+    "conv_stride": [5, 2, 2],
+    "conv_kernel": [10, 3, 3],
+    "num_feat_extract_layers": 3,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 4,
+    "feature_projection_input_dim": 24,
+    "mask_feature_length": 4,
+    "layerdrop": 0.0,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -238,6 +255,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "image_size": 32,
         "patch_size": 8,
     },
+    "wav2vec2": HEARS | {"model_type": "wav2vec2"},
+    "wav2vec2, norms first": HEARS
+    | {"model_type": "wav2vec2", "feat_extract_norm": "layer", "do_stable_layer_norm": True},
+    "wavlm": HEARS | {"model_type": "wavlm"},
+    "sew": HEARS | {"model_type": "sew"},
+    "data2vec-audio": HEARS | {"model_type": "data2vec-audio"},
+    "wav2vec2-bert": HEARS | {"model_type": "wav2vec2-bert", "mask_feature_prob": 0.1},
+    "ast": {
+        **HEARS,
+        "model_type": "audio-spectrogram-transformer",
+        "max_length": 64,
+        "num_mel_bins": 32,
+    },
     "swin": {
         "model_type": "swin",
         "image_size": 32,
@@ -320,12 +350,20 @@ class Case:
 
 
 SPEECH = "automatic-speech-recognition"
+LISTENING = "audio-classification"
 IN_PARTS = {"chunked_loss": True}
+HEARD = {
+    "whisper": ("input_features", (16, 40)),
+    "ast": ("input_values", (64, 32)),
+    "wav2vec2-bert": ("input_features", (50, 24)),
+}
+"""Name and shape of what architectures hear, where it is not a row of numbers."""
 OF_HEADS = (
     ("bert", "token-classification"),
     ("llama", "token-classification"),
     ("bert", "question-answering"),
     ("vit", "image-classification"),
+    ("wav2vec2", LISTENING),
 )
 """Architectures whose head is another for each task."""
 WITH_HEADS: dict[str, dict[str, Any]] = {
@@ -506,6 +544,14 @@ CASES = {
         for architecture, task in OF_HEADS
         for words, settings in WITH_HEADS.items()
     },
+    **{
+        f"{architecture} hears": Case(architecture=architecture, task=LISTENING, accumulation=1)
+        for architecture in ("sew", "data2vec-audio", "wav2vec2-bert", "ast", "whisper")
+    },
+    "wav2vec2 sdpa checkpointed": Case(
+        architecture="wav2vec2, norms first", task=LISTENING, attention="sdpa", checkpointing=1
+    ),
+    "wavlm lora": Case(architecture="wavlm", task=LISTENING, method="lora", precision="fp32"),
     # Its convolution takes pictures in its weights' dtype alone.
     "swin": Case(architecture="swin", task="image-classification", precision="fp32"),
     "vit sdpa": Case(architecture="vit", task="image-classification", attention="sdpa"),
@@ -538,7 +584,7 @@ CASES = {
 
 
 def undo_differences(patch: pytest.MonkeyPatch) -> None:
-    """DIFFERENCES: dropout, hidden buffers, flash attention, einsum."""
+    """DIFFERENCES: dropout, hidden buffers, flash attention, einsum, masks of spans."""
 
     def fused(
         input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
@@ -550,6 +596,7 @@ def undo_differences(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(F, "dropout", fused)
     patch.setattr(trace_module, "hidden_buffers", lambda *_: ())
+    patch.setattr(sft, "places_of", lambda *_: ())
     patch.setattr(attention, "buffers_of", lambda *_: lambda *_: ())
     patch.setattr(attention, "varlen_attention", varlen)
     patch.setattr(sdpa, "MaskAddedInPlace", contextlib.nullcontext)
@@ -592,6 +639,16 @@ SEEN = Pictures(
 )
 
 
+def seen_by(case: Case) -> Pictures | None:
+    """All that a model reads of a sample, where that is no text."""
+    reads = row_of(case.task).reads
+    if reads == "waves":
+        name, shape = HEARD.get(case.architecture, ("input_values", (1200,)))
+        heard = PictureTensor(name=name, shape=(1, *shape), dtype="float32")
+        return dataclasses.replace(SEEN, tensors=(heard,))
+    return SEEN if reads == "pixels" else None
+
+
 @functools.cache
 def traced_once(name: str) -> Trace:
     """Trace one of CASES, once for all tests."""
@@ -607,7 +664,7 @@ def traced(case: Case, *, whole: bool = False) -> Trace:
         sequence_length=SEQUENCE_LENGTH,
         device=case.device or (AMPERE if case.liger else TURING),
         whole=whole,
-        sees=SEEN if row_of(case.task).reads == "pixels" else None,
+        sees=seen_by(case),
         teacher=case.teacher_config,
     )
     trace = Trace(json.loads(json.dumps(answer)))
@@ -662,6 +719,23 @@ def frees_in_no_order(events: Events) -> Events:
         event
         for _, group in itertools.groupby(events, key=lambda event: event[0])
         for event in sorted(group)
+    ]
+
+
+def on_device(make: Any) -> Any:
+    """DIFFERENCES: masks of spans."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.ops.aten.lift_fresh.default(unrecorded()(make)(*args, **kwargs))
+
+    return made
+
+
+def heard(case: Case, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
+    (each,) = seen_by(case).tensors
+    return [
+        {each.name: torch.rand(each.shape[1:], dtype=dtype), "labels": torch.tensor(number % 2)}
+        for number in range(NUM_STEPS * case.accumulation * case.micro_batch)
     ]
 
 
@@ -752,6 +826,10 @@ def run_case(case: Case, folder: Path) -> Run:
         if is_sound:
             of_model = functools.partial(collate_sounds, dtype=dtype_read_by(model))
             more = {"data_collator": of_model}
+        if row_of(case.task).reads == "waves":
+            rows = heard(case, dtype_read_by(model))
+            made = (torch, "tensor", on_device(torch.tensor))
+            stack.enter_context(replaced([*masked_spans.drawing(model), made]))
         return run_trainer(
             model,
             folder,

@@ -8,6 +8,7 @@ remote code never runs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import re
@@ -157,7 +158,9 @@ def build_base(
                 f"{config.model_type}: {_kind_of(config.model_type)}"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
-    if row.reads == "pixels" and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    if any(not parameter.is_meta for parameter in model.parameters()):
+        model.to("meta")  # Models that hear make one by `torch.Tensor`, which heeds no device.
+    if row.reads in ("pixels", "waves") and any(isinstance(each, _BatchNorm) for each in model.modules()):
         raise UnsupportedModel(
             "it has batch norms, whose statistics are of a micro-batch: another micro-batch would be another "
             "training run, which is not planned here"
@@ -248,7 +251,10 @@ def left_to_root(model: Any) -> set[int]:
     base = getattr(model, prefix, None) if prefix else model
     children = base.children() if isinstance(base, nn.Module) else ()
     norms = [module for module in children if "Norm" in type(module).__name__]
-    asked = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+    asked = []
+    for end in ("input", "output"):
+        with contextlib.suppress(NotImplementedError):  # Models that hear have none.
+            asked.append(getattr(model, f"get_{end}_embeddings", lambda: None)())
     apart = [*norms[-1:], *(module for module in asked if module is not None)]
     own = {id(parameter) for module in apart for parameter in module.parameters()}
     return {id(parameter) for parameter in model.parameters()} - own

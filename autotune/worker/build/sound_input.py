@@ -16,5 +16,5 @@ FEATURES = "input_features"
 def dtype_read_by(model: Any) -> torch.dtype:
     """The dtype of the weights that read sound: a convolution takes no other."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    dtype: torch.dtype = inner.get_encoder().conv1.weight.dtype
-    return dtype
+    kinds = torch.nn.Conv1d, torch.nn.Conv2d
+    return next(part.weight.dtype for part in inner.modules() if isinstance(part, kinds))

@@ -153,10 +153,13 @@ class MetaStep:
             number = self.spec.loss_mini_batches * micro_batch
             trainer = TRAINERS[self.spec.trainer]
             return embedding_step.batch_of(self.model, trainer, number, sequence_length, _empty)
-        batch = batch_of(self.task, self.spec, micro_batch, sequence_length, self.sees)
+        reads, sees = row_of(self.task).reads, self.sees
+        if reads == "waves" and sees is not None:
+            sees = sees.in_dtype(sound_input.dtype_read_by(self.model))
+        batch = batch_of(self.task, self.spec, micro_batch, sequence_length, sees)
         if self.spec.sequence_parts > 1:
             batch = context_parallel.whole_inputs(batch)
-        if row_of(self.task).reads != "sound":
+        if reads != "sound":
             return batch
         shape, dtype = (
             sound.shape_of(inner_of(self.model).config),

@@ -92,7 +92,7 @@ def on_meta(tracker: Tracker, chunks: Chunks, counted: tuple[int, int]) -> Itera
     def launch(name: str, arguments: Iterable[Any]) -> None:
         tracker.record_kernel(name, tuple(arguments), passes=PASSES.get(name, 1))
 
-    masks = _Masks(tracker, counted)
+    masks = Masks(tracker, counted)
     # The tracker answers what is true or not.
     tracker.answer_too(
         aten._local_scalar_dense.default,
@@ -100,7 +100,7 @@ def on_meta(tracker: Tracker, chunks: Chunks, counted: tuple[int, int]) -> Itera
     )
     tracker.decompositions |= {
         aten.index.Tensor: masks.index,
-        aten._index_put_impl_.default: masks.index_put,
+        aten._index_put_impl_.default: masks.gradient_put,
         aten.masked_scatter_backward.default: masks.masked_scatter_backward,
     }
     attributes: list[tuple[Any, str, Any]] = []
@@ -178,22 +178,28 @@ def copy_of(mask: torch.Tensor, tensor: torch.Tensor) -> tuple[Buffer, ...]:
     return () if mask.numel() == tensor.numel() else (Buffer(tensor.numel()),)
 
 
-class _Masks:
+class Masks:
     """Indexing with a mask, of which `meta` cannot know where it is true.
 
     It is so everywhere, or in as many places as it is said to be, or where something is scattered to, in as
     many places as that has elements; in a mask of rows of so many tokens, in so many of each.
     """
 
-    def __init__(self, tracker: Tracker, counted: tuple[int, int]) -> None:
+    def __init__(self, tracker: Tracker, counted: tuple[int, int] = (0, 0)) -> None:
         self._tracker = tracker
         self._row, self._counted = counted
 
     def index(self, tensor: torch.Tensor, indices: Any) -> Any:
         return self._run(aten.index.Tensor, indices, tensor)
 
-    def index_put(self, tensor: torch.Tensor, indices: Any, *values: Any) -> Any:
+    def gradient_put(self, tensor: torch.Tensor, indices: Any, *values: Any) -> Any:
         return self._run(aten._index_put_impl_.default, indices, tensor, *values)
+
+    def index_put(self, tensor: torch.Tensor, indices: Any, *values: Any) -> Any:
+        return self._run(aten.index_put.default, indices, tensor, *values)
+
+    def index_put_(self, tensor: torch.Tensor, indices: Any, *values: Any) -> Any:
+        return self._run(aten.index_put_.default, indices, tensor, *values)
 
     def masked_scatter_backward(
         self, gradient: torch.Tensor, mask: torch.Tensor, sizes: Any

@@ -58,6 +58,7 @@ from autotune.worker.trace import (
     forks,
     generation,
     liger,
+    masked_spans,
     pictures,
     sft,
     shared_models,
@@ -319,6 +320,8 @@ def trace_step(
         )
         if sees is not None and sees.is_in_text:
             stack.enter_context(pictures.on_meta(step.model, tracker, micro_batch, sees))
+        if row_of(task).reads == "waves":
+            stack.enter_context(masked_spans.on_meta(step.model, tracker))
         try:
             if base.ready is None:
                 with without_values():

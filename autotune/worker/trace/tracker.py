@@ -274,7 +274,8 @@ class Tracker(TorchDispatchMode):
         """Run the operation as autograd would, and record it."""
         if func is aten.add.Tensor and self._engine_adds_in_place(args):
             func = aten.add_.Tensor
-        if func is aten.index_put.default and in_backward() and not torch.is_grad_enabled():
+        is_added = func is aten.index_put.default and args[3:4] == (True,)
+        if is_added and in_backward() and not torch.is_grad_enabled():
             # What was picked by places gets its gradient in place, were no mode on (torch 2.13
             # FunctionsManual.cpp, index_backward).
             func = aten._index_put_impl_.default
