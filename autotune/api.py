@@ -276,6 +276,7 @@ def find(
     seq_len: int | None = None,
     images: int | None = None,
     image_size: str | None = None,
+    audio_seconds: float | None = None,
     teacher: StrPath | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002
@@ -360,6 +361,7 @@ def estimate(
     seq_len: int | None = None,
     images: int | None = None,
     image_size: str | None = None,
+    audio_seconds: float | None = None,
     teacher: StrPath | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002

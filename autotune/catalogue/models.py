@@ -199,10 +199,14 @@ class ModelSource:
         architecture = ""
         if isinstance(architectures, list) and architectures:
             architecture = str(architectures[0])
-        for row in filter(lambda row: row.has_loss, TASKS.values()):
-            is_its_class = row.name != CAUSAL and architecture.endswith(row.architecture)
-            if is_its_class or self.config["model_type"] in row.families:
+        rows = [row for row in TASKS.values() if row.has_loss]
+        # Models that hear sequences classify them by classes that are named as those of texts.
+        of_family = [row for row in rows if self.config["model_type"] in row.families]
+        for row in of_family or rows:
+            if row.name != CAUSAL and architecture.endswith(row.architecture):
                 return row.name
+        if of_family:
+            return of_family[0].name
         if self.has_encoder_and_decoder:
             return "seq2seq-lm"
         return "masked-lm" if self.reads_both_ways else CAUSAL

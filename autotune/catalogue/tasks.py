@@ -29,10 +29,10 @@ class Task:
     has_known_heads: bool = True
     """Whether PEFT's `all-linear` knows the heads, and takes them for no layers to adapt."""
     reads: Literal["tokens", "pixels", "waves", "sound"] = "tokens"
-    """Kind of its samples: of pixels each has as many, of waves each has as much sound, and of `sound` as much
-    and a text besides."""
+    """Kind of its samples: of pixels each has as many, of waves each has as much sound, and of sound each
+    has as much and a text besides."""
     families: tuple[str, ...] = ()
-    """Values of `model_type` that are trained for it alone, and it for them; empty: the class decides."""
+    """Values of `model_type` that it is for, usually the first such task; empty: the class decides."""
     labels: tuple[str, ...] = ("labels",)
     """Tensors of a batch that hold what is to be learnt."""
     labels_of: Literal["tokens", "samples"] = "tokens"
@@ -124,16 +124,6 @@ TASKS: dict[str, Task] = {
             reads="pixels",
         ),
         Task(
-            # AST's head holds a linear layer, which PEFT finds by its own name alone.
-            name="audio-classification",
-            model_class="AutoModelForAudioClassification",
-            heads=("classifier", "projector"),
-            has_known_heads=False,
-            labels_of="samples",
-            has_classes=True,
-            reads="waves",
-        ),
-        Task(
             name="seq2seq-lm",
             model_class="AutoModelForSeq2SeqLM",
             peft_type="SEQ_2_SEQ_LM",
@@ -146,6 +136,28 @@ TASKS: dict[str, Task] = {
             reads="sound",
             families=("whisper",),
             has_two_stacks=True,
+        ),
+        Task(
+            # The heads of all models for sound in transformers 5.23; AST's classifier holds a layer `dense`.
+            name="audio-classification",
+            model_class="AutoModelForAudioClassification",
+            heads=("classifier", "projector"),
+            has_known_heads=False,
+            labels_of="samples",
+            has_classes=True,
+            reads="waves",
+            families=(
+                "audio-spectrogram-transformer",
+                "data2vec-audio",
+                "hubert",
+                "sew",
+                "unispeech",
+                "unispeech-sat",
+                "wav2vec2",
+                "wav2vec2-bert",
+                "wavlm",
+                "whisper",
+            ),
         ),
         Task(
             name=FEATURES,

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from autotune.cli import completion
-from autotune.records.question import ODDS, RANGES, SEQUENCE_LENGTH, Question
+from autotune.records.question import ODDS, RANGES, SECONDS, SEQUENCE_LENGTH, Question
 from autotune.space.config import METHODS
 from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import DEFAULT_ODDS
@@ -199,7 +199,7 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
 
 
 def picture_options(command: Command) -> Command:
-    """Options that say which pictures each sample has."""
+    """Options that say which pictures each sample has, or how much sound."""
     images = click.option(
         "--images",
         type=click.IntRange(*RANGES["images"]),
@@ -209,7 +209,13 @@ def picture_options(command: Command) -> Command:
     size = click.option(
         "--image-size", metavar="WxH", help="Size of each picture in pixels: 1024x768."
     )
-    return images(size(command))
+    seconds = click.option(
+        "--audio-seconds",
+        type=click.FloatRange(*SECONDS),
+        metavar="S",
+        help="Seconds of each sample's sound (--task audio-classification) [default: the model's own].",
+    )
+    return images(size(seconds(command)))
 
 
 def teacher_option(command: Command) -> Command:

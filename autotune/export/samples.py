@@ -32,6 +32,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "question-context": (("question",), ("answers", "answer")),
     "pictures": (("image", "img", "picture"), ("label", "labels")),
     "sounds": (("audio", "sound"), ("text", "sentence", "transcription", "transcript")),
+    "labelled-sounds": (("audio", "sound"), ("label", "labels")),
     "text": (("text",), ()),
     "preferences": (("chosen",), ("rejected",)),
     "unpaired": (("prompt",), ("completion",)),
@@ -49,6 +50,7 @@ FREE = (
     "tagged",
     "pictures",
     "sounds",
+    "labelled-sounds",
 )  # formats whose further fields are others' or harmless
 INPUTS = ("input", "context")  # fields of what an instruction is about
 # A format's fields beside these: of some it has none where it lacks them.
@@ -67,6 +69,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "question-answering": ("question-context",),
     "image-classification": ("pictures",),
     "automatic-speech-recognition": ("sounds",),
+    "audio-classification": ("labelled-sounds",),
     "seq2seq-lm": ("prompt-completion", "instruction", "source-target"),
     "dpo": ("preferences",),
     "reward": ("preferences",),
@@ -355,8 +358,10 @@ def read_question(row: Mapping[str, Any], text_field: str, answer_field: str, pl
     return Sample(text=row[text_field], context=context, answer=(start, start + len(text)))
 
 
-def read_picture(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
-    """A picture (or its path, or its bytes) and its class."""
+def read_with_class(
+    row: Mapping[str, Any], text_field: str, answer_field: str, place: str
+) -> Sample:
+    """A picture or a sound (or its path, or its bytes) and its class."""
     if not isinstance(row[answer_field], str | int):
         raise UnusableData(f"{place} has no class in {answer_field}: {shown(row[answer_field])}")
     return Sample(text=row[text_field], answer=row[answer_field])
@@ -371,7 +376,8 @@ def read_spoken(row: Mapping[str, Any], text_field: str, answer_field: str, plac
 READ_BY_FIELDS: dict[str, Callable[..., Sample]] = {
     "tagged": read_tagged,
     "question-context": read_question,
-    "pictures": read_picture,
+    "pictures": read_with_class,
+    "labelled-sounds": read_with_class,
     "sounds": read_spoken,
 }
 

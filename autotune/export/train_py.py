@@ -57,12 +57,24 @@ _SOUNDS = """\
         if RECIPE["reads"] == "sound":
             return sounds_of(data, tokenizer, RECIPE["sequence_length"])
 """
+_LABELLED_SOUNDS = """\
+        if RECIPE["reads"] == "waves":
+            return LabelledSounds(data, tokenizer, labels, RECIPE["heard"])
+"""
 _PLACE_OF_COLLATOR = "    # {batches of sounds}\n"
 _COLLATOR = """\
-    if RECIPE["reads"] == "sound":
+    if RECIPE["reads"] == "{reads}":
         dtype = torch.float32 if model is None else dtype_read_by(model)
-        return functools.partial(collate_sounds, dtype=dtype)
+        return functools.partial({collate}, dtype=dtype)
 """
+_OF_SOUND = {
+    "sound": (_SOUNDS, _COLLATOR.format(reads="sound", collate="collate_sounds")),
+    "waves": (
+        _LABELLED_SOUNDS,
+        _COLLATOR.format(reads="waves", collate="collate_labelled"),
+    ),
+}
+"""Rows and batches, by what a task reads."""
 _PLACE_OF_PLAN = "    # {plan of checkpointing}\n"
 _PLAN = f"""\
     if RECIPE["checkpoint_plan"] != "{INTERVAL}":
@@ -114,7 +126,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     chunks = any(each.chunked_loss for each in rungs)
     plans = any(each.has_plan for each in rungs)
     updates = any(each.update_in_backward for each in rungs)
-    hears = row_of(workload.task).reads == "sound"
+    rows, batches = _OF_SOUND.get(row_of(workload.task).reads, ("", ""))
     cuts = any(each.batching == BY_TOKENS for each in rungs)
     pasted = [
         _pasted(),
@@ -123,13 +135,13 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         *([f"{_plans()}\n\n{plan_code()}"] if plans else []),
         *([update_code()] if updates else []),
         *([cutting_code()] if cuts else []),
-        *([_after_imports(each.read_text(encoding="utf-8")) for each in _SOUND] if hears else []),
+        *([_after_imports(each.read_text(encoding="utf-8")) for each in _SOUND] if rows else []),
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
-    program = program.replace(_PLACE_OF_SOUNDS, _SOUNDS if hears else "")
-    program = program.replace(_PLACE_OF_COLLATOR, _COLLATOR if hears else "")
+    program = program.replace(_PLACE_OF_SOUNDS, rows)
+    program = program.replace(_PLACE_OF_COLLATOR, batches)
     program = program.replace(_PLACE_OF_BATCHES, _BATCHES if cuts else "")
     program = program.replace(_PLACE_OF_UPDATE, _UPDATE if updates else "")
     program = program.replace(_PLACE_WITHOUT_PLAN, _WITHOUT_TRAINERS if plans else "")
@@ -235,6 +247,7 @@ def _recipe(
         "image_size": None
         if workload.pictures is None
         else [workload.pictures.height, workload.pictures.width],
+        **_heard(workload),
         "loss_is_mean": task.is_mean,
         "sequence_length": config.sequence_length,
         "batching": config.batching,
@@ -268,6 +281,17 @@ def _recipe(
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
         "decided": sorted(DECIDED.keys() | CHANGES_STEP.keys()),
+    }
+
+
+def _heard(workload: Workload) -> dict[str, object]:
+    """Return what a model hears of each sample, where that is all that it reads."""
+    heard = workload.pictures
+    if heard is None or not heard.seconds:
+        return {}
+    (tensor,) = heard.tensors
+    return {
+        "heard": {"seconds": heard.seconds, "name": tensor.name, "shape": list(tensor.shape[1:])}
     }
 
 

@@ -262,6 +262,8 @@ def _refusal(
         remedy = "Take another way to share (--parallelism fsdp2), or another --num-gpus"
     elif any(spec.lora_targets not in (None, "all-linear", "attention") for spec in specs):
         remedy = "Name modules that it has with --targets, or another model or method"
+    elif pictures is not None and pictures.seconds:
+        remedy = "Give another --audio-seconds, model, method or precision"
     elif _is_resized(model, pictures):
         remedy = "Leave --image-size out: the model's own is read then"
     elif pictures is not None and not pictures.is_in_text and all(map(_has_half_weights, specs)):

@@ -46,6 +46,8 @@ RANGES: dict[str, tuple[int, int]] = {
     "accumulation": (1, 100_000),
     "images": (1, MAX_PICTURES),
 }
+SECONDS = (0.01, 600)
+"""Range of the seconds of a sound."""
 ODDS = (0.5, MOST_ODDS)
 """Range of the odds."""
 _TEXTS = (
@@ -81,6 +83,8 @@ class Question:
     """Pictures of each sample; None: there is text alone."""
     image_size: str | None = None
     """Size of each picture in pixels, `WIDTHxHEIGHT`."""
+    audio_seconds: float | None = None
+    """Seconds of each sample's sound; None: what the model says, or there is none."""
     teacher: str | None = None
     """The model whose next words are learnt; None: the base's, or none."""
     dataset: str | None = None
@@ -148,13 +152,13 @@ class Question:
                     f"{name} is {repr(value)[:40]}",
                     why=f"It should be a whole number from {least:,} to {most:,}",
                 )
-        if self.odds is not None and not (
-            type(self.odds) in (int, float) and ODDS[0] <= self.odds <= ODDS[1]
-        ):
-            raise ConfigError(
-                f"odds is {repr(self.odds)[:40]}",
-                why=f"It should be a number from {ODDS[0]} to {ODDS[1]}",
-            )
+        for name, (low, high) in {"odds": ODDS, "audio_seconds": SECONDS}.items():
+            value = getattr(self, name)
+            if value is not None and not (type(value) in (int, float) and low <= value <= high):
+                raise ConfigError(
+                    f"{name} is {repr(value)[:40]}",
+                    why=f"It should be a number from {low} to {high}",
+                )
         for name in ("headroom", "host_mem"):
             if type(getattr(self, name)) is int and getattr(self, name) == 0:  # No unit is needed.
                 object.__setattr__(self, name, "0")

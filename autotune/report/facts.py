@@ -136,7 +136,8 @@ def _speed(answer: Answer) -> Tile:
 
 def _size_of_samples(workload: Workload) -> str:
     if workload.sequence_length == 1 and workload.pictures is not None:
-        return f"pictures of {workload.pictures.size}"
+        seen = workload.pictures
+        return f"sounds of {seen.seconds:g} s" if seen.seconds else f"pictures of {seen.size}"
     return f"{workload.sequence_length:,} tokens per sample"
 
 
@@ -406,7 +407,8 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
     if text := words.heard(answer):
         rows.append(("sound", text))
     if workload.pictures is not None:
-        rows.append(("pictures", words.pictures(workload.pictures)))
+        kind = "sound" if workload.pictures.seconds else "pictures"
+        rows.append((kind, words.pictures(workload.pictures)))
     if workload.teacher is not None:
         rows.append(("teacher", workload.teacher.name))
     if found is not None:

@@ -222,6 +222,8 @@ def data(workload: Workload) -> str:
 
 def pictures(seen: Pictures) -> str:
     """The pictures of a sample, and how many of its tokens stand for them."""
+    if seen.seconds:
+        return f"a sample is {seen.seconds:g} s of sound"
     several = "pictures" if seen.num_images > 1 else "picture"
     if not seen.is_in_text:
         return f"a sample is a picture of {seen.size}"

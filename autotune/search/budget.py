@@ -269,10 +269,10 @@ def has_lengths(task: str, length: int | None) -> bool:
     if row_of(task).has_lengths:
         return True
     if length is not None:
-        raise ConfigError(
-            f"--seq-len does not go with --task {task}",
-            why="A sample is a picture: --image-size says how large it is",
-        )
+        why = "A sample is a picture: --image-size says how large it is"
+        if row_of(task).reads == "waves":
+            why = "A sample is a sound: --audio-seconds says how long it is"
+        raise ConfigError(f"--seq-len does not go with --task {task}", why=why)
     return False
 
 

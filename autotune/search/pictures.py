@@ -15,6 +15,7 @@ from autotune.common import json_records
 from autotune.errors import ConfigError
 from autotune.predict.trace_servers import run_ahead
 from autotune.records.question import Question
+from autotune.search.sounds import read_sound
 from autotune.space.lengths import Lengths
 from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset, PictureTensor
 from autotune.space.trainers import DISTILLATION, row_of
@@ -64,7 +65,15 @@ def read_pictures(
     Raises ConfigError, also where they have more tokens
     than a sample; WorkerError.
     """
-    if row_of(task).reads == "pixels":
+    reads = row_of(task).reads
+    if question.audio_seconds is not None and reads != "waves":
+        raise ConfigError(
+            f"--audio-seconds does not go with --task {task}",
+            remedy="Leave it out: --task audio-classification has sounds of that length",
+        )
+    if reads == "waves":
+        return read_sound(question, source), None
+    if reads == "pixels":
         return _one_picture(question, source), None
     if task != PICTURES:
         if question.image_size is not None:

@@ -14,6 +14,7 @@ FORMATS = (
     "question-context",
     "pictures",
     "sounds",
+    "labelled-sounds",
     "text",
     "preferences",
     "unpaired",

@@ -55,7 +55,7 @@ class Pictures:
 
     @property
     def size(self) -> str:
-        """The size of a picture as it is typed: `640x480`; the largest where they are unequal. Of sound `5s`."""
+        """The size of a picture as it is typed, `640x480`, the largest where they differ; of sound `5s`."""
         if self.seconds:
             return f"{self.seconds:g}s"
         return f"{self.width}x{self.height}"

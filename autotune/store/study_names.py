@@ -38,7 +38,8 @@ def default_study_name(workload: Workload, *, gpu: str | None = None) -> str:
     if workload.task != _default("task"):
         parts.append(workload.task)
     if workload.pictures is not None:
-        parts.append(f"{workload.pictures.num_images}x{workload.pictures.size}")
+        seen = workload.pictures
+        parts.append(seen.size if seen.seconds else f"{seen.num_images}x{seen.size}")
     if workload.teacher is not None:
         parts.append(slug(Path(workload.teacher.name).name))
     if set(workload.methods) != set(METHODS):

@@ -47,11 +47,13 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
     some = data.samples
     if len(some) > MAX_TOKENISED:
         some = random.Random(0).sample(some, MAX_TOKENISED)
-    if row_of(request["task"]).reads == "pixels":
+    row = row_of(request["task"])
+    if row.reads == "pixels":
         _check_pictures(_of(data, some))
-        return {**_recognised(data, loss_on), "counts": [(1, len(data.samples))], "longest": 1}
-    if row_of(request["task"]).reads == "sound":
+    if row.reads in ("sound", "waves"):
         _check_sounds(_of(data, some))
+    if not row.has_lengths:
+        return {**_recognised(data, loss_on), "counts": [(1, len(data.samples))], "longest": 1}
     tokenizer = load_tokenizer(request["tokenizer"])
     if loss_on == "answers":
         tried = list(encode(_of(data, some[:NUM_TRIED]), tokenizer, loss_on))
@@ -144,6 +146,8 @@ def load_processor(name: str, reads: str) -> Any:
     """Load what makes a model's samples of pixels or of sound, from local files. Raises UnusableData."""
     if reads == "sound":
         return _load("AutoProcessor", "processor", name)
+    if reads == "waves":
+        return _load("AutoFeatureExtractor", "feature extractor", name)
     return _load("AutoImageProcessor", "image processor", name)
 
 
@@ -160,6 +164,8 @@ def _load(kind: str, what: str, name: str) -> Any:
         raise UnusableData(
             f"there is no {what} in local files for {name}: {why}", remedy
         ) from error
-    if kind != "AutoImageProcessor" and not has_words(getattr(reader, "tokenizer", reader)):
+    if kind in ("AutoProcessor", "AutoTokenizer") and not has_words(
+        getattr(reader, "tokenizer", reader)
+    ):
         raise UnusableData(f"there are no files of a tokenizer for {name}", remedy)
     return reader

@@ -108,8 +108,8 @@ DIFFERENCES = {
     "padding": "the trace takes every place for a token; what the real run has of the tokens alone, it "
     "has in proportion (61 of 64 places, a prime)",
     "liger": "its Python code runs, its Triton kernels are not launched: a CPU has none",
-    "masks of spans": "made on the CPU and copied to a GPU: only the copy counts; their places are listed in a "
-    "buffer inside the operation: left out of the trace",
+    "masks of spans": "made on the CPU, copied to a GPU: the copy counts; where they are true is listed "
+    "inside the operation: left out of the trace",
     "step counts": "on the CPU even when the parameters are on a GPU: left out of the real run",
 }
 """What a GPU does and a CPU does not, or the other way round; and how the comparison undoes it."""

@@ -57,9 +57,12 @@ def _check_task(task: str | None) -> None:
     if task is None or (task != PICTURES and row_of(task).has_lengths):
         return
     size = "--images 1 --image-size 1024x768" if task == PICTURES else "--image-size 224x224"
+    what = "How many pictures a sample has, and of which size,"
+    if row_of(task).reads == "waves":
+        size, what = "--audio-seconds 5", "How long a sample's sound is"
     raise ConfigError(
         f"--task {task} does not go with `max`",
-        why="How many pictures a sample has, and of which size, is not asked for here",
+        why=f"{what} is not asked for here",
         remedy=f"`autotune estimate {size}` prices one configuration",
     )
 

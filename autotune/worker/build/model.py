@@ -112,6 +112,7 @@ _OF_KIND: dict[str, Any] = {
 _REMEDIES = {
     PICTURED: "say which pictures each sample has (--images, --image-size)",
     "speech": "say what it is trained for (--task automatic-speech-recognition)",
+    "audio": "say what it is trained for (--task audio-classification)",
     "images": "say what it is trained for (--task image-classification)",
 }
 
@@ -160,7 +161,9 @@ def build_base(
         raise UnsupportedModel(first_line(error)) from error
     if any(not parameter.is_meta for parameter in model.parameters()):
         model.to("meta")  # Models that hear make one by `torch.Tensor`, which heeds no device.
-    if row.reads in ("pixels", "waves") and any(isinstance(each, _BatchNorm) for each in model.modules()):
+    if row.reads in ("pixels", "waves") and any(
+        isinstance(each, _BatchNorm) for each in model.modules()
+    ):
         raise UnsupportedModel(
             "it has batch norms, whose statistics are of a micro-batch: another micro-batch would be another "
             "training run, which is not planned here"
@@ -286,6 +289,10 @@ _ASKS_FOR_VALUES = (
 """Parts of torch 2.13's messages where a tensor on `meta` would have to know its values."""
 
 
+_IS_TOO_SHORT = "Kernel size can't be greater than actual input size"
+"""Part of torch 2.13's message where a convolution's input is shorter than its kernel."""
+
+
 _CHANGES_CODES = "to out tensor with dtype torch.uint8"
 """Part of torch 2.13's message where arithmetic in floating point would end in packed 4-bit weights: with
 weights it refuses that, too. Gemma 3n clamps some of its own so."""
@@ -307,6 +314,7 @@ def is_refused(error: Exception) -> bool:
     return (
         asks_for_values(error)
         or _CHANGES_CODES in said
+        or _IS_TOO_SHORT in said
         or _READS_ITS_DTYPE.search(said) is not None
     )
 
@@ -315,6 +323,8 @@ def refusal_of(error: Exception) -> str:
     """Say why a training step cannot be run, short enough for a message."""
     if _CHANGES_CODES in str(error):
         return "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
+    if _IS_TOO_SHORT in str(error):
+        return "its samples are shorter than what its convolutions take"
     return f"its training step cannot be run without data ({reason_of(error)})"
 
 

@@ -7,6 +7,7 @@ of a quantised base come as a checkpoint's would (autotune.worker.build.loading)
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ from autotune.worker.build import model as models
 STANDARD_DEVIATION = 0.02
 """Standard deviation of quantised weights. The others get what Transformers gives their architecture (mostly
 the same)."""
+
+_UNFILLED = re.compile(r"\.parametrizations\.|^layer_weights$")
+"""Names of weights that Transformers' initialisation leaves as they are: a norm's and a direction's, that
+a convolution of models that hear is made of, and shares of layers (transformers 5.23)."""
 
 
 def build(
@@ -88,6 +93,10 @@ def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
             if buffer.is_meta:
                 setattr(module, name, torch.empty_like(buffer, device=device))
     model.initialize_weights()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if _UNFILLED.search(name):
+                parameter.normal_(std=STANDARD_DEVIATION)
 
 
 def _fill_empty(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Recorded sound with the tokens of what is said in it: rows, and batches of them.
+"""Recorded sound with the tokens of what is said in it, or with its class: rows, and batches of them.
 
 What follows the imports is put into train.py as it stands (autotune.export.train_py). A .wav at the rate
 that the model reads needs Python and NumPy alone; other files are read by Transformers' load_audio, with
@@ -20,6 +20,8 @@ from autotune.export.encode import IGNORED
 from autotune.export.rows_of_tasks import transcribed
 from autotune.export.samples import Samples, UnusableData, shown
 from autotune.worker.build.sound_input import FEATURES
+
+SPECTRA_PER_SECOND = 20  # of twice a spectrum's 25 ms: extractors make none of a shorter sound
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,46 @@ class Sounds(torch.utils.data.Dataset[dict[str, Any]]):
             sys.exit(f"{error}")
         made = self.extractor(heard, sampling_rate=rate, return_tensors="np")
         return {FEATURES: made[FEATURES][0], "labels": each.labels}
+
+
+class LabelledSounds(torch.utils.data.Dataset[dict[str, Any]]):
+    """Sounds, each read when it is asked for and made as long as all are, with the number of its class.
+
+    `heard`: the seconds of each, and the name and the shape of what the extractor makes of them.
+    """
+
+    def __init__(
+        self, data: Samples, extractor: Any, classes: Sequence[Any], heard: Mapping[str, Any]
+    ) -> None:
+        self.data, self.extractor, self.classes, self.heard = data, extractor, classes, heard
+
+    def __len__(self) -> int:
+        return len(self.data.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import numpy as np
+
+        sample, rate = self.data.samples[index], self.extractor.sampling_rate
+        try:
+            values = read_sound(sample.text, self.data.folder, f"sample {index + 1}", rate)
+        except UnusableData as error:
+            sys.exit(f"{error}")
+        values = values[: round(self.heard["seconds"] * rate)]
+        if len(values) < rate // SPECTRA_PER_SECOND:
+            values = np.pad(values, (0, rate // SPECTRA_PER_SECOND - len(values)))
+        name, shape = self.heard["name"], self.heard["shape"]
+        made = self.extractor(values, sampling_rate=rate, return_tensors="np")[name][0][: shape[0]]
+        silence = [(0, shape[0] - len(made)), *[(0, 0)] * (made.ndim - 1)]
+        return {name: np.pad(made, silence), "labels": self.classes.index(sample.answer)}
+
+
+def collate_labelled(rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
+    """A batch: sounds in the dtype of the weights that read them, and their classes."""
+    batch = {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+    return {
+        name: values.to(dtype) if values.is_floating_point() else values
+        for name, values in batch.items()
+    }
 
 
 def sounds_of(data: Samples, processor: Any, length: int) -> Sounds:

@@ -173,12 +173,12 @@ class FirstStep:
             model.register_forward_pre_hook(self._passes(is_in=True)),
             model.register_forward_hook(self._passes(is_in=False)),
         ]
-        self._handles += [
-            module.register_forward_hook(self._embedded)
-            for module in model.modules()
-            # What reads tokens or pixels. PEFT's layer around an embedding may look up in the weight itself.
-            if isinstance(getattr(module, "base_layer", module), nn.Embedding | nn.Conv2d)
-        ]
+        # What reads tokens or pixels. PEFT's layer around an embedding may look up in the weight itself.
+        readers = self._of_kind(nn.Embedding, nn.Conv2d) or self._of_kind(nn.Conv1d)  # of sound
+        self._handles += [module.register_forward_hook(self._embedded) for module in readers]
+
+    def _of_kind(self, *kinds: type[nn.Module]) -> list[nn.Module]:
+        return [m for m in self._modules if isinstance(getattr(m, "base_layer", m), kinds)]
 
     def _seen(self, number: int) -> Any:
         def seen(*_: Any) -> None:

@@ -49,6 +49,7 @@ class _NoModel(nn.Module):
         token_type_ids: Any = None,
         pixel_values: Any = None,
         input_features: Any = None,
+        input_values: Any = None,
         labels: Any = None,
         start_positions: Any = None,
         end_positions: Any = None,

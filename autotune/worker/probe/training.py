@@ -35,7 +35,7 @@ from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.build.sound import shape_of
 from autotune.worker.build.sound_input import dtype_read_by
-from autotune.worker.build.sound_rows import collate_sounds
+from autotune.worker.build.sound_rows import collate_labelled, collate_sounds
 from autotune.worker.probe import confirm, embedding_trainer, trl_trainers
 from autotune.worker.probe.checks import Invalid
 from autotune.worker.probe.seen_rows import PictureRows, SeenRows, SpokenRows, collate
@@ -74,6 +74,8 @@ def build_trainer(
         more |= trl_trainers.beside(model, spec.task, config, spec.teacher)
         if spec.pictures is not None:
             more["data_collator"] = collate
+    elif row_of(spec.task).reads == "waves":
+        more["data_collator"] = functools.partial(collate_labelled, dtype=dtype_read_by(model))
     elif row_of(spec.task).reads == "sound":
         more["data_collator"] = functools.partial(collate_sounds, dtype=dtype_read_by(model))
     elif config.batching == "padding-free":
