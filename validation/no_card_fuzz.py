@@ -37,6 +37,8 @@ from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec
+from autotune.records.question import Question
+from autotune.search.sounds import read_sound
 from autotune.space import requirements
 from autotune.space.checkpoint_plans import INTERVAL, plan_offloads
 from autotune.space.compilation import why_not_predicted
@@ -69,6 +71,10 @@ NUMBERS: dict[str, tuple[int, ...]] = {
     "torch_empty_cache_steps": (0, 1, 2),
 }
 """Of settings that are numbers; the others have their knob's choices."""
+SECONDS = (1.0, 2.5, 5.0, 10.0)
+"""Of sounds, where a model reads any length."""
+_OF_ONE_LENGTH = ("whisper", "audio-spectrogram-transformer")
+"""Models that read as much sound of each sample."""
 _MOST_TOKENS = 32768
 """Of a micro-batch: more takes a probe's time and tells nothing new."""
 _FIXED = ("micro_batch_size", "peft", "parallelism", "lora_alpha_ratio", "checkpoint_layers")
@@ -219,15 +225,30 @@ def main() -> None:
                         config = dataclasses.replace(config, **{name: value})
                 if is_valid(config, source, task, card.compute_capability):
                     break
+            if not row_of(task).has_lengths:
+                config = dataclasses.replace(config, sequence_length=1)
             key = f"{source.name} {options.layers} {shown(config)} {config.lora_dropout}"
             key += " capped" * options.capped
             if key in records:
                 continue
+            heard = None
+            if row_of(task).reads == "waves":
+                is_free = source.config["model_type"] not in _OF_ONE_LENGTH
+                seconds = chance.choice(SECONDS) if is_free else None
+                heard = read_sound(Question(audio_seconds=seconds), source)
+                key += f" {heard.size}"
             try:
                 specs = [TraceSpec.of(config)]
                 length = config.sequence_length
                 traces = trace_all(
-                    source, task, length, card, specs, teacher=taught_by, server=tracers
+                    source,
+                    task,
+                    length,
+                    card,
+                    specs,
+                    pictures=heard,
+                    teacher=taught_by,
+                    server=tracers,
                 )
                 estimator = Estimator(traces, card, memory_budget_bytes=budget_bytes)
                 estimate = estimator.estimate(config)
@@ -246,6 +267,7 @@ def main() -> None:
                 backend="cuda",
                 memory_budget_bytes=least_bytes,
                 max_seconds=0.1,
+                pictures=heard,
                 teacher=taught_by,
             )
             seen = Prober(OneCard(probes), table, source, spec).measure(config)

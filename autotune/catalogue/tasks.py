@@ -26,6 +26,8 @@ class Task:
     """PEFT's `task_type`, which decides which heads train beside the adapter; None: PEFT has none for it."""
     heads: tuple[str, ...] = ()
     """Modules that train in full beside an adapter, and so must not be quantised."""
+    within_heads: tuple[str, ...] = ()
+    """Layers of a head that go by names of their own for PEFT."""
     has_known_heads: bool = True
     """Whether PEFT's `all-linear` knows the heads, and takes them for no layers to adapt."""
     reads: Literal["tokens", "pixels", "waves", "sound"] = "tokens"
@@ -53,7 +55,7 @@ class Task:
         """Fields of PEFT's configuration that keep the heads out of an adapter, and let them train."""
         fields: dict[str, list[str]] = {}
         if not self.has_known_heads:
-            fields["exclude_modules"] = [*self.heads]
+            fields["exclude_modules"] = [*self.heads, *self.within_heads]
             if self.peft_type is None:
                 fields["modules_to_save"] = [*self.heads]
         return fields
@@ -138,10 +140,11 @@ TASKS: dict[str, Task] = {
             has_two_stacks=True,
         ),
         Task(
-            # The heads of all models for sound in transformers 5.23; AST's classifier holds a layer `dense`.
+            # The heads of all models for sound in transformers 5.23.
             name="audio-classification",
             model_class="AutoModelForAudioClassification",
             heads=("classifier", "projector"),
+            within_heads=("classifier.dense",),  # AST's
             has_known_heads=False,
             labels_of="samples",
             has_classes=True,

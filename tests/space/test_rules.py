@@ -248,6 +248,10 @@ BREAKERS = {
         dataclasses.replace(FULL, batching="grouped"),
         dataclasses.replace(ADA, task="automatic-speech-recognition"),
     ),
+    "sounds-need-tried-settings": (
+        dataclasses.replace(FULL, batching="padded", neftune_noise_alpha=5.0),
+        dataclasses.replace(ADA, task="audio-classification"),
+    ),
     "pictures-are-padded": (dataclasses.replace(SEES, batching="grouped"), OF_PICTURES),
     "pictures-need-tried-settings": (
         dataclasses.replace(SEES, neftune_noise_alpha=5.0),

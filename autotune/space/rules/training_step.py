@@ -45,6 +45,20 @@ def _is_untried_on_pictures(config: TrainConfig) -> bool:
     )
 
 
+def _is_untried_on_sounds(config: TrainConfig) -> bool:
+    return (
+        config.method not in ("full", "lora", "qlora")
+        or config.attention not in ("sdpa", "eager")
+        or config.parallelism != "none"
+        or config.is_compiled
+        or PRECISIONS[config.precision].fp8
+        or config.liger
+        or bool(config.neftune_noise_alpha)
+        or config.activation_offloading
+        or config.has_plan
+    )
+
+
 def _has_own_task(config: TrainConfig) -> bool:
     return bool(TRAINERS[config.trainer].task)
 
@@ -414,6 +428,18 @@ RULES: tuple[Rule, ...] = (
         "eager attention, and every layer checkpointed or none. Other adapters, fp8, Liger's kernels, "
         "updates in the backward pass, noise, copies in float32, and an adapter on the head were not",
         breaks=lambda c, context: context.task == PICTURES and _is_untried_on_pictures(c),
+    ),
+    Rule(
+        # Such models have no embedding to add noise to, and convolutions that are checkpointed as layers are.
+        name="sounds-need-tried-settings",
+        reason="sounds with a class were tried with full fine-tuning, LoRA and QLoRA on one GPU, eagerly, "
+        "with sdpa or eager attention. Other adapters, fp8, Liger's kernels, noise, offloading and plans of "
+        "checkpointing were not",
+        breaks=lambda c, context: (
+            context.task_row is not None
+            and context.task_row.reads == "waves"
+            and _is_untried_on_sounds(c)
+        ),
     ),
     Rule(
         name="whole-matrix-optimizers-need-one-gpu",

@@ -281,13 +281,29 @@ def _of_masked_scatter(_: Multiprocessors, args: Args, out: Any) -> Found:
     return (counts,) if args[1].numel() == out.numel() else (counts, Buffer(out.numel()))
 
 
-def _copies(tensors: Iterable[torch.Tensor]) -> Found:
-    """Copies in order of the operands of a convolution in one dimension, which is taken for two.
+def _copies(tensors: Iterable[torch.Tensor], **when: bool) -> Found:
+    """Copies in order of operands that lie in another.
 
-    Source: Convolution.cpp, _convolution.
+    A convolution in one dimension, which is taken for two, makes them; a layer norm makes one of its input,
+    and of a gradient, behind its own results. Sources: Convolution.cpp, _convolution and
+    convolution_backward; layer_norm_kernel.cu, layer_norm_cuda and layer_norm_backward_cuda.
     """
-    out_of_order = (t for t in tensors if t.ndim == 3 and not t.is_contiguous())
-    return tuple(Buffer(tensor.nbytes, comes_first=True) for tensor in out_of_order)
+    out_of_order = (t for t in tensors if not t.is_contiguous())
+    return tuple(Buffer(each.nbytes, **{"comes_first": True, **when}) for each in out_of_order)
+
+
+def _rows(operands: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Operands of a convolution in one dimension."""
+    return (operand for operand in operands if operand.ndim == 3)
+
+
+def _of_convolution_backward(multiprocessors: Multiprocessors, args: Args, out: Any) -> Found:
+    """Copies of the input and of the gradient, and what adding up the bias's gradient needs."""
+    gradient, has_bias = args[0], args[10][2]
+    copies = _copies(_rows(args[1:2])) + _copies(_rows(args[:1]), goes_first=True)
+    if not has_bias:
+        return copies
+    return copies + _sums(multiprocessors, gradient, [0, *range(2, gradient.ndim)], gradient)
 
 
 _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
@@ -310,8 +326,13 @@ _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten.cumsum.default: _of_cumsum,
     aten.masked_scatter.default: _of_masked_scatter,
     aten.masked_scatter_.default: _of_masked_scatter,
-    aten.convolution.default: lambda _, args, out: _copies(args[:1]),
-    aten.convolution_backward.default: lambda _, args, out: _copies(args[:2]),
+    aten.convolution.default: lambda _, args, out: _copies(_rows(args[:1])),
+    aten.convolution_backward.default: _of_convolution_backward,
+    aten.native_layer_norm.default: lambda _, args, out: _copies(args[:1]),
+    aten.native_layer_norm_backward.default: lambda _, args, out: (
+        *_copies(args[1:2]),
+        *_copies(args[:1], comes_first=False),
+    ),
 }
 
 

@@ -37,7 +37,7 @@ def parted(
 ) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...], tuple[Buffer, ...]]:
     """Part the buffers: there before the results, given back early, and the others."""
     first = tuple(each for each in buffers if each.comes_first)
-    brief = tuple(each for each in buffers if each.goes_first)
+    brief = tuple(each for each in buffers if each.goes_first and not each.comes_first)
     return first, brief, tuple(each for each in buffers if each not in (*first, *brief))
 
 

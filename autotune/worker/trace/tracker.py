@@ -347,6 +347,8 @@ class Tracker(TorchDispatchMode):
         if self._at_launch is not None:
             self._at_launch(self, func, args, kwargs)
         if cost is not None:
+            self._free([n for n, b in zip(inside, cost.first, strict=True) if b.goes_first])
+            inside = [n for n, b in zip(inside, cost.first, strict=True) if not b.goes_first]
             self.record_buffers(cost.brief)
             self._free([*inside, *self._allocated(cost.then)])
             self.recording.kernels += cost.launches(
