@@ -48,7 +48,9 @@ Row = tuple[str, str] | tuple[str, str, str]
 
 def _beside(seen: Pictures | None, teacher: Teacher | None) -> list[Row]:
     taught: list[Row] = [] if teacher is None else [("teacher", printable(teacher.name))]
-    return [*taught, *([] if seen is None else [("sees", words.pictures(seen))])]
+    if seen is None:
+        return taught
+    return [*taught, ("hears" if seen.seconds else "sees", words.pictures(seen))]
 
 
 def draw_answer(answer: Answer, file: TextIO) -> None:

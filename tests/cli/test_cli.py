@@ -88,6 +88,7 @@ SHARED = {
     "--seq-len": 1024,
     "--images": None,
     "--image-size": None,
+    "--audio-seconds": None,
     "--teacher": None,
     "--dataset": None,
     "--format": None,

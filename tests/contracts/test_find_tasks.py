@@ -306,6 +306,12 @@ BAD = {
         {"audio": "none.wav", "text": "w1"},
         "none.wav): No such file or directory",
     ),
+    "no sound with a class": (
+        "audio-classification",
+        "whisper",
+        {"audio": "none.wav", "label": 1},
+        "none.wav): No such file or directory",
+    ),
     "no text": (
         "automatic-speech-recognition",
         "whisper",

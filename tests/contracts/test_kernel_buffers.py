@@ -62,6 +62,27 @@ def test_buffers_are_what_pytorch_asks_for() -> None:
         assert 0 <= missing <= NOT_MODELLED_BYTES.get(row["operation"], 0), row
 
 
+def test_what_lies_in_another_order_is_copied() -> None:
+    """As under tools.no_card on an RTX 3090 (validation.no_card_fuzz): Wav2Vec2's norms and convolutions."""
+    aten, multiprocessors = torch.ops.aten, H200.multiprocessors
+    lying = torch.empty(3, 499, 512, device="meta", dtype=torch.bfloat16).transpose(1, 2)
+    copy_bytes = lying.nbytes
+
+    def found(func: Any, *args: Any) -> list[list[int]]:
+        groups = parted(hidden_buffers(multiprocessors, func, args, None))
+        return [[each.size_bytes for each in group] for group in groups]
+
+    assert found(aten.native_layer_norm.default, lying) == [[copy_bytes], [], []]
+    both = found(aten.native_layer_norm_backward.default, lying, lying)
+    assert both == [[copy_bytes], [], [copy_bytes]]
+    rest = (None, [512], [2], [0], [1], False, [0], 1)
+    for has_bias in (False, True):
+        asked = [True, True, has_bias]
+        first, _, then = found(aten.convolution_backward.default, lying, lying, *rest, asked)
+        assert first == [copy_bytes, copy_bytes]
+        assert bool(then) is has_bias
+
+
 def test_efficient_attention_asks_for_what_it_was_recorded_to_on_seven_cards() -> None:
     rows = [json.loads(line) for line in EFFICIENT.read_text(encoding="utf-8").splitlines()]
     assert len({tuple(row["compute_capability"]) for row in rows}) == 7

@@ -50,7 +50,12 @@ PLAIN = TrainConfig(
         (
             {"model_type": "wav2vec2"},
             "causal-lm",
-            "it is a model for audio, which is not trained here",
+            r"for audio: say what it is trained for \(--task audio-classification\)",
+        ),
+        (
+            {"model_type": "bert"},
+            "audio-classification",
+            "type bert are not trained for .* here: those of .*wav2vec2, .*whisper are",
         ),
         (
             {"model_type": "llava"},

@@ -845,6 +845,20 @@ def run_case(case: Case, folder: Path) -> Run:
         )
 
 
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        (100, "it masks spans of 10 positions, and a sample becomes 4: it needs longer ones"),
+        (5, "its samples are shorter than what its convolutions take"),
+    ],
+)
+def test_a_sound_may_be_too_short(length: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HEARD, "wav2vec2", ("input_values", (length,)))
+    with pytest.raises(models.UnsupportedModel, match=said) as refused:
+        traced(CASES["wav2vec2 full audio-classification"])
+    assert not isinstance(refused.value, models.CrashedStep)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
     case = CASES[name]

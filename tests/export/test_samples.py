@@ -61,6 +61,7 @@ def test_the_formats_have_one_list() -> None:
         ({**ASKED, "answer": "c"}, "question-answering", "question-context", "a", (2, 3)),
         ({"img": "a.png", "label": "cat"}, "image-classification", "pictures", "a.png", "cat"),
         ({"audio": "a.wav", "sentence": "b"}, "automatic-speech-recognition", "sounds", "a.wav", "b"),
+        ({"audio": "a.wav", "label": 1}, "audio-classification", "labelled-sounds", "a.wav", 1),
     ],
 )  # fmt: skip
 def test_a_format_is_recognised_by_its_fields(
@@ -120,6 +121,7 @@ def test_fields_that_others_train_on_are_known_where_nothing_reads_them(
         ({"question": "a", "context": "b", "answers": 3}, "question-answering", "no answers as SQuAD has"),
         ({"question": "a", "context": "b", "answers": [{"text": "b"}]}, "question-answering", "not in its"),
         ({"image": "a.png", "label": [1]}, "image-classification", "no class in label"),
+        ({"audio": "a.wav", "label": None}, "audio-classification", "takes audio/sound and label/labels"),
         ({"image": "a.png"}, "image-classification", "takes image/img/picture and label/labels"),
         ({"audio": "a.wav", "text": 3}, "automatic-speech-recognition", "no text in text: 3"),
     ],

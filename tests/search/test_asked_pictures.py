@@ -73,6 +73,8 @@ def test_pictures_decide_the_task(source: models.ModelSource) -> None:
         ({"images": 2}, TASK, "needs to know how many pictures"),
         ({}, TASK, "needs to know how many pictures"),
         ({"image_size": "640x480"}, "causal-lm", "--image-size needs --images"),
+        ({"audio_seconds": 5}, "image-classification", "--audio-seconds does not go with --task"),
+        ({}, "audio-classification", "Nothing says how long the sounds are"),
         ({"images": 2, "image_size": "640"}, TASK, "is no size"),
         ({"images": 2, "image_size": "0x480"}, TASK, "is no size"),
         ({"images": 2, "image_size": "640x20000"}, TASK, "is no size"),
@@ -120,6 +122,40 @@ def test_a_model_of_pictures_alone_says_how_large_they_are(
     (tensor,) = found.tensors
     assert tensor.shape == (1, 1, found.height, found.width)
     assert asked == []
+
+
+SLOW = {"sampling_rate": 8000}
+HEARD = {
+    "whisper": ({"num_mel_bins": 16}, {}, {}, "input_features", (16, 3000), "30s"),
+    "audio-spectrogram-transformer": (
+        {"max_length": 128},
+        {},
+        {},
+        "input_values",
+        (128, 128),
+        "1.28s",
+    ),
+    "wav2vec2": ({}, SLOW, {"audio_seconds": 0.5}, "input_values", (4000,), "0.5s"),
+    "wav2vec2-bert": ({}, {}, {"audio_seconds": 1}, "input_features", (49, 160), "1s"),
+}
+
+
+@pytest.mark.parametrize("kind", HEARD)
+def test_a_model_hears_its_own_length_or_the_one_that_is_asked_for(
+    kind: str, tmp_path: Path
+) -> None:
+    config, extractor, given, name, shape, size = HEARD[kind]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **config}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(extractor))
+    model = models.resolve(str(tmp_path))
+    found, lengths = read_pictures(Question(**given), model, "audio-classification", 1)
+    assert found is not None
+    assert lengths is None
+    assert (found.size, found.is_in_text) == (size, False)
+    assert [(each.name, each.shape) for each in found.tensors] == [(name, (1, *shape))]
+    if not given:
+        with pytest.raises(ConfigError, match="--audio-seconds does not go with"):
+            read_pictures(Question(audio_seconds=5), model, "audio-classification", 1)
 
 
 def test_a_model_whose_pictures_have_no_size_is_asked_for_it(

@@ -159,6 +159,15 @@ def test_a_length_that_nobody_gave_is_one_that_the_model_is_made_for() -> None:
             {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
             "automatic-speech-recognition",
         ),
+        (
+            {"model_type": "whisper", "architectures": ["WhisperForAudioClassification"]},
+            "audio-classification",
+        ),
+        # Its class is named as one of texts.
+        (
+            {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForSequenceClassification"]},
+            "audio-classification",
+        ),
         ({"model_type": "bert", "is_decoder": True}, "causal-lm"),
         ({"model_type": "bart", "is_encoder_decoder": False}, "causal-lm"),
         (
@@ -399,12 +408,17 @@ def test_what_the_base_says_is_agreed_with() -> None:
             budget.agreed("--seq-len", other, 8)
 
 
-def test_a_sample_that_is_a_picture_has_no_length() -> None:
+def test_a_sample_that_is_a_picture_or_a_sound_has_no_length() -> None:
     assert budget.has_lengths("causal-lm", None)
     assert budget.has_lengths("causal-lm", 8)
     assert not budget.has_lengths("image-classification", None)
     with pytest.raises(ConfigError, match="--seq-len does not go with --task image-class"):
         budget.has_lengths("image-classification", 8)
+    with pytest.raises(
+        ConfigError, match="--seq-len does not go with --task audio-class"
+    ) as refused:
+        budget.has_lengths("audio-classification", 8)
+    assert "--audio-seconds says how long it is" in str(refused.value.why)
 
 
 def test_the_longest_sample_is_the_worst_batch_unless_samples_are_packed() -> None:

@@ -728,6 +728,19 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
     "ring-needs-packed-causal-lm": (RING, [{"batching": "padded"}, MASKED]),
     "dealing-needs-packed-causal-lm": (DEALT, [{"batching": "padded"}, MASKED]),
     "completions-need-tried-settings": (GRPO, [{"liger": True}, {"attention": "flex_attention"}]),
+    "sounds-need-tried-settings": (
+        dataclasses.replace(LORA, batching="padded"),
+        [
+            {"method": "ia3"},
+            {"attention": "flash_attention_2"},
+            *TWO_WAYS,
+            {"precision": "fp8-mixed"},
+            {"liger": True},
+            {"neftune_noise_alpha": 5.0},
+            {"activation_offloading": True},
+            {"checkpoint_plan": "recompute"},
+        ],
+    ),
     "embeddings-need-tried-settings": (EMBEDS, [{"liger": True}, {"attention": "flex_attention"}]),
     "pairs-need-tried-settings": (
         DPO_LORA,
@@ -798,6 +811,7 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
 }
 """By rule a configuration that is sound by it, and changes each of which alone breaks it."""
 CONTEXTS = {
+    "sounds-need-tried-settings": dataclasses.replace(ADA, task="audio-classification"),
     "pictures-need-tried-settings": OF_PICTURES,
     "pictures-are-padded": OF_PICTURES,
     "weight-decay-copies-gradients": dataclasses.replace(ADA, weight_decay=True),
