@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -278,6 +279,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "window_size": 4,
     },
     "whisper": WHISPER,
+    "whisper, masked": {
+        **WHISPER,
+        "apply_spec_augment": True,
+        "mask_time_length": 5,
+        "mask_feature_prob": 0.1,
+        "mask_feature_length": 4,
+    },
     "whisper, short decoder": {**WHISPER, "encoder_layers": 7, "decoder_layers": 4},
     "bloom": {
         "model_type": "bloom",
@@ -558,6 +566,7 @@ CASES = {
     "vit micro-batch 1": Case(architecture="vit", task="image-classification", micro_batch=1),
     "whisper full": Case(architecture="whisper", task=SPEECH, precision="fp32"),
     "whisper full bf16 sdpa": Case(architecture="whisper", task=SPEECH, attention="sdpa"),
+    "whisper masked": Case(architecture="whisper, masked", task=SPEECH, precision="fp32"),
     "whisper lora checkpointed": Case(
         architecture="whisper", task=SPEECH, precision="fp32", method="lora", checkpointing=1
     ),
@@ -725,8 +734,10 @@ def frees_in_no_order(events: Events) -> Events:
 def on_device(make: Any) -> Any:
     """DIFFERENCES: masks of spans."""
 
-    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.ops.aten.lift_fresh.default(unrecorded()(make)(*args, **kwargs))
+    def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(data, np.ndarray):
+            return make(data, *args, **kwargs)
+        return torch.ops.aten.lift_fresh.default(unrecorded()(make)(data, *args, **kwargs))
 
     return made
 
@@ -828,6 +839,7 @@ def run_case(case: Case, folder: Path) -> Run:
             more = {"data_collator": of_model}
         if row_of(case.task).reads == "waves":
             rows = heard(case, dtype_read_by(model))
+        if row_of(case.task).reads in ("sound", "waves"):
             made = (torch, "tensor", on_device(torch.tensor))
             stack.enter_context(replaced([*masked_spans.drawing(model), made]))
         return run_trainer(

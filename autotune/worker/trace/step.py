@@ -320,7 +320,7 @@ def trace_step(
         )
         if sees is not None and sees.is_in_text:
             stack.enter_context(pictures.on_meta(step.model, tracker, micro_batch, sees))
-        if row_of(task).reads == "waves":
+        if row_of(task).reads in ("sound", "waves"):
             stack.enter_context(masked_spans.on_meta(step.model, tracker))
         try:
             if base.ready is None:
