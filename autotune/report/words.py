@@ -82,6 +82,8 @@ def limits(config: TrainConfig | None) -> str:
         return f"{_LIMITS}, the reference's pass over all samples before training"
     if config is not None and plan_offloads(config.checkpoint_plan):
         return f"{_LIMITS}, what copies to host memory slow down beside them"
+    if config is not None and config.sequence_length == 1:  # of a picture or a sound
+        return f"{_LIMITS}, what cuDNN's convolutions work in, and their time by shape"
     return _LIMITS
 
 

@@ -281,7 +281,9 @@ def _of_masked_scatter(_: Multiprocessors, args: Args, out: Any) -> Found:
     return (counts,) if args[1].numel() == out.numel() else (counts, Buffer(out.numel()))
 
 
-def _copies(tensors: Iterable[torch.Tensor], **when: bool) -> Found:
+def _copies(
+    tensors: Iterable[torch.Tensor], *, comes_first: bool = True, goes_first: bool = False
+) -> Found:
     """Copies in order of operands that lie in another.
 
     A convolution in one dimension, which is taken for two, makes them; a layer norm makes one of its input,
@@ -289,7 +291,9 @@ def _copies(tensors: Iterable[torch.Tensor], **when: bool) -> Found:
     convolution_backward; layer_norm_kernel.cu, layer_norm_cuda and layer_norm_backward_cuda.
     """
     out_of_order = (t for t in tensors if not t.is_contiguous())
-    return tuple(Buffer(each.nbytes, **{"comes_first": True, **when}) for each in out_of_order)
+    return tuple(
+        Buffer(each.nbytes, comes_first=comes_first, goes_first=goes_first) for each in out_of_order
+    )
 
 
 def _rows(operands: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
