@@ -573,6 +573,10 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("changes", "is_broken"),
     [
+        # A head trains in its own dtype beside an adapter.
+        ({"task": "audio-classification", "precision": "bf16-autocast"}, True),
+        ({"task": "audio-classification", "method": "qlora", "quantization": "nf4"}, True),
+        ({"task": "audio-classification", "precision": "bf16-mixed"}, False),
         ({"method": "full"}, True),
         ({"method": "full", "precision": "bf16-mixed"}, False),
         ({"method": "full", "optimizer": "rmsprop"}, False),
@@ -584,8 +588,9 @@ def test_each_rule_names_its_own_breach_and_no_other(rule: Rule) -> None:
 )
 def test_bitsandbytes_rmsprop_steps_on_float32(changes: dict[str, Any], is_broken: bool) -> None:
     settings = {"precision": "bf16-true", "optimizer": "rmsprop_bnb", **changes}
+    context = dataclasses.replace(ADA, task=settings.pop("task", ADA.task))
     config = dataclasses.replace(FULL if changes.get("method") == "full" else LORA, **settings)
-    names = [rule.name for rule in broken_rules(config, ADA)]
+    names = [rule.name for rule in broken_rules(config, context)]
     assert ("bitsandbytes-rmsprop-needs-float32" in names) == is_broken
 
 

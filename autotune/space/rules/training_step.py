@@ -11,6 +11,7 @@ from autotune.space.precisions import PRECISIONS, dtype_beside
 from autotune.space.rules.rule import (
     ADA,
     AMPERE,
+    Context,
     Rule,
     has_reference,
     is_before,
@@ -63,12 +64,18 @@ def _has_own_task(config: TrainConfig) -> bool:
     return bool(TRAINERS[config.trainer].task)
 
 
-def _has_bfloat16_gradients(config: TrainConfig) -> bool:
+def _has_bfloat16_gradients(config: TrainConfig, context: Context) -> bool:
     # LLaMA-Adapter's prompts are made in the base's dtype (peft 0.21); DeepSpeed steps on float32 copies.
     is_in_base_dtype = config.method in ("full", "adaption_prompt") or config.adapter_in_base_dtype
     dtype = dtype_beside(config.precision, config.quantization, config.quantization_storage)
     is_zero = PARALLELISMS[config.parallelism].is_deepspeed
-    return is_in_base_dtype and dtype == "bfloat16" and not is_zero
+    is_head_in_it = (
+        context.task_row is not None
+        and bool(context.task_row.heads)
+        and PRECISIONS[config.precision].parameter_dtype == "bfloat16"
+        and not config.kbit_preparation
+    )
+    return ((is_in_base_dtype and dtype == "bfloat16") or is_head_in_it) and not is_zero
 
 
 def _tokens(config: TrainConfig) -> int:
@@ -102,10 +109,10 @@ RULES: tuple[Rule, ...] = (
         # bitsandbytes 0.50 backends/cuda/ops.py, str2optimizer32bit; with 8 bits small tensors take it, too.
         name="bitsandbytes-rmsprop-needs-float32",
         reason="bitsandbytes' RMSprop has no kernel for gradients in bfloat16: take bf16-mixed, or rmsprop",
-        breaks=lambda c, _: (
+        breaks=lambda c, context: (
             OPTIMIZERS[c.optimizer].family == "rmsprop"
             and OPTIMIZERS[c.optimizer].needs == "bitsandbytes"
-            and _has_bfloat16_gradients(c)
+            and _has_bfloat16_gradients(c, context)
         ),
     ),
     Rule(
