@@ -397,3 +397,41 @@ def test_another_sound_says_what_reads_it(models_here: Path, tmp_path: Path) -> 
             SystemExit, match=r"no .wav of 16 bits at 16,000 Hz.*pip install soundfile"
         ):
             rows[0]
+
+
+def extractors() -> dict[str, Any]:
+    """By `model_type`: what makes samples of sound for models that read no plain numbers, or all of them."""
+    import transformers
+
+    return {
+        "wav2vec2": transformers.Wav2Vec2FeatureExtractor(),
+        "wav2vec2-bert": transformers.SeamlessM4TFeatureExtractor(),
+        "whisper": transformers.WhisperFeatureExtractor(),
+        "audio-spectrogram-transformer": transformers.ASTFeatureExtractor(),
+    }
+
+
+@pytest.mark.filterwarnings(
+    "ignore:At least one mel filter has all zero values:UserWarning"
+)  # AST's
+def test_each_sound_is_as_long_as_is_planned_for(tmp_path: Path) -> None:
+    from autotune.catalogue import models
+    from autotune.export.samples import Sample, Samples
+    from autotune.records.question import Question
+    from autotune.search.sounds import read_sound
+    from autotune.worker.build.sound_rows import LabelledSounds
+
+    draw = random.Random(0)
+    for name, seconds in {"short": 0.01, "long": 1.5}.items():
+        write_sound(tmp_path / f"{name}.wav", seconds=seconds, draw=draw)
+    samples = [Sample(text=f"{name}.wav", answer=name) for name in ("short", "long")]
+    data = Samples("labelled-sounds", samples, folder=str(tmp_path))
+    for kind, extractor in extractors().items():
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        asked = Question(audio_seconds=1 if kind.startswith("wav2vec2") else None)
+        planned = read_sound(asked, models.resolve(str(tmp_path)))
+        (each,) = planned.tensors
+        heard = {"seconds": planned.seconds, "name": each.name, "shape": each.shape[1:]}
+        rows = LabelledSounds(data, extractor, ["long", "short"], heard)
+        assert [row[each.name].shape for row in rows] == [each.shape[1:]] * 2, kind
+        assert [row["labels"] for row in rows] == [1, 0]

@@ -21,7 +21,7 @@ from autotune.export.rows_of_tasks import transcribed
 from autotune.export.samples import Samples, UnusableData, shown
 from autotune.worker.build.sound_input import FEATURES
 
-SPECTRA_PER_SECOND = 20  # of twice a spectrum's 25 ms: extractors make none of a shorter sound
+LEAST_SECONDS = 0.05  # two windows of a spectrogram: some extractors refuse shorter sounds
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ class LabelledSounds(torch.utils.data.Dataset[dict[str, Any]]):
         except UnusableData as error:
             sys.exit(f"{error}")
         values = values[: round(self.heard["seconds"] * rate)]
-        if len(values) < rate // SPECTRA_PER_SECOND:
-            values = np.pad(values, (0, rate // SPECTRA_PER_SECOND - len(values)))
+        values = np.pad(values, (0, max(round(LEAST_SECONDS * rate) - len(values), 0)))
         name, shape = self.heard["name"], self.heard["shape"]
         made = self.extractor(values, sampling_rate=rate, return_tensors="np")[name][0][: shape[0]]
         silence = [(0, shape[0] - len(made)), *[(0, 0)] * (made.ndim - 1)]
