@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from autotune.memory.traces import Launch, TracedKernel
+from autotune.predict.estimate_parts import parked_bytes
 from autotune.predict.launched_kernels import as_kernels
 from autotune.speed.host import USUAL
 
@@ -58,3 +59,13 @@ def test_regions_are_shared_out_among_what_is_recomputed() -> None:
     ]
     kernels = as_kernels(launches, "bf16-true", HOST, num_regions=2)
     assert [kernel.host_seconds for kernel in kernels] == [0, 0.5, 100.5]
+
+
+def test_what_is_copied_out_and_back_waits_in_powers_of_two() -> None:
+    def copies(name: str, count: int, size_bytes: float) -> Launch:
+        return dataclasses.replace(launch(name, count=count), bytes_moved=size_bytes, count=count)
+
+    there = [copies("copy_host", 2, 2**20), copies("copy_aside", 4, 2**20 + 0.5)]
+    assert parked_bytes(there) == 2**20 + 2 * 2**21
+    others = [copies(name, 2, 2**20) for name in ("add", "copy_", "copy_host_of", "mm")]
+    assert parked_bytes([*there, *others]) == parked_bytes(there)

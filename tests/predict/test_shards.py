@@ -21,6 +21,7 @@ from autotune.predict.sharding.library_rules import (
 )
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares
 from autotune.records.estimate import TraceSpec
+from autotune.space.parallelisms import PARALLELISMS
 
 
 @pytest.mark.parametrize(
@@ -212,6 +213,27 @@ def test_zero3_keeps_small_weights_and_gathers_the_others_one_by_one() -> None:
     # Of final norm and head.
     assert found.largest_gathered_bytes(0, TAIL) == 2 * VOCABULARY * HIDDEN
     assert found.bucket_bytes(0) == 2 * HIDDEN * HIDDEN
+
+
+@pytest.mark.parametrize(
+    "parallelism", [name for name, row in PARALLELISMS.items() if row.stage == 3]
+)
+def test_what_is_gathered_of_each_weight_adds_up_to_units_and_to_all(parallelism: str) -> None:
+    found = shares(parallelism, precision="bf16-true", dtype="bfloat16")
+    positions = range(len(found.parameters))
+    gathered = [found.gathered_weight_bytes(0, each) for each in positions]
+    assert sum(gathered) == found.gathered_bytes(0) > 0
+    for unit, members in found.members.items():
+        of_unit = [gathered[each] for each in members]
+        assert sum(of_unit) == found.gathered_bytes(0, unit) == sum(found.gathers(0, unit))
+        assert max(of_unit) == found.largest_gathered_bytes(0, unit)
+    # What is not gathered is whole, and the GPUs' equal parts are the whole.
+    whole = [found.whole_bytes(0, each) for each in positions]
+    kept = [size for size, part in zip(whole, gathered, strict=True) if not part]
+    assert sum(kept) == sum(whole) - sum(gathered) == found.persistent_bytes(0)
+    parts = [found.part_bytes(0, each) for each in positions]
+    assert whole == [found.num_gpus * part for part in parts]
+    assert found.trained_parts_bytes(0) == sum(parts)
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])

@@ -9,6 +9,8 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from test_dealt_layers import (
@@ -24,7 +26,9 @@ from test_dealt_layers import (
 )
 
 from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.sharding.zero_step import ZeroMicroStep
 from autotune.predict.tracing import shared_trace
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.speed.links import Message
 
 P = 2 * EMBEDDING + 4 * WEIGHT + NORM
@@ -104,6 +108,49 @@ def test_fsdp2_gathers_each_unit_there_and_back_but_norm_and_head_once(events: s
     # Going there each has gone when the next one comes.
     forward = order[: order.index(next(n for n in order if n >= 0 and sizes[n] == NORM))]
     assert [event >= 0 for event in forward] == (6 * [True, False])[: len(forward)]
+
+
+def test_fsdp2_has_a_unit_arrive_beside_what_is_computed() -> None:
+    """There a buffer stays until the next unit has come; back the next one comes before it is used."""
+    whole, num_own = shared("fsdp2"), len(step(4).template)
+    sizes, here = whole.sizes(1, 0), set[int]()
+    beside: dict[str, list[int]] = {"activation": [], "gradient": []}
+    for event in whole.again:
+        here ^= {max(event, ~event)}
+        if 0 <= event < num_own and whole.categories[event] in beside:
+            arriving = (n for n in here & {*whole.aside[0]} if whole.categories[n] == "temporary")
+            beside[whole.categories[event]].append(sum(sizes[n] for n in arriving))
+    # Two activations of the embedding, two of each layer, the loss.
+    assert beside["activation"] == [EMBEDDING] * 2 + [WEIGHT] * 8 + [NORM + EMBEDDING]
+    # Norm and head, four layers, the embedding.
+    assert beside["gradient"] == [WEIGHT] * 2 + [WEIGHT] * 3 + [EMBEDDING, 0]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+@pytest.mark.parametrize(
+    ("norms_apart", "beside"),
+    # Beside the first of two groups' float32 there is the last group, whole.
+    [(False, [(7424, 3712)]), (True, [(7168, NORM), (256, 128)])],
+)
+def test_zero_copies_its_part_of_the_last_group_in_16_bits_first(
+    name: str, norms_apart: bool, beside: list[tuple[int, int]]
+) -> None:
+    whole = shared(name, norms_apart=norms_apart)
+    sizes, here, found = whole.sizes(1, 0), set[int](), []
+    for event in whole.setup:
+        here ^= {max(event, ~event)}
+        if event >= 0 and whole.categories[event] == "optimizer_state":
+            passing = (n for n in here if whole.categories[n] == "temporary")
+            found.append((sizes[event], sum(sizes[n] for n in passing)))
+    assert found == beside
+
+
+def test_zero3_keeps_the_last_that_a_frozen_head_has_read() -> None:
+    read_by_head = ZeroMicroStep._read_by_head
+    for name, read in (("zero3", [6]), ("zero2", [])):
+        step: Any = SimpleNamespace(_shares=SimpleNamespace(row=PARALLELISMS[name]))
+        # 7 are the logits; 4 goes before them.
+        assert read_by_head(step, [4, 5, 6, ~4, 7], [~7, ~5, ~6]) == read
 
 
 @pytest.mark.parametrize(

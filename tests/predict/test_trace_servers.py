@@ -12,7 +12,7 @@ import answers
 import pytest
 
 from autotune.predict import trace_servers
-from autotune.predict.trace_servers import run_ahead, started_ahead, trace_server
+from autotune.predict.trace_servers import block_ahead, run_ahead, started_ahead, trace_server
 from autotune.records.estimate import TraceSpec
 from autotune.worker.client import isolate
 from autotune.worker.client.forkserver import CLOSE_SECONDS, ForkServer
@@ -83,3 +83,13 @@ def test_what_nobody_took_is_ended_at_once_though_it_still_imports() -> None:
         begun = time.monotonic()
     assert not is_running(pid)
     assert time.monotonic() - begun < CLOSE_SECONDS
+
+
+def test_what_runs_ahead_is_called_off_with_its_own_block() -> None:
+    assert block_ahead() is None
+    with started_ahead(set()):
+        outer = block_ahead()
+        with started_ahead(set()):
+            inner = block_ahead()
+        assert block_ahead() is outer is not inner
+    assert block_ahead() is None

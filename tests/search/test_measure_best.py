@@ -12,6 +12,7 @@ from autotune.errors import WorkerError
 from autotune.search import measure_best
 from autotune.search.listener import SILENT
 from autotune.space.config import Workload
+from autotune.space.requirements import LeftOut, Reason
 
 
 def timed(workload: Workload, said: list[str], data: Any = "a dataset") -> Any:
@@ -50,3 +51,28 @@ def test_a_measured_answer_is_the_best_of_its_class_where_the_predicted_one_was_
     for slower, best in (((predicted.config,), answers.estimate()), ((), predicted)):
         found = measure_best.with_measured(answer, answers.measured(slower=slower))
         assert found.best_by_class == {**answer.best_by_class, answer.best_class: best}
+
+
+@pytest.mark.parametrize(
+    ("num_compiled", "not_compiled", "reasons"),
+    [
+        (0, "", [Reason.NOT_PREDICTED, Reason.NOT_TRACED]),
+        (0, "no compiler", [Reason.NOT_COMPILED, Reason.NOT_TRACED]),
+        (1, "", [Reason.NOT_TRACED]),
+    ],
+)
+def test_what_was_compiled_is_not_left_out(
+    num_compiled: int, not_compiled: str, reasons: list[Reason]
+) -> None:
+    left_out = tuple(
+        LeftOut("w", reason, "d") for reason in (Reason.NOT_PREDICTED, Reason.NOT_TRACED)
+    )
+    answer, measured = (
+        answers.answer(left_out=left_out),
+        answers.measured(num_compiled=num_compiled),
+    )
+    found = measure_best.with_measured(answer, measured, not_compiled=not_compiled)
+    assert [each.reason for each in found.left_out] == reasons
+    assert [each.details == not_compiled for each in found.left_out[:-1]] == [
+        bool(not_compiled)
+    ] * (len(reasons) - 1)

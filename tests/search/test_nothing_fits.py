@@ -6,9 +6,11 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import answers
 import pytest
 
-from autotune.search.nothing_fits import _smaller_step
+from autotune.records.estimate import PerGpu
+from autotune.search.nothing_fits import _lower_most, _smaller_step
 from autotune.space.config import TrainConfig
 
 PLAIN = TrainConfig(
@@ -50,3 +52,22 @@ def test_a_step_that_is_one_micro_batch_is_halved_until_it_fits(
     config = dataclasses.replace(PLAIN, **changes)
     smaller = _smaller_step(fits_up_to(most), [config])
     assert (None if smaller is None else smaller.micro_batch_size) == found
+
+
+def test_where_loading_peaks_it_is_said_on_how_many_gpus() -> None:
+    alone = answers.estimate()
+    parts = dataclasses.replace(
+        alone.breakdown, gradients_bytes=0, activations_bytes=0, logits_bytes=0
+    )
+    alone = dataclasses.replace(alone, breakdown=parts)
+    numbers = {field.name: 0 for field in dataclasses.fields(PerGpu) if field.name != "layers"}
+    shared: Any = PerGpu(**{**numbers, "parallelism": "zero2"})
+    said = [
+        _lower_most(dataclasses.replace(alone, per_gpu=per_gpu), answers.WORKLOAD)
+        for per_gpu in (None, shared)
+    ]
+    assert all(text.startswith("A smaller model lowers it most") for text in said)
+    assert [text.partition("as it is loaded")[2] for text in said] == [
+        "",
+        " on each GPU, before it is shared out",
+    ]

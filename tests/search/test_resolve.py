@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
 from autotune.records.question import Question
+from autotune.search import estimate as estimate_module
 from autotune.search import find as find_module
 from autotune.search import resolve as resolve_module
 from autotune.search.listener import SILENT
@@ -192,3 +194,32 @@ def test_a_study_is_named_by_the_methods_that_were_asked_for(
     assert "is unpacked into 16 bits as it is loaded (Mxfp4Config)" in notes[0]
     assert "qlora" not in problem.workload.methods
     assert problem.study == study
+
+
+def test_padding_counts_where_there_is_a_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(estimate_module, "trace_all", lambda *_, **__: {})
+    monkeypatch.setattr(estimate_module, "Estimator", lambda *_, **options: made.append(options))
+    asked = resolve_configuration(
+        dataclasses.replace(QUESTION, settings={"batching": "padded", "micro_batch_size": 4})
+    )
+    varied = Lengths.of({512: 1, 1024: 1}, 1024, num_samples=2, longest=1024)
+    for lengths in (None, varied):
+        workload = dataclasses.replace(asked.workload, lengths=lengths)
+        estimate_module.priced(dataclasses.replace(asked, workload=workload))
+    unfilled, filling = (options["filling"] for options in made)
+    assert unfilled is None
+    assert filling(asked.config) == workload.filling(asked.config)
+    assert filling(asked.config).useful_share < 1
+
+
+@pytest.mark.parametrize("task", [None, "causal-lm", PICTURES])
+def test_a_base_of_another_trainer_trains_on_no_pictures(task: str | None, tmp_path: Path) -> None:
+    base = tmp_path / "axolotl.yaml"
+    base.write_text("base_model: Qwen/Qwen2.5-0.5B\nsequence_len: 512\n", encoding="utf-8")
+    asked = Question(base=base, gpu="rtx-4090", task=task)
+    if task != PICTURES:
+        assert resolve(asked).workload.sequence_length == 512
+        return
+    with pytest.raises(ConfigError, match=f"cannot be a base of the task {PICTURES}"):
+        resolve(asked)

@@ -238,6 +238,12 @@ def test_an_answer_comes_with_its_trials(url: str) -> None:
         "predicted": {},
         "measured": {"ok": 1, "oom": 1},
     }
+    # What has no evidence yet is no prediction.
+    optuna.load_study(study_name="one", storage=unpooled(url)).enqueue_trial({})
+    assert stored_answers.count_trials(url, "one") == {
+        "predicted": {"complete": 1, "pruned": 1},
+        "measured": {"waiting": 1},
+    }
     with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as file, file:
         file.execute("UPDATE trials SET number = 'x' WHERE number = 1 AND study_id = 2")
     with pytest.raises(StorageError, match="is damaged, and was left as it is"):
