@@ -258,7 +258,7 @@ def test_what_fits_is_known_from_as_little_of_a_replay_as_will_do(
     others = [dataclasses.replace(c, gradient_accumulation_steps=1) for c in others] + others
     peak = roomy.estimate(first).peak_device_bytes
     num_known = list[int]()
-    for share in (0.3, 0.6, 0.7, 0.8, 0.9, 0.95, 1.1):
+    for share in (0.3, 0.6, 0.8, 0.95, 1.1):
         estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=int(share * peak))
         estimator.fitting(first)
         replayed.clear()

@@ -112,8 +112,9 @@ def test_the_solver_finds_what_brute_force_does(method: str, host: str) -> None:
     budgets = [peaks[0] - 1, *peaks]
     assert len(budgets) > 10
     plans = set()
+    roomy = estimator(10**12, traces := dict(traced()), host_bytes)
     for budget_bytes in budgets:
-        solver = PlanSolver(estimator(budget_bytes, traces := dict(traced()), host_bytes), traces)
+        solver = PlanSolver(roomy.with_budget(budget_bytes), traces)
         solved = solver.solved(checkpointed(METHODS[method]))
         fitting = [found for found in every if found.peak_device_bytes <= budget_bytes]
         if not fitting:
