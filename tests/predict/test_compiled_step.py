@@ -30,10 +30,6 @@ LORA = dataclasses.replace(
     FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
 )
 EAGER = (FULL, CHECKPOINTED, LORA)
-MODEL = dataclasses.replace(
-    tiny_model.MODEL, config={**tiny_model.MODEL.config, "num_hidden_layers": 2}
-)
-"""Every layer of a compiled step is traced."""
 
 
 def compiled(config: TrainConfig) -> TrainConfig:
@@ -44,7 +40,7 @@ def compiled(config: TrainConfig) -> TrainConfig:
 def estimator() -> Estimator:
     specs = {TraceSpec.of(each) for config in EAGER for each in (config, compiled(config))}
     traces = trace_all(
-        MODEL,
+        tiny_model.SHALLOW,
         "causal-lm",
         tiny_model.SEQUENCE_LENGTH,
         tiny_model.gpu(),

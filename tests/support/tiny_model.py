@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,8 @@ MODEL = ModelSource(
     requires_remote_code=False,
 )
 NUM_LAYERS = 5
+SHALLOW = dataclasses.replace(MODEL, config={**MODEL.config, "num_hidden_layers": 2})
+"""For compiled steps, of which every layer is traced."""
 
 _COMMON: dict[str, Any] = {
     "micro_batch_size": (1, 2, 4, 8),
