@@ -296,7 +296,9 @@ def test_one_trace_of_a_plan_stands_for_any_number_of_lean_layers(name: str, pla
     spec = dataclasses.replace(PLANNED[name], activation_checkpointing=1, checkpoint_plan=plan)
     few = Trace(traced(architecture, spec))
     assert few.lean_layers == range(least, least + 2 * period + 1, period)
-    assert_tells_of(few, architecture, spec, (least, least + period, least + 2 * period))
+    # None and two of a kind to be made; one of each is between them.
+    counts = (least, least + period, least + 2 * period)
+    assert_tells_of(few, architecture, spec, counts if name == "llama" else counts[::2])
 
 
 @pytest.mark.parametrize(

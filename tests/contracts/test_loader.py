@@ -100,7 +100,7 @@ class SlowRows(torch.utils.data.Dataset[Any]):
 def test_a_batch_takes_what_its_rows_take_and_workers_share_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "MAX_SECONDS", 2.0)
+    monkeypatch.setattr(loading, "MAX_SECONDS", 1.0)
     monkeypatch.setattr(loading, "MIN_BATCHES", 6)
     collator = transformers.default_data_collator
     monkeypatch.setattr(loading, "_rows", lambda *_: (SlowRows(), collator))

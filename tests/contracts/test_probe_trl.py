@@ -119,7 +119,7 @@ def test_in_16_bits_a_probe_needs_a_little_more(
     trainer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Beside fewer layers, or fewer tokens, a little is more. Each token of a completion is a forward pass.
-    config = of(trainer, QLORA)
+    config = of(trainer, QLORA, written_length=16)
     if TRAINERS[trainer].generates is not None:
         num_rows = SEQUENCE_LENGTH // config.sequence_length
         config = dataclasses.replace(config, micro_batch_size=num_rows * config.micro_batch_size)

@@ -102,7 +102,7 @@ class Workers:
             for module in (forkserver, find, limits, nightly, trace_servers):
                 patch.setattr(module, "ForkServer", lambda **_: _Lent(self))
             # How long a probe times its steps is nothing that a test here asks.
-            patch.setitem(measurement.PROBE_SECONDS, "cpu", 0.5)
+            patch.setitem(measurement.PROBE_SECONDS, "cpu", 0.1)
             # Nor how many micro-batches it trains on with varied lengths: as few as there may be.
             patch.setitem(measurement.VARIED_MICRO_BATCHES, "cpu", 1)
             yield

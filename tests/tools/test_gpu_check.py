@@ -64,8 +64,8 @@ def one_server() -> Iterator[None]:
         patch.setattr(calibrate.isolate, "run", here.workers.run)
         # How long a probe times its steps is nothing that a test here asks.
         for name in ("PREDICT_SECONDS", "TECHNIQUE_SECONDS", "SWEEP_SECONDS"):
-            patch.setattr(pieces, name, 0.2)
-        patch.setattr(speedups, "PROBE_SECONDS", {"cpu": 0.2})
+            patch.setattr(pieces, name, 0.1)
+        patch.setattr(speedups, "PROBE_SECONDS", {"cpu": 0.1})
         yield
 
 
