@@ -143,8 +143,14 @@ def fitting(
 def replayed(
     traces: Mapping[TraceSpec, Trace], configs: list[TrainConfig], budget_bytes: int
 ) -> list[Estimate]:
-    estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=budget_bytes)
+    if id(traces) not in _REPLAYED:
+        _REPLAYED[id(traces)] = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=10**12)
+    estimator = _REPLAYED[id(traces)].with_budget(budget_bytes)
     return [estimator.estimate(config) for config in configs if estimator.supports(config)]
+
+
+_REPLAYED: dict[int, Estimator] = {}
+"""Estimators by the traces that they hold: budgets share what is replayed."""
 
 
 @pytest.fixture(scope="module")
