@@ -77,6 +77,8 @@ class Trace:
         """Whether the step is one that torch.compile has made."""
         self.not_compiled: str = answer.get("not_compiled", "")
         """Reason why it is not, where it was to be."""
+        self.why_not_fsdp2: str = answer.get("why_not_fsdp2", "")
+        """Reason why FSDP2 does not run the model; empty where it does."""
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = _by_rule(self._tensors)
         self._terms = Terms([tensor["size"] for tensor in self._tensors])

@@ -12,13 +12,13 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.export import deepspeed_json
 from autotune.export.accelerate_config import DEEPSPEED_FILE_VARIABLE
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.worker.build.model import names_of_layers
 
 
 def is_gathered(config: TrainConfig) -> bool:
@@ -46,10 +46,8 @@ def name_layers(model: Any) -> None:
     Of some models (BERT) it would also take the module that holds the embedding, and fail (1.15
     utils/fsdp_utils.py, fsdp2_prepare_model).
     """
-    layers = {
-        type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
-    }
-    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(sorted(layers))
+    if layers := names_of_layers(model):
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(layers)
 
 
 def as_gpus() -> None:

@@ -173,6 +173,8 @@ def encode(
         "parameters": _count_parameters(step.model, step.task, symbols),
         "loss": step.loss,
     }
+    if why := models.why_not_fsdp2(step.model, is_quantized=step.spec.quantization != "none"):
+        answer["why_not_fsdp2"] = why
     if chunks.is_symbolic and chunks.rule is not None:
         name, num_tokens, constant = chunks.rule
         answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
