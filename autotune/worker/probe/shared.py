@@ -73,7 +73,9 @@ def part_as_loaded(model: Any, config: TrainConfig) -> None:
     """Have ZeRO 3 part each weight by itself, as Transformers has it do where it loads a model.
 
     Otherwise DeepSpeed would move the whole model to the device, and part it there (0.19.8 runtime/engine.py,
-    _configure_distributed_model). The processes have met.
+    _configure_distributed_model). The processes have met. A model that is made while DeepSpeed parts it has
+    its buffers on the device, where BERT looks up positions (partition_parameters.py,
+    _add_tensor_creation_wrappers).
     """
     if PARALLELISMS[config.parallelism].stage < 3:
         return
@@ -86,6 +88,9 @@ def part_as_loaded(model: Any, config: TrainConfig) -> None:
     }
     dtype = getattr(torch, precision.compute_dtype)
     deepspeed.zero.Init(module=model.to(dtype), config_dict_or_path=settings, dtype=dtype)
+    device = deepspeed.get_accelerator().current_device_name()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 def shard_on_cpu(trainer: Any) -> None:
