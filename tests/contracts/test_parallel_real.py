@@ -30,6 +30,7 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.library_rules import Weight, ddp_buckets, ddp_rebuilt_buckets
+from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shards import Shares
 from autotune.predict.tracing import of_one_gpu, trace_all
 from autotune.records.estimate import TraceSpec
@@ -145,6 +146,16 @@ FSDP2_RUNS = {
     ),
 }
 """Classes of models, with the beginning of why FSDP2 does not run them, if so."""
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OUTPUTS = {
+    "masked-lm": ("BertForMaskedLM", {**_MASKED, **_STILL, "model_type": "bert"}),
+    "causal-lm": ("LlamaForCausalLM", MODEL),
+    "token-classification": (
+        "BertForTokenClassification",
+        {**_MASKED, **_STILL, "model_type": "bert", "num_labels": 64},
+    ),
+}
+"""Models by task, whose outputs DDP clones."""
 SHAPES = [
     ((1000, 100), "float32"),
     ((3000, 1000), "float32"),
@@ -204,6 +215,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
         cases[f"buckets-{find_unused}"] = shapes
     for name, (model, _) in FSDP2_RUNS.items():
         cases[name] = {"num_gpus": 2, "class_name": name, "config": model}
+    for task, (name, model) in OUTPUTS.items():
+        for find_unused in (False, True):
+            shared = {"num_gpus": 2, "outputs_of": name, "find_unused": find_unused}
+            cases[f"{task}-{find_unused}"] = {**shared, "config": model}
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
     files = [str(folder / name) for name in ("cases.json", "report.json")]
@@ -310,6 +325,31 @@ def test_a_ring_keeps_and_sends_what_is_predicted_and_learns_as_one_process(
         assert other["activations"] <= first["activations"]
         assert other["sent"] == first["sent"]
     assert all(report["error"] < 1e-5 for report in reports[name])
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("task", OUTPUTS)
+def test_ddp_clones_what_the_model_returns_where_it_looks_for_unused_parameters(
+    task: str, find_unused: bool, reports: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Kept for the backward pass, and the most of the forward pass, to the byte."""
+    spec = TraceSpec.of(dataclasses.replace(DDP, precision="fp32", attention="eager"))
+    answer = trace_module.trace_step(
+        models.load_config(OUTPUTS[task][1]),
+        task,
+        of_one_gpu(spec),
+        sequence_length=8,
+        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0, backend="cpu"),
+    )
+    trace = Trace(json.loads(json.dumps(answer)))
+    is_checkpointed = dataclasses.replace(spec, activation_checkpointing=int(not find_unused))
+    shared = RankTrace(trace, is_checkpointed, num_gpus=2, on_card=False)
+    assert trace.returned is not None
+    (end,) = (n for n, event in enumerate(shared.again) if event == trace.returned.after)
+    num_cloned = len(trace.returned.tensors) if find_unused else 0
+    taken = shared.running_bytes("again", 2, 0)[: end + 1 + num_cloned]
+    for report in reports[f"{task}-{find_unused}"]:
+        assert report["most"] == max(taken)
 
 
 @pytest.mark.parametrize("find_unused", [False, True])

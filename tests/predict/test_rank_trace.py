@@ -17,7 +17,7 @@ import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.allocator import EMPTY_CACHE
-from autotune.memory.traces import Trace
+from autotune.memory.traces import Trace, evaluate
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shards import is_tied
@@ -122,6 +122,24 @@ def test_an_encoder_whose_embedding_has_a_norm(task: str) -> None:
         sharing = dataclasses.replace(spec, parallelism=name)
         shared = shared_trace(trace, sharing, num_gpus=2, hidden_size=64)
         assert shared.first
+
+
+def test_ddp_takes_the_time_to_clone_what_the_model_returns() -> None:
+    """Once, behind the forward pass; not where layers are checkpointed, where it looks for nothing unused."""
+    alone = dataclasses.replace(DDP, parallelism="none", num_gpus=1)
+    trace = one_gpu_traces()[TraceSpec.of(alone)]
+    assert isinstance(trace, Trace)
+    assert trace.returned is not None
+    sizes = [evaluate(term, 4, 0) for _, term in trace.returned.tensors]
+    for every, expected in ((0, sizes), (1, [])):
+        spec = dataclasses.replace(TraceSpec.of(DDP), activation_checkpointing=every)
+        shared = shared_trace(trace, spec, num_gpus=2)
+        own = len(trace.launches(4, 0))
+        clones = shared.launches(4, 0)[own:]
+        assert [clone.bytes_moved for clone in clones] == [2 * size for size in expected]
+        shares, order = shared.stretches
+        assert shares[order][:, own:].sum(axis=0).tolist() == [1.0] * len(expected)
+        assert len(order) == len(trace.stretches[1]) + bool(expected)
 
 
 def test_ddp_holds_everything_and_buckets_beside() -> None:

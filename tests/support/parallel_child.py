@@ -4,7 +4,8 @@
 
 CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "optimizer",
 "parallelism", "in_parts", "quantization"} (see run_case; run_ring where sequences are split), to
-{"shapes", "find_unused"} (see run_buckets) or to {"class_name", "config"} (see run_groups).
+{"shapes", "find_unused"} (see run_buckets), {"class_name", "config"} (see run_groups) or to {"outputs_of",
+"config", "find_unused"} (see run_outputs).
 """
 
 from __future__ import annotations
@@ -329,9 +330,37 @@ def run_groups(case: dict[str, Any]) -> dict[str, Any]:
     return {"why": why, "problem": ""}
 
 
+def run_outputs(case: dict[str, Any]) -> dict[str, Any]:
+    """Find the most that a forward pass takes, its outputs held, beside what was there before."""
+    model: Any = getattr(transformers, case["outputs_of"])._from_config(
+        models.load_config({**case["config"], "use_cache": False}), attn_implementation="eager"
+    )
+    shared = DistributedDataParallel(model, find_unused_parameters=case["find_unused"])
+    tokens = torch.randint(2, 60, (2, 8))
+    inputs = {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.ne(-1)}
+    if case["outputs_of"] == "LlamaForCausalLM":
+        # As the Trainer calls it, with packed rows.
+        inputs |= {"num_items_in_batch": torch.tensor(14), "attention_mask": None}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    watch = watch_of(model, *inputs.values())
+    known = len(watch.recording.tensors)
+    with watch:
+        outputs = shared(**inputs)
+    alive = most = 0
+    for event in watch.recording.events:
+        number = event if event >= 0 else ~event
+        if number >= known:
+            size = -(-watch.recording.tensors[number].size_bytes // 512) * 512
+            alive += size if event >= 0 else -size
+            most = max(most, alive)
+    return {"most": most, "left": alive, "loss": outputs.loss.item()}
+
+
 def run_any(case: dict[str, Any], _: int) -> dict[str, Any]:
     if "class_name" in case:
         return run_groups(case)
+    if "outputs_of" in case:
+        return run_outputs(case)
     run = run_ring if case.get("parallelism") == "cp" else run_case
     try:
         return run_buckets(case) if "shapes" in case else run(case)

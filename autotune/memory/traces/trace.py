@@ -56,6 +56,18 @@ class TracedParameter:
     """How many weights of its layer come before it in the model, adapters among them."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returned:
+    """What the model's forward pass returned, and for how long the Trainer holds it."""
+
+    after: int
+    """Event behind which it returned."""
+    until: int
+    """Event by which the Trainer has let go of it."""
+    tensors: tuple[tuple[int, Term], ...]
+    """Each tensor's number, and the bytes that it has of it."""
+
+
 class Trace:
     """The events and kernels of one micro-step of the whole model, sizes still symbolic.
 
@@ -124,6 +136,7 @@ class Trace:
         )
         self._categories = self._categorise(np.concatenate((batch, count, forward)))
         self.loss = listed(self._template).index(answer["loss"]) if "loss" in answer else None
+        self._returned = answer.get("returned")
         is_workspace = self._categories[numbers_of(self._first)] == "workspace"
         self._again = self._first[~is_workspace]
         is_kept = self._categories[numbers_of(forward)] == "workspace"
@@ -175,6 +188,23 @@ class Trace:
     def template(self) -> list[int]:
         """Return the traced tensor that each tensor is a copy of."""
         return listed(self._template)
+
+    @functools.cached_property
+    def returned(self) -> Returned | None:
+        """Return what the forward pass returned; None where that was not traced."""
+        if self._returned is None:
+            return None
+
+        def copied(event: int) -> int:
+            return self.template.index(event) if event >= 0 else ~self.template.index(~event)
+
+        return Returned(
+            after=copied(self._returned["after"]),
+            until=copied(self._returned["until"]),
+            tensors=tuple(
+                (copied(number), (c, i, j)) for number, (c, i, j) in self._returned["tensors"]
+            ),
+        )
 
     @functools.cached_property
     def categories(self) -> list[str]:

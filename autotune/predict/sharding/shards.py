@@ -75,6 +75,8 @@ class Shares:
         is_ddp = self.row.name == "ddp"
         self.rebuilds = is_ddp and spec.method == "full" and spec.activation_checkpointing > 0
         """Whether DDP makes its buckets anew as it knows the order in which gradients arrive."""
+        self.clones_outputs = is_ddp and not self.rebuilds
+        """Whether DDP looks for unused parameters, and clones what the model returns."""
         self._weights = functools.cache(self._evaluated)
         self.arriving = [n for n, each in enumerate(parameters) if each.trainable][::-1]
         """Positions of the trained weights in the order in which gradients arrive: from the last on, unless

@@ -21,7 +21,7 @@ from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Workspaces
 from autotune.worker.trace.kernels import TrackedKernel
-from autotune.worker.trace.meta_step import MetaStep, place_finder
+from autotune.worker.trace.meta_step import MetaStep, Returned, place_finder
 from autotune.worker.trace.tracker import Recording
 
 Term = tuple[int, int, int]
@@ -173,12 +173,31 @@ def encode(
         "parameters": _count_parameters(step.model, step.task, symbols),
         "loss": step.loss,
     }
+    if step.returned is not None:
+        answer["returned"] = _returned(step, step.returned, workspaces, symbols)
     if why := models.why_not_fsdp2(step.model, is_quantized=step.spec.quantization != "none"):
         answer["why_not_fsdp2"] = why
     if chunks.is_symbolic and chunks.rule is not None:
         name, num_tokens, constant = chunks.rule
         answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
     return answer
+
+
+def _returned(
+    step: MetaStep, returned: Returned, workspaces: Workspaces, symbols: Symbols
+) -> dict[str, Any]:
+    """Encode what the forward pass returned: the events before and behind, and each tensor with its size."""
+    events = step.tracker.recording.events
+
+    def last_before(end: int) -> int:
+        own = (event for event in reversed(events[:end]) if event not in workspaces.indices)
+        return next(own)
+
+    return {
+        "after": last_before(returned.after),
+        "until": last_before(returned.until),
+        "tensors": [[number, symbols.term(size)] for number, size in returned.tensors],
+    }
 
 
 def _positions(model: nn.Module, place_of: Callable[[str], Place]) -> dict[int, int]:
