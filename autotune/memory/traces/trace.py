@@ -50,6 +50,8 @@ class TracedParameter:
     trainable: bool
     group: int
     embedding: bool
+    is_tied: bool = False
+    """Whether it is the embedding's and the head's."""
     of_root: bool = False
     """Whether it is left to FSDP2's root."""
     position: int = 0
@@ -323,6 +325,7 @@ class Trace:
                         trainable=entry["trainable"],
                         group=entry["group"],
                         embedding=entry["embedding"],
+                        is_tied=entry.get("is_tied", False),
                         of_root=entry.get("of_root", False),
                         position=entry.get("position", 0),
                     )

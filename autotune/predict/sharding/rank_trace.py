@@ -138,7 +138,7 @@ class RankTrace(SharedTrace):
             self._run_zero(blocks)
         elif shares.row.stage == 0:
             if shares.rebuilds:
-                shares.arriving = [*self._positions(blocks).values()]
+                shares.arriving = shares.with_tied_last(self._positions(blocks).values())
             self.gradients = trace.gradients
             self.first, self.again, self.next = map(
                 self._clone_outputs, (trace.first, trace.again, trace.next)

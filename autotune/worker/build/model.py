@@ -257,8 +257,21 @@ def _apart(model: Any) -> list[nn.Module]:
     base = getattr(model, prefix, None) if prefix else model
     children = base.children() if isinstance(base, nn.Module) else ()
     norms = [module for module in children if "Norm" in type(module).__name__]
-    asked = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
-    return [*norms[-1:], *(module for module in asked if module is not None)]
+    return [*norms[-1:], *(module for module in _ends(model) if module is not None)]
+
+
+def _ends(model: Any) -> tuple[Any, Any]:
+    """Return the embedding and the head, each None where there is none."""
+    first, last = (
+        getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")
+    )
+    return first, last
+
+
+def tied_weight(model: Any) -> nn.Parameter | None:
+    """Return the weight that is the embedding's and the head's; None where they have their own."""
+    first, last = (getattr(each, "weight", None) for each in _ends(model))
+    return first if first is last else None
 
 
 def names_of_layers(model: nn.Module) -> list[str]:
@@ -310,10 +323,9 @@ def shared_by_groups(model: Any) -> tuple[str, ...]:
     groups: list[list[nn.Module]] = [
         [m] for m in reversed(list(model.modules())) if type(m).__name__ in classes
     ]
-    ends = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
-    first, last = (getattr(each, "weight", None) for each in ends)
-    if ends[0] is not None and (first is None or first is not last):
-        groups.append([ends[0]])
+    embedding, _ = _ends(model)
+    if embedding is not None and tied_weight(model) is None:
+        groups.append([embedding])
     group_of: dict[int, int] = {}
     for number, modules in enumerate([*groups, _apart(model), [model]]):
         for module in modules:

@@ -118,6 +118,7 @@ def encode(
     embeddings = {
         id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
     }
+    tied = models.tied_weight(step.model)
     linears = models.linear_weights(step.model)
     place_of = place_finder(step.model, step.task)
     of_root = models.left_to_root(step.model) & {
@@ -145,6 +146,8 @@ def encode(
             entry["shape"] = [symbols.of_weight(n) for n in local(parameter).shape]
             entry["group"] = int(id(parameter) not in decayed)
             entry["embedding"] = id(parameter) in embeddings
+            if parameter is tied:
+                entry["is_tied"] = True
             entry["linear"] = id(parameter) in linears
             entry["position"] = positions.get(id(parameter), 0)
             if id(parameter) in of_root:
