@@ -21,7 +21,7 @@ from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Workspaces
 from autotune.worker.trace.kernels import TrackedKernel
-from autotune.worker.trace.meta_step import MetaStep, Returned, place_finder
+from autotune.worker.trace.meta_step import MetaStep, PassEnd, place_finder
 from autotune.worker.trace.tracker import Recording
 
 Term = tuple[int, int, int]
@@ -187,7 +187,7 @@ def encode(
 
 
 def _returned(
-    step: MetaStep, returned: Returned, workspaces: Workspaces, symbols: Symbols
+    step: MetaStep, returned: PassEnd, workspaces: Workspaces, symbols: Symbols
 ) -> dict[str, Any]:
     """Encode what the forward pass returned: the events before and behind, and each tensor with its size."""
     events = step.tracker.recording.events

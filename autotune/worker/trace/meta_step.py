@@ -74,8 +74,8 @@ _AGAIN = _Pass(Phase.HEAD_BACKWARD, Phase.AGAIN, Phase.HEAD_BACKWARD)
 
 
 @dataclass(kw_only=True, slots=True)
-class Returned:
-    """What a model's forward pass returned, and for how long."""
+class PassEnd:
+    """The end of a forward pass: what the model returned, and for how long that stays."""
 
     after: int
     """Number of events before it returned."""
@@ -139,7 +139,7 @@ class MetaStep:
         """Tensors that the Trainer keeps after the micro-step: its list of micro-batches, and the loss."""
         self.loss = -1
         """Number of the loss's tensor."""
-        self.returned: Returned | None = None
+        self.returned: PassEnd | None = None
         """What the model's forward pass returned."""
 
     def go_on_from(self, ready: SetUp) -> None:
@@ -417,7 +417,7 @@ class MetaStep:
         if not isinstance(output, dict):
             return
         tensors = [local(each) for each in output.values() if isinstance(each, torch.Tensor)]
-        self.returned = Returned(
+        self.returned = PassEnd(
             after=len(self.tracker.recording.events),
             tensors=[(self.tracker.index_of(each), each.nbytes) for each in tensors],
         )
