@@ -484,7 +484,10 @@ def _refused_kinds(
     supported: Sequence[TrainConfig],
     refused: Mapping[TraceSpec, str],
 ) -> Iterator[LeftOut]:
-    """Yield the methods, and the ways to share, of which nothing could be traced, and why."""
+    """Yield the methods, and the ways to share, of which nothing could be traced, and why.
+
+    Of a way to share the reasons are its own: not such as are given for a way that is supported.
+    """
     of_supported = {config.method for config in supported}
     told: set[str] = set()
     for name in dict.fromkeys(section.method for section in asked_for):
@@ -493,6 +496,7 @@ def _refused_kinds(
             told.update(reasons)
             yield LeftOut(METHOD_WORDS[name], Reason.NOT_TRACED, "; ".join(reasons))
     ways = {config.parallelism for config in supported}
+    told |= {why for spec, why in refused.items() if spec.parallelism in ways}
     for name in sorted({spec.parallelism for spec in refused} - ways):
         reasons = sorted({why for spec, why in refused.items() if spec.parallelism == name} - told)
         if reasons:

@@ -31,6 +31,7 @@ against DeepSpeed itself (studies/zero, tests/contracts/test_zero.py). What CUDA
 and of ZeRO's offloading, is held against PyTorch's CUDA build without a card (studies/no-card, shared.jsonl).
 
 Known limitations
+- A compiled step: DDP clones what it returns, too, which is not counted.
 - Streams: what one has freed is taken to be free for it at once, though another may be at work on it.
 - FSDP2 in float16 is traced under autocast, though accelerate puts none around it.
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
