@@ -60,7 +60,7 @@ class TracedParameter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Returned:
-    """What the model's forward pass returned, and for how long the Trainer holds it."""
+    """Outputs of the model's forward pass, and how long the Trainer holds them."""
 
     after: int
     """Event behind which it returned."""

@@ -364,7 +364,8 @@ class MetaStep:
             handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
             handles += self.hook_passes(each)
-        handles.append(model.register_forward_hook(self._note_returned))
+        if not self._embeds:  # Such a model passes several times, and on one GPU.
+            handles.append(model.register_forward_hook(self._note_returned))
         self.mark(Phase.EMBED)
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
             self._loss_and_gradients(inputs, accepts=accepts)
