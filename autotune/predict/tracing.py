@@ -88,6 +88,7 @@ def trace_all(
         for one in of_unlike_gpus(spec):
             sharing.setdefault(one, []).append(spec)
     hidden_size = _hidden_size(model)
+    not_run: dict[TraceSpec, str] = {}
 
     def keep(of_any: TraceSpec, _: Trace) -> None:
         for spec in sharing[of_any]:
@@ -99,6 +100,9 @@ def trace_all(
             if row.deals_layers and not can_deal(trace, num_gpus):
                 continue
             if row.schedules and is_tied(trace.parameters()):
+                continue
+            if row.is_fsdp and trace.why_not_fsdp2:
+                not_run[spec] = trace.why_not_fsdp2
                 continue
             if spec.checkpoint_layers:
                 try:
@@ -153,10 +157,18 @@ def trace_all(
     jobs.log_refused()
     if refused is not None:
         refused |= {spec: why for one, why in jobs.why_refused().items() for spec in sharing[one]}
+        refused |= not_run
     if jobs.crash is not None and (jobs.left() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
         raise _refusal(model, specs, next(iter(jobs.refused.values())), pictures)
+    if not found and not_run:
+        why = next(iter(not_run.values()))
+        raise ConfigError(
+            f"FSDP2 cannot share out {model.name}",
+            why=why[:1].upper() + why[1:],
+            remedy="Take another way to share: --parallelism ddp or zero3",
+        )
     if not found and any(spec.checkpoint_layers for spec in specs):
         raise ConfigError(
             f"This plan of checkpointing cannot be predicted for {model.name}",
@@ -208,7 +220,8 @@ def share_known(
 ) -> None:
     """Add the trace of a shared run to the traces, where it follows from one of them."""
     alone = traces.get(of_one_gpu(spec))
-    if isinstance(alone, Trace):
+    is_fsdp = PARALLELISMS[spec.parallelism].is_fsdp
+    if isinstance(alone, Trace) and not (is_fsdp and alone.why_not_fsdp2):
         traces[spec] = shared_trace(
             alone,
             spec,

@@ -385,7 +385,7 @@ def find(
         num_added += len(of_compiled)
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
         chosen, best = _chosen(candidates, allow)
-    left_out = (*left_out, *_refused_methods(asked_for, supported, refused))
+    left_out = (*left_out, *_refused_kinds(asked_for, supported, refused))
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))
 
@@ -479,17 +479,28 @@ def find(
     )
 
 
-def _refused_methods(
+def _refused_kinds(
     asked_for: Sequence[MethodSpace],
     supported: Sequence[TrainConfig],
     refused: Mapping[TraceSpec, str],
 ) -> Iterator[LeftOut]:
-    """Yield the methods of which nothing could be traced, and why."""
+    """Yield the methods, and the ways to share, of which nothing could be traced, and why.
+
+    Of a way to share the reasons are its own: not such as are given for a way that is supported.
+    """
     of_supported = {config.method for config in supported}
+    told: set[str] = set()
     for name in dict.fromkeys(section.method for section in asked_for):
         reasons = sorted({why for spec, why in refused.items() if spec.method == name})
         if reasons and name not in of_supported:
+            told.update(reasons)
             yield LeftOut(METHOD_WORDS[name], Reason.NOT_TRACED, "; ".join(reasons))
+    ways = {config.parallelism for config in supported}
+    told |= {why for spec, why in refused.items() if spec.parallelism in ways}
+    for name in sorted({spec.parallelism for spec in refused} - ways):
+        reasons = sorted({why for spec, why in refused.items() if spec.parallelism == name} - told)
+        if reasons:
+            yield LeftOut(name, Reason.NOT_TRACED, "; ".join(reasons))
 
 
 def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, Estimate | None]:

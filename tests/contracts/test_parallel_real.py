@@ -9,6 +9,7 @@ tests/contracts/test_zero.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from autotune.export.quantization_config import quantization_fields
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.library_rules import Weight, ddp_buckets, ddp_rebuilt_buckets
+from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shards import Shares
 from autotune.predict.tracing import of_one_gpu, trace_all
 from autotune.records.estimate import TraceSpec
@@ -114,6 +116,46 @@ CONFIGS["tp-tied"] = TP
 TIED = dataclasses.replace(SOURCE, config={**MODEL, "tie_word_embeddings": True})
 CP = dataclasses.replace(FSDP2, parallelism="cp", precision="fp32", sequence_length=24)
 RINGS = {"cp": CP, "cp-of-3": dataclasses.replace(CP, num_gpus=3)}
+ENCODER = {**MODEL, "num_attention_heads": 4}
+T5 = {"model_type": "t5", "vocab_size": 67, "d_model": 48, "d_kv": 12, "d_ff": 130, "num_layers": 2}
+T5 |= {"num_heads": 4, "decoder_start_token_id": 0}
+_MASKED = {**ENCODER, "pad_token_id": 0}
+BIAS_TWICE = "its weight {0}predictions.bias is {0}predictions.decoder.bias, too".format
+FSDP2_RUNS = {
+    "BertForMaskedLM": ({**_MASKED, "model_type": "bert"}, BIAS_TWICE("cls.")),
+    "BertForTokenClassification": ({**_MASKED, "model_type": "bert"}, ""),
+    "AlbertForMaskedLM": ({**_MASKED, "model_type": "albert"}, BIAS_TWICE("")),
+    "AlbertForSequenceClassification": ({**_MASKED, "model_type": "albert"}, ""),
+    "ElectraForMaskedLM": ({**_MASKED, "model_type": "electra"}, ""),
+    "DistilBertForMaskedLM": ({"model_type": "distilbert", "vocab_size": 67, "dim": 48}, ""),
+    "ModernBertForMaskedLM": ({**_MASKED, "model_type": "modernbert"}, ""),
+    "T5ForConditionalGeneration": (
+        T5,
+        "its weight shared.weight is encoder.embed_tokens.weight and decoder.embed_tokens.weight and "
+        "lm_head.weight, too",
+    ),
+    "GPT2LMHeadModel": ({"model_type": "gpt2", "vocab_size": 67, "n_embd": 48, "n_head": 4}, ""),
+    "OPTForCausalLM": (
+        {**ENCODER, "model_type": "opt", "ffn_dim": 130, "word_embed_proj_dim": 24},
+        "",
+    ),
+    "LlamaForCausalLM": (TIED.config, ""),
+    "ApertusForCausalLM": (
+        {**MODEL, "model_type": "apertus"},
+        "its buffer model.layers.0.mlp.act_fn.beta is in checkpoints",
+    ),
+}
+"""Classes of models, with the beginning of why FSDP2 does not run them, if so."""
+_STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+OUTPUTS = {
+    "masked-lm": ("BertForMaskedLM", {**_MASKED, **_STILL, "model_type": "bert"}),
+    "causal-lm": ("LlamaForCausalLM", MODEL),
+    "token-classification": (
+        "BertForTokenClassification",
+        {**_MASKED, **_STILL, "model_type": "bert", "num_labels": 64},
+    ),
+}
+"""Models by task, whose outputs DDP clones."""
 SHAPES = [
     ((1000, 100), "float32"),
     ((3000, 1000), "float32"),
@@ -171,6 +213,12 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
     for find_unused in (False, True):
         shapes = {"num_gpus": 2, "shapes": SHAPES, "find_unused": find_unused}
         cases[f"buckets-{find_unused}"] = shapes
+    for name, (model, _) in FSDP2_RUNS.items():
+        cases[name] = {"num_gpus": 2, "class_name": name, "config": model}
+    for task, (name, model) in OUTPUTS.items():
+        for find_unused in (False, True):
+            shared = {"num_gpus": 2, "outputs_of": name, "find_unused": find_unused}
+            cases[f"{task}-{find_unused}"] = {**shared, "config": model}
     folder = tmp_path_factory.mktemp("parallel")
     (folder / "cases.json").write_text(json.dumps(cases), encoding="utf-8")
     files = [str(folder / name) for name in ("cases.json", "report.json")]
@@ -280,6 +328,31 @@ def test_a_ring_keeps_and_sends_what_is_predicted_and_learns_as_one_process(
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("task", OUTPUTS)
+def test_ddp_clones_what_the_model_returns_where_it_looks_for_unused_parameters(
+    task: str, find_unused: bool, reports: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Kept for the backward pass, and the most of the forward pass, to the byte."""
+    spec = TraceSpec.of(dataclasses.replace(DDP, precision="fp32", attention="eager"))
+    answer = trace_module.trace_step(
+        models.load_config(OUTPUTS[task][1]),
+        task,
+        of_one_gpu(spec),
+        sequence_length=8,
+        device=Device(compute_capability=(8, 9), cublas_workspace_bytes=0, backend="cpu"),
+    )
+    trace = Trace(json.loads(json.dumps(answer)))
+    is_checkpointed = dataclasses.replace(spec, activation_checkpointing=int(not find_unused))
+    shared = RankTrace(trace, is_checkpointed, num_gpus=2, on_card=False)
+    assert trace.returned is not None
+    (end,) = (n for n, event in enumerate(shared.again) if event == trace.returned.after)
+    num_cloned = len(trace.returned.tensors) if find_unused else 0
+    taken = shared.running_bytes("again", 2, 0)[: end + 1 + num_cloned]
+    for report in reports[f"{task}-{find_unused}"]:
+        assert report["most"] == max(taken)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
 def test_ddp_makes_these_buckets(
     find_unused: bool, reports: dict[str, list[dict[str, Any]]]
 ) -> None:
@@ -288,6 +361,36 @@ def test_ddp_makes_these_buckets(
     for report in reports[f"buckets-{find_unused}"]:
         assert sorted(report["buckets"]) == sorted(predicted)
     assert len(predicted) >= 4
+
+
+@pytest.mark.parametrize("name", FSDP2_RUNS)
+def test_what_fsdp2_does_not_run_is_known(
+    name: str, reports: dict[str, list[dict[str, Any]]]
+) -> None:
+    _, why = FSDP2_RUNS[name]
+    said = {"": "", "its weight": "is shared with a parameter", "its buffer": "'device_mesh'"}
+    for report in reports[name]:
+        assert report["why"].startswith(why)
+        assert bool(report["why"]) == bool(report["problem"]) == bool(why), report
+        assert said[why[:10]] in report["problem"]
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_model_with_a_weight_of_two_groups_is_refused_under_fsdp2_alone() -> None:
+    source = dataclasses.replace(SOURCE, config=FSDP2_RUNS["BertForMaskedLM"][0])
+    specs = {
+        name: dataclasses.replace(TraceSpec.of(FSDP2), parallelism=name)
+        for name in ("fsdp2", "fsdp2-offload", "ddp", "zero3")
+    }
+    refused: dict[TraceSpec, str] = {}
+    ask = functools.partial(trace_all, source, "masked-lm", 8, GPU, num_gpus=2, refused=refused)
+    assert {spec.parallelism for spec in ask(specs.values())} == {"ddp", "zero3"}
+    assert {spec.parallelism for spec in refused} == {"fsdp2", "fsdp2-offload"}
+    with pytest.raises(
+        ConfigError, match=r"Its weight cls.predictions.bias is cls.*decoder.bias"
+    ) as caught:
+        ask([specs["fsdp2"]])
+    assert caught.value.remedy == "Take another way to share: --parallelism ddp or zero3"
 
 
 def test_bitsandbytes_does_not_take_what_fsdp2_shards(

@@ -688,6 +688,15 @@ def test_checkpointing_that_was_not_asked_for(monkeypatch: pytest.MonkeyPatch) -
     assert "2 layers are checkpointed" in run().message
 
 
+def test_a_head_that_trains_beside_an_adapter_is_none_of_it() -> None:
+    """RoBERTa's is in the base's dtype, and larger than an adapter of rank 1."""
+    encoder = models.load_config({**MODEL, "model_type": "roberta", "num_labels": 2})
+    config = dataclasses.replace(LORA, lora_rank=1, lora_targets="attention")
+    device = torch.device("cpu")
+    model = probe_module.build(encoder, "sequence-classification", config, device)
+    assert checks.check_model(model, config) == []
+
+
 @pytest.mark.parametrize(
     ("quantization", "part"),
     [("nf4", "quantisation is {('nf4', True,"), ("none", "14 layers are quantised")],

@@ -103,6 +103,21 @@ CONFIGS |= {
         CP, num_gpus=4, precision="bf16-true", activation_checkpointing=1
     ),
 }
+BERT: dict[str, Any] = {
+    **MODEL,
+    "model_type": "bert",
+    "vocab_size": 4096,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+MODELS = {"ddp of BERT": (BERT, "masked-lm"), "ddp of BERT, checkpointed": (BERT, "masked-lm")}
+"""Models and tasks of configurations that are none of the Llama's."""
+CONFIGS |= {
+    "ddp of BERT": dataclasses.replace(DDP, micro_batch_size=16),
+    "ddp of BERT, checkpointed": dataclasses.replace(
+        DDP, micro_batch_size=16, activation_checkpointing=1
+    ),
+}
 NUM_WEIGHTS = 9 * MODEL["num_hidden_layers"] + 3
 NUM_ADAPTERS = 2 * 2 * MODEL["num_hidden_layers"]
 """LoRA's weights on two projections of each layer."""
@@ -134,19 +149,24 @@ def request(config: TrainConfig, model: dict[str, Any] = MODEL, **spec: Any) -> 
     }
 
 
-def measured(config: TrainConfig, **spec: Any) -> Measurement:
-    end = isolate.run("probe", request(config, **spec), deadline_seconds=120)
+def measured(config: TrainConfig, model: dict[str, Any] = MODEL, **spec: Any) -> Measurement:
+    end = isolate.run("probe", request(config, model, **spec), deadline_seconds=120)
     assert end.how == "ok", end.stderr_tail[-3000:]
     return measurement_from_dict(end.answers[-1]["measurement"])
 
 
-def estimated(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> Estimate:
+def estimated(
+    config: TrainConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any] = MODEL,
+    task: str = "causal-lm",
+) -> Estimate:
     """What is predicted without the buffers of CUDA's kernels and cuBLAS."""
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
     spec = TraceSpec.of(config)
     answer = trace_module.trace_step(
-        models.load_config(MODEL),
-        "causal-lm",
+        models.load_config(model),
+        task,
         of_one_gpu(spec),
         sequence_length=LENGTH,
         device=Device(
@@ -175,14 +195,16 @@ def test_a_shared_probe_needs_what_was_predicted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = CONFIGS[name]
-    predicted = estimated(config, monkeypatch)
-    batch_bytes = 2 * config.micro_batch_size * LENGTH * 8
+    model, task = MODELS.get(name, (MODEL, "causal-lm"))
+    predicted = estimated(config, monkeypatch, model, task)
+    num_inputs = 2 if task == "causal-lm" else 3  # Padded samples have a mask.
+    batch_bytes = num_inputs * config.micro_batch_size * LENGTH * 8
     # A loop over the weights keeps its step counts on the CPU, which is the card here: a block for each.
     num_trained = NUM_ADAPTERS if config.method == "lora" else NUM_WEIGHTS
     of_counts = 512 * num_trained if config.optimizer == "adamw_torch" else 0
     # On a busy machine a thread of gloo's may hold the buffer of a collective a moment too long.
     for _ in range(5):
-        found = measured(config)
+        found = measured(config, model, task=task)
         assert (found.outcome, found.message) == ("ok", "")
         assert found.peak_allocated_bytes is not None
         difference = found.peak_allocated_bytes - predicted.peak_allocated_bytes
@@ -246,7 +268,6 @@ T5 = {
     "vocab_size": 512,
     "decoder_start_token_id": 0,
 }
-BERT = {**MODEL, "model_type": "bert"}
 
 
 @pytest.mark.usefixtures("forked_workers")

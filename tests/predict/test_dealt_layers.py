@@ -44,6 +44,7 @@ def step(
         group = int(norms_apart and len(shape) == 1)
         facts: dict[str, Any] = {"dtype": "bfloat16", "trainable": trainable, "group": group}
         facts |= {"embedding": name == "embedding", "linear": len(shape) > 1}
+        facts["is_tied"] = tied and name == "embedding"
         sides = [[side, 0, 0] for side in shape]
         a.alloc(name, [size, 0, 0], category="parameter", shape=sides, **facts)
 

@@ -17,7 +17,7 @@ import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.memory.allocator import EMPTY_CACHE
-from autotune.memory.traces import Trace
+from autotune.memory.traces import Trace, evaluate
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shards import is_tied
@@ -108,11 +108,19 @@ def predicted(config: TrainConfig) -> tuple[Estimate, PerGpu]:
     return estimate, estimate.per_gpu
 
 
-@pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])
-def test_an_encoder_whose_embedding_has_a_norm(task: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    [
+        ("bert", "masked-lm"),
+        ("bert", "sequence-classification"),
+        ("roberta", "sequence-classification"),
+    ],
+)
+def test_an_encoder_whose_embedding_has_a_norm(kind: str, task: str) -> None:
     """Its gradient comes with the embedding's, and BERT's tied head has a bias as wide as the vocabulary."""
     tiny = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
-    config = {"model_type": "bert", "num_hidden_layers": 5, "vocab_size": 1000, **tiny}
+    tiny["type_vocab_size"] = 1
+    config = {"model_type": kind, "num_hidden_layers": 5, "vocab_size": 1000, **tiny}
     model = dataclasses.replace(tiny_model.MODEL, config=config)
     spec = TraceSpec.of(dataclasses.replace(CHECKPOINTED, parallelism="none", num_gpus=1))
     trace = trace_all(model, task, 64, A100, {spec}, server=here.workers)[spec]
@@ -122,6 +130,29 @@ def test_an_encoder_whose_embedding_has_a_norm(task: str) -> None:
         sharing = dataclasses.replace(spec, parallelism=name)
         shared = shared_trace(trace, sharing, num_gpus=2, hidden_size=64)
         assert shared.first
+        if name == "ddp":
+            # The embedding's gradient arrives last, also where it is the head's, too.
+            sizes = shared.sizes(2, 0)
+            *_, last = buckets = [sizes[n] for n in shared.behind_first if n >= 0 and sizes[n]]
+            assert last == max(buckets) > 1000 * 64 * 2
+
+
+def test_ddp_takes_the_time_to_clone_what_the_model_returns() -> None:
+    """Once, behind the forward pass; not where layers are checkpointed, where it looks for nothing unused."""
+    alone = dataclasses.replace(DDP, parallelism="none", num_gpus=1)
+    trace = one_gpu_traces()[TraceSpec.of(alone)]
+    assert isinstance(trace, Trace)
+    assert trace.returned is not None
+    sizes = [evaluate(term, 4, 0) for _, term in trace.returned.tensors]
+    for every, expected in ((0, sizes), (1, [])):
+        spec = dataclasses.replace(TraceSpec.of(DDP), activation_checkpointing=every)
+        shared = shared_trace(trace, spec, num_gpus=2)
+        own = len(trace.launches(4, 0))
+        clones = shared.launches(4, 0)[own:]
+        assert [clone.bytes_moved for clone in clones] == [2 * size for size in expected]
+        shares, order = shared.stretches
+        assert shares[order][:, own:].sum(axis=0).tolist() == [1.0] * len(expected)
+        assert len(order) == len(trace.stretches[1]) + bool(expected)
 
 
 def test_ddp_holds_everything_and_buckets_beside() -> None:

@@ -1183,6 +1183,27 @@ def test_a_first_answer_is_told_while_others_are_traced(
 
 
 @pytest.mark.usefixtures("traced")
+def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own() -> None:
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=8,
+        precision="bf16-true",
+        optimizer="adamw_torch",
+        parallelism="ddp",
+        num_gpus=2,
+    )
+    spec = TraceSpec.of(config)
+    on_fsdp2 = dataclasses.replace(spec, parallelism="fsdp2")
+    refused = {
+        on_fsdp2: "its weight is two",
+        **{dataclasses.replace(each, attention="eager"): "no eager" for each in (spec, on_fsdp2)},
+    }
+    (found,) = predict_best._refused_kinds([], [config], refused)
+    assert str(found) == "fsdp2 (its weight is two)"
+
+
 def test_a_card_of_unknown_speed_is_refused() -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
     with pytest.raises(HardwareError, match=r"speed of .* is not known"):

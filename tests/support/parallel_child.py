@@ -3,8 +3,9 @@
     python parallel_child.py CASES.json REPORT.json
 
 CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "optimizer",
-"parallelism", "in_parts", "quantization"} (see run_case; run_ring where sequences are split) or to
-{"shapes", "find_unused"} (see run_buckets).
+"parallelism", "in_parts", "quantization"} (see run_case; run_ring where sequences are split), to
+{"shapes", "find_unused"} (see run_buckets), {"class_name", "config"} (see run_groups) or to {"outputs_of",
+"config", "find_unused"} (see run_outputs).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import bitsandbytes as bnb
 import torch
 import torch.distributed as dist
+import transformers
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -33,6 +35,7 @@ from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
 from autotune.speed.links import COLLECTIVES
 from autotune.worker.build import context_parallel, tensor_parallel
+from autotune.worker.build import model as models
 from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.trace.tracker import Tracker
 
@@ -130,9 +133,9 @@ def share(model: Any, case: dict[str, Any]) -> Any:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        transformer_cls_names_to_wrap=models.names_of_layers(model) or None,
         reshard_after_forward=True,
-        cpu_ram_efficient_loading=False,
+        cpu_ram_efficient_loading=case.get("by_one", False),
     )
     if case["mixed_precision"] != "no":
         plugin.set_mixed_precision(case["mixed_precision"])
@@ -312,7 +315,52 @@ def run_buckets(case: dict[str, Any]) -> dict[str, Any]:
     return {"buckets": [bucket.buffer().nbytes for bucket in buckets]}
 
 
+def run_groups(case: dict[str, Any]) -> dict[str, Any]:
+    """Say why FSDP2 is said not to run, and what accelerate or torch says to it."""
+    model: Any = getattr(transformers, case["class_name"])._from_config(
+        models.load_config(case["config"])
+    )
+    why = models.why_not_fsdp2(model, is_quantized=False)
+    tokens = torch.randint(2, 60, (2, 8))
+    fsdp2 = {"parallelism": "fsdp2", "mixed_precision": "no", "num_replicas": 1, "by_one": True}
+    try:
+        share(model, fsdp2)(input_ids=tokens)
+    except (AttributeError, ValueError) as error:
+        return {"why": why, "problem": str(error)}
+    return {"why": why, "problem": ""}
+
+
+def run_outputs(case: dict[str, Any]) -> dict[str, Any]:
+    """Find the most that a forward pass takes, its outputs held, beside what was there before."""
+    model: Any = getattr(transformers, case["outputs_of"])._from_config(
+        models.load_config({**case["config"], "use_cache": False}), attn_implementation="eager"
+    )
+    shared = DistributedDataParallel(model, find_unused_parameters=case["find_unused"])
+    tokens = torch.randint(2, 60, (2, 8))
+    inputs = {"input_ids": tokens, "labels": tokens.clone(), "attention_mask": tokens.ne(-1)}
+    if case["outputs_of"] == "LlamaForCausalLM":
+        # As the Trainer calls it, with packed rows.
+        inputs |= {"num_items_in_batch": torch.tensor(14), "attention_mask": None}
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    watch = watch_of(model, *inputs.values())
+    known = len(watch.recording.tensors)
+    with watch:
+        outputs = shared(**inputs)
+    alive = most = 0
+    for event in watch.recording.events:
+        number = event if event >= 0 else ~event
+        if number >= known:
+            size = -(-watch.recording.tensors[number].size_bytes // 512) * 512
+            alive += size if event >= 0 else -size
+            most = max(most, alive)
+    return {"most": most, "left": alive, "loss": outputs.loss.item()}
+
+
 def run_any(case: dict[str, Any], _: int) -> dict[str, Any]:
+    if "class_name" in case:
+        return run_groups(case)
+    if "outputs_of" in case:
+        return run_outputs(case)
     run = run_ring if case.get("parallelism") == "cp" else run_case
     try:
         return run_buckets(case) if "shapes" in case else run(case)

@@ -50,10 +50,24 @@ class TracedParameter:
     trainable: bool
     group: int
     embedding: bool
+    is_tied: bool = False
+    """Whether it is the embedding's and the head's."""
     of_root: bool = False
     """Whether it is left to FSDP2's root."""
     position: int = 0
     """How many weights of its layer come before it in the model, adapters among them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Returned:
+    """Outputs of the model's forward pass, and how long the Trainer holds them."""
+
+    after: int
+    """Event behind which it returned."""
+    until: int
+    """Event by which the Trainer has let go of it."""
+    tensors: tuple[tuple[int, Term], ...]
+    """Each tensor's number, and the bytes that it has of it."""
 
 
 class Trace:
@@ -77,6 +91,8 @@ class Trace:
         """Whether the step is one that torch.compile has made."""
         self.not_compiled: str = answer.get("not_compiled", "")
         """Reason why it is not, where it was to be."""
+        self.why_not_fsdp2: str = answer.get("why_not_fsdp2", "")
+        """Reason why FSDP2 does not run the model; empty where it does."""
         self._tensors: list[dict[str, Any]] = answer["tensors"]
         self._rules = _by_rule(self._tensors)
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
@@ -122,6 +138,7 @@ class Trace:
         )
         self._categories = self._categorise(np.concatenate((batch, count, forward)))
         self.loss = listed(self._template).index(answer["loss"]) if "loss" in answer else None
+        self._returned = answer.get("returned")
         is_workspace = self._categories[numbers_of(self._first)] == "workspace"
         self._again = self._first[~is_workspace]
         is_kept = self._categories[numbers_of(forward)] == "workspace"
@@ -173,6 +190,23 @@ class Trace:
     def template(self) -> list[int]:
         """Return the traced tensor that each tensor is a copy of."""
         return listed(self._template)
+
+    @functools.cached_property
+    def returned(self) -> Returned | None:
+        """Return what the forward pass returned; None where that was not traced."""
+        if self._returned is None:
+            return None
+
+        def copied(event: int) -> int:
+            return self.template.index(event) if event >= 0 else ~self.template.index(~event)
+
+        return Returned(
+            after=copied(self._returned["after"]),
+            until=copied(self._returned["until"]),
+            tensors=tuple(
+                (copied(number), (c, i, j)) for number, (c, i, j) in self._returned["tensors"]
+            ),
+        )
 
     @functools.cached_property
     def categories(self) -> list[str]:
@@ -291,6 +325,7 @@ class Trace:
                         trainable=entry["trainable"],
                         group=entry["group"],
                         embedding=entry["embedding"],
+                        is_tied=entry.get("is_tied", False),
                         of_root=entry.get("of_root", False),
                         position=entry.get("position", 0),
                     )

@@ -8,11 +8,13 @@ part. The result answers what a Trace answers (autotune.predict.estimator), and 
 As run: Transformers' Trainer under `accelerate launch` with the files of autotune.export. DDP sends flat
 copies of the weights as it is made, two of 250 MiB at a time, and keeps
 its buckets beside the gradients (accelerate leaves gradient_as_bucket_view False) and averages once an
-optimizer step. FSDP2 wraps each layer, the embedding, and final norm with head; it gathers the next
-layer in the backward pass; it is told to reduce in every micro-step (`sync_each_batch`), because whole
-gradients would be kept between micro-steps otherwise. ZeRO has the settings of deepspeed.json: buckets
-of hidden_size^2 elements, weights gathered one at a time and dropped after each use. HSDP is FSDP2
-within each group of GPUs; each part of the gradients is then averaged between the groups.
+optimizer step. Where it looks for unused parameters (the Trainer has it do so, but for a model that is
+checkpointed and has no adapter) it clones what the model returns. FSDP2 wraps each layer, the embedding, and
+final norm with head; it gathers the next layer in the backward pass; it is told to reduce in every
+micro-step (`sync_each_batch`), because whole gradients would be kept between micro-steps otherwise. ZeRO has
+the settings of deepspeed.json: buckets of hidden_size^2 elements, weights gathered one at a time and dropped
+after each use. HSDP is FSDP2 within each group of GPUs; each part of the gradients is then averaged between
+the groups.
 
 Under tensor parallelism the trace itself is of the first GPU: a worker splits the model as Transformers does
 (autotune.worker.build.tensor_parallel), so that parts, activations and collectives are those of its step.
@@ -29,6 +31,7 @@ against DeepSpeed itself (studies/zero, tests/contracts/test_zero.py). What CUDA
 and of ZeRO's offloading, is held against PyTorch's CUDA build without a card (studies/no-card, shared.jsonl).
 
 Known limitations
+- A compiled step: DDP clones what it returns, too, which is not counted.
 - Streams: what one has freed is taken to be free for it at once, though another may be at work on it.
 - FSDP2 in float16 is traced under autocast, though accelerate puts none around it.
 - None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
@@ -57,11 +60,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import Launch, Phase, Trace
+from autotune.memory.traces import Launch, Phase, Trace, TracedKernel
 from autotune.memory.traces.running import running
-from autotune.memory.traces.terms import Array, summable
+from autotune.memory.traces.terms import Array, Term, evaluate, summable
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import ROOT, TAIL, Shares
@@ -123,6 +127,8 @@ class RankTrace(SharedTrace):
         self.workspaces = trace.workspaces
         self.batch, self.count, self.loss = trace.batch, trace.count, trace.loss
         self._replaced: dict[int, Size] = {}
+        self._clones: dict[int, Term] = {}
+        """Sizes of the clones of what the model returns, which go with the micro-batch, by their numbers."""
         self._buffers: list[int] = []
         self.setup = list(trace.setup)
         self.num_prepared_events = trace.num_prepared_events
@@ -133,9 +139,11 @@ class RankTrace(SharedTrace):
             self._run_zero(blocks)
         elif shares.row.stage == 0:
             if shares.rebuilds:
-                shares.arriving = [*self._positions(blocks).values()]
+                shares.arriving = shares.with_tied_last(self._positions(blocks).values())
             self.gradients = trace.gradients
-            self.first, self.again, self.next = trace.first, trace.again, trace.next
+            self.first, self.again, self.next = map(
+                self._clone_outputs, (trace.first, trace.again, trace.next)
+            )
         else:
             workspaces = set(trace.workspaces)
             logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
@@ -163,6 +171,30 @@ class RankTrace(SharedTrace):
                 )
                 for each in self._unlike_gpus()
             )
+
+    def _clone_outputs(self, events: list[int]) -> list[int]:
+        """Have DDP clone what the model returns, where it looks for unused parameters.
+
+        The clones are what the Trainer holds then: the model's own go as all are cloned, but for those that
+        the backward pass needs. Source: torch 2.13 nn/parallel/distributed.py, _post_forward and _DDPSink.
+        """
+        returned = self._trace.returned if self._shares.clones_outputs else None
+        if returned is None:
+            return events
+        if not self._clones:
+            names = self._trace.categories
+            for number, term in returned.tensors:
+                category = "logits" if names[number] == "logits" else "temporary"
+                self._clones[self._extra.new(category, lambda _: 0)] = term
+        clone_of = dict(zip((number for number, _ in returned.tensors), self._clones, strict=True))
+        begins = events.index(returned.after) + 1
+        ends = max(begins, events.index(returned.until) + 1)
+        held = events[begins:ends]
+        given_up = [event for event in held if ~event in clone_of]
+        kept = [clone for number, clone in clone_of.items() if ~number not in given_up]
+        replaced = [~clone_of[~event] if event in given_up else event for event in held]
+        own = [*self._clones, *given_up, *replaced, *(~clone for clone in kept)]
+        return [*events[:begins], *own, *events[ends:]]
 
     def _unlike_gpus(self) -> list[int]:
         """Numbers of the GPUs that hold other tensors than each other; none where all go for one."""
@@ -238,11 +270,32 @@ class RankTrace(SharedTrace):
         return self._shares.optimizer_specs(self._trace.trainable(rank), rank)
 
     def launches(self, micro_batch: float, rank: int) -> list[Launch]:
-        """The kernels of a micro-step; of collectives what they cost beside sending."""
-        return [
+        """The kernels of a micro-step; of collectives what they cost beside sending; DDP's clones last."""
+        own = [
             replace(launch, bytes_moved=0.0) if launch.kernel.name in COLLECTIVES else launch
             for launch in self._trace.launches(micro_batch, rank)
         ]
+        return [
+            *own,
+            *(
+                Launch(_clone_of(term), 0.0, 2 * evaluate(term, micro_batch, rank), 1, ())
+                for term in self._clones.values()
+            ),
+        ]
+
+    @property
+    def stretches(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Order of the kernels, as Trace.stretches: DDP's clones are a stretch behind the forward pass."""
+        shares, order = self._trace.stretches
+        if not self._clones:
+            return shares, order
+        is_forward = [launch.kernel.phase == "forward" for launch in self._trace.launches(1, 1)]
+        last = max(n for n, block in enumerate(order) if shares[block, is_forward].any())
+        num_blocks, num_kernels = shares.shape
+        wider = np.zeros((num_blocks + 1, num_kernels + len(self._clones)))
+        wider[:-1, :num_kernels] = shares
+        wider[-1, num_kernels:] = 1
+        return wider, np.insert(order, last + 1, num_blocks)
 
     def exchange(self, micro_batch: int, rank: int) -> Exchange:
         """Bytes that are sent between the GPUs and to the host, and that are kept for it."""
@@ -332,7 +385,10 @@ class RankTrace(SharedTrace):
         numbers, replaced, extra, ratio = self._own_sizes(rank)
         whole[numbers] = replaced
         whole[self._whole_gradients] //= ratio
-        return np.concatenate((whole, extra))
+        every = np.concatenate((whole, extra))
+        for number, term in self._clones.items():
+            every[number] = evaluate(term, micro_batch, rank)
+        return every
 
     def _work_out_sizes(self, rank: int) -> tuple[Array, Array, Array, int]:
         """Work out the sizes in which this GPU differs from the trace.
@@ -616,6 +672,18 @@ class RankTrace(SharedTrace):
     def _whole_bytes(self, rank: int, position: int) -> int:
         """Return the bytes of a weight as accelerate has cast it before FSDP2 deals it out."""
         return self._shares.loaded_bytes(self._shares.weights(rank)[position])
+
+
+def _clone_of(term: Term) -> TracedKernel:
+    """Return the kernel that clones a tensor of that size."""
+    return TracedKernel(
+        name="clone",
+        dtype="float32",
+        flops=(0, 0, 0),
+        moved=(term, term),
+        phase="forward",
+        count=1,
+    )
 
 
 def _messages(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.optimizers import TensorSpec
@@ -75,6 +75,8 @@ class Shares:
         is_ddp = self.row.name == "ddp"
         self.rebuilds = is_ddp and spec.method == "full" and spec.activation_checkpointing > 0
         """Whether DDP makes its buckets anew as it knows the order in which gradients arrive."""
+        self.clones_outputs = is_ddp and not self.rebuilds
+        """Whether DDP looks for unused parameters, and clones what the model returns."""
         self._weights = functools.cache(self._evaluated)
         self.arriving = [n for n, each in enumerate(parameters) if each.trainable][::-1]
         """Positions of the trained weights in the order in which gradients arrive: from the last on, unless
@@ -94,8 +96,15 @@ class Shares:
 
     def is_tied_head(self, position: int) -> bool:
         """Whether the weight at that position is the embedding's and the head's."""
-        parameter = self.parameters[position]
-        return self.tail_stays and parameter.embedding and self._unit_of(parameter) == TAIL
+        return self.parameters[position].is_tied
+
+    def with_tied_last(self, positions: Iterable[int]) -> list[int]:
+        """Order weights as their gradients arrive, by the order in which these are made.
+
+        That of a weight which is embedding and head is made as the head goes backward, and arrives when the
+        embedding's part, which comes last, has been added to it.
+        """
+        return sorted(positions, key=self.is_tied_head)
 
     @property
     def compute_bytes(self) -> int:
@@ -376,8 +385,6 @@ class Shares:
         return self.is_torch or weight.num_elements > self._persistent_elements
 
 
-def is_tied(parameters: Sequence[TracedParameter]) -> bool:
-    """Whether the embedding is the head too: no other matrix is as wide as the vocabulary."""
-    outside = [p for p in parameters if p.place[1] < 0 and len(p.shape) > 1]
-    vocabularies = {p.shape[0] for p in outside if p.embedding}
-    return not any(p.shape[0] in vocabularies and not p.embedding for p in outside)
+def is_tied(parameters: Iterable[TracedParameter]) -> bool:
+    """Whether the embedding is the head too."""
+    return any(parameter.is_tied for parameter in parameters)

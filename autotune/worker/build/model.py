@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -247,20 +248,112 @@ def linear_weights(model: nn.Module) -> set[int]:
 def left_to_root(model: Any) -> set[int]:
     """Ids of the weights that accelerate leaves to FSDP2's root, and of those of layers.
 
-    The embedding, the head and the last norm beside the layers are in other units. Source: accelerate 1.15
-    utils/fsdp_utils.py, fsdp2_prepare_model and _find_final_norm.
+    The embedding, the head and the last norm beside the layers are in other units.
+    """
+    own = {id(parameter) for module in _apart(model) for parameter in module.parameters()}
+    return {id(parameter) for parameter in model.parameters()} - own
+
+
+def _apart(model: Any) -> list[nn.Module]:
+    """Return the last norm beside the layers, the embedding and the head, as far as there are such.
+
+    Source: accelerate 1.15 utils/fsdp_utils.py, fsdp2_prepare_model and _find_final_norm.
     """
     prefix = getattr(model, "base_model_prefix", "")
     base = getattr(model, prefix, None) if prefix else model
     children = base.children() if isinstance(base, nn.Module) else ()
     norms = [module for module in children if "Norm" in type(module).__name__]
-    asked = []
+    return [*norms[-1:], *(module for module in _ends(model) if module is not None)]
+
+
+def _ends(model: Any) -> tuple[Any, Any]:
+    """Return the embedding and the head, each None where there is none."""
+    found: list[Any] = []
     for end in ("input", "output"):
-        with contextlib.suppress(NotImplementedError):  # Models that hear have none.
-            asked.append(getattr(model, f"get_{end}_embeddings", lambda: None)())
-    apart = [*norms[-1:], *(module for module in asked if module is not None)]
-    own = {id(parameter) for module in apart for parameter in module.parameters()}
-    return {id(parameter) for parameter in model.parameters()} - own
+        try:
+            found.append(getattr(model, f"get_{end}_embeddings", lambda: None)())
+        except NotImplementedError:  # Models that hear have none.
+            found.append(None)
+    first, last = found
+    return first, last
+
+
+def tied_weight(model: Any) -> nn.Parameter | None:
+    """Return the weight that is the embedding's and the head's; None where they have their own."""
+    first, last = (getattr(each, "weight", None) for each in _ends(model))
+    return first if first is last else None
+
+
+def names_of_layers(model: nn.Module) -> list[str]:
+    """Names of the classes that FSDP2 gathers one by one: train.py and probes name them to accelerate."""
+    layers = {
+        type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
+    }
+    return sorted(layers)
+
+
+_PEFTS_PREFIX = "base_model.model."
+
+
+def why_not_fsdp2(model: Any, *, is_quantized: bool) -> str:
+    """Say why FSDP2, as accelerate makes it of a model, does not run; empty where it does.
+
+    A model that is not quantised is loaded by one process alone, which sends each entry of the model's state
+    as the part of a weight that it is taken for: buffers that are in checkpoints end in an error. Source:
+    accelerate 1.15 utils/fsdp_utils.py, fsdp2_load_full_state_dict.
+    """
+    if names := [each.removeprefix(_PEFTS_PREFIX) for each in shared_by_groups(model)]:
+        return (
+            f"its weight {names[0]} is {' and '.join(names[1:])}, too, and accelerate puts these into two of "
+            "FSDP2's groups of weights, which torch refuses"
+        )
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    others = () if is_quantized else (each for each in model.state_dict() if each not in weights)
+    if buffer := next(iter(others), ""):
+        buffer = buffer.removeprefix(_PEFTS_PREFIX)
+        return (
+            f"its buffer {buffer} is in checkpoints, and accelerate loads weights alone under FSDP2"
+        )
+    return ""
+
+
+def shared_by_groups(model: Any) -> tuple[str, ...]:
+    """Names of a weight that would be in two of FSDP2's groups, which torch refuses; empty without such.
+
+    The groups are those that accelerate makes: each layer; the embedding, unless it is the head, too; the
+    last norm and the head, with such an embedding; all else. Torch refuses in the first forward pass (2.13
+    _fsdp_state.py, _validate_no_duplicate_params). Before 2.13 the weight was trained apart in each.
+    """
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    if all(len(each) == 1 for each in names.values()):
+        return ()
+    classes = names_of_layers(model) or getattr(model, "_no_split_modules", None) or ()
+    groups: list[list[nn.Module]] = [
+        [m] for m in reversed(list(model.modules())) if type(m).__name__ in classes
+    ]
+    embedding, _ = _ends(model)
+    if embedding is not None and tied_weight(model) is None:
+        groups.append([embedding])
+    group_of: dict[int, int] = {}
+    for number, modules in enumerate([*groups, _apart(model), [model]]):
+        for module in modules:
+            _put_into(number, module, group_of)
+    found: dict[int, int] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            if found.setdefault(id(weight), group_of[id(module)]) != group_of[id(module)]:
+                return tuple(names[id(weight)])
+    return ()
+
+
+def _put_into(number: int, module: nn.Module, group_of: dict[int, int]) -> None:
+    """Put a module, and those in it that are in no group yet, into a group."""
+    if id(module) not in group_of:
+        group_of[id(module)] = number
+        for child in module.children():
+            _put_into(number, child, group_of)
 
 
 def accepts_loss_kwargs(model: Any) -> bool:

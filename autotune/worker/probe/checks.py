@@ -50,9 +50,12 @@ def require(complaints: Sequence[str]) -> None:
 
 def check_model(model: Any, config: TrainConfig) -> list[str]:
     """Check dtypes, quantisation, attention, and that something trains."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    if not trainable:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
         return ["no parameter of the model is trainable"]
+    # PEFT trains a head whole, as it was loaded.
+    own = [p for name, p in trained.items() if ".modules_to_save." not in name]
+    trainable = own or list(trained.values())
     base_dtype = PRECISIONS[config.precision].parameter_dtype
     is_full = config.method == "full"
     wanted = base_dtype if is_full else _adapter_dtype(config)

@@ -12,13 +12,13 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from autotune.export import deepspeed_json
 from autotune.export.accelerate_config import DEEPSPEED_FILE_VARIABLE
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
+from autotune.worker.build.model import names_of_layers
 
 
 def is_gathered(config: TrainConfig) -> bool:
@@ -46,10 +46,8 @@ def name_layers(model: Any) -> None:
     Of some models (BERT) it would also take the module that holds the embedding, and fail (1.15
     utils/fsdp_utils.py, fsdp2_prepare_model).
     """
-    layers = {
-        type(m).__name__ for m in model.modules() if isinstance(m, GradientCheckpointingLayer)
-    }
-    os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(sorted(layers))
+    if layers := names_of_layers(model):
+        os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(layers)
 
 
 def as_gpus() -> None:
@@ -75,7 +73,9 @@ def part_as_loaded(model: Any, config: TrainConfig) -> None:
     """Have ZeRO 3 part each weight by itself, as Transformers has it do where it loads a model.
 
     Otherwise DeepSpeed would move the whole model to the device, and part it there (0.19.8 runtime/engine.py,
-    _configure_distributed_model). The processes have met.
+    _configure_distributed_model). The processes have met. A model that is made while DeepSpeed parts it has
+    its buffers on the device, where BERT looks up positions (partition_parameters.py,
+    _add_tensor_creation_wrappers).
     """
     if PARALLELISMS[config.parallelism].stage < 3:
         return
@@ -88,6 +88,9 @@ def part_as_loaded(model: Any, config: TrainConfig) -> None:
     }
     dtype = getattr(torch, precision.compute_dtype)
     deepspeed.zero.Init(module=model.to(dtype), config_dict_or_path=settings, dtype=dtype)
+    device = deepspeed.get_accelerator().current_device_name()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 def shard_on_cpu(trainer: Any) -> None:

@@ -21,7 +21,7 @@ from autotune.worker.build.tensor_parallel import local
 from autotune.worker.trace.chunks import CHUNK_ROWS, Chunks
 from autotune.worker.trace.cuda import Workspaces
 from autotune.worker.trace.kernels import TrackedKernel
-from autotune.worker.trace.meta_step import MetaStep, place_finder
+from autotune.worker.trace.meta_step import MetaStep, PassEnd, place_finder
 from autotune.worker.trace.tracker import Recording
 
 Term = tuple[int, int, int]
@@ -118,6 +118,7 @@ def encode(
     embeddings = {
         id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
     }
+    tied = models.tied_weight(step.model)
     linears = models.linear_weights(step.model)
     place_of = place_finder(step.model, step.task)
     of_root = models.left_to_root(step.model) & {
@@ -145,6 +146,8 @@ def encode(
             entry["shape"] = [symbols.of_weight(n) for n in local(parameter).shape]
             entry["group"] = int(id(parameter) not in decayed)
             entry["embedding"] = id(parameter) in embeddings
+            if parameter is tied:
+                entry["is_tied"] = True
             entry["linear"] = id(parameter) in linears
             entry["position"] = positions.get(id(parameter), 0)
             if id(parameter) in of_root:
@@ -173,10 +176,31 @@ def encode(
         "parameters": _count_parameters(step.model, step.task, symbols),
         "loss": step.loss,
     }
+    if step.returned is not None:
+        answer["returned"] = _returned(step, step.returned, workspaces, symbols)
+    if why := models.why_not_fsdp2(step.model, is_quantized=step.spec.quantization != "none"):
+        answer["why_not_fsdp2"] = why
     if chunks.is_symbolic and chunks.rule is not None:
         name, num_tokens, constant = chunks.rule
         answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
     return answer
+
+
+def _returned(
+    step: MetaStep, returned: PassEnd, workspaces: Workspaces, symbols: Symbols
+) -> dict[str, Any]:
+    """Encode what the forward pass returned: the events before and behind, and each tensor with its size."""
+    events = step.tracker.recording.events
+
+    def last_before(end: int) -> int:
+        own = (event for event in reversed(events[:end]) if event not in workspaces.indices)
+        return next(own)
+
+    return {
+        "after": last_before(returned.after),
+        "until": last_before(returned.until),
+        "tensors": [[number, symbols.term(size)] for number, size in returned.tensors],
+    }
 
 
 def _positions(model: nn.Module, place_of: Callable[[str], Place]) -> dict[int, int]:

@@ -73,6 +73,18 @@ _AGAIN = _Pass(Phase.HEAD_BACKWARD, Phase.AGAIN, Phase.HEAD_BACKWARD)
 """A mini-batch's second pass, within the backward pass."""
 
 
+@dataclass(kw_only=True, slots=True)
+class PassEnd:
+    """The end of a forward pass: what the model returned, and for how long that stays."""
+
+    after: int
+    """Number of events before it returned."""
+    until: int = 0
+    """Number of events before the Trainer let go of it."""
+    tensors: list[tuple[int, int]]
+    """Each tensor's number, and the bytes that it has of it."""
+
+
 class MetaStep:
     """A model on its way through set-up, forward and backward, marking the borders of blocks."""
 
@@ -127,6 +139,8 @@ class MetaStep:
         """Tensors that the Trainer keeps after the micro-step: its list of micro-batches, and the loss."""
         self.loss = -1
         """Number of the loss's tensor."""
+        self.returned: PassEnd | None = None
+        """What the model's forward pass returned."""
 
     def go_on_from(self, ready: SetUp) -> None:
         """Take over a model that has been set up, perhaps run already."""
@@ -353,6 +367,8 @@ class MetaStep:
             handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
             handles += self.hook_passes(each)
+        if not self._embeds:  # Such a model passes several times, and on one GPU.
+            handles.append(model.register_forward_hook(self._note_returned))
         self.mark(Phase.EMBED)
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
             self._loss_and_gradients(inputs, accepts=accepts)
@@ -364,6 +380,8 @@ class MetaStep:
     def _loss_and_gradients(self, inputs: dict[str, Any], *, accepts: bool) -> None:
         precision = PRECISIONS[self.spec.precision]
         loss = self._loss(inputs, accepts=accepts)
+        if self.returned is not None:
+            self.returned.until = len(self.tracker.recording.events)
         scaled = loss / 1  # Accelerator.backward: its own accumulation, which Trainer leaves at 1
         if precision.grad_scaler:
             scaled = scaled * torch.empty((), dtype=torch.float32, device=META)
@@ -398,6 +416,15 @@ class MetaStep:
         else:
             loss = loss / 1  # the number of micro-batches
         return loss
+
+    def _note_returned(self, _: nn.Module, args: Any, output: Any) -> None:
+        if not isinstance(output, dict):
+            return
+        tensors = [local(each) for each in output.values() if isinstance(each, torch.Tensor)]
+        self.returned = PassEnd(
+            after=len(self.tracker.recording.events),
+            tensors=[(self.tracker.index_of(each), each.nbytes) for each in tensors],
+        )
 
     def _hook_gradients(self) -> list[Any]:
         handles: list[Any] = []
