@@ -930,10 +930,14 @@ def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
     assert "The output cannot be written" in ran.stderr
 
 
-def test_a_reader_that_leaves_costs_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["a reader that leaves", "a full disk"])
+def test_output_that_cannot_be_written_costs_no_file(where: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     reader, writer = os.pipe()
     os.close(reader)
+    if is_full := where == "a full disk":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
     find = ("find", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
     with os.fdopen(writer, "w") as closed:
         ran = subprocess.run(
@@ -941,11 +945,19 @@ def test_a_reader_that_leaves_costs_no_file(tmp_path: Path) -> None:
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=closed,
-            stderr=closed,
+            stderr=subprocess.PIPE if is_full else closed,
+            text=True,
             timeout=60,
             check=False,
         )
-    assert ran.returncode == 0
+    assert ran.returncode == (6 if is_full else 0)
+    if is_full:
+        assert (
+            "cannot be written. No space left on device. Free some space, or read out/"
+            in ran.stderr
+        )
+        assert ran.stderr.count("error: ") == 1
+    assert trials(tmp_path / "studies" / "autotune.db") > 0
     assert (tmp_path / "out" / "train.py").exists()
 
 
