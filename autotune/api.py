@@ -310,7 +310,8 @@ def find(
     `effective_batch` None: the base's, else 1, 1024 and 32. `method`: one or several [default: all].
     `peft`: the fields of a PeftConfig, or a file of them. `cards`: a number, or "all".
 
-    Files or a study that cannot be written are warned of and noted in the Result, which is not lost.
+    Files or a study that cannot be written are warned of and noted in the Result, which is not lost; a
+    database that is damaged and a study of something else are refused before the search.
     Raises ConfigError for options that cannot be used, HardwareError, NothingFitsError, WorkerError and
     StorageError.
     """
