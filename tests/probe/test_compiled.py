@@ -137,9 +137,15 @@ def test_the_answer_says_why_nothing_was_compiled() -> None:
     answer = dataclasses.replace(answers.answer(), base=EAGER, left_out=left_out)
     eager = dataclasses.replace(found(measured(EAGER, 1.0), None), num_compiled=0)
     assert with_measured(answer, eager).left_out == left_out
-    # Of the slower ones those are kept that the answer shows.
-    slower = dataclasses.replace(eager, slower=(answers.ADAPTER, EAGER))
-    assert with_measured(answer, slower).measured.slower == (answers.ADAPTER,)
+    # Of what was measured of each class that is kept which gives up no more than what was predicted.
+    recipe, further = (
+        measured(dataclasses.replace(answers.ADAPTER, lora_targets=targets), 2.0)
+        for targets in ("all-linear", "attention")
+    )
+    for seen in (recipe, further):
+        both = dataclasses.replace(eager, of_classes={"exact": eager.best, "recipe": seen})
+        shown = with_measured(answer, both).measured.of_classes
+        assert shown == ({"recipe": seen} if seen is recipe else {})
     told = with_measured(answer, eager, not_compiled="no C++ compiler")
     assert list(map(str, told.left_out)) == [
         "torch.compile (default) (no C++ compiler)",
