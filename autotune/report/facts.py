@@ -325,7 +325,7 @@ def reasons(answer: Answer) -> list[str]:
     rows = words.of_each_gpu(best) + words.host_memory(best, answer.workload.host_memory_bytes)
     said += (f"Predicted {name}: {text}." for name, text in rows)
     if answer.workload.lengths is not None:
-        said.append(f"Epoch, predicted: {words.epoch(answer)}.")
+        said.append(f"Epoch, predicted: {words.epoch(answer).rstrip('.')}.")
     if text := words.predicted_compilation(answer):
         said.append(f"Compiled: {text}.")
     said += words.notes(answer)

@@ -247,6 +247,12 @@ def epoch(answer: Answer) -> str:
     assert best.micro_step_seconds is not None
     assert best.optimizer_step_seconds is not None
     num_tokens = lengths.tokens_per_epoch(best.config.batching)
+    length = best.config.sequence_length
+    if not lengths.fill_a_block(best.config.batching, length):
+        return (
+            f"none, and train.py refuses to train: the dataset has {num_tokens:,} tokens, and a packed block "
+            f"{length:,}. Give --seq-len {num_tokens} at most, or a --space with batching: [padded]."
+        )
     accumulation = best.config.gradient_accumulation_steps
     useful_tokens = best.useful_share * best.config.tokens_per_step / accumulation
     num_micro_batches = math.ceil(num_tokens / useful_tokens)

@@ -148,9 +148,12 @@ def _time_loaders(
 
 
 def steps_per_epoch(answer: Answer) -> int | None:
-    """Optimizer steps in which the answer sees all of the dataset once; None without a dataset."""
+    """Optimizer steps in which the answer sees all of the dataset once.
+
+    None without a dataset, and with one that is shorter than a packed block.
+    """
     lengths, config = answer.workload.lengths, answer.best.config
-    if lengths is None:
+    if lengths is None or not lengths.fill_a_block(config.batching, config.sequence_length):
         return None
     useful_tokens = answer.best.useful_share * config.tokens_per_step
     return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)

@@ -278,18 +278,23 @@ def test_a_record_from_before_cold_starts_is_read() -> None:
     ("batching", "useful_share", "num_steps"),
     [
         ("packed", 1.0, 11),  # 10,500 tokens, 1000 a step
+        ("packed of 20,000", 1.0, None),
         ("padded", 0.5, 18),  # 9,000 that are kept, 500 a step that are no padding
     ],
 )
 def test_a_run_is_an_epoch_of_the_dataset(
-    batching: str, useful_share: float, num_steps: int
+    batching: str, useful_share: float, num_steps: int | None
 ) -> None:
     lengths = Lengths(
         num_samples=100, num_tokens=10_500, num_kept_tokens=9_000, percentiles=(90,) * 101
     )
     best = dataclasses.replace(
         answers.estimate(),
-        config=dataclasses.replace(EAGER, batching=batching),
+        config=dataclasses.replace(
+            EAGER,
+            batching=batching.partition(" ")[0],
+            sequence_length=EAGER.sequence_length if num_steps else 20_000,
+        ),
         useful_share=useful_share,
     )
     workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)

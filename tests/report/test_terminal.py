@@ -549,6 +549,7 @@ def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
         (32_000, 1.0, "20.0 s for all samples; 0 % of a batch is padding"),
         # Not a tenth of a step's time: a whole micro-batch and an optimizer step.
         (3_200, 1.0, "6.00 s for all samples, which fill 1 of a step's 8 micro-batches; 0 % of"),
+        (999, 1.0, "none, and train.py refuses to train: the dataset has 999 tokens, and"),
         (9_000, 1.0, "10.0 s for all samples, which fill 3 of a step's 8 micro-batches; 0 % of"),
     ],
 )
