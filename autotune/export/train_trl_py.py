@@ -123,7 +123,8 @@ _PROMPTS = """\
     # The trainer cuts no prompt off: longer ones need more memory than was planned.
     short = rows.filter(lambda row: num_tokens(tokenizer, row["prompt"]) <= {most})
     if len(short) < len(rows):
-        print(f"Left out: {{len(rows) - len(short)}} prompts of more than {most} tokens.", file=sys.stderr)
+        num_long = len(rows) - len(short)
+        print(f"Left out: {{num_long}} of {{len(rows)}} prompts, longer than {most} tokens.", file=sys.stderr)
     rows, needed = short, {needed}
     if len(rows) < needed:
         sys.exit(f"{{len(rows)}} prompts are too few: completions of {{needed}} are written at a time.")

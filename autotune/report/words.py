@@ -199,9 +199,9 @@ def data(workload: Workload) -> str:
     if (row := BY_TASK.get(workload.task)) is not None:
         number = lengths.num_samples // row.rows_per_sample
         with_prompt = ", each answer with its prompt" if row.is_trl else " of texts"
-        counted_ = f"{number:,} {row.sample}s{with_prompt}"
+        counted_ = f"{counted(number, row.sample)}{with_prompt}"
         if row.generates is not None:
-            counted_ = f"{number:,} prompts, each with a completion as long as may be"
+            counted_ = f"{counted(number, 'prompt')}, each with a completion as long as may be"
     if workload.sequence_length == 1:
         return f"{f'{dataset.format}, ' if dataset else ''}{counted_}"
     return (
@@ -250,8 +250,9 @@ def epoch(answer: Answer) -> str:
     length = best.config.sequence_length
     if not lengths.fill_a_block(best.config.batching, length):
         return (
-            f"none, and train.py refuses to train: the dataset has {num_tokens:,} tokens, and a packed block "
-            f"{length:,}. Give --seq-len {num_tokens} at most, or a --space with batching: [padded]."
+            f"none, and train.py refuses to train: the dataset has {counted(num_tokens, 'token')}, and a "
+            f"packed block {length:,}. Give --seq-len {num_tokens} at most, or a --space with "
+            "batching: [padded]."
         )
     accumulation = best.config.gradient_accumulation_steps
     useful_tokens = best.useful_share * best.config.tokens_per_step / accumulation
