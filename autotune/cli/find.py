@@ -13,6 +13,7 @@ from autotune.cli import completion
 from autotune.cli.options import (
     COUNT,
     KnobType,
+    base_option,
     command_line,
     is_given,
     methods_option,
@@ -33,7 +34,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 
 
 @click.command()
-@functools.partial(workload_options, requires_model=False)
+@workload_options
 @click.option(
     "--backend",
     type=one_of(CHOICES["backend"]),
@@ -66,15 +67,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     type=one_of(CHOICES["allow"]),
     help="Highest trade-off class of the answer [default: numerics, or recipe if nothing else fits].",
 )
-@click.option(
-    "--base",
-    type=click.Path(path_type=Path),
-    metavar="FILE|FOLDER",
-    help="What to improve on: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
-    "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's or "
-    "DeepSpeed's configuration; a Python program (Trainer, TRL, PEFT, Unsloth), which is read and never "
-    "run; or a folder that find has written [default: TrainingArguments' defaults].",
-)
+@base_option("What to improve on")
 @click.option(
     "--effort",
     type=one_of(EFFORTS),

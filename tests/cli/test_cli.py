@@ -131,6 +131,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--micro-batch": None,
         "--accumulation": 1,
         "--method": "full",
+        "--base": None,
         "--rank": None,
         "--targets": None,
         "--lora-variant": None,
