@@ -290,6 +290,8 @@ def draw_estimate(
         ("note", f"not installed here: {text}") for text in requirements.of_config(estimate.config)
     ]
     rows += [("note", text) for text in words.bounds(estimate)]
+    if not fits:
+        rows.append(("next", words.instead_of(estimate.config), "bold"))
     rows.append(("limits", f"not modelled: {words.limits(estimate.config)}", "dim"))
     _print_rows(console, rows)
 

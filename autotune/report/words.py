@@ -642,6 +642,14 @@ def experts(answer: Answer) -> str:
     )
 
 
+def instead_of(config: TrainConfig) -> str:
+    """What to ask for instead of a configuration that does not fit."""
+    search = "autotune find with this model and card looks for the fastest that fits"
+    if config.activation_checkpointing or TRAINERS[config.trainer].task:
+        return search
+    return f"--checkpointing solve recomputes no more than it has to; {search}"
+
+
 def unfused_casts(config: TrainConfig) -> str:
     """A note on fp8 without torch.compile; empty for other configurations."""
     if not PRECISIONS[config.precision].fp8 or config.torch_compile != "none":

@@ -786,6 +786,9 @@ def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:
     )
     shown = one_line(file.getvalue())
     assert "does not fit, by 1.82 GiB" in shown
+    assert "next autotune find with this model and card looks for the fastest that fits" in shown
+    free = dataclasses.replace(answers.CONFIG, activation_checkpointing=0)
+    assert words.instead_of(free).startswith("--checkpointing solve recomputes no more than")
     assert "allocated 11.00 GiB, reserved 11.50 GiB, on the device 13.00 GiB" in shown
     assert "1,500,000,000 of 1,500,000,000 parameters" in shown
     assert "PREDICTED" in shown
