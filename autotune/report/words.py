@@ -643,7 +643,7 @@ def experts(answer: Answer) -> str:
 
 
 def instead_of(config: TrainConfig) -> str:
-    """What to ask for instead of a configuration that does not fit."""
+    """Commands to type where a configuration does not fit, in words."""
     search = "autotune find with this model and card looks for the fastest that fits"
     if config.activation_checkpointing or TRAINERS[config.trainer].task:
         return search
