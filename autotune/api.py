@@ -311,7 +311,8 @@ def find(
     `effective_batch` None: the base's, else 1, 1024 and 32. `method`: one or several [default: all].
     `peft`: the fields of a PeftConfig, or a file of them. `cards`: a number, or "all".
 
-    Files or a study that cannot be written are warned of and noted in the Result, which is not lost.
+    Files or a study that cannot be written are warned of and noted in the Result, which is not lost; a
+    database that is damaged and a study of something else are refused before the search.
     Raises ConfigError for options that cannot be used, HardwareError, NothingFitsError, WorkerError and
     StorageError.
     """
@@ -349,7 +350,7 @@ def find(
 
 
 def estimate(
-    model: StrPath,
+    model: StrPath | None = None,
     *,
     task: str | None = None,
     gpu: str | None = None,
@@ -357,7 +358,7 @@ def estimate(
     odds: float | None = None,
     headroom: str | None = None,
     host_mem: str | None = None,
-    num_gpus: int = 1,
+    num_gpus: int | None = None,
     seq_len: int | None = None,
     images: int | None = None,
     image_size: str | None = None,
@@ -370,14 +371,16 @@ def estimate(
     loss_on: str | None = None,
     tokenizer: StrPath | None = None,
     method: str | None = None,
-    accumulation: int = 1,
+    accumulation: int | None = None,
+    base: StrPath | None = None,
     **settings: Any,
 ) -> Estimate:
     """Predict memory and speed of one configuration: `autotune estimate`, with its options by their names.
 
     `settings` are fields of TrainConfig (`micro_batch_size=4`, `optimizer="adamw_torch_fused"`); what is
-    not given is as by default. Raises ConfigError for what is unknown or cannot work, HardwareError and
-    WorkerError.
+    not given is as in `base`, the user's own file, else as by default; `method`, `num_gpus` and the like
+    are the base's where they are None. Raises ConfigError for what is unknown or cannot work, HardwareError
+    and WorkerError.
     """
     return estimating.estimate(_question(locals() | {"settings": _settings(settings)})).estimate
 

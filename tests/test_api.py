@@ -264,11 +264,10 @@ def test_that_nothing_fits_is_an_exception(
         autotune.find(**ASK)
 
 
-def test_a_database_that_cannot_be_used_is_warned_of(asked: list[dict[str, Any]]) -> None:
+def test_a_database_that_cannot_be_used_is_refused(asked: list[dict[str, Any]]) -> None:
     Path("text.db").write_text("no database, and long enough to be read as one" * 9)
-    with pytest.warns(UserWarning, match="damaged"):
-        result = autotune.find(**ASK, storage="sqlite:///text.db")
-    assert result.study == ""
+    with pytest.raises(StorageError, match="damaged"):
+        autotune.find(**ASK, storage="sqlite:///text.db")
     with pytest.raises(StorageError):
         Result.load("any", storage="sqlite:///text.db")
 

@@ -9,7 +9,6 @@ Every command adds to the log (autotune.log): what was typed, how it went, how i
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import platform
@@ -37,16 +36,15 @@ from autotune.cli import (
     studies,
     tables,
 )
-from autotune.cli.output import drop_output, explain, note, say, show_usage
+from autotune.cli.output import drop_output, explain, full_disk_explained, note, say, show_usage
 from autotune.common import log
 from autotune.common.secrets import command_line
 from autotune.common.version import __version__
-from autotune.errors import EXIT_INTERRUPTED, AutotuneError, StorageError
+from autotune.errors import EXIT_INTERRUPTED, AutotuneError
 
 _log = log.logger(__name__)
 
 _DEBUG = "AUTOTUNE_DEBUG"
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STOPS = (signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else ()))
 """Signals of a service manager, of Slurm, of `timeout`, and of a terminal that has gone."""
 _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
@@ -122,16 +120,10 @@ def _run(arguments: tuple[str, ...]) -> int:
         if os.environ.get(_DEBUG):
             _log.error("internal error", exc_info=error, extra=log.SAID)
             raise
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        if problem := full_disk_explained(error):
             drop_output()
-            explain(
-                StorageError(
-                    "The output cannot be written",
-                    why=error.strerror or str(error),
-                    remedy="Free some space",
-                )
-            )
-            return StorageError.exit_code
+            explain(problem)
+            return problem.exit_code
         kept = log.file_in_use()
         say(
             f"internal error: {type(error).__name__}: {str(error)[:500]}. Please report it with the "

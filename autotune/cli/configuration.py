@@ -9,6 +9,7 @@ import click
 from autotune.cli.options import (
     COUNT,
     Command,
+    base_option,
     is_given,
     knob_options,
     one_of,
@@ -25,7 +26,9 @@ def configuration_options(command: Command) -> Command:
         "--accumulation", type=COUNT, default=1, help="Micro-batches per optimizer step."
     )
     method = click.option("--method", type=one_of(METHODS), default="full", help="Training method.")
-    return workload_options(method(knob_options(accumulation(command))))
+    base = base_option("Your own settings, which the options beside it overrule")
+    command = method(base(knob_options(accumulation(command))))
+    return workload_options(command)
 
 
 def question_of(context: click.Context, **typed: Any) -> Question:
@@ -34,8 +37,10 @@ def question_of(context: click.Context, **typed: Any) -> Question:
     fields, settings = parted(typed)
     if (peft := fields.pop("peft")) is not None:
         settings["peft"] = peft
-    # Without a method of its own a PeftConfig is a method.
-    methods = (method,) if is_given(context, "method") or "peft" not in settings else ()
-    if not is_given(context, "seq_len"):
-        fields["seq_len"] = None
+    # Without a method of its own a PeftConfig is a method, and a base has one.
+    has_method = "peft" in settings or fields["base"] is not None
+    methods = (method,) if is_given(context, "method") or not has_method else ()
+    for name in ("seq_len", "num_gpus", "accumulation"):
+        if not is_given(context, name):
+            fields[name] = None
     return Question(**fields, methods=methods, settings=settings)

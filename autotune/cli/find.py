@@ -13,6 +13,7 @@ from autotune.cli import completion
 from autotune.cli.options import (
     COUNT,
     KnobType,
+    base_option,
     command_line,
     is_given,
     methods_option,
@@ -20,7 +21,8 @@ from autotune.cli.options import (
     storage_option,
     workload_options,
 )
-from autotune.cli.output import as_far_as_it_is_read, command_on, explain, print_json, say
+from autotune.cli.output import as_far_as_possible, command_on, explain, print_json, say
+from autotune.errors import AutotuneError
 from autotune.records.question import CHOICES, EFFECTIVE_BATCH_SIZE, EFFORTS, Question
 from autotune.space.knobs import KNOBS
 from autotune.store import database
@@ -32,7 +34,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 
 
 @click.command()
-@functools.partial(workload_options, requires_model=False)
+@workload_options
 @click.option(
     "--backend",
     type=one_of(CHOICES["backend"]),
@@ -65,15 +67,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     type=one_of(CHOICES["allow"]),
     help="Highest trade-off class of the answer [default: numerics, or recipe if nothing else fits].",
 )
-@click.option(
-    "--base",
-    type=click.Path(path_type=Path),
-    metavar="FILE|FOLDER",
-    help="What to improve on: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
-    "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's or "
-    "DeepSpeed's configuration; a Python program (Trainer, TRL, PEFT, Unsloth), which is read and never "
-    "run; or a folder that find has written [default: TrainingArguments' defaults].",
-)
+@base_option("What to improve on")
 @click.option(
     "--effort",
     type=one_of(EFFORTS),
@@ -200,14 +194,18 @@ def _find(
             terminal.draw_answer(error.predicted.answer, sys.stdout)
         sys.stdout.flush()
         raise
+    folder = out or STUDIES / found.folder_name
+    problems: list[AutotuneError] = []
+    printing = functools.partial(
+        as_far_as_possible, problems, remedy=f"Free some space, or read {folder / 'result.json'}"
+    )
     if not as_json:
         # Before anything is written: what cannot be written does not cost the answer.
-        with as_far_as_it_is_read():
+        with printing():
             terminal.draw_answer(found.answer, sys.stdout)
-    folder = out or STUDIES / found.folder_name
     delivered = deliver(found, folder=folder, storage=storage, command=command)
     if as_json:
-        with as_far_as_it_is_read():
+        with printing():
             print_json({**delivered.result, "files": [str(path) for path in delivered.files]})
     else:
         study = delivered.study
@@ -217,7 +215,7 @@ def _find(
             written = [*written, delivered.report]
         elif study:
             report = command_on(study, "report", storage)
-        with as_far_as_it_is_read():
+        with printing():
             terminal.draw_outcome(
                 written,
                 place,
@@ -230,7 +228,8 @@ def _find(
             )
     for note in delivered.notes:
         say(f"note: {note}")
-    for problem in delivered.problems[:-1]:
+    problems += delivered.problems
+    for problem in problems[:-1]:
         explain(problem)
-    if delivered.problems:
-        raise delivered.problems[-1]
+    if problems:
+        raise problems[-1]

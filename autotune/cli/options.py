@@ -167,12 +167,11 @@ def _option(knob: Knob) -> Option:
     return click.option(knob.flag, knob.name, type=kind, metavar=metavar, help=knob.summary)
 
 
-def workload_options(command: Command, *, requires_model: bool = True) -> Command:
+def workload_options(command: Command) -> Command:
     """Options that say what is trained, and on which card."""
     options = (
         click.option(
             "--model",
-            required=requires_model,
             metavar="NAME",
             shell_complete=completion.models,
             help="Hub id, catalogue name, folder or config.json. Weights are never read.",
@@ -196,6 +195,19 @@ def workload_options(command: Command, *, requires_model: bool = True) -> Comman
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def base_option(what: str) -> Option:
+    """Return the option that names the user's own file; `what` it is to the command, in words."""
+    return click.option(
+        "--base",
+        type=click.Path(path_type=Path),
+        metavar="FILE|FOLDER",
+        help=f"{what}: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
+        "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's "
+        "or DeepSpeed's configuration; a Python program (Trainer, TRL, PEFT, Unsloth), which is read and "
+        "never run; or a folder that find has written [default: TrainingArguments' defaults].",
+    )
 
 
 def picture_options(command: Command) -> Command:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shlex
@@ -15,11 +16,12 @@ import click
 from autotune.common import log
 from autotune.common.secrets import redacted
 from autotune.common.user_text import printable
-from autotune.errors import AutotuneError, ConfigError
+from autotune.errors import AutotuneError, ConfigError, StorageError
 from autotune.report.stderr import tell
 from autotune.store import database
 
 _log = log.logger(__name__)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def drop_output() -> None:
@@ -28,14 +30,34 @@ def drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def full_disk_explained(error: Exception, remedy: str = "Free some space") -> StorageError | None:
+    """Return what to say where stdout has no room for more; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+        return None
+    return StorageError(
+        "The output cannot be written",
+        why=error.strerror or str(error),
+        remedy=remedy,
+    )
+
+
 @contextlib.contextmanager
-def as_far_as_it_is_read() -> Iterator[None]:
-    """Go on where a reader of stdout leaves, such as head: it has what it wanted."""
+def as_far_as_possible(problems: list[AutotuneError], remedy: str) -> Iterator[None]:
+    """Go on where a reader of stdout leaves, such as head: it has what it wanted.
+
+    Where stdout is a file on a full disk, that and the remedy are added to `problems`.
+    """
     try:
         yield
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # The second is what rich makes of the first.
         drop_output()
+    except OSError as error:
+        problem = full_disk_explained(error, remedy)
+        if problem is None:
+            raise
+        drop_output()
+        problems.append(problem)
 
 
 def say(text: str, *, level: int = logging.INFO, cause: BaseException | None = None) -> None:

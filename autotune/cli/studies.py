@@ -161,5 +161,7 @@ def _counts_in_words(counts: Mapping[str, int]) -> str:
         f"{counts.get(one, 0):,} {one if counts.get(one) == 1 else many}" for one, many in plurals
     ]
     left_out = counts.get("left out", 0)
-    also = f" ({left_out:,} probes that another version wrote were left out)" if left_out else ""
+    also = (
+        f" (left out: {counted(left_out, 'probe')} that another version wrote)" if left_out else ""
+    )
     return f"{', '.join(words[:-1])} and {words[-1]}{also}"

@@ -34,6 +34,10 @@ from autotune.space.trainers import BY_TASK, TRAINERS, row_of
 from autotune.space.words import difference
 
 _TEMPLATE = Path(__file__).with_name("train.py.template")
+STOP = Path(__file__).with_name("stop.py.template").read_text(encoding="utf-8")
+"""Code of a program that ends it with a line on Ctrl-C and SIGTERM; before imports, which take seconds."""
+REACHED = Path(__file__).with_name("reached.py.template").read_text(encoding="utf-8")
+"""The callback that tells STOP's code how far the run is."""
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
@@ -44,6 +48,7 @@ _CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
 _PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
 """Modules beside this one that are a part of the program."""
 _PLACE = "# {samples}\n"
+_PLACE_OF_STOP = "# {stop}\n"
 _PLACE_OF_LOSS = "    # {loss in parts}\n"
 _LOSS_IN_PARTS = """\
     if RECIPE["chunked_loss"]:
@@ -138,6 +143,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         *([_after_imports(each.read_text(encoding="utf-8")) for each in _SOUND] if rows else []),
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
+    program = program.replace(_PLACE_OF_STOP, STOP)
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
     program = program.replace(_PLACE_OF_SOUNDS, rows)

@@ -18,7 +18,14 @@ from autotune.export.carried import Unsaid, heading, keywords
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.train_py import cutting_code, expanded_heads, plan_code, update_code
+from autotune.export.train_py import (
+    REACHED,
+    STOP,
+    cutting_code,
+    expanded_heads,
+    plan_code,
+    update_code,
+)
 from autotune.export.training_args import (
     IN_ENVIRONMENT,
     attention_there,
@@ -116,7 +123,8 @@ _PROMPTS = """\
     # The trainer cuts no prompt off: longer ones need more memory than was planned.
     short = rows.filter(lambda row: num_tokens(tokenizer, row["prompt"]) <= {most})
     if len(short) < len(rows):
-        print(f"Left out: {{len(rows) - len(short)}} prompts of more than {most} tokens.", file=sys.stderr)
+        num_long = len(rows) - len(short)
+        print(f"Left out: {{num_long}} of {{len(rows)}} prompts, longer than {most} tokens.", file=sys.stderr)
     rows, needed = short, {needed}
     if len(rows) < needed:
         sys.exit(f"{{len(rows)}} prompts are too few: completions of {{needed}} are written at a time.")
@@ -167,8 +175,6 @@ def write(
     }
     sees = _sees(row, workload)
     imports, adapter, quantization = [], "adapter = None", "quantization = None"
-    if config.update_in_backward:
-        imports.append("from transformers import TrainerCallback\n")
     if config.method != "full":
         imports.append("from peft import LoraConfig\n")
         adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, row))})"
@@ -221,7 +227,9 @@ def write(
         abstract="from collections.abc import Sequence\n" if cuts else "",
         plan=plan,
         imports="".join(imports),
-        environment=set_environment(config),
+        environment=set_environment(config).removeprefix("import os\n\n"),
+        stop=STOP,
+        reached=REACHED,
         reads=READS.read_text(encoding="utf-8"),
         model=ascii(model_reference(workload.model)),
         arguments=keywords(values),
@@ -233,9 +241,12 @@ def write(
 
 def _libraries(row: Trainer, *, cuts: bool) -> str:
     """Return imports between argparse and sys."""
+    names = ["os", "signal"]
     if cuts:
-        return "import copy\nimport functools\nimport itertools\n"
-    return "import importlib\nimport runpy\n" if row.is_rewarded else ""
+        names += ["copy", "functools", "itertools"]
+    elif row.is_rewarded:
+        names += ["importlib", "runpy"]
+    return "".join(f"import {name}\n" for name in sorted(names))
 
 
 def _rows_code(row: Trainer, config: TrainConfig, *, sees: bool) -> str:

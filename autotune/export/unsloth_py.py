@@ -15,6 +15,7 @@ from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keyword
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
+from autotune.export.train_py import REACHED, STOP
 from autotune.export.training_args import training_arguments
 from autotune.export.trl_config import lacks
 from autotune.space.adapters import peft_fields
@@ -62,7 +63,9 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     lost = (*cannot_express(config), *has_no_words_for(workload))
     head = heading("A run of Unsloth", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
+        stop=STOP,
         imports=imports,
+        reached=REACHED,
         model=model,
         adapter=adapter,
         arguments=keywords(_sft_arguments(workload, config), indent=12),

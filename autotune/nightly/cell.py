@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autotune.common.units import counted
 from autotune.errors import AutotuneError, StorageError, WorkerError
 from autotune.nightly import drift, files, ledger, relatives
 from autotune.nightly.digest import Done
@@ -286,7 +287,7 @@ class CellNight:
             seen,
             standing.config,
             kind=verdict.kind,
-            reason=reasons.get(verdict.kind, f"on {verdict.num_nights} nights; {since}"),
+            reason=reasons.get(verdict.kind, f"on {counted(verdict.num_nights, 'night')}; {since}"),
             useful_share=standing.useful_share,
             study=study or standing.study,
             change=verdict,

@@ -247,7 +247,8 @@ def _relative_row(done: Done) -> tuple[str, ...]:
 
 def _speed(night: Night) -> str:
     spread = "" if night.spread is None else f" +- {100 * night.spread:.1f} %"
-    return f"{night.speed:,.0f} tokens/s{spread} ({len(night.tokens_per_second)} processes)"
+    number = len(night.tokens_per_second)
+    return f"{night.speed:,.0f} tokens/s{spread} ({number} process{'' if number == 1 else 'es'})"
 
 
 def _memory(night: Night) -> str:

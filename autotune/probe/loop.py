@@ -52,6 +52,7 @@ from autotune.records.measurement import NOISE, Measurement
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
+from autotune.space.tradeoffs import form, tradeoff_class
 from autotune.store.predicted_trials import SPACE, parameter_distributions
 
 if TYPE_CHECKING:
@@ -245,19 +246,15 @@ class _Search:
             eager=compiled.fastest(known, is_compiled=False),
             compiled=compiled.fastest(known, is_compiled=True),
             num_compiled=sum(m.config.is_compiled for m in known),
-            slower=tuple(m.config for m in known if self._is_slower(m, found.best)),
+            of_classes=self._of_classes(known),
         )
 
-    def _is_slower(self, measured: Measurement, best: Measurement) -> bool:
-        if measured.config == best.config:
-            return False
-        if measured.outcome == "slow":
-            # It was stopped beside the fastest by then, which may have been rejected since.
-            return not self._rejected
-        if not measured.fits:
-            return False
-        steps = self._plan.train_steps
-        return run_speed(measured, steps) < (1 - NOISE) * run_speed(best, steps)
+    def _of_classes(self, known: Sequence[Measurement]) -> dict[str, Measurement]:
+        """The fastest of each trade-off class, of those that make the fewest further trades."""
+        base, steps = self._plan.base, self._plan.train_steps
+        within = [m for m in known if m.stayed_within_budget and m.config not in self._refused]
+        within.sort(key=lambda m: (form(m.config, base), -run_speed(m, steps)))
+        return {tradeoff_class(m.config, base): m for m in reversed(within)}
 
     def _probe(self, pool: Sequence[Estimate], max_probes: int) -> None:
         """Probe until nothing that is left is likely to be faster.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -79,8 +79,9 @@ class Measured:
     figures is here."""
     near_versions: tuple[str, ...] = ()
     """Versions that those probes were made with and that are not here, such as `torch 2.12.0`."""
-    slower: tuple[TrainConfig, ...] = ()
-    """Configurations whose probes were slower than the winner's, by more than the noise."""
+    of_classes: dict[str, Measurement] = field(default_factory=dict)
+    """The fastest that stayed within the budget of each trade-off class but the answer's, where one was
+    measured that makes no further trades than the predicted best of that class."""
 
     @property
     def final(self) -> Measurement:
@@ -163,6 +164,7 @@ class Measured:
             "near_versions": list(self.near_versions),
             "eager": None if self.eager is None else _with_sums(self.eager),
             "compiled": None if self.compiled is None else _with_sums(self.compiled),
+            "of_classes": {name: _with_sums(m) for name, m in self.of_classes.items()},
             "compile_pays_after_steps": self.compile_pays_after_steps,
         }
 

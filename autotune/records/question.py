@@ -117,8 +117,9 @@ class Question:
     """Optimizer steps of the run; None: an epoch of the dataset; without one steady speed decides."""
     study: str | None = None
     """Name of the study; None: named by the workload."""
-    accumulation: int = 1
-    """Micro-batches per optimizer step of the one configuration that is asked about."""
+    accumulation: int | None = None
+    """Micro-batches per optimizer step of the one configuration that is asked about; None: the base's, or
+    1."""
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Settings that are fixed, fields of TrainConfig by name: of the one configuration that is asked
     about, or of a question for the most that fits."""

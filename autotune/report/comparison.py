@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.common import json_records
-from autotune.common.units import format_bytes
+from autotune.common.units import counted, format_bytes
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.knobs import KNOBS
@@ -141,7 +141,7 @@ def _label(name: str) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{value['num_samples']:,} samples" if "num_samples" in value else "given"
+        return counted(value["num_samples"], "sample") if "num_samples" in value else "given"
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return _MISSING if value is None else str(value)

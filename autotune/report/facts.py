@@ -14,6 +14,7 @@ from autotune.records.charts import Step
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.report import measured_words, tips, words
+from autotune.report.classes import class_rows
 from autotune.report.data import ReportData
 from autotune.space.checkpoint_plans import INTERVAL, plan_words
 from autotune.space.config import TrainConfig, Workload
@@ -70,18 +71,6 @@ class PathRow:
         difference = self.resident_bytes - self.previous_resident_bytes
         sign = "+" if difference > 0 else ""
         return f"{sign}{format_bytes(difference)}" if difference else "as much"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ClassRow:
-    """The best configuration of a trade-off class, with predicted figures."""
-
-    name: str
-    meaning: str
-    entry: str
-    tokens_per_second: float | None
-    resident_bytes: int | None
-    against_answer: str
 
 
 def of_page(data: ReportData) -> dict[str, Any]:
@@ -319,26 +308,6 @@ def _change_words(step: Step) -> str:
     return printable(", ".join(said))
 
 
-def class_rows(answer: Answer) -> tuple[ClassRow, ...]:
-    """The best of each class, the lowest first, and what further trades would bring."""
-    rows = []
-    for name, meaning, estimate in words.class_rows(answer):
-        is_answer = estimate is not None and estimate.config == answer.best.config
-        rows.append(
-            ClassRow(
-                name=name,
-                meaning=meaning,
-                entry=printable(words.class_entry(name, estimate, answer)),
-                tokens_per_second=None if estimate is None else estimate.tokens_per_second,
-                resident_bytes=None if estimate is None else estimate.resident_bytes,
-                against_answer=""
-                if estimate is None or is_answer
-                else words.gain(estimate, answer.best),
-            )
-        )
-    return tuple(rows)
-
-
 def reasons(answer: Answer) -> list[str]:
     """Sentences on why this configuration is the answer, and what else the terminal would say of it."""
     best, found = answer.best, answer.measured
@@ -357,7 +326,7 @@ def reasons(answer: Answer) -> list[str]:
     rows = words.of_each_gpu(best) + words.host_memory(best, answer.workload.host_memory_bytes)
     said += (f"Predicted {name}: {text}." for name, text in rows)
     if answer.workload.lengths is not None:
-        said.append(f"Epoch, predicted: {words.epoch(answer)}.")
+        said.append(f"Epoch, predicted: {words.epoch(answer).rstrip('.')}.")
     if text := words.predicted_compilation(answer):
         said.append(f"Compiled: {text}.")
     said += words.notes(answer)

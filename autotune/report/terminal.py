@@ -22,6 +22,7 @@ from autotune.export.references import model_reference
 from autotune.records.answer import Answer, Measured
 from autotune.records.estimate import Estimate
 from autotune.report import measured_words, tips, words
+from autotune.report.classes import class_rows
 from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.space import requirements
@@ -97,7 +98,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
             *([("compile", measured_words.compilation(found))] if found.num_compiled else []),
             ("loader", measured_words.loader(answer)),
             ("probes", measured_words.probes(found)),
-            ("", "What follows is predicted."),
+            ("", "What follows is predicted, but for rows that say measured."),
         ]
     rows += [
         ("speed", f"{words.speed_range(best)}; {words.against_baseline(answer)}"),
@@ -291,6 +292,8 @@ def draw_estimate(
         ("note", f"not installed here: {text}") for text in requirements.of_config(estimate.config)
     ]
     rows += [("note", text) for text in words.bounds(estimate)]
+    if not fits:
+        rows.append(("next", words.instead_of(estimate.config), "bold"))
     rows.append(("limits", f"not modelled: {words.limits(estimate.config)}", "dim"))
     _print_rows(console, rows)
 
@@ -476,18 +479,16 @@ def _print_bar(console: Console, estimate: Estimate, budget_bytes: int) -> None:
 def _print_classes(console: Console, answer: Answer) -> None:
     """Print the best of each trade-off class beside the winner, and what further trades would bring."""
     unit, unit_bytes = unit_for(answer.workload.memory_budget_bytes)
-    what = "fastest of its class" if answer.measured is None else "fastest of its class, predicted"
-    table = _table("class", what, f"{answer.best.config.speed_unit}>", f"{unit}>", "speed>")
-    rows = words.class_rows(answer)
-    for name, _, estimate in rows:
-        figures = ["", "", ""]
-        if estimate is not None:
-            figures = [
-                f"{estimate.tokens_per_second:,.0f}",
-                f"{estimate.resident_bytes / unit_bytes:.1f}",
-                "" if estimate.config == answer.best.config else words.gain(estimate, answer.best),
-            ]
-        _add_row(table, [name, words.class_entry(name, estimate, answer), *figures])
+    speed_unit = answer.best.config.speed_unit
+    table = _table("class", "fastest of its class", f"{speed_unit}>", f"{unit}>", "speed>")
+    rows = class_rows(answer)
+    for row in rows:
+        speed, held = row.tokens_per_second, row.resident_bytes
+        figures = [
+            "" if speed is None else f"{speed:,.0f}",
+            "" if held is None else f"{held / unit_bytes:.1f}",
+        ]
+        _add_row(table, [row.name, row.entry, *figures, row.against_answer])
     _print_table(console, table)
-    meanings = (f"{name}: {meaning}" for name, meaning, _ in rows)
+    meanings = (f"{row.name}: {row.meaning}" for row in rows)
     console.print("; ".join(meanings), style="dim")

@@ -10,7 +10,7 @@ from autotune.common.units import GIB, counted, format_bytes, format_count, form
 from autotune.common.user_text import printable
 from autotune.records.answer import MORE_MEMORY_BYTES, TRAINER_DEFAULTS, Answer, Change
 from autotune.records.estimate import Estimate, Timed
-from autotune.records.measurement import NOISE
+from autotune.records.measurement import NOISE, Measurement
 from autotune.space import learning_rates, requirements
 from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
@@ -26,13 +26,6 @@ from autotune.space.words import describe, difference
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
 
-CLASS_MEANINGS = {
-    "exact": "the mathematics of the base",
-    "numerics": "other rounding",
-    "recipe": "another training run",
-}
-FURTHER = "further"
-FURTHER_MEANING = "another run that gives up more"
 _LIMITS = "overlapping streams, data loading, evaluation, logging"
 """Parts of training that no prediction contains; autotune.predict.estimator and autotune.speed.roofline name
 the finer ones."""
@@ -208,9 +201,9 @@ def data(workload: Workload) -> str:
     if (row := BY_TASK.get(workload.task)) is not None:
         number = lengths.num_samples // row.rows_per_sample
         with_prompt = ", each answer with its prompt" if row.is_trl else " of texts"
-        counted_ = f"{number:,} {row.sample}s{with_prompt}"
+        counted_ = f"{counted(number, row.sample)}{with_prompt}"
         if row.generates is not None:
-            counted_ = f"{number:,} prompts, each with a completion as long as may be"
+            counted_ = f"{counted(number, 'prompt')}, each with a completion as long as may be"
     if workload.sequence_length == 1:
         return f"{f'{dataset.format}, ' if dataset else ''}{counted_}"
     return (
@@ -258,6 +251,13 @@ def epoch(answer: Answer) -> str:
     assert best.micro_step_seconds is not None
     assert best.optimizer_step_seconds is not None
     num_tokens = lengths.tokens_per_epoch(best.config.batching)
+    length = best.config.sequence_length
+    if not lengths.fill_a_block(best.config.batching, length):
+        return (
+            f"none, and train.py refuses to train: the dataset has {counted(num_tokens, 'token')}, and a "
+            f"packed block {length:,}. Give --seq-len {num_tokens} at most, or a --space with "
+            "batching: [padded]."
+        )
     accumulation = best.config.gradient_accumulation_steps
     useful_tokens = best.useful_share * best.config.tokens_per_step / accumulation
     num_micro_batches = math.ceil(num_tokens / useful_tokens)
@@ -529,7 +529,7 @@ def quantized_room(answer: Answer) -> str:
     )
 
 
-def gain(estimate: Estimate, best: Estimate) -> str:
+def gain(estimate: Estimate | Measurement, best: Estimate | Measurement) -> str:
     """The speed against the answer's, such as `+14 %`."""
     assert estimate.tokens_per_second is not None
     assert best.tokens_per_second is not None
@@ -646,6 +646,14 @@ def experts(answer: Answer) -> str:
     )
 
 
+def instead_of(config: TrainConfig) -> str:
+    """Commands to type where a configuration does not fit, in words."""
+    search = "autotune find with this model and card looks for the fastest that fits"
+    if config.activation_checkpointing or TRAINERS[config.trainer].task:
+        return search
+    return f"--checkpointing solve recomputes no more than it has to; {search}"
+
+
 def unfused_casts(config: TrainConfig) -> str:
     """A note on fp8 without torch.compile; empty for other configurations."""
     if not PRECISIONS[config.precision].fp8 or config.torch_compile != "none":
@@ -699,27 +707,3 @@ def widened(answer: Answer) -> str:
     is_there = not set(lower) <= set(answer.classes_outside)
     nothing = "Nothing of a lower class fits" if is_there else "The space has no lower class"
     return f"{nothing}, so another recipe was allowed."
-
-
-def class_rows(answer: Answer) -> list[tuple[str, str, Estimate | None]]:
-    """Rows of the table of classes: name, meaning, and the best; then what further trades would bring."""
-    rows = [
-        (name, meaning, answer.best_by_class.get(name)) for name, meaning in CLASS_MEANINGS.items()
-    ]
-    return [*rows, (FURTHER, FURTHER_MEANING, answer.further)] if answer.further else rows
-
-
-def class_entry(name: str, estimate: Estimate | None, answer: Answer) -> str:
-    """The best configuration of a row of that table, in words."""
-    if estimate is None:
-        return "none in this space" if name in answer.classes_outside else "none fits"
-    if estimate.config == answer.best.config:
-        return "the answer"
-    words = describe(estimate.config)
-    count = estimate.parameters
-    if count.trainable < count.total:
-        share = 100 * count.trainable / count.total
-        words += f"; trains {share:.1f} % of the weights"
-    if answer.measured is not None and estimate.config in answer.measured.slower:
-        words += "; its probe was slower"
-    return words

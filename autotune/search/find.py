@@ -85,7 +85,9 @@ def find(
             question, cards = taken.enter_context(fleet_on_ray(where, question, listener.note))
         if server is None:
             server = taken.enter_context(ForkServer())
-        problem = with_timed_host(_resolved(question, cards, listener), server, listener)
+        problem = _resolved(question, cards, listener)
+        _check_study(problem, storage)
+        problem = with_timed_host(problem, server, listener)
         prediction = predict(problem, listener=listener)
         predicted = functools.partial(_finding, problem, prediction)
         if problem.backend is None:
@@ -183,6 +185,17 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
 def measured_name(problem: Problem) -> str:
     """The name of the study of what was measured."""
     return f"{problem.study}-measured"
+
+
+def _check_study(problem: Problem, storage: str) -> None:
+    """Say before a search, not after it, that its answer cannot be kept."""
+    name = problem.study if problem.backend is None else measured_name(problem)
+    optuna_study.check_study(
+        storage,
+        problem.question.study or name,
+        workload=problem.workload,
+        gpu=problem.card.gpu.name,
+    )
 
 
 def _finding(problem: Problem, prediction: Prediction, answer: Answer) -> Finding:

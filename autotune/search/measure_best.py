@@ -26,7 +26,7 @@ from autotune.space import requirements
 from autotune.space.config import Workload
 from autotune.space.dataset import Dataset
 from autotune.space.requirements import LeftOut, Reason
-from autotune.space.tradeoffs import tradeoff_class
+from autotune.space.tradeoffs import form, tradeoff_class
 from autotune.space.trainers import BY_TASK
 from autotune.store.probe_table import open_probes
 from autotune.worker.client.forkserver import ForkServer
@@ -148,9 +148,12 @@ def _time_loaders(
 
 
 def steps_per_epoch(answer: Answer) -> int | None:
-    """Optimizer steps in which the answer sees all of the dataset once; None without a dataset."""
+    """Optimizer steps in which the answer sees all of the dataset once.
+
+    None without a dataset, and with one that is shorter than a packed block.
+    """
     lengths, config = answer.workload.lengths, answer.best.config
-    if lengths is None:
+    if lengths is None or not lengths.fill_a_block(config.batching, config.sequence_length):
         return None
     useful_tokens = answer.best.useful_share * config.tokens_per_step
     return math.ceil(lengths.tokens_per_epoch(config.batching) / useful_tokens)
@@ -163,18 +166,18 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
     """
     best = measured.predicted
     best_class = tradeoff_class(best.config, answer.base)
-    of_class = answer.best_by_class.get(best_class)
-    if of_class is not None and of_class.config in measured.slower:
-        by_class = {**answer.best_by_class, best_class: best}
-        answer = dataclasses.replace(answer, best_by_class=by_class)
-    shown = [each.config for each in (*answer.best_by_class.values(), answer.further) if each]
-    measured = dataclasses.replace(
-        measured, slower=tuple(config for config in measured.slower if config in shown)
-    )
+    forms = {name: form(each.config, answer.base) for name, each in answer.best_by_class.items()}
+    of_classes = {
+        name: seen
+        for name, seen in measured.of_classes.items()
+        if name != best_class and name in forms and form(seen.config, answer.base) <= forms[name]
+    }
+    measured = dataclasses.replace(measured, of_classes=of_classes)
     return dataclasses.replace(
         answer,
         best=best,
         best_class=best_class,
+        best_by_class={**answer.best_by_class, best_class: best},
         tied=(),
         sureness=None,
         changes=(),

@@ -12,6 +12,7 @@ from autotune.catalogue import models
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import PICTURES
 from autotune.common import json_records
+from autotune.common.units import counted
 from autotune.errors import ConfigError
 from autotune.predict.trace_servers import run_ahead
 from autotune.records.question import Question
@@ -206,11 +207,11 @@ def _asked_for(question: Question) -> dict[str, Any]:
 def _words(seen: PicturesOfDataset, planned: Pictures) -> str:
     """How a dataset's pictures are, and what is planned for."""
     number = f"{seen.fewest}" if seen.fewest == seen.most else f"{seen.fewest} to {seen.most}"
-    looked_at = f"{seen.num_samples:,} samples"
+    looked_at = counted(seen.num_samples, "sample")
     if seen.num_looked_at < seen.num_samples:
         looked_at = f"{seen.num_looked_at:,} of its {looked_at}"
     return (
-        f"The dataset's pictures, of {looked_at}: {number} in each, of {seen.num_sizes:,} sizes, "
+        f"The dataset's pictures, of {looked_at}: {number} in each, of {counted(seen.num_sizes, 'size')}, "
         f"{seen.mean_tokens:,} tokens on average, {seen.most_tokens:,} at most. Planned for the most: "
         f"{planned.num_images} of {'up to ' if planned.sizes else ''}{planned.size} in each sample"
     )

@@ -148,12 +148,7 @@ def resolve(
         why = f"an effective batch of {batch:,}"
         changing.to(with_divisors(changing.space, batch // num_gpus), why)
     budget.check_shared_probes(question.backend, num_gpus, card)
-    if task == PICTURES and run is not None and run.target is not None:
-        raise ConfigError(
-            f"{question.base} cannot be a base of the task {task}",
-            why="no file of another trainer is read as training on pictures",
-            remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
-        )
+    _check_pictures(question, run, task)
     length = _possible_length(source, length, note)
     _note_unpacked(source, note)
     source = budget.for_task(source, task)
@@ -257,33 +252,42 @@ def resolve_configuration(
 ) -> Configuration:
     """Look up the model, the card and the dataset of a question about one configuration.
 
-    Its settings are the question's; what it does not set is as by default. Raises ConfigError for what
-    cannot work, HardwareError, WorkerError.
+    Its settings are the question's; what it does not set is the base's, else as by default. Raises
+    ConfigError for what cannot work, HardwareError, WorkerError.
     """
     given = dict(question.settings)
-    (method,) = question.methods or ("peft" if "peft" in given else "full",)
     note_unread(question, note)
     card = choose_card(question.gpu, question.gpu_mem)
-    source = find_model(_model_of(question, None))
+    run = read_run(question, card.gpu, note=note)
+    base = None if run is None else _overruled(run.config, question)
+    (method,) = question.methods or ("peft" if "peft" in given else "full",)
+    method = method if base is None else base.method
+    source = find_model(_model_of(question, run))
     budget.methods_for(source, (method,))
-    task, num_gpus = task_of(question, source.task), question.num_gpus or 1
-    asked = question.seq_len or SEQUENCE_LENGTH
+    of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
+    task = task_of(question, of_base or source.task)
+    _check_pictures(question, run, task)
+    num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
+    of_file = None if base is None else base.sequence_length
+    asked = question.seq_len or of_file or SEQUENCE_LENGTH
     if not budget.has_lengths(task, question.seq_len):
         asked = 1
-    length = budget.possible_length(source, asked, is_given=question.seq_len is not None)
+    is_given = question.seq_len is not None or of_file is not None
+    length = budget.possible_length(source, asked, is_given=is_given)
     source = budget.for_task(source, task)
     budget.check_length(task, length)
     _note_unpacked(source, note)
-    teacher = read_teacher(question, source, task, None)
+    teacher = read_teacher(question, source, task, None if run is None else run.teacher)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
     data = None
     if lengths is not None:
         length = budget.longest_batch(lengths, length, packs=False, note=note)
     if question.dataset is not None and (pictures is None or not pictures.is_in_text):
-        beside = _completion(task, length, None, given)
+        beside = _completion(task, length, base, given)
         data, lengths = read_dataset(question, source, task, length, beside=beside, note=note)
         task = task_of_format(task, data.format)
-        packs = given.get("batching", usual_batching(task)) == "packed"
+        usual = usual_batching(task) if base is None else base.batching
+        packs = given.get("batching", usual) == "packed"
         packs = packs or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=packs, note=note)
     _note_untrained_positions(source, length, note)
@@ -298,19 +302,25 @@ def resolve_configuration(
         teacher=teacher,
         dataset=data,
         effective_batch_size=given.get("micro_batch_size", least)
-        * question.accumulation
-        * parallelism.data_parallel_size(num_gpus),
+        * (question.accumulation or 1)
+        * parallelism.data_parallel_size(num_gpus)
+        if base is None
+        else base.effective_batch_size,
         methods=(method,),
         memory_budget_bytes=card.budget_bytes,
         headroom=budget.headroom_of(question, card.budget_bytes),
         host_memory_bytes=budget.host_memory_of(question),
         num_gpus=num_gpus,
+        extra_arguments="{}" if run is None else run.extra_arguments,
     )
-    config = dataclasses.replace(
-        default_base(workload, card.gpu, source, parallelism=given.get("parallelism")),
-        gradient_accumulation_steps=question.accumulation,
-        **given,
-    )
+    if base is None:
+        config = dataclasses.replace(
+            default_base(workload, card.gpu, source, parallelism=given.get("parallelism")),
+            gradient_accumulation_steps=question.accumulation or 1,
+            **given,
+        )
+    else:
+        config = dataclasses.replace(base, sequence_length=length)
     if PRECISIONS[config.precision].compute_dtype == "float16":
         _note_overflow(source, note)
     checked = config
@@ -323,6 +333,36 @@ def resolve_configuration(
         checked, workload, card.gpu, source, what="This configuration", is_estimate=True
     )
     return Configuration(source=source, card=card, workload=workload, config=config)
+
+
+def _overruled(base: TrainConfig, question: Question) -> TrainConfig:
+    """Return the base with what was typed beside it. Raises ConfigError for another method."""
+    given = dict(question.settings)
+    (method,) = question.methods or ("peft" if "peft" in given else base.method,)
+    if method != base.method:
+        raise ConfigError(
+            f"--method is {method}, and {question.base} has {base.method}",
+            why="Its other settings are those of its own method",
+            remedy="Leave --method out, or ask without --base",
+        )
+    number = question.num_gpus or base.num_gpus
+    if number != base.num_gpus:
+        several = "ddp" if base.parallelism == "none" else base.parallelism
+        given.setdefault("parallelism", several if number > 1 else "none")
+    if question.accumulation is not None:
+        given["gradient_accumulation_steps"] = question.accumulation
+    if question.seq_len is not None:
+        given["sequence_length"] = question.seq_len
+    return dataclasses.replace(base, num_gpus=number, **given)
+
+
+def _check_pictures(question: Question, run: BaseRun | None, task: str) -> None:
+    if task == PICTURES and run is not None and run.target is not None:
+        raise ConfigError(
+            f"{question.base} cannot be a base of the task {task}",
+            why="no file of another trainer is read as training on pictures",
+            remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
+        )
 
 
 def read_run(question: Question, card: Gpu, *, note: Callable[[str], None]) -> BaseRun | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.catalogue.attention import ATTENTIONS
+from autotune.common.units import counted
 from autotune.space import values
 from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_words, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL, SOLVE
@@ -196,7 +197,11 @@ KNOBS: dict[str, Knob] = {
             default=0,
             smallest=0,
             usual_largest=128,
-            words=lambda count: f"the first {count} layers" if count else "no first layers",
+            words=lambda count: (
+                f"the first {count} layers"
+                if count > 1
+                else ("no first layer", "the first layer")[count]
+            ),
             flag="--checkpoint-layers",
             metavar="N",
             summary="Layers that are the first ones of --checkpoint-plan.",
@@ -294,7 +299,7 @@ KNOBS: dict[str, Knob] = {
             usual_largest=256,
             is_slope=True,
             methods=_sized_by("num_virtual_tokens"),
-            words=lambda number: f"{number} tokens",
+            words=lambda number: counted(number, "token"),
             flag="--virtual-tokens",
             metavar="N",
             summary="Number of tokens that train: of a prompt or prefix, or the vocabulary's last "
@@ -457,7 +462,7 @@ KNOBS: dict[str, Knob] = {
             smallest=1,
             usual_largest=8192,
             is_slope=True,
-            words=lambda length: f"completions of {length} tokens",
+            words=lambda length: f"completions of {counted(length, 'token')}",
             flag="--max-completion",
             metavar="N",
             summary="Tokens of a completion, of those of --seq-len "
@@ -483,7 +488,7 @@ KNOBS: dict[str, Knob] = {
             default=1,
             smallest=1,
             usual_largest=8,
-            words=lambda number: f"trained on {number} times",
+            words=lambda number: f"trained on {counted(number, 'time')}",
             flag="--num-iterations",
             metavar="N",
             summary="Number of times that completions are trained on [default: 1].",
@@ -497,7 +502,7 @@ KNOBS: dict[str, Knob] = {
             smallest=1,
             usual_largest=64,
             is_slope=True,
-            words=lambda number: f"{number} micro-batches written at a time",
+            words=lambda number: f"{number} micro-batch{'es' * (number > 1)} written at a time",
             flag="--steps-per-generation",
             metavar="N",
             summary="Micro-batches whose completions are written at a time [default: none, all of a step].",

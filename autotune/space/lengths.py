@@ -59,6 +59,10 @@ class Lengths:
         """
         return self.num_tokens if batching == "packed" else self.num_kept_tokens
 
+    def fill_a_block(self, batching: str, sequence_length: int) -> bool:
+        """Whether there is anything to train on: a stream of tokens is cut into whole blocks."""
+        return batching != "packed" or self.num_tokens >= sequence_length
+
     def cut(self, limit: int) -> Lengths:
         """The lengths with samples cut off at fewer tokens.
 

@@ -30,6 +30,9 @@ DEFAULT_URL = "sqlite:///studies/autotune.db"
 
 PREFIX = "autotune_"
 """Prefix of the names of our own tables."""
+_OF_THE_MOMENT = (
+    sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR,
+)  # fmt: skip
 BUSY_SECONDS = 5.0
 """How long a statement waits for another process to finish writing to SQLite."""
 _AGAIN_SECONDS = 0.01
@@ -256,6 +259,17 @@ def explained(url: URL) -> Iterator[None]:
         raise StorageError(
             f"The database {named(url)} cannot be used", why=why, remedy=f"{remedy}, {ELSEWHERE}"
         ) from error
+
+
+def may_pass(error: StorageError) -> bool:
+    """Whether an error of SQLite's is one of the moment: a lock, or a disk that is full or fails."""
+    cause: BaseException | None = error
+    while cause is not None:
+        original = getattr(cause, "orig", None)
+        if isinstance(original, sqlite3.OperationalError):
+            return original.sqlite_errorcode & 0xFF in _OF_THE_MOMENT
+        cause = cause.__cause__
+    return False
 
 
 @contextlib.contextmanager

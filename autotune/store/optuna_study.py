@@ -23,6 +23,7 @@ from autotune.store.database import (
     explained,
     file_of,
     make_folder,
+    may_pass,
     named,
     parse_url,
     shown_url,
@@ -31,7 +32,10 @@ from autotune.store.upgrade import refuse_newer
 
 if TYPE_CHECKING:
     import optuna
-    from sqlalchemy import URL
+    from sqlalchemy import URL, Engine
+
+_OPTUNAS = {"studies", "version_info", "alembic_version"}
+"""Some of Optuna's tables, by which a database is known to have them all."""
 
 
 @contextlib.contextmanager
@@ -57,7 +61,7 @@ def open_study(
     search works in it, and StorageError for everything that the database refuses.
     """
     study_names.check_name(name)
-    identity = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
+    identity = _identity(workload, gpu)
     parsed = parse_url(url)
     with opened_storage(parsed) as storage:
         details = {"command": command, "versions": dict(versions or {})}
@@ -71,6 +75,44 @@ def open_study(
             else contextlib.nullcontext()
         ):
             yield study
+
+
+def check_study(url: str, name: str, *, workload: Workload, gpu: str) -> None:
+    """Check that `open_study` can open that study, before there is anything to keep in it.
+
+    Nothing is created: a database or a study that is not there yet can be. What may pass, such as a lock or a
+    full disk, is left to `open_study`. Raises what that raises for a study or a database of something else,
+    and for a damaged one.
+    """
+    parsed = parse_url(url)
+    file = file_of(parsed)
+    if file is not None and not file.exists():
+        return
+    try:
+        with explained(parsed), _tables(parsed) as (_, tables):
+            if not _OPTUNAS.issubset(tables):
+                return
+        with opened_storage(parsed) as storage, damage_explained(parsed):
+            _check_if_there(storage, name, _identity(workload, gpu))
+    except StorageError as error:
+        if not may_pass(error):
+            raise
+
+
+def _check_if_there(
+    storage: optuna.storages.RDBStorage, name: str, identity: dict[str, Any]
+) -> None:
+    import optuna
+
+    with contextlib.suppress(KeyError):
+        study = optuna.load_study(storage=storage, study_name=name)
+        if is_ours(study.user_attrs):
+            _check_identity(study, identity)
+
+
+def _identity(workload: Workload, gpu: str) -> dict[str, Any]:
+    identity: dict[str, Any] = json.loads(json.dumps({"workload": workload.to_dict(), "gpu": gpu}))
+    return identity
 
 
 @contextlib.contextmanager
@@ -189,17 +231,23 @@ def _creating(url: URL) -> Iterator[bool]:
 
     Raises StorageError for a stranger's database, or a newer one.
     """
+    with _tables(url) as (engine, tables):
+        if _OPTUNAS.issubset(tables):
+            yield False
+        else:
+            with locks.exclusive(engine, "ask", ""):
+                yield True
+
+
+@contextlib.contextmanager
+def _tables(url: URL) -> Iterator[tuple[Engine, list[str]]]:
+    """Open the database and name its tables. Raises StorageError for a stranger's, or a newer one."""
     import sqlalchemy
 
     engine = sqlalchemy.create_engine(url, **engine_options(url))
     try:
         refuse_newer(engine)
-        tables = sqlalchemy.inspect(engine).get_table_names()
-        if {"studies", "version_info", "alembic_version"}.issubset(tables):
-            yield False
-        else:
-            with locks.exclusive(engine, "ask", ""):
-                yield True
+        yield engine, sqlalchemy.inspect(engine).get_table_names()
     finally:
         engine.dispose()
 

@@ -27,6 +27,7 @@ from autotune.errors import ConfigError
 from autotune.export.samples import Columns, UnusableData, read_samples
 from autotune.search import predict_best
 from autotune.space import adapters
+from autotune.store.database import PREFIX
 
 pytestmark = pytest.mark.worker
 
@@ -840,8 +841,6 @@ def test_a_corrupt_database_is_left_as_it_is(fail: Fail, tmp_path: Path) -> None
     assert code == 6
     assert "it was left as it is" in err
     assert path.read_bytes() == content
-    # The answer's files do not need the database.
-    assert (tmp_path / "studies" / "qwen2.5-1.5b-12gb" / "train.py").is_file()
 
 
 @pytest.mark.parametrize(
@@ -930,10 +929,14 @@ def test_a_full_disk_under_stdout(tmp_path: Path) -> None:
     assert "The output cannot be written" in ran.stderr
 
 
-def test_a_reader_that_leaves_costs_no_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["a reader that leaves", "a full disk"])
+def test_output_that_cannot_be_written_costs_no_file(where: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     reader, writer = os.pipe()
     os.close(reader)
+    if is_full := where == "a full disk":
+        os.close(writer)
+        writer = os.open("/dev/full", os.O_WRONLY)
     find = ("find", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")
     with os.fdopen(writer, "w") as closed:
         ran = subprocess.run(
@@ -941,11 +944,19 @@ def test_a_reader_that_leaves_costs_no_file(tmp_path: Path) -> None:
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             stdout=closed,
-            stderr=closed,
+            stderr=subprocess.PIPE if is_full else closed,
+            text=True,
             timeout=60,
             check=False,
         )
-    assert ran.returncode == 0
+    assert ran.returncode == (6 if is_full else 0)
+    if is_full:
+        assert (
+            "cannot be written. No space left on device. Free some space, or read out/"
+            in ran.stderr
+        )
+        assert ran.stderr.count("error: ") == 1
+    assert trials(tmp_path / "studies" / "autotune.db") > 0
     assert (tmp_path / "out" / "train.py").exists()
 
 
@@ -969,7 +980,8 @@ def test_interrupted_half_way(tmp_path: Path) -> None:
     database = tmp_path / "studies" / "autotune.db"
     database.parent.mkdir()
     with contextlib.closing(sqlite3.connect(database)) as connection, connection:
-        connection.execute("CREATE TABLE mine (x)")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"CREATE TABLE {PREFIX}mine (x)")
     connection.close()
     before = database.read_bytes()
     command = ("find", "--model", "config.json", "--gpu", "rtx-4070", "--seq-len", "64")

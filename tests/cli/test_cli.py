@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -130,6 +132,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--micro-batch": None,
         "--accumulation": 1,
         "--method": "full",
+        "--base": None,
         "--rank": None,
         "--targets": None,
         "--lora-variant": None,
@@ -790,8 +793,29 @@ def test_a_study_of_another_workload_is_left_alone(main: Main, asked: list[dict[
     assert main(*FIND, "--study", "mine").code == 0
     ran = main(*FIND, "--study", "mine", "--seq-len", "2048", "--out", "elsewhere")
     assert ran.code == 2
-    assert "PREDICTED" in ran.out
     assert "sequence_length was 1024, now 2048" in ran.err
+    assert len(asked) == 1  # The second search was not begun.
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"no database " * 1000, "The file is damaged or is not SQLite's"),
+        ("CREATE TABLE songs (title)", "It belongs to another program"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_refused_before_the_search(
+    main: Main, asked: list[dict[str, Any]], tmp_path: Path, content: bytes | str, why: str
+) -> None:
+    path = tmp_path / "taken.db"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(content)
+    ran = main(*FIND, "--storage", f"sqlite:///{path}")
+    assert (ran.code, asked) == (6, [])
+    assert f"taken.db cannot be used. {why}" in ran.err
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 300])

@@ -360,7 +360,7 @@ def test_what_is_longer_than_a_sample_is_left_out(
     ]
     kept = heard(tmp_path, models_here, rows, length=8)
     assert [each.number for each in kept.spoken] == [3]
-    assert "2 samples are left out: they are not within 8 tokens of text and 1 s" in (
+    assert "Left out: 2 of the samples, which are not within 8 tokens of text and 1 s" in (
         capsys.readouterr().out
     )
     row = kept[0]

@@ -14,6 +14,7 @@ import os
 import random
 import re
 import runpy
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from typing import Any
 
 import pytest
 import torch
-from here import workers
+from here import signals_put_back, workers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -77,6 +78,23 @@ with Shrinking(10**12):
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs a program that is short of memory once a checkpoint is there."""
+
+STOPPED = """
+import os, runpy, signal, sys
+from transformers import Trainer
+
+number, at_step, train = int(sys.argv[1]), int(sys.argv[2]), Trainer.training_step
+sys.argv = sys.argv[3:]
+
+def train_or_be_stopped(self, *given, **named):
+    if self.state.global_step == at_step:
+        os.kill(os.getpid(), number)
+    return train(self, *given, **named)
+
+Trainer.training_step = train_or_be_stopped
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program that is sent a signal in a step."""
 
 
 class Peak(CappedTracker):
@@ -140,7 +158,7 @@ def words(folder: Path, output: str, *options: str, program: str = "train.py") -
 @contextlib.contextmanager
 def taken_over() -> Iterator[pytest.MonkeyPatch]:
     """This process as one that a program may take over: its environment is put back."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, signals_put_back():
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         before = dict(os.environ)
         yield patch
@@ -209,6 +227,27 @@ def test_hours_in_it_goes_on_from_the_last_checkpoint(
     )
     assert state["train_batch_size"] == 4
     assert furthest(undisturbed, output) < 1e-4 < 1e-2 < furthest(undisturbed, folder / "model")
+
+
+@pytest.mark.parametrize(
+    ("number", "at_step", "said"),
+    [
+        (signal.SIGINT, 5, "Stopped at step 5 of 8. The same command goes on with --resume {}."),
+        (signal.SIGTERM, 0, "Stopped before the first step. There is no checkpoint yet: the same "
+         "command starts at the beginning."),
+    ],
+)  # fmt: skip
+def test_a_run_that_is_stopped_says_how_to_go_on(
+    folder: Path, number: int, at_step: int, said: str
+) -> None:
+    done = workers.program(
+        *(STOPPED, str(number), str(at_step)),
+        *words(folder, f"stopped-{number}", "--save-steps", "3"),
+    )
+    assert done.stderr.splitlines()[-1] == said.format(
+        folder / f"stopped-{number}" / "checkpoint-3"
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (128 + number, False)
 
 
 def test_at_once_it_begins_again(

@@ -550,6 +550,19 @@ def test_trl_and_unsloth_have_no_words_for_other_adapters() -> None:
     assert "prompt tuning" in export.why_not(trl_config.EXPORTERS[0], WORKLOAD, PROMPT)
 
 
+@pytest.mark.parametrize("name", ["sft-python", "embeddings-python", "unsloth"])
+def test_a_program_that_is_stopped_says_how_far_it_was(name: str) -> None:
+    """From its first import on, and with its last step once it trains; train.py is stopped for real."""
+    body = ast.parse(text_of(export.ALL[name], LORA)).body
+    told = next(i for i, node in enumerate(body) if "signal.signal" in ast.unparse(node))
+    names = ("datasets", "torch", "transformers", "unsloth")
+    assert told < min(
+        i for i, node in enumerate(body) if ast.unparse(node).split(" ")[1].startswith(names)
+    )
+    main = ast.unparse(next(node for node in body if getattr(node, "name", "") == "main"))
+    assert main.index("trainer.add_callback(Reached())") < main.index("trainer.train(")
+
+
 @pytest.mark.parametrize("name", ["train", "training-args-python", "sft-python"])
 def test_torchs_allocator_is_told_before_anything_is_imported(name: str) -> None:
     """Transformers' import of torchao, say, uses CUDA, and the allocator reads its settings then."""

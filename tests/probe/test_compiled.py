@@ -137,9 +137,15 @@ def test_the_answer_says_why_nothing_was_compiled() -> None:
     answer = dataclasses.replace(answers.answer(), base=EAGER, left_out=left_out)
     eager = dataclasses.replace(found(measured(EAGER, 1.0), None), num_compiled=0)
     assert with_measured(answer, eager).left_out == left_out
-    # Of the slower ones those are kept that the answer shows.
-    slower = dataclasses.replace(eager, slower=(answers.ADAPTER, EAGER))
-    assert with_measured(answer, slower).measured.slower == (answers.ADAPTER,)
+    # Of what was measured of each class that is kept which gives up no more than what was predicted.
+    recipe, further = (
+        measured(dataclasses.replace(answers.ADAPTER, lora_targets=targets), 2.0)
+        for targets in ("all-linear", "attention")
+    )
+    for seen in (recipe, further):
+        both = dataclasses.replace(eager, of_classes={"exact": eager.best, "recipe": seen})
+        shown = with_measured(answer, both).measured.of_classes
+        assert shown == ({"recipe": seen} if seen is recipe else {})
     told = with_measured(answer, eager, not_compiled="no C++ compiler")
     assert list(map(str, told.left_out)) == [
         "torch.compile (default) (no C++ compiler)",
@@ -272,18 +278,23 @@ def test_a_record_from_before_cold_starts_is_read() -> None:
     ("batching", "useful_share", "num_steps"),
     [
         ("packed", 1.0, 11),  # 10,500 tokens, 1000 a step
+        ("packed of 20,000", 1.0, None),
         ("padded", 0.5, 18),  # 9,000 that are kept, 500 a step that are no padding
     ],
 )
 def test_a_run_is_an_epoch_of_the_dataset(
-    batching: str, useful_share: float, num_steps: int
+    batching: str, useful_share: float, num_steps: int | None
 ) -> None:
     lengths = Lengths(
         num_samples=100, num_tokens=10_500, num_kept_tokens=9_000, percentiles=(90,) * 101
     )
     best = dataclasses.replace(
         answers.estimate(),
-        config=dataclasses.replace(EAGER, batching=batching),
+        config=dataclasses.replace(
+            EAGER,
+            batching=batching.partition(" ")[0],
+            sequence_length=EAGER.sequence_length if num_steps else 20_000,
+        ),
         useful_share=useful_share,
     )
     workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)

@@ -20,6 +20,7 @@ from autotune.common.units import GIB, MIB
 from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
 from autotune.report import facts, progress, terminal, words
+from autotune.report.classes import class_rows
 from autotune.report.explain import explain
 from autotune.space.lengths import Lengths
 from autotune.space.words import describe
@@ -490,7 +491,7 @@ def test_paged_state_is_named() -> None:
     # It gives way: what has to be there is a GiB less than the peak.
     assert "memory 10.0 of 11.2 GiB" in shown
     assert re.search(r"numerics the answer [\d,]+ 10\.0 ", shown)
-    assert facts.class_rows(found)[1].resident_bytes == 10 * GIB
+    assert class_rows(found)[1].resident_bytes == 10 * GIB
     assert "fits with 99.9 %, 1.18 GiB to spare" in shown
 
 
@@ -548,6 +549,7 @@ def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
         (32_000, 1.0, "20.0 s for all samples; 0 % of a batch is padding"),
         # Not a tenth of a step's time: a whole micro-batch and an optimizer step.
         (3_200, 1.0, "6.00 s for all samples, which fill 1 of a step's 8 micro-batches; 0 % of"),
+        (999, 1.0, "none, and train.py refuses to train: the dataset has 999 tokens, and"),
         (9_000, 1.0, "10.0 s for all samples, which fill 3 of a step's 8 micro-batches; 0 % of"),
     ],
 )
@@ -679,17 +681,27 @@ def test_the_average_length_is_of_what_is_left_after_cutting_off() -> None:
     assert "cutting off" not in shown
 
 
-def test_the_classes_of_a_measured_answer_are_marked_as_predicted() -> None:
-    assert "fastest of its class, predicted" in one_line(
-        drawn(answers.answer(measured=answers.measured()))
+def test_the_classes_of_a_measured_answer_are_marked() -> None:
+    """What was measured of a class is shown, whatever is predicted for another of it."""
+    first = answers.measurement(config=answers.BASE, step_seconds=10.0)
+    stopped = dataclasses.replace(first, outcome="slow")
+    found = answers.measured(of_classes={"exact": first})
+    exact, numerics, recipe = class_rows(answers.answer(measured=found))
+    assert exact.entry.endswith("; measured")
+    assert (exact.tokens_per_second, exact.resident_bytes) == (
+        first.tokens_per_second,
+        first.peak_device_bytes,
     )
-    assert "class, predicted" not in one_line(drawn(answers.answer()))
-    # What is predicted to be faster, and was measured.
-    slower = answers.measured(slower=(answers.ADAPTER,))
-    assert "its probe was slower" in one_line(drawn(answers.answer(measured=slower)))
-    assert "its probe was slower" not in one_line(
-        drawn(answers.answer(measured=answers.measured()))
+    assert exact.against_answer == words.gain(first, found.final)
+    assert (numerics.entry, numerics.tokens_per_second) == (
+        "the answer; measured",
+        found.final.tokens_per_second,
     )
+    assert recipe.entry.endswith("% of the weights; predicted")
+    found = answers.measured(of_classes={"exact": stopped})
+    exact = class_rows(answers.answer(measured=found))[0]
+    assert exact.entry.endswith("; measured until it was stopped as slower")
+    assert "predicted" not in "".join(row.entry for row in class_rows(answers.answer()))
 
 
 def test_nothing_written_promises_nothing() -> None:
@@ -774,6 +786,9 @@ def test_an_estimate_that_does_not_fit_says_by_how_much() -> None:
     )
     shown = one_line(file.getvalue())
     assert "does not fit, by 1.82 GiB" in shown
+    assert "next autotune find with this model and card looks for the fastest that fits" in shown
+    free = dataclasses.replace(answers.CONFIG, activation_checkpointing=0)
+    assert words.instead_of(free).startswith("--checkpointing solve recomputes no more than")
     assert "allocated 11.00 GiB, reserved 11.50 GiB, on the device 13.00 GiB" in shown
     assert "1,500,000,000 of 1,500,000,000 parameters" in shown
     assert "PREDICTED" in shown

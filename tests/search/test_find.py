@@ -35,6 +35,7 @@ class Search:
             backend="cuda",
             workload=SimpleNamespace(num_gpus=1),
             study="name",
+            card=SimpleNamespace(gpu=SimpleNamespace(name="a card")),
             predicted=lambda: SimpleNamespace(backend=None),
         )
 

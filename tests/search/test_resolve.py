@@ -45,6 +45,32 @@ def test_what_is_not_set_is_as_by_default(settings: dict[str, Any], method: str)
         assert getattr(found.config, name) == value
 
 
+BASES = Path(__file__).parents[1] / "data" / "bases"
+
+
+@pytest.mark.parametrize(
+    ("asked", "changed"),
+    [
+        ({}, {}),
+        ({"accumulation": 3, "seq_len": 64}, {"gradient_accumulation_steps": 3, "sequence_length": 64}),
+        ({"num_gpus": 2}, {"num_gpus": 2, "parallelism": "ddp"}),
+        ({"settings": {"micro_batch_size": 1, "lora_rank": 4}}, {"micro_batch_size": 1, "lora_rank": 4}),
+    ],
+)  # fmt: skip
+def test_what_is_typed_beside_a_base_overrules_it(
+    asked: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    question = Question(gpu="rtx-4090", base=BASES / "axolotl.yaml")
+    base = resolve_configuration(question)
+    assert (base.config.method, base.config.lora_rank) == ("qlora", 32)
+    assert base.source.name == "Qwen/Qwen2.5-1.5B"
+    found = resolve_configuration(dataclasses.replace(question, **asked))
+    assert found.config == dataclasses.replace(base.config, **changed)
+    assert found.workload.effective_batch_size == found.config.effective_batch_size
+    with pytest.raises(ConfigError, match=r"--method is full, and .* has qlora"):
+        resolve_configuration(dataclasses.replace(question, methods=("full",)))
+
+
 def test_what_cannot_work_is_refused() -> None:
     asked = dataclasses.replace(QUESTION, settings={"activation_offloading": True})
     with pytest.raises(ConfigError, match="This configuration"):

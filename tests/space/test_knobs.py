@@ -84,6 +84,8 @@ def test_a_change_can_be_said(knob: Knob) -> None:
     said = [knob.words(value) for value in values]
     assert all(said)
     assert len(set(said)) == len(said)
+    if knob.smallest is not None:
+        assert re.search(r"\b1 \w[\w-]*s\b", knob.words(1)) is None
 
 
 @each_knob

@@ -44,7 +44,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         contextlib.chdir(cwd),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
-        _signals_put_back(),
+        signals_put_back(),
         pytest.raises(SystemExit) as ended,
     ):
         cli.main(arguments)
@@ -53,7 +53,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @contextlib.contextmanager
-def _signals_put_back() -> Iterator[None]:
+def signals_put_back() -> Iterator[None]:
     before = {each: signal.getsignal(each) for each in SIGNALS}
     try:
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,11 @@ def started(name: str) -> Iterator[Any]:
     folder = f"/tmp/ray-{name}-{os.getpid()}"
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_TMPDIR", folder)
+        # An actor whose machine dies cannot remove what it has put there.
+        tempfile.gettempdir()  # That of this process stays what it was.
+        temporary = Path(folder) / "of-actors"
+        temporary.mkdir(parents=True)
+        patched.setenv("TMPDIR", str(temporary))
         patched.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]))
         patched.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         made = Cluster(initialize_head=True, head_node_args=HEAD)

@@ -284,6 +284,19 @@ class Hanging:
         return ended(how="timeout")
 
 
+def test_a_probe_that_is_killed_leaves_no_folder(tmp_path: Path) -> None:
+    seen: list[Path] = []
+
+    def run(_verb: str, request: Any, **_: Any) -> WorkerEnd:
+        seen.append(Path(request["folder"]))
+        (seen[0] / "left").touch()
+        return ended(how="crashed", code=-9)
+
+    server: Any = SimpleNamespace(run=run, last_fork=None, unfit_reason="")
+    processes.observe(check_of(tmp_path, deadline=Deadline(60.0), server=server), server, None)
+    assert not seen[0].exists()
+
+
 PREDICTED = SimpleNamespace(peak_device_bytes=1, to_dict=lambda budget_bytes: {})
 
 

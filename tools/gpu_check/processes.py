@@ -19,6 +19,7 @@ from autotune.catalogue import nvml
 from autotune.common.units import MIB
 from autotune.records.measurement import ProbeSpec
 from autotune.worker.client.forkserver import ForkServer
+from autotune.worker.client.isolate import private_folder
 from tools.gpu_check import cases as gpu_cases
 from tools.gpu_check.check import Check
 
@@ -86,7 +87,10 @@ def observe(
             os.kill(pid, signal.SIGKILL)
 
     seconds = check.deadline.of_job(120.0)
-    end = server.run("probe", request, deadline_seconds=seconds, on_answer=on_answer)
+    with private_folder() as folder:  # A probe that is killed leaves what it has put there.
+        end = server.run(
+            "probe", {**request, "folder": folder}, deadline_seconds=seconds, on_answer=on_answer
+        )
     ended = time.monotonic()
     after_bytes, after_pids = device_state(check.backend)
     while not has_returned(before_bytes, after_bytes) and time.monotonic() - ended < RETURN_SECONDS:

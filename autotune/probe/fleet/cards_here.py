@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from autotune.catalogue import nvml
 from autotune.catalogue.nvml import Occupancy
+from autotune.common.units import counted
 from autotune.errors import HardwareError
 from autotune.probe.fleet.card_thread import CardThread, Said, ended
 from autotune.probe.fleet.fleet import Job
@@ -98,7 +99,7 @@ def environments_of(backend: str, wanted: int | None, *, num_gpus: int = 1) -> l
     if len(alike) < needed:
         option = f"--num-gpus {num_gpus}" if wanted in (None, 1) and num_gpus > 1 else "--cards"
         raise HardwareError(
-            f"{option} needs {needed} GPUs of one kind",
+            f"{option} needs {counted(needed, 'GPU')} of one kind",
             why=f"This machine shows {len(alike)}",
             remedy=f"Lower {option.partition(' ')[0]}, or leave it out",
         )

@@ -69,7 +69,7 @@ def _check_task(task: str | None) -> None:
 
 def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitProblem:
     """Look up what the question names. Raises ConfigError, HardwareError."""
-    if question.accumulation > MAX_ACCUMULATION:
+    if (question.accumulation or 1) > MAX_ACCUMULATION:
         raise ConfigError(
             f"--accumulation {question.accumulation:,} is more than `max` tries",
             why="Every micro-batch of a step is replayed, for every value",

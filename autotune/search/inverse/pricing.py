@@ -344,7 +344,7 @@ class Pricer:
             model=case.source.name,
             task=self.task(case),
             sequence_length=case.sequence_length,
-            effective_batch_size=micro_batch * self._asked.question.accumulation,
+            effective_batch_size=micro_batch * (self._asked.question.accumulation or 1),
             methods=self._asked.methods,
             memory_budget_bytes=case.budget_bytes,
             dataset=self._asked.dataset,

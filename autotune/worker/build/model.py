@@ -8,7 +8,6 @@ remote code never runs.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import re

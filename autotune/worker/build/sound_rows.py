@@ -110,7 +110,7 @@ def sounds_of(data: Samples, processor: Any, length: int) -> Sounds:
         raise UnusableData(f"no sample is within {limits}", "Cut them into shorter ones")
     if len(kept) < len(data.samples):
         print(
-            f"{len(data.samples) - len(kept)} samples are left out: they are not within {limits}."
+            f"Left out: {len(data.samples) - len(kept)} of the samples, which are not within {limits}."
         )
     return Sounds(kept, data.folder, extractor)
 

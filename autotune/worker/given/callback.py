@@ -37,7 +37,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.installed import cpu_name
-from autotune.common.units import MIB, format_bytes
+from autotune.common.units import MIB, counted, format_bytes
 from autotune.memory.vllm import share_bytes
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
@@ -180,7 +180,9 @@ class WatchCallback(TrainerCallback):
             verdict = "not as planned"
         elif self._not_checked or not self._is_cuda or self._pace.speed is None:
             verdict = "as planned, as far as it was checked"
-        told = f"{self._pace.num_steps} steps, {self._told_speed()}, {self._told_memory()}"
+        told = (
+            f"{counted(self._pace.num_steps, 'step')}, {self._told_speed()}, {self._told_memory()}"
+        )
         self._say(f"{told}: {verdict}")
 
     def _see(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,7 +253,7 @@ class WatchCallback(TrainerCallback):
         stats = torch.cuda.memory_stats(self._device)
         retries = stats.get("num_alloc_retries", 0)
         if retries:
-            return f"memory is short: the allocator emptied its cache {retries} times"
+            return f"memory is short: the allocator emptied its cache {counted(retries, 'time')}"
         free, total = torch.cuda.mem_get_info(self._device)
         ours = torch.cuda.memory_reserved(self._device) + (self._plan.nontorch_bytes or 0)
         if isinstance(self._plan, Estimate):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from autotune.common.units import counted
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.precisions import PRECISIONS
@@ -241,5 +242,5 @@ class ProbeCallback(TrainerCallback):
             return True
         reason = self._stop_reason()
         if reason:
-            self.stopped = f"stopped after {self._num_steps} steps: {reason}"
+            self.stopped = f"stopped after {counted(self._num_steps, 'step')}: {reason}"
         return bool(reason)
