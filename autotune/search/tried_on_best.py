@@ -159,7 +159,7 @@ def _would_be_chosen(
 def _nearest_to_fit(
     candidates: Candidates, configs: Sequence[TrainConfig], estimator: Estimator
 ) -> list[TrainConfig]:
-    """Return what needs least, and with every layer checkpointed what gives up least: none of them fits.
+    """Return what needs least, and with every layer checkpointed what needs or gives up least; none fits.
 
     What would not fit without any logits is left out. Where nothing at all fits, a step that is one
     micro-batch stays if one sample of it would: the error then says how large the step may be.
@@ -172,7 +172,8 @@ def _nearest_to_fit(
     # A step that is one micro-batch has the logits of all its samples: without them it may need least.
     ways = ([c for c in configs if c.update_in_backward is way] for way in (False, True))
     found = [min(way, key=estimator.floor_bytes) for way in ways if way]
-    found += [min(leans, key=candidates.gives_up)] if leans else []
+    if leans:  # Plans of checkpointing start from them, and what offloads needs less than they do.
+        found += [min(leans, key=candidates.gives_up), min(leans, key=estimator.floor_bytes)]
     is_last_resort = candidates.best(lambda _: True) is None
 
     def may_fit(config: TrainConfig) -> bool:

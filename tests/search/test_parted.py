@@ -89,3 +89,21 @@ def test_nothing_is_traced_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch) 
 def test_what_cannot_be_traced_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     found, num_traced = parted(monkeypatch, None, fails=True)
     assert (found, len(num_traced)) == ([], 1)
+
+
+def test_what_fits_only_in_parts_is_tried_without_offloading_too() -> None:
+    """Offloading needs least, but plans of checkpointing start from what does not offload."""
+    lean = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
+    small = dataclasses.replace(lean, optimizer="adamw_bnb_8bit")
+    offloading = dataclasses.replace(small, activation_offloading=True)
+    floors = {lean: 30, small: 20, offloading: 10}
+    estimator: Any = SimpleNamespace(
+        floor_bytes=floors.__getitem__,
+        room_for=lambda _: 15,
+        estimate=lambda _: SimpleNamespace(breakdown=SimpleNamespace(logits_bytes=6)),
+    )
+    candidates: Any = SimpleNamespace(
+        gives_up=[lean, small, offloading].index, best=lambda _: None
+    )
+    nearest = tried_on_best._nearest_to_fit(candidates, [*floors], estimator)
+    assert set(nearest) == {small, offloading}
