@@ -2,11 +2,11 @@
 
     python -m validation.rivals --questions 20 --seed 1          (writes studies/answers/rivals.jsonl)
 
-Each question is drawn: a model, a card, a share of its memory, methods, a length, and whether host memory may
-be taken. Around its answer every combination of the space's optimizers, micro-batches, checkpointing (none,
-all, solved), offloading, losses and segments is priced, whatever the search thought of it. What fits, gives up
-no more than the answer and is faster by more than the noise is a rival. Both sides are predicted: it is the
-search that is asked.
+Each question is drawn: a model, a card, a share of its memory, a method, a length, and whether host memory
+may be taken. Around its answer every combination of the space's optimizers, micro-batches, checkpointing
+(none, all, solved), offloading, losses and segments is priced, whatever the search thought of it. What fits,
+gives up no more than the answer and is faster by more than the noise is a rival. Both sides are predicted: it
+is the search that is asked.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Row:
     rival_tokens_per_second: float | None = None
     """Of the fastest rival; None where there is none."""
     num_priced: int = 0
-    """Configurations that were priced around the answer, plans of checkpointing solved from them not counted."""
+    """Configurations that were priced around the answer; plans solved from them are not counted."""
 
 
 def drawn(seed: int, *, long: bool = False) -> Iterator[dict[str, Any]]:
@@ -77,7 +77,11 @@ def drawn(seed: int, *, long: bool = False) -> Iterator[dict[str, Any]]:
     draw = random.Random(seed)
     lengths = [each for each in _LENGTHS if each >= 8192] if long else _LENGTHS
     entries = [e for e in models.catalogue() if e.num_parameters < 40e9]
-    cards = [c for c in gpus.catalogue() if c.compute_capability is not None and c.context_bytes is not None]
+    cards = [
+        c
+        for c in gpus.catalogue()
+        if c.compute_capability is not None and c.context_bytes is not None
+    ]
     while True:
         entry, card = draw.choice(entries), draw.choice(cards)
         method = draw.choice(("full", "lora", "qlora"))
@@ -179,7 +183,7 @@ def _is_lean(config: TrainConfig) -> bool:
 
 
 def _around(problem: Problem, answer: Answer) -> Iterator[TrainConfig]:
-    """Yield what the space has of the answer's settings in every combination, with no and all checkpointing."""
+    """Yield all combinations of the space's values beside the answer's, with no and all checkpointing."""
     best, workload = answer.best.config, problem.workload
     section = next(each for each in problem.space.methods if each.method == best.method)
     context = Context(

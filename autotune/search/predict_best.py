@@ -36,7 +36,7 @@ from autotune.search import beside, compiled_candidates, room, tried_on_best, wa
 from autotune.search.candidates import Candidates, goes_on_from
 from autotune.search.first_answers import FirstAnswers
 from autotune.search.nothing_fits import none_of_class, nothing_fits
-from autotune.search.solved_checkpointing import families_of
+from autotune.search.solved_checkpointing import LEAST_LAYERS, families_of
 from autotune.search.tips import best_tip
 from autotune.search.traced_in_turn import TracesInTurn
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
@@ -55,6 +55,7 @@ from autotune.space.search_space import (
     with_parts,
     with_precision_of,
     with_trainers,
+    without_intervals,
     without_parts,
     without_solve,
 )
@@ -204,8 +205,12 @@ def find(
     changing = Changing(space, tuple(changes))
     changing.to(with_trainers(space, workload.task, reference), "what trains the task")
     space, solving = without_solve(changing.space)
-    space, parting = without_parts(space)
-    changing.space = space
+    changing.space, parting = without_parts(space)
+    compiles = any(ways_predicted.values())
+    num_layers = LEAST_LAYERS if model.num_layers is None else model.num_layers
+    if workload.num_gpus == 1 and not compiles and num_layers >= LEAST_LAYERS:
+        changing.to(without_intervals(changing.space, solving), "checkpointing is solved")
+    space = changing.space
     asked_for = tuple(each for each in space.methods if each.method in workload.methods)
     changing.to(dataclasses.replace(space, methods=asked_for), "the methods that were asked for")
     if base is None and model.is_float32:
@@ -309,7 +314,7 @@ def find(
 
     specs = {TraceSpec.of(config) for config in [*possible, *baselines]}
     # Compiled, a step that saves memory may be faster than any that is not compiled.
-    is_all = traces_all or any(ways_predicted.values())
+    is_all = traces_all or compiles
     in_turn = TracesInTurn(possible, reference, estimator, trace, is_all=is_all)
     # More is traced once the first are priced: what imports once does for all.
     server: ForkServer | None
@@ -371,7 +376,7 @@ def find(
     supported = [*filter(estimator.supports, possible), *added]
     num_added = len(added)
     of_compiled: list[TrainConfig] = []
-    if any(ways_predicted.values()):
+    if compiles:
         of_compiled, not_compiled = compiled_candidates.compiled_configs(
             candidates,
             [*supported, *([reference] * adds_base)],

@@ -47,16 +47,21 @@ _log = log.logger(__name__)
 
 Traces = dict[TraceSpec, Trace | SharedTrace]
 
+LEAST_LAYERS = 6
+"""Fewest layers of which there is a plan: three of each stretch."""
 MOST_FAMILIES = 24
 """Most families of each trade-off class whose plans are traced. [judgement] Most differ in what hardly
 changes speed, and share traces."""
-MOST_SOLVED = 2
+MOST_SOLVED = 4
 """Most of them that are solved: of those whose promises are tied the one that gives up least, and others only
 where they promise more than it keeps."""
 _LEAST_COST = {False: 0.6, True: 0.25}
 """Share of a straight line's cost that a plan may come down to, and one that may offload. [judgement] Low, so
 that no family is passed over that keeping products would make the fastest."""
 
+_LEAPS = (0.0, 0.25, 0.5, 0.75)
+"""Shares of the way from the fewest lean layers whose live tensors fit to the number that was found: they are
+tried, too. [judgement] A replay each."""
 _SLACK = 1.01
 """How much faster than a straight line promises a plan may be. [judgement] Live bytes bend little between its
 ends, and time not at all."""
@@ -164,25 +169,52 @@ class PlanSolver:
     def _with_fewest(
         self, lean: TrainConfig, promise: _Promise, best: Estimate | None
     ) -> Estimate | None:
-        """Return the plan with the fewest lean layers that fits and beats the best; None where none does."""
+        """Return a plan with few lean layers that fits and beats the best; None where none is found.
+
+        It has the fewest where more of them never reserve more. How blocks lie may let fewer fit where more
+        do not: some of those are tried as well.
+        """
         counts, room_bytes = promise.counts, self._estimator.room_for(lean)
         # The place of the most lean layers known not to fit, and of the fewest known to, or too slow.
         below, above = -1, self._num_faster(lean, promise, best)
         found: Estimate | None = None
         guess, stride = promise.number, 1
+        misfits = set()
         while above - below > 1:
             guess = min(max(guess, below + 1), above - 1)
-            config = self._config(lean, promise.plan, counts[guess])
-            may_fit = self._estimator.may_fit(config)
-            estimate = self._estimator.fitting(config) if may_fit else None
+            estimate = self._fitting(lean, promise, guess)
             if estimate is None:
+                misfits.add(guess)
                 below, guess, stride = guess, guess + stride, 2 * stride
             else:
                 above, found = guess, estimate
                 self.learn(estimate)
                 spare_bytes = room_bytes - estimate.peak_device_bytes
                 guess -= max(1, int(spare_bytes / promise.layer_bytes))
+        first = bisect.bisect_left(
+            counts,
+            True,
+            hi=above,
+            key=lambda count: self._estimator.may_fit(self._config(lean, promise.plan, count)),
+        )
+        least = 0.0 if found is None else speed_of(found) * (1 + NOISE)
+        for guess in dict.fromkeys(int(first + share * (above - first)) for share in _LEAPS):
+            if guess in misfits or guess >= above:
+                continue
+            speed = self._estimator.tokens_per_second(
+                self._config(lean, promise.plan, counts[guess])
+            )
+            if speed is None or speed <= least:
+                break
+            estimate = self._fitting(lean, promise, guess)
+            if estimate is not None:
+                return estimate
         return found
+
+    def _fitting(self, lean: TrainConfig, promise: _Promise, number: int) -> Estimate | None:
+        """Return the estimate of a plan by its place in a promise; None where it does not fit."""
+        config = self._config(lean, promise.plan, promise.counts[number])
+        return self._estimator.fitting(config) if self._estimator.may_fit(config) else None
 
     def _num_faster(self, lean: TrainConfig, promise: _Promise, best: Estimate | None) -> int:
         """Return how many of the numbers of lean layers make a step faster than the best: the first ones."""

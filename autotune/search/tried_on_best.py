@@ -39,17 +39,12 @@ _MAY_DIFFER = (
     "checkpoint_plan",
     "checkpoint_layers",
     "expandable_segments",
+    # What needs least, or was the fastest, is not the fastest of what fits then: others of its trace may be.
+    "optimizer",
 )
 """Settings in which what is tried may differ from the best."""
 
-
-def _without(*names: str) -> Callable[[TrainConfig], tuple[object, ...]]:
-    """Return what reads all settings of a configuration but these."""
-    return operator.attrgetter(*(name for name in TrainConfig.names() if name not in names))
-
-
-_common = _without(*_MAY_DIFFER)
-_common_but_optimizer = _without(*_MAY_DIFFER, "optimizer")
+_common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +96,11 @@ def _parted(
         if what.allow is not None and LEVEL[name] > LEVEL[what.allow]:
             continue
         best = candidates.best(candidates.exactly(name))
-        parting = [config for config in configs if config.method in what.parting]
+        parting = [
+            config
+            for config in configs
+            if config.method in what.parting and candidates.class_of(config) == name
+        ]
         alike: list[TrainConfig] = []
         if best is not None:
             common = _common(best.config)
@@ -111,14 +110,10 @@ def _parted(
         unfit = [
             config
             for config in parting
-            if candidates.class_of(config) == name
-            and (
-                best is None or _would_be_chosen(config, best, candidates, estimator, what.context)
-            )
+            if best is None or _would_be_chosen(config, best, candidates, estimator, what.context)
         ]
-        # What needs least is not the fastest of what fits then: others of its trace may be.
-        commons = set(map(_common_but_optimizer, _nearest_to_fit(candidates, unfit, estimator)))
-        alike += [config for config in unfit if _common_but_optimizer(config) in commons]
+        commons = set(map(_common, _nearest_to_fit(candidates, unfit, estimator)))
+        alike += [config for config in unfit if _common(config) in commons]
         for config in alike:
             parted = dataclasses.replace(config, chunked_loss=True)
             is_allowed = what.allow is None or candidates.at_most(what.allow)(parted)

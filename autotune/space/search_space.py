@@ -121,6 +121,21 @@ def without_solve(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
     return with_domains(space, plain), solving
 
 
+def without_intervals(space: SearchSpace, methods: Collection[str]) -> SearchSpace:
+    """Return the space with no and all layers checkpointed alone, for methods whose checkpointing is solved.
+
+    A plan that checkpoints as many layers takes as long, and needs no more (autotune.space.checkpoint_plans).
+    """
+    name = "activation_checkpointing"
+
+    def ends(section: MethodSpace) -> Domains:
+        if section.method not in methods:
+            return {}
+        return {name: tuple(value for value in section.domains[name] if value in (0, 1))}
+
+    return with_domains(space, ends)
+
+
 def without_parts(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
     """Return the space without the loss in parts where it has the whole one, too, and methods with both."""
     parting = frozenset(

@@ -102,8 +102,6 @@ def test_what_fits_only_in_parts_is_tried_without_offloading_too() -> None:
         room_for=lambda _: 15,
         estimate=lambda _: SimpleNamespace(breakdown=SimpleNamespace(logits_bytes=6)),
     )
-    candidates: Any = SimpleNamespace(
-        gives_up=[lean, small, offloading].index, best=lambda _: None
-    )
+    candidates: Any = SimpleNamespace(gives_up=[lean, small, offloading].index, best=lambda _: None)
     nearest = tried_on_best._nearest_to_fit(candidates, [*floors], estimator)
     assert set(nearest) == {small, offloading}

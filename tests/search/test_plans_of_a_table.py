@@ -184,7 +184,7 @@ LINE = Plan(most_bytes=1000, layer_bytes=10, least_seconds=1.0, layer_seconds=0.
 @pytest.mark.parametrize("room", [600, 605, 700, 990, 1000])
 @pytest.mark.parametrize("beyond", [0, 100])
 def test_little_is_replayed_where_memory_is_as_was_learnt(room: int, beyond: int) -> None:
-    """At most two where the first guess is right: the one that fits, and the one before, that does not."""
+    """Two where the first guess is right, what fits and the one before, which does not; and the leaps."""
     table = Table({"recompute": LINE}, room, tuple(range(61)), beyond)
     found = solver(table)
     if beyond:
@@ -193,7 +193,26 @@ def test_little_is_replayed_where_memory_is_as_was_learnt(room: int, beyond: int
     assert solved is not None
     count = -(-(1000 + beyond - room) // 10)
     assert solved.config.checkpoint_layers == count
-    assert len(table.replayed) <= 2
+    assert len(table.replayed) <= 2 + len(solved_checkpointing._LEAPS)
+
+
+class Islands(Table):
+    """A plan of which some numbers of lean layers fit, as how blocks lie has it; live tensors always do."""
+
+    def __init__(self, *fits: int) -> None:
+        super().__init__({"recompute": LINE}, 1000, tuple(range(3, 14)))
+        self.fits = fits
+
+    def peak_bytes(self, config: TrainConfig) -> int:
+        return self.floor_bytes(config) + (0 if config.checkpoint_layers in self.fits else 1000)
+
+
+@pytest.mark.parametrize(
+    ("fits", "found"), [((3, 4, 5, 6, 13), 3), ((5, 6, 13), 5), ((8,), 8), ((13,), 13), ((), None)]
+)
+def test_fewer_lean_layers_may_fit_where_more_do_not(fits: tuple[int, ...], found: int) -> None:
+    solved = solver(Islands(*fits)).solved(LEAN)
+    assert (None if solved is None else solved.config.checkpoint_layers) == found
 
 
 def test_a_plan_is_promised_what_lies_between_its_ends() -> None:

@@ -29,6 +29,7 @@ from autotune.space.search_space import (
     with_parts,
     with_precision_of,
     with_trainers,
+    without_intervals,
     without_parts,
     without_solve,
 )
@@ -472,6 +473,9 @@ def test_what_the_search_decides_is_taken_out_of_a_space_and_said_of_which_metho
     left, solving = without_solve(space(both, lora))
     assert solving == {"full"}
     assert [each.domains["activation_checkpointing"] for each in left.methods] == [(0, 1), (2,)]
+    every_second = space(section(activation_checkpointing=(0, 2, 1, 4)), lora)
+    ends = without_intervals(every_second, solving)
+    assert [each.domains["activation_checkpointing"] for each in ends.methods] == [(0, 1), (2,)]
 
 
 @pytest.mark.parametrize(
