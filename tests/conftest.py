@@ -139,6 +139,15 @@ def _workers_that_know_no_test() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    """A test may run a program in its own process, which handles what stops it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _log_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands that tests run leave their log with the tests, not with the user's."""

@@ -1,6 +1,6 @@
 """Looks for configurations that are faster than a predicted answer, and that its search passed over.
 
-    python -m validation.rivals --questions 20 --seed 1          (writes studies/answers/rivals.jsonl)
+    python -m validation.rivals --questions 20 --seed 1   (adds to studies/answers/rivals.jsonl, and its page)
 
 Each question is drawn: a model, a card, a share of its memory, a method, a length, and whether host memory
 may be taken. Around its answer every combination of the space's optimizers, micro-batches, checkpointing
@@ -43,6 +43,11 @@ from autotune.space.words import describe
 from autotune.store.trace_cache import TraceCache
 
 STUDY = Path(__file__).resolve().parents[1] / "studies" / "answers" / "rivals.jsonl"
+_INTRODUCTION = """# Rivals of answers
+
+Predicted, on 2 CPU cores without a GPU. `validation/rivals.py` says what is looked for, and draws the
+questions. Only the search is asked here, for what it passes over of its own space; nothing was measured.
+"""
 
 _VARIED = (
     "optimizer",
@@ -206,6 +211,34 @@ def _around(problem: Problem, answer: Answer) -> Iterator[TrainConfig]:
             yield config
 
 
+def read_rows(path: Path) -> list[Row]:
+    """Read the rows of earlier runs."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return [json_records.read(Row, json.loads(line), path.name) for line in lines]
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return what the rows say, as Markdown."""
+    answered = [row for row in rows if row.outcome == "answer"]
+    beaten = [row for row in answered if row.rival_tokens_per_second is not None]
+    num_priced = sum(row.num_priced for row in answered)
+    lines = [
+        _INTRODUCTION,
+        f"{len(rows)} questions, {len(answered)} with an answer. Around these {num_priced:,} configurations",
+        f"were priced, and plans solved from them. Answers with a rival: {len(beaten)}.",
+    ]
+    for row in beaten:
+        assert row.tokens_per_second is not None
+        assert row.rival_tokens_per_second is not None
+        more = row.rival_tokens_per_second / row.tokens_per_second - 1
+        asked = " ".join(
+            f"{name} {' '.join(value) if isinstance(value, list) else value}"
+            for name, value in row.asked.items()
+        )
+        lines += ["", f"- {asked}: {row.answer}; {more:.1%} faster: {row.rival}"]
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--questions", type=int, default=20)
@@ -219,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_records.plain(row)) + "\n")
         print(f"{time.perf_counter() - started:5.0f} s", row, flush=True)
+        options.out.with_suffix(".md").write_text(page(read_rows(options.out)), "utf-8")
     return 0
 
 
