@@ -33,7 +33,7 @@ from autotune.records.question import Question
 from autotune.search import predict_best
 from autotune.search.candidates import put_back, speed_of
 from autotune.search.predict_best import Prediction
-from autotune.search.resolve import resolve
+from autotune.search.resolve import Problem, resolve
 from autotune.space.tradeoffs import LEVEL, form, tradeoff_class
 from autotune.space.words import describe
 from autotune.store.trace_cache import TraceCache
@@ -183,22 +183,26 @@ def pairs(seed: int, num_cards: int | None) -> Iterator[tuple[str, Gpu]]:
             yield from ((entry.hub_id, card) for card in cards)
 
 
+def predicted(problem: Problem) -> Prediction:
+    """Answer a problem by its model's own default base. Raises as predict_best.find does."""
+    return predict_best.find(
+        problem.source,
+        problem.workload,
+        problem.space,
+        problem.card.gpu,
+        changes=problem.changes,
+        cache=TraceCache(),
+    )
+
+
 def asked(model: str, gpu: Gpu, space: str, gpu_mem: str | None = None) -> Row:
     """Ask for the answer of a model on a card, all of it or so much, and hold it against the base."""
     started = time.process_time()
     try:
-        problem = resolve(
-            Question(model=model, gpu=gpu.slug, gpu_mem=gpu_mem, backend="predict", space=space)
+        question = Question(
+            model=model, gpu=gpu.slug, gpu_mem=gpu_mem, backend="predict", space=space
         )
-        prediction = predict_best.find(
-            problem.source,
-            problem.workload,
-            problem.space,
-            problem.card.gpu,
-            changes=problem.changes,
-            cache=TraceCache(),
-        )
-        row = row_of(prediction, model=model, gpu=gpu.slug)
+        row = row_of(predicted(resolve(question)), model=model, gpu=gpu.slug)
     except NothingFitsError:
         row = Row(model=model, gpu=gpu.slug, space=space, outcome="nothing fits")
     except AutotuneError as error:

@@ -32,7 +32,6 @@ from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.records.question import Question
-from autotune.search import predict_best
 from autotune.search.candidates import speed_of
 from autotune.search.resolve import Problem, resolve
 from autotune.search.solved_checkpointing import PlanSolver, plan_specs
@@ -41,6 +40,7 @@ from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import LEVEL, form, tradeoff_class
 from autotune.space.words import describe
 from autotune.store.trace_cache import TraceCache
+from validation.answers import predicted
 
 STUDY = Path(__file__).resolve().parents[1] / "studies" / "answers" / "rivals.jsonl"
 _INTRODUCTION = """# Rivals of answers
@@ -112,14 +112,7 @@ def ask(asked: dict[str, Any]) -> Row:
     """Answer a question by a search, and look around its answer."""
     try:
         problem = resolve(Question(**asked))
-        answer = predict_best.find(
-            problem.source,
-            problem.workload,
-            problem.space,
-            problem.card.gpu,
-            changes=problem.changes,
-            cache=TraceCache(),
-        ).answer
+        answer = predicted(problem).answer
         found, num_priced = rivals(problem, answer)
     except NothingFitsError:
         return Row(asked=asked, outcome="nothing fits")

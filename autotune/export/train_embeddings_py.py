@@ -79,7 +79,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         renamed=f".rename_column({columns[-1]!a}, {trainer.rating!a})"
         if columns[-1] != trainer.rating != ""
         else "",
-        environment=set_environment(config).removeprefix("import os\n\n"),
+        environment=set_environment(config),
         stop=STOP,
         reached=REACHED,
         reads=READS.read_text(encoding="utf-8"),

@@ -227,7 +227,7 @@ def write(
         abstract="from collections.abc import Sequence\n" if cuts else "",
         plan=plan,
         imports="".join(imports),
-        environment=set_environment(config).removeprefix("import os\n\n"),
+        environment=set_environment(config),
         stop=STOP,
         reached=REACHED,
         reads=READS.read_text(encoding="utf-8"),

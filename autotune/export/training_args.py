@@ -87,7 +87,9 @@ def _write_yaml(*, workload: Workload, config: TrainConfig, result: Mapping[str,
 def _write_python(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return a Python module that makes `arguments`. Every value in it is an ASCII literal."""
     head = _head(workload, config, result, IN_ENVIRONMENT)
-    return f"""{head}{set_environment(config)}from transformers import TrainingArguments
+    first = set_environment(config)
+    imports = "import os\n\n" if first else ""
+    return f"""{head}{imports}{first}from transformers import TrainingArguments
 
 arguments = TrainingArguments(
 {keywords(known_arguments(workload, config))})
@@ -307,15 +309,16 @@ _FP8_VARIABLES = {
 
 
 def set_environment(config: TrainConfig) -> str:
-    """Return the opening of a program that sets what no argument can; empty where nothing is to be set.
+    """Return code that sets what no argument can; empty where nothing is to be set.
 
-    Before all imports: some use CUDA, and torch's allocator reads its settings then.
+    It stands behind `import os` and before all other imports: some use CUDA, and torch's allocator reads its
+    settings then.
     """
     variables = environment(config)
     if not variables:
         return ""
     entries = "".join(f"    {key!a}: {value!a},\n" for key, value in variables.items())
-    return f"import os\n\n# Before what follows is imported.\nos.environ |= {{\n{entries}}}\n\n"
+    return f"# Before what follows is imported.\nos.environ |= {{\n{entries}}}\n\n"
 
 
 _OF_COMPLETIONS = {name: name for name in OF_COMPLETIONS} | {"kl_beta": "beta"}

@@ -28,7 +28,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autotune.common import log
@@ -174,12 +174,12 @@ class PlanSolver:
         It has the fewest where more of them never reserve more. How blocks lie may let fewer fit where more
         do not: some of those are tried as well.
         """
-        counts, room_bytes = promise.counts, self._estimator.room_for(lean)
+        room_bytes = self._estimator.room_for(lean)
         # The place of the most lean layers known not to fit, and of the fewest known to, or too slow.
         below, above = -1, self._num_faster(lean, promise, best)
         found: Estimate | None = None
         guess, stride = promise.number, 1
-        misfits = set()
+        misfits = set[int]()
         while above - below > 1:
             guess = min(max(guess, below + 1), above - 1)
             estimate = self._fitting(lean, promise, guess)
@@ -191,25 +191,33 @@ class PlanSolver:
                 self.learn(estimate)
                 spare_bytes = room_bytes - estimate.peak_device_bytes
                 guess -= max(1, int(spare_bytes / promise.layer_bytes))
-        first = bisect.bisect_left(
-            counts,
-            True,
-            hi=above,
-            key=lambda count: self._estimator.may_fit(self._config(lean, promise.plan, count)),
-        )
+        leapt = self._leapt(lean, promise, above, misfits, found)
+        return found if leapt is None else leapt
+
+    def _leapt(
+        self,
+        lean: TrainConfig,
+        promise: _Promise,
+        above: int,
+        misfits: Collection[int],
+        found: Estimate | None,
+    ) -> Estimate | None:
+        """Return a plan that fits at a leap below the place `above`, faster than the one found, if any."""
+
+        def may_fit(count: int) -> bool:
+            return self._estimator.may_fit(self._config(lean, promise.plan, count))
+
+        first = bisect.bisect_left(promise.counts, True, hi=above, key=may_fit)
         least = 0.0 if found is None else speed_of(found) * (1 + NOISE)
         for guess in dict.fromkeys(int(first + share * (above - first)) for share in _LEAPS):
             if guess in misfits or guess >= above:
                 continue
-            speed = self._estimator.tokens_per_second(
-                self._config(lean, promise.plan, counts[guess])
-            )
-            if speed is None or speed <= least:
+            config = self._config(lean, promise.plan, promise.counts[guess])
+            if (self._estimator.tokens_per_second(config) or 0.0) <= least:
                 break
-            estimate = self._fitting(lean, promise, guess)
-            if estimate is not None:
+            if (estimate := self._fitting(lean, promise, guess)) is not None:
                 return estimate
-        return found
+        return None
 
     def _fitting(self, lean: TrainConfig, promise: _Promise, number: int) -> Estimate | None:
         """Return the estimate of a plan by its place in a promise; None where it does not fit."""

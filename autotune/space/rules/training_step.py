@@ -28,7 +28,8 @@ from autotune.space.trainers import (
 )
 
 
-def _is_untried_on_pictures(config: TrainConfig) -> bool:
+def _is_untried_beside_text(config: TrainConfig) -> bool:
+    """Whether it was tried neither on pictures nor on sounds."""
     return (
         config.method not in ("full", "lora", "qlora")
         or config.attention not in ("sdpa", "eager")
@@ -36,27 +37,19 @@ def _is_untried_on_pictures(config: TrainConfig) -> bool:
         or config.is_compiled
         or PRECISIONS[config.precision].fp8
         or config.liger
-        or config.update_in_backward
-        or config.kbit_preparation
         or bool(config.neftune_noise_alpha)
-        or config.activation_checkpointing > 1
         or config.activation_offloading
         or config.has_plan
-        or "lm_head" in names_of(config.lora_targets)
     )
 
 
-def _is_untried_on_sounds(config: TrainConfig) -> bool:
+def _is_untried_on_pictures(config: TrainConfig) -> bool:
     return (
-        config.method not in ("full", "lora", "qlora")
-        or config.attention not in ("sdpa", "eager")
-        or config.parallelism != "none"
-        or config.is_compiled
-        or PRECISIONS[config.precision].fp8
-        or config.liger
-        or bool(config.neftune_noise_alpha)
-        or config.activation_offloading
-        or config.has_plan
+        _is_untried_beside_text(config)
+        or config.update_in_backward
+        or config.kbit_preparation
+        or config.activation_checkpointing > 1
+        or "lm_head" in names_of(config.lora_targets)
     )
 
 
@@ -445,7 +438,7 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, context: (
             context.task_row is not None
             and context.task_row.reads == "waves"
-            and _is_untried_on_sounds(c)
+            and _is_untried_beside_text(c)
         ),
     ),
     Rule(

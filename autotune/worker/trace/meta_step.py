@@ -140,7 +140,7 @@ class MetaStep:
         self.loss = -1
         """Number of the loss's tensor."""
         self.returned: PassEnd | None = None
-        """What the model's forward pass returned."""
+        """Outputs of the model's forward pass; None until it has returned."""
 
     def go_on_from(self, ready: SetUp) -> None:
         """Take over a model that has been set up, perhaps run already."""
