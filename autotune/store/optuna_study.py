@@ -89,7 +89,7 @@ def check_study(url: str, name: str, *, workload: Workload, gpu: str) -> None:
     if file is not None and not file.exists():
         return
     try:
-        with explained(parsed), _tables(parsed) as (_, tables):
+        with explained(parsed), damage_explained(parsed), _tables(parsed) as (_, tables):
             if not _OPTUNAS.issubset(tables):
                 return
         with opened_storage(parsed) as storage, damage_explained(parsed):

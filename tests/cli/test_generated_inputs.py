@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 from generated_inputs import KINDS, Input, Seeds, draw, run_apart
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.slow
@@ -44,6 +44,7 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(st.integers(0, 2**32))
+@example(13970)  # a database whose revision is no text
 def test_every_input_ends_well(folder: Path, seeds: Seeds, seed: int) -> None:
     made = draw(Random(seed), seeds)
     assert not run_apart(made, folder).problem, (seed, made.words)
