@@ -267,7 +267,8 @@ def may_pass(error: StorageError) -> bool:
     while cause is not None:
         original = getattr(cause, "orig", None)
         if isinstance(original, sqlite3.OperationalError):
-            return original.sqlite_errorcode & 0xFF in _OF_THE_MOMENT
+            # What Python cannot decode has no code.
+            return getattr(original, "sqlite_errorcode", 0) & 0xFF in _OF_THE_MOMENT
         cause = cause.__cause__
     return False
 

@@ -163,3 +163,16 @@ def test_pages_hold_everything_once(number: int) -> None:
     assert [each for page in pages for each in page] == list(range(number))
     assert all(len(page) == database.ROWS_AT_ONCE for page in pages[:-1])
     assert all(0 < len(page) <= database.ROWS_AT_ONCE for page in pages)
+
+
+def test_what_cannot_be_decoded_is_no_error_of_the_moment() -> None:
+    """Python's module raises it without SQLite's code."""
+    connection = sqlite3.connect(":memory:")
+    with pytest.raises(sqlite3.OperationalError) as raised:
+        connection.execute("SELECT CAST(x'ff' AS TEXT)").fetchall()
+    connection.close()
+    wrapped = ValueError()
+    wrapped.orig = raised.value  # type: ignore[attr-defined]
+    error = StorageError("It cannot be read")
+    error.__cause__ = wrapped
+    assert not database.may_pass(error)
