@@ -79,6 +79,11 @@ def explain(error: AutotuneError) -> None:
 
 def show_usage(error: click.ClickException) -> None:
     """Say what is wrong with what was typed, below the command's line of usage."""
+    if isinstance(
+        error, click.exceptions.NoArgsIsHelpError
+    ):  # a group of commands by its name alone
+        click.echo(error.format_message(), err=True)
+        return
     context = getattr(error, "ctx", None)
     if context is not None:
         hint = f"Try '{context.command_path} {context.help_option_names[0]}' for help."

@@ -111,6 +111,7 @@ def resolve(
 
     `card` None: chosen here. Raises ConfigError for what cannot be read or used, HardwareError, WorkerError.
     """
+    _check_model_is_named(question)
     if card is None:
         card = CHOOSERS.get(question.backend, choose_card)(question.gpu, question.gpu_mem)
         if card.is_here and card.note:
@@ -256,6 +257,7 @@ def resolve_configuration(
     ConfigError for what cannot work, HardwareError, WorkerError.
     """
     given = dict(question.settings)
+    _check_model_is_named(question)
     note_unread(question, note)
     card = choose_card(question.gpu, question.gpu_mem)
     run = read_run(question, card.gpu, note=note)
@@ -388,6 +390,12 @@ def _methods(question: Question) -> tuple[str, ...]:
     """In the order of METHODS, however they were typed: the first is what the defaults would train."""
     given = question.methods if question.peft is None else (*question.methods, "peft")
     return tuple(method for method in METHODS if method in given)
+
+
+def _check_model_is_named(question: Question) -> None:
+    """Refuse a question that names neither a model nor a file that may: before the card is looked up."""
+    if question.base is None:
+        _model_of(question, None)
 
 
 def _model_of(question: Question, run: BaseRun | None) -> str:

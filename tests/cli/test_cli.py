@@ -428,6 +428,12 @@ def test_help_is_quick_and_names_every_command(tmp_path: Path) -> None:
     assert min(seconds) < 0.5  # 0.15 s on a quick core
 
 
+@pytest.mark.parametrize("typed", [(), ("studies",), ("debug",)])
+def test_a_group_by_its_name_alone_shows_its_commands(main: Main, typed: tuple[str, ...]) -> None:
+    ran = main(*typed)
+    assert (ran.code, ran.err) == (2, main(*typed, "--help").out)
+
+
 def test_version(main: Main) -> None:
     assert main("--version").out.startswith("autotune, version ")
 
@@ -736,7 +742,8 @@ def test_what_a_part_leaves_open_is_taken_and_said(
 def test_a_model_is_needed_where_no_file_names_one(
     main: Main, asked: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    assert "There is no model" in main("find", "--gpu-mem", "12GB").err
+    for typed in (("find", "--gpu-mem", "12GB"), ("find",), ("estimate",)):
+        assert "There is no model" in main(*typed).err
     path = base_file(tmp_path)
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(f"  model: {answers.WORKLOAD.model}\n", ""), encoding="utf-8")
