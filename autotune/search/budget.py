@@ -245,8 +245,16 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
 def for_task(source: ModelSource, task: str) -> ModelSource:
     """Return the model with what its files say for the task.
 
-    Raises ConfigError where it learns nothing by foretelling words, or would lose a part.
+    Raises ConfigError where the task is for models of other types, where it learns nothing by foretelling
+    words, or would lose a part.
     """
+    families, kind = row_of(task).families, source.config["model_type"]
+    if families and kind not in families:
+        raise ConfigError(
+            f"{source.short_name} cannot be trained for the task {task}",
+            why=f"Here models of the type {', '.join(families)} are, and it is of the type {kind}",
+            remedy="Name a model of one of those types, or another task",
+        )
     if task in EMBEDDERS:
         return with_modules_behind(source)
     if model_task(task) != CAUSAL:

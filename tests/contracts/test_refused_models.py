@@ -43,19 +43,9 @@ PLAIN = TrainConfig(
             r"for speech: say what it is trained for \(--task automatic-speech-recognition\)",
         ),
         (
-            {"model_type": "moonshine"},
-            "automatic-speech-recognition",
-            "type moonshine are not trained for .* here: those of whisper are",
-        ),
-        (
             {"model_type": "wav2vec2"},
             "causal-lm",
             r"for audio: say what it is trained for \(--task audio-classification\)",
-        ),
-        (
-            {"model_type": "bert"},
-            "audio-classification",
-            "type bert are not trained for .* here: those of .*wav2vec2, .*whisper are",
         ),
         (
             {"model_type": "llava"},

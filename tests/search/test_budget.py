@@ -198,6 +198,23 @@ def test_only_what_writes_is_trained_to_foretell_the_next_word(task: str) -> Non
             budget.for_task(model, task)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "task", "others"),
+    [
+        (
+            "moonshine",
+            "automatic-speech-recognition",
+            "type whisper are, and it is of the type moonshine",
+        ),
+        ("bert", "audio-classification", "wavlm, whisper are, .* type bert. Name a model of one"),
+        ("llama", "audio-classification", "is of the type llama"),
+    ],
+)
+def test_a_task_of_some_types_is_for_those(model_type: str, task: str, others: str) -> None:
+    with pytest.raises(ConfigError, match=others):
+        budget.for_task(source(model_type=model_type), task)
+
+
 def test_endless_layers_are_a_slip(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "num_hidden_layers": 10000000}', encoding="utf-8")

@@ -137,11 +137,6 @@ def build_base(
     """
     row = row_of(task)
     auto = getattr(transformers, row.model_class)
-    if row.families and config.model_type not in row.families:
-        raise UnsupportedModel(
-            f"models of the type {config.model_type} are not trained for {task} here: those of "
-            f"{', '.join(row.families)} are"
-        )
     config = copy.deepcopy(config)
     if task in BY_TASK and row.has_classes:
         config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
