@@ -126,6 +126,8 @@ def resolve(
         changing.to(compiled.with_mode(changing.space, question.compile_mode), "--compile")
     run = read_run(question, card.gpu, note=note)
     base = None if run is None else run.config
+    if run is not None and run.uncarried:
+        note(f"{run.path.name}: only its edited copy keeps {', '.join(run.uncarried)}.")
     source = find_model(_model_of(question, run))
     if base is None:
         _note_float16(source, card.gpu, note)

@@ -145,7 +145,13 @@ def test_an_evaluation_as_large_as_the_micro_batch_goes_with_it(
     path = tmp_path / "training_args.json"
     sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": size}
     path.write_text(json.dumps({"output_dir": "output", **sizes}), encoding="utf-8")
-    assert json.loads(read_base(path).extra_arguments) == {"output_dir": "output", **kept}
+    run = read_base(path)
+    assert json.loads(run.extra_arguments) == {"output_dir": "output", **kept}
+    assert run.uncarried == ()
+    answer = dataclasses.replace(run.config, micro_batch_size=8)
+    edited = edited_base(run, run.config, run.parts[0], path.name)
+    written = json.loads(edited.write(workload=WORKLOAD, config=answer, result={}))
+    assert written["per_device_eval_batch_size"] == kept.get("per_device_eval_batch_size", 8)
 
 
 def test_ours_is_read_as_ever(tmp_path: Path) -> None:

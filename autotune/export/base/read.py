@@ -43,6 +43,7 @@ from autotune.space.trainers import TRAINERS
 
 _OPEN = ("micro_batch_size", "gradient_accumulation_steps", "precision", "optimizer")
 """Settings that every run has, whatever its files say."""
+_TRAINED, _EVALUATED = "per_device_train_batch_size", "per_device_eval_batch_size"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,8 @@ class BaseRun:
     """Task of the class that a program loads the model with."""
     notes: tuple[str, ...] = ()
     """Notes on parts of the file that are in no prediction, in words."""
+    uncarried: tuple[str, ...] = ()
+    """Keys that stay in its edited copy alone."""
     target: TrainerFile | None = None
     """Trainer whose file it is; None: ours."""
     has_length: bool = True
@@ -142,7 +145,7 @@ def read_base(
     values.setdefault("sequence_length", sequence_length)
     completions = completions_of(trainer, values["sequence_length"])
     config = TrainConfig(**{**_settings_of(method), **completions, **taken, **values})
-    left = uncarried(target, content, config, arguments)
+    beside = {_EVALUATED} if _evaluates_as_it_trains(content) else set()
     return BaseRun(
         path=path,
         config=config,
@@ -154,9 +157,9 @@ def read_base(
             *opened.notes,
             *chosen,
             *notes(target, content),
-            *([f"only its edited copy keeps {', '.join(left)}"] if left else []),
             *caveats_of(target, config),
         ),
+        uncarried=uncarried(target, content, config, arguments.keys() | beside),
         target=target,
         has_length=has_length,
         has_gpus="num_gpus" in values,
@@ -231,14 +234,19 @@ def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, A
             # Transformers 5 takes a share for the steps (TrainingArguments.get_warmup_steps).
             found["warmup_steps"] = found.get("warmup_steps") or share
     decided = {*DECIDED, *target.renamed, *target.flags}
-    if found.get("per_device_eval_batch_size") == found.get("per_device_train_batch_size"):
-        # As our own files have it: it goes with the micro-batch, which is decided.
-        decided.add("per_device_eval_batch_size")
+    if _evaluates_as_it_trains(found):
+        decided.add(_EVALUATED)
     return {
         key: value
         for key, value in found.items()
         if key not in decided and value is not None and not isinstance(value, NotLiteral)
     }
+
+
+def _evaluates_as_it_trains(content: Mapping[str, Any]) -> bool:
+    """Whether batches of an evaluation are as large as the micro-batch, which is decided, and go with it."""
+    size = content.get(_EVALUATED)
+    return size is not None and size == content.get(_TRAINED)
 
 
 def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[KeyEdit]:
@@ -267,6 +275,8 @@ def changes(run: BaseRun, base: TrainConfig, answer: TrainConfig) -> list[KeyEdi
     if target.follows is not None and base != answer:
         follows = target.follows(answer).items()
         made += [KeyEdit(key=k, value=v) for k, v in follows if not same(value_at(current, k), v)]
+    if _evaluates_as_it_trains(content) and answer.micro_batch_size != content[_TRAINED]:
+        made.append(KeyEdit(key=_EVALUATED, value=answer.micro_batch_size))
     # The user has none of them in the file, or the loader would not have been timed.
     made += [KeyEdit(key=key, value=value) for key, value in answer.loader_arguments.items()]
     return [each for change in made for each in _in_its_words(target, change, content)]

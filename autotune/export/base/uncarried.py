@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from autotune.export import installed
@@ -26,11 +26,11 @@ def uncarried(
     target: TrainerFile,
     content: Mapping[str, Any],
     config: TrainConfig,
-    arguments: Mapping[str, Any],
+    arguments: Collection[str],
 ) -> tuple[str, ...]:
     """Return the keys, as the file names them, whose values are in no setting and no argument.
 
-    `config` is what the file was read as; `arguments` are the TrainingArguments carried beside it.
+    `config` is what the file was read as; `arguments` names the TrainingArguments carried beside it.
     """
     current = in_current_words(target, content)
     rows = [row for row in target.rows if config.method in row.methods]
@@ -38,7 +38,7 @@ def uncarried(
     carried |= {key for key, name in target.arguments.items() if name in arguments}
     carried |= {*_IMPLIED, target.model_key, *target.unpredicted}
     if not target.has_own_names:
-        carried |= arguments.keys()
+        carried |= {*arguments}
     if "warmup_steps" in arguments:
         carried.add("warmup_ratio")
     older = {new: old for old, new in target.renamed.items() if old in content}
