@@ -456,6 +456,16 @@ def test_a_mesh_beside_deepspeeds_file_is_refused(tmp_path: Path) -> None:
         read_base(path)
 
 
+@pytest.mark.parametrize("part", ["offload_optimizer", "offload_param"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_part_that_is_not_offloaded_says_as_little_as_both(
+    tmp_path: Path, stage: int, part: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": stage, part: {"device": "none"}}}))
+    assert read_base(path).config.parallelism == f"zero{stage}"
+
+
 def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
     zero = dataclasses.replace(DDP, parallelism="zero3-offload", precision="bf16-mixed")
     path = file_of(tmp_path, "accelerate", zero)

@@ -86,6 +86,14 @@ def test_a_script_is_read(tmp_path: Path) -> None:
     said = " ".join(run.notes)
     assert "learning_rate: args.lr (line 40)" in said
     assert "prepare_model_for_kbit_training (line 26)" in said
+    assert "model quantization_config" not in run.uncarried
+
+
+def test_a_checkpoint_that_is_unpacked_is_not_quantised(tmp_path: Path) -> None:
+    text = (
+        "AutoModelForCausalLM.from_pretrained('m', quantization_config=Mxfp4Config())\nSFTConfig()"
+    )
+    assert read_base(written(tmp_path, text)).config.method == "full"
 
 
 @pytest.mark.parametrize(
@@ -327,6 +335,10 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         ("LoraConfig(r=8)", "adapter target_modules is missing"),
         ("m = AutoModelForCausalLM.from_pretrained('m')\nm = get_peft_model(m, mine)",
          "line 2: get_peft_model has an adapter that is not made here"),
+        ("SFTTrainer(model='m', args=SFTConfig(), peft_config=made())",
+         "line 1: SFTTrainer has an adapter that is not made here"),
+        ("AutoModelForCausalLM.from_pretrained('m', quantization_config=made())\nTrainingArguments()",
+         "line 1: quantization_config is not made here by BitsAndBytesConfig"),
         ("a = TrlParser((ScriptArguments, SFTConfig))", "line 1: TrlParser takes settings from the command"),
         ("LoraConfig(r=8, target_modules='.*proj')", "is a pattern of more than whole names: name"),
         ("AutoModelForCausalLM.from_pretrained('m', load_in_4bit=True)\nTrainingArguments()",
@@ -362,7 +374,12 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
         ("1 if 3 else 2", NotLiteral("", 0)),
         ("NAME", "m"),
         ("other.bfloat16", NotLiteral("", 0)),
-        ("1 + 1", NotLiteral("", 0)),
+        ("16 // SIZE", 4),
+        ("2 * (SIZE + 1) - 1e-5", 9.99999),
+        ("SIZE / 0", NotLiteral("", 0)),
+        ("SIZE ** SIZE", NotLiteral("", 0)),
+        ("NAME * SIZE", NotLiteral("", 0)),
+        ("ITSELF", NotLiteral("", 0)),
         ("b'x'", NotLiteral("", 0)),
         ("'\\ud800'", NotLiteral("", 0)),
         ("f'{x}'", NotLiteral("", 0)),
@@ -371,7 +388,8 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
 )
 def test_values(source: str, value: object) -> None:
     found = program.parsed(
-        f"NAME = 'm'\nBF16 = is_bf16_supported()\nTrainingArguments(x={source})\n"
+        "NAME = 'm'\nSIZE = 4\nITSELF = ITSELF + 1\nBF16 = is_bf16_supported()\n"
+        f"TrainingArguments(x={source})\n"
     )
     assert found.content["x"] == value
 

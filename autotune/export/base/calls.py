@@ -116,8 +116,10 @@ class _Found:
     task: str | None = None
     kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
-    adapted: int | None = None
-    """Line of PEFT's get_peft_model."""
+    adapted: tuple[str, int] | None = None
+    """What is given an adapter, PEFT's get_peft_model or a trainer, and its line."""
+    unpacks: bool = False
+    """Whether a checkpoint in MXFP4 is given its class: it is unpacked as it is loaded."""
     others: dict[str, int] = field(default_factory=dict)
     """Other trainers than _SFT_TRAINERS, and where they are made."""
     plan: tuple[str, int] | None = None
@@ -144,8 +146,15 @@ def find_calls(program: Program, tree: ast.Module) -> None:
                 f"{what}: lines {named} each have one: leave the one that trains"
             )
     if found.adapted is not None and ADAPTER not in found.lines:
+        what, line = found.adapted
         program.problems.append(
-            f"line {found.adapted}: get_peft_model has an adapter that is not made here: write its class"
+            f"line {line}: {what} has an adapter that is not made here: write its class"
+        )
+    is_quantized = program.content.get(f"{MODEL}quantization_config") is not None
+    if is_quantized and not found.unpacks and QUANTIZATION not in found.lines:
+        program.problems.append(
+            f"line {program.homes[f'{MODEL}quantization_config'].lineno}: quantization_config is not made "
+            "here by BitsAndBytesConfig: write it out"
         )
     if found.is_unsloth:
         program.problems.extend(
@@ -190,8 +199,9 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         found.others[function] = node.lineno
     # Unsloth's of that name is another function.
     found.kbit_preparation |= function == _PREPARATION
+    found.unpacks |= function == "Mxfp4Config"
     if function == "get_peft_model" and prefix is None:
-        found.adapted = node.lineno
+        found.adapted = function, node.lineno
         found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
     if prefix is not None:
         found.lines.setdefault(prefix, []).append(node.lineno)
@@ -207,6 +217,8 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
     elif function in _TRL:
         found.trainer = _TRL[function]
         found.loads_by_name = _take_trainer(program, node)
+        if any(value is not None for value in _given(program, node, "peft_config")):
+            found.adapted = function, node.lineno
     elif function in _CHECKPOINTS and _switches_on(program, node, _CHECKPOINTS[function]):
         found.switches.append((function, node.lineno))
     elif function == _PLAN:

@@ -8,6 +8,7 @@ Everything else of the run is made elsewhere, and open.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,12 +36,12 @@ def _of_zero(
             theirs={
                 stage_key: row.stage,
                 optimizer_key: "cpu" if row.offload else device,
-                weights_key: "cpu" if row.offload and row.stage == 3 else device,
+                weights_key: "cpu" if row.offload and row.stage == 3 else of_weights,
             },
         )
         for row in PARALLELISMS.values()
         if row.is_deepspeed
-        for device in dict.fromkeys((off, "none", None))
+        for device, of_weights in itertools.product(dict.fromkeys((off, "none", None)), repeat=2)
     ]
 
 

@@ -1,12 +1,14 @@
 """Literals of a Python program, which is parsed and never run.
 
-A value that is not a literal, no name bound once to one, no dtype of torch, no question for a card or for
-bfloat16, no choice by the answer to one and no variable of the environment is a NotLiteral.
+A value that is not a literal, no name bound once to one, no sum, difference, product or quotient of such
+numbers, no dtype of torch, no question for a card or for bfloat16, no choice by the answer to one and no
+variable of the environment is a NotLiteral.
 """
 
 from __future__ import annotations
 
 import ast
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +22,13 @@ from autotune.export.mapping import NotLiteral
 DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "uint8", "float64", "int8")} | {
     "half": "float16",
     "float": "float32",
+}
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
 }
 _ASKS_BF16 = ("is_bf16_supported", "is_bfloat16_supported")
 
@@ -82,7 +91,21 @@ class Program:
             return not is_not
         if isinstance(node, ast.IfExp) and isinstance(answer := self.value(node.test), bool):
             return self.value(node.body if answer else node.orelse)
+        if isinstance(node, ast.BinOp) and (number := self._worked_out(node)) is not None:
+            return number
         return NotLiteral(self.source(node), node.lineno)
+
+    def _worked_out(self, node: ast.BinOp) -> float | None:
+        """Return the number that arithmetic comes to; None where it is not of numbers."""
+        operation = _ARITHMETIC.get(type(node.op))
+        try:
+            sides = self.value(node.left), self.value(node.right)
+            if operation is None or not all(type(side) in (int, float) for side in sides):
+                return None
+            number: float = operation(*sides)
+        except (ArithmeticError, RecursionError):
+            return None
+        return number
 
     def bound(self, node: ast.expr) -> ast.expr:
         return self.names.get(node.id, node) if isinstance(node, ast.Name) else node
