@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 _OPTUNAS = {"studies", "version_info", "alembic_version"}
 """Some of Optuna's tables, by which a database is known to have them all."""
+_OF_A_STUDY = {"schema_version", "command", "versions", "workload", "gpu"}
+"""User attributes of a study."""
 
 
 @contextlib.contextmanager
@@ -106,7 +108,7 @@ def _check_if_there(
 
     with contextlib.suppress(KeyError):
         study = optuna.load_study(storage=storage, study_name=name)
-        if is_ours(study.user_attrs):
+        if not _is_nobodys(study):
             _check_identity(study, identity)
 
 
@@ -218,8 +220,7 @@ def _load_or_create(
         study = optuna.create_study(
             storage=storage, study_name=name, direction="maximize", load_if_exists=True
         )
-        # Nobody's yet; or its maker was killed half-way.
-        if study.user_attrs.keys() <= attributes.keys() and not study.get_trials(deepcopy=False):
+        if _is_nobodys(study):
             for key, value in attributes.items():
                 study.set_user_attr(key, value)
         return study
@@ -289,6 +290,14 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
 def _short(value: Any) -> str:
     said = str(value)
     return said if len(said) <= 60 else f"{said[:57]}..."
+
+
+def _is_nobodys(study: optuna.Study) -> bool:
+    """Whether a study has just been created, or its maker was killed half-way."""
+    attributes = study.user_attrs.keys()
+    if is_ours(attributes) or not attributes <= _OF_A_STUDY:
+        return False
+    return not study.get_trials(deepcopy=False)
 
 
 def is_ours(attributes: Collection[str]) -> bool:

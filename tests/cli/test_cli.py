@@ -801,7 +801,13 @@ def test_a_study_of_another_workload_is_left_alone(main: Main, asked: list[dict[
     ran = main(*FIND, "--study", "mine", "--seq-len", "2048", "--out", "elsewhere")
     assert ran.code == 2
     assert "sequence_length was 1024, now 2048" in ran.err
-    assert len(asked) == 1  # The second search was not begun.
+    theirs = optuna.create_study(
+        storage=unpooled("sqlite:///studies/autotune.db"), study_name="theirs"
+    )
+    theirs.add_trial(optuna.trial.create_trial(value=1.0))
+    ran = main(*FIND, "--study", "theirs")
+    assert (ran.code, "was not made by autotune" in ran.err) == (2, True)
+    assert len(asked) == 1  # No other search was begun.
 
 
 @pytest.mark.parametrize(
