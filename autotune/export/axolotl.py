@@ -27,6 +27,7 @@ from autotune.export.mapping import (
 from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
     ALL_LOGITS,
+    AS_DPO,
     COMPILE_BACKEND,
     FP8_IS_OURS,
     LORA,
@@ -317,15 +318,24 @@ _OF_COMPLETIONS = ("num_generations", "max_completion_length", "num_iterations")
 _SCORED_BEFORE = of_values(
     "precompute_ref_log_probs", "precompute_ref_log_probs", {False: False, True: True}
 )
-DPO = _of_task(
-    "dpo",
-    "rl",
-    table("", "rl dpo_loss_type", ("dpo", None), ("dpo", ["sigmoid"])),
-    _SCORED_BEFORE,
-    refused=_OTHER_LOSSES,
-    caveats=(ALL_LOGITS, *TARGET.caveats),
-)
+
+
+def _of_pairs(*losses: tuple[Any, ...], **more: Any) -> TrainerFile:
+    return _of_task(
+        "dpo",
+        "rl",
+        table("", "rl dpo_loss_type", *losses),
+        _SCORED_BEFORE,
+        refused=_OTHER_LOSSES,
+        caveats=(ALL_LOGITS, *TARGET.caveats),
+        **more,
+    )
+
+
+DPO = _of_pairs(("dpo", None), ("dpo", ["sigmoid"]))
 """Pairs of answers. axolotl runs the DPOTrainer of TRL 1.9."""
+IPO = _of_pairs(("ipo", None), unpredicted={**TARGET.unpredicted, "rl": AS_DPO})
+"""Pairs of answers with another loss, which differs by a number a pair (core/trainers/dpo/__init__.py)."""
 KTO = _of_task(
     "kto",
     "rl",
@@ -387,11 +397,10 @@ Prompts are not cut off: sequence_len keeps the length that was planned.
 """
 _BY_RL = {"dpo": DPO, "kto": KTO, "grpo": GRPO}
 _REFUSED_RL = {
-    "ipo": "trains with another loss of DPO's: say dpo to have its memory and speed, and ipo in the copy",
     "orpo": "trains with a loss that has no reference: the nearest that is predicted is dpo with "
     "precompute_ref_log_probs, whose steps have none either",
 }
-"""Values of `rl` that are not predicted, and what comes nearest. DPO's losses differ by a number a pair."""
+"""Values of `rl` that are not predicted, and what comes nearest."""
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
@@ -401,7 +410,7 @@ def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG
     loss = str(content.get("rl"))
     if loss in _REFUSED_RL:
         return dataclasses.replace(TARGET, refused={**TARGET.refused, "rl": _REFUSED_RL[loss]})
-    return _BY_RL.get(loss, TARGET)
+    return IPO if loss == "ipo" else _BY_RL.get(loss, TARGET)
 
 
 def _data_of(task: str) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from autotune.export.mapping import (
 from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
     ALL_LOGITS,
+    AS_DPO,
     COMPILE_BACKEND,
     COMPILE_MODE,
     FIXED_OF_TASKS,
@@ -239,12 +240,22 @@ DPO = _of_stage(
 """Pairs of answers, with a loss of LLaMA-Factory's own on TRL's DPOTrainer."""
 KTO = _of_stage("kto", table("", "stage", ("kto",)), pref_ftx="adds the loss of SFT")
 """Labelled answers, with a loss of LLaMA-Factory's own on TRL's KTOTrainer."""
+_LOSSES = {
+    loss: dataclasses.replace(
+        DPO,
+        rows=(*DPO.rows[:-1], table("", "stage pref_loss", ("dpo", loss))),
+        unpredicted={**DPO.unpredicted, "pref_loss": AS_DPO},
+    )
+    for loss in ("hinge", "ipo")
+}
+"""Other losses of pairs, by TRL's DPOTrainer (train/dpo/trainer.py); they differ by a number a pair."""
 _BY_STAGE = {"dpo": DPO, "kto": KTO}
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
-    return _BY_STAGE.get(str(content.get("stage")), TARGET)
+    stage, loss = (str(content.get(key)) for key in ("stage", "pref_loss"))
+    return _LOSSES[loss] if stage == "dpo" and loss in _LOSSES else _BY_STAGE.get(stage, TARGET)
 
 
 EXPORTER = exporter_of(

@@ -83,6 +83,8 @@ ALL_LOGITS: tuple[Callable[[TrainConfig], bool], str] = (
     "memory, so try whether it fits",
 )
 """Caveat for trainers of other tools whose loss is not that of TRL 1.16."""
+AS_DPO = "takes the memory and time of DPO's usual loss, with which the other files train"
+"""Note on another loss of DPO's in a user's file."""
 
 
 def fixed_of(trainer: Trainer) -> dict[str, Any]:

@@ -167,6 +167,25 @@ def test_older_names_of_trls_are_read_and_kept(task: str | None, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: a/b\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\nrl: ipo\n",
+        "model_name_or_path: a/b\nfinetuning_type: lora\nstage: dpo\npref_loss: hinge\n",
+        "model_name_or_path: a/b\nfinetuning_type: lora\nstage: dpo\npref_loss: ipo\n",
+    ],
+)
+def test_other_losses_of_pairs_are_those_of_dpo_and_stay(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.yaml"
+    path.write_text(f"{text}bf16: true\n", encoding="utf-8")
+    run = read_base(path)
+    assert run.config.trainer == "trl-dpo"
+    assert [note for note in run.notes if "takes the memory and time of DPO's usual loss" in note]
+    answer = dataclasses.replace(run.config, micro_batch_size=4)
+    edited, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert (edited.startswith(text), left) == (True, [])
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("beta: 0.2", "DistillationConfig: say --task dpo or kto or grpo or rloo or distillation"),

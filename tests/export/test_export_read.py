@@ -398,8 +398,7 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         "activation_offloading: false or activation_offloading: hidden_states would be",
     ):
         assert words in said
-    said = refusal(tmp_path, "base_model: x\nrl: ipo\ndeepspeed: deepspeed_configs/zero2.json\n")
-    assert "rl: trains with another loss of DPO's: say dpo to have its memory and speed" in said
+    said = refusal(tmp_path, "base_model: x\ndeepspeed: deepspeed_configs/zero2.json\n")
     assert "deepspeed: shares the run among GPUs" in said
     assert "give --num-gpus instead, or that file as --base" in said
 
