@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -248,6 +248,21 @@ def test_a_run_that_is_stopped_says_how_to_go_on(
         folder / f"stopped-{number}" / "checkpoint-3"
     )
     assert (done.returncode, "Traceback" in done.stderr) == (128 + number, False)
+
+
+@pytest.mark.parametrize("is_notebook", [True, False])
+def test_a_notebook_keeps_its_own_handlers(
+    monkeypatch: pytest.MonkeyPatch, is_notebook: bool
+) -> None:
+    """IPython has get_ipython among the builtins while a cell runs."""
+    if is_notebook:
+        monkeypatch.setattr("builtins.get_ipython", None, raising=False)
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
+    taken: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, _: taken.append(number))
+    names = {"os": os, "sys": sys, "signal": signal, "Any": Any, "NoReturn": NoReturn}
+    exec(train_py.STOP, {**names, "__name__": "__main__"})
+    assert taken == ([] if is_notebook else [signal.SIGINT, signal.SIGTERM])
 
 
 def test_at_once_it_begins_again(
