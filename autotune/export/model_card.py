@@ -10,6 +10,7 @@ from autotune.common.units import format_bytes
 from autotune.export.carried import one_line, settings
 from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.knobs import KNOBS
 from autotune.space.learning_rates import learning_rate
 from autotune.space.words import describe
 
@@ -19,7 +20,8 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     evidence = result["evidence"]
     model = {"base model": workload.model, "task": workload.task}
     rate = {"learning_rate": f"{learning_rate(config, workload.extra):g}"}
-    rows = {**model, **_figures(result), **settings(config), **workload.extra, **rate}
+    said = {name: words for name, words in settings(config).items() if _goes_with(name, config)}
+    rows = {**model, **_figures(result), **said, **workload.extra, **rate}
     table = "".join(f"| {_cell(key)} | {_cell(value)} |\n" for key, value in rows.items())
     return f"""## Training configuration
 
@@ -29,6 +31,11 @@ Chosen by autotune as the fastest that fits a memory budget ({_cell(evidence)}):
 | setting | value |
 |---|---|
 {table}"""
+
+
+def _goes_with(name: str, config: TrainConfig) -> bool:
+    """Whether a setting means something for the method."""
+    return name not in KNOBS or config.method in KNOBS[name].methods
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, str]:

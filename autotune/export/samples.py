@@ -44,7 +44,17 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
 # Fields that some formats have beside theirs: where nothing reads them, samples may lack what they are about.
-OFTEN_READ = ("prompt", "system", "history", "instruction", "question", "query", "input", "context")
+OFTEN_READ = (
+    "prompt",
+    "system",
+    "history",
+    "instruction",
+    "question",
+    "query",
+    "input",
+    "context",
+    "label",
+)
 FREE = (
     "prompts",
     "tagged",
@@ -211,9 +221,15 @@ def unread_of(
 ) -> tuple[str, ...]:
     """The fields of a row that others call a part of a sample, and that its format does not read."""
     form, *names = recognised
-    more = {"preferences": ("prompt",), "question-context": ("context",), "instruction": INPUTS}
+    more = {
+        "preferences": ("prompt",),
+        "question-context": ("context",),
+        "instruction": INPUTS,
+        "unpaired": ("label",),
+    }
     read = {*names, about, *more.get(form, ())}
-    held = [str(name) for name, value in row.items() if value and name not in read]
+    said = [str(name) for name, value in row.items() if value or isinstance(value, (int, float))]
+    held = [name for name in said if name not in read]
     return tuple(name for name in held if name.lower() in OFTEN_READ and form not in FREE)
 
 

@@ -527,6 +527,7 @@ def test_a_model_card_has_the_figures_and_how_they_are_known() -> None:
     text = text_of(model_card, FULL)
     assert "| tokens per second, predicted | 2,681 |" in text
     assert "| peak memory, predicted | 8.00 GiB |" in text
+    assert "lora" not in text
     measured = {
         "confirmed": False,
         "best": {"tokens_per_second": 2500.0, "peak_device_bytes": 2**32},

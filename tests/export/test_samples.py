@@ -99,6 +99,10 @@ def test_the_field_of_what_an_instruction_is_about_is_known(
          "causal-lm", ("history",)),
         ({**ASKED, "answers": SQUAD}, "question-answering", ()),
         ({"prompt": "p", "question": "q", "answer": "3"}, "grpo", ()),
+        ({"text": "t", "label": 0}, "causal-lm", ("label",)),
+        ({"text": "t", "label": 0}, "sequence-classification", ()),
+        ({"prompt": "p", "completion": "c", "label": False}, "kto", ()),
+        ({"sentence1": "a", "sentence2": "b", "label": 0.5}, "sentence-similarity", ()),
     ],
 )  # fmt: skip
 def test_fields_that_others_train_on_are_known_where_nothing_reads_them(
