@@ -21,6 +21,12 @@ ATTENTION_PROJECTIONS = (
 )  # fmt: skip
 """Modules that `attention` means as targets of an adapter, as far as a model has them."""
 
+WITHOUT_OUT_PROJ = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+"""Types of models with Mamba's layers, of which PEFT adapts no out_proj and no conv1d by LoRA.
+
+Source: peft 0.21 tuners/tuners_utils.py, _check_lora_target_modules_mamba.
+"""
+
 TARGETS_BY_COLUMN = "q_proj,k_proj,v_proj,gate_proj,up_proj"
 """Modules of Llama's kin that tensor parallelism splits by their columns; PEFT adapts no others then."""
 
