@@ -46,7 +46,7 @@ def unsaid(target: TrainerFile, config: TrainConfig) -> tuple[Unsaid, ...]:
         for name, value in (plain | {**target.fixed}).items()
         if has_meaning(name, config) and getattr(config, name) != value
     ]
-    if config.num_gpus > 1:
+    if config.num_gpus > 1 and not any("num_gpus" in row.ours for row in target.rows):
         words = f"{_words('num_gpus', config)} (that is said where it is launched)"
         lost.append(Unsaid("num_gpus", words))
     return with_plan(config, tuple(lost))

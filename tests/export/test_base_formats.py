@@ -474,6 +474,7 @@ def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
     file_of(tmp_path, "deepspeed", zero)
     run = read_base(path)
     assert (run.config.num_gpus, run.config.parallelism) == (2, "zero3-offload")
+    assert "num_gpus" not in " ".join(own_run.changed(run, run.config, run.config))
     answer = dataclasses.replace(run.config, parallelism="zero2")
     texts = [part.edited(changes(run, run.config, answer))[0] for part in run.parts]
     assert texts[0] == run.parts[0].text
