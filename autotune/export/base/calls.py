@@ -117,7 +117,7 @@ class _Found:
     kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
     adapted: tuple[str, int] | None = None
-    """What is given an adapter, PEFT's get_peft_model or a trainer, and its line."""
+    """The call that takes an adapter, PEFT's get_peft_model or a trainer's, and its line."""
     unpacks: bool = False
     """Whether a checkpoint in MXFP4 is given its class: it is unpacked as it is loaded."""
     others: dict[str, int] = field(default_factory=dict)
