@@ -153,6 +153,8 @@ def draw_outcome(
     # A configuration alone cannot be trained.
     needs_model = answer is not None and os.path.isfile(model_reference(answer.workload.model))
     rows: list[Row] = []
+    best = None if answer is None else answer.best.config
+    seen = None if answer is None else answer.workload.pictures
     if answer is not None:
         rows.append(("rate", f"learning rate {words.learning_rate(answer)}"))
         if answer.fallbacks:
@@ -178,7 +180,7 @@ def draw_outcome(
     rows.append(
         (
             "limits",
-            f"not modelled: {words.limits(None if answer is None else answer.best.config)}",
+            f"not modelled: {words.limits(best, seen)}",
             "dim",
         )
     )
@@ -294,7 +296,7 @@ def draw_estimate(
     rows += [("note", text) for text in words.bounds(estimate)]
     if not fits:
         rows.append(("next", words.instead_of(estimate.config), "bold"))
-    rows.append(("limits", f"not modelled: {words.limits(estimate.config)}", "dim"))
+    rows.append(("limits", f"not modelled: {words.limits(estimate.config, sees)}", "dim"))
     _print_rows(console, rows)
 
 

@@ -65,8 +65,8 @@ def typed_size(size_bytes: int) -> str:
     return "" if size_bytes % unit_bytes else f"{size_bytes // unit_bytes} {name}"
 
 
-def limits(config: TrainConfig | None) -> str:
-    """Return what a prediction leaves out; of a configuration, where there is one."""
+def limits(config: TrainConfig | None, seen: Pictures | None = None) -> str:
+    """Return what a prediction leaves out; of a configuration, and of what is seen or heard, if any."""
     if config is not None and config.max_completion_length is not None:
         rewards = "rewards, " if TRAINERS[config.trainer].is_rewarded else ""
         started = "the start of vLLM, " if config.writes_with_vllm else ""
@@ -75,7 +75,7 @@ def limits(config: TrainConfig | None) -> str:
         return f"{_LIMITS}, the reference's pass over all samples before training"
     if config is not None and plan_offloads(config.checkpoint_plan):
         return f"{_LIMITS}, what copies to host memory slow down beside them"
-    if config is not None and config.sequence_length == 1:  # of a picture or a sound
+    if seen is not None and not seen.is_in_text:
         return f"{_LIMITS}, what cuDNN's convolutions work in, and their time by shape"
     return _LIMITS
 
@@ -99,7 +99,7 @@ def _rate(per_second: float) -> str:
 
 def heard(answer: Answer) -> str:
     """The speed in samples, each of as much sound as the model reads; empty where it reads none."""
-    if row_of(answer.workload.task).reads != "sound":
+    if not row_of(answer.workload.task).writes_down:
         return ""
     timed: Timed = answer.best if answer.measured is None else answer.measured.final
     count = timed.samples_per_second

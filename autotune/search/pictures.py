@@ -70,7 +70,7 @@ def read_pictures(
     if question.audio_seconds is not None and reads != "waves":
         raise ConfigError(
             f"--audio-seconds does not go with --task {task}",
-            remedy="Leave it out: --task audio-classification has sounds of that length",
+            remedy="Leave it out: --task audio-classification and models of CTC have sounds of that length",
         )
     if reads == "waves":
         return read_sound(question, source), None

@@ -42,6 +42,9 @@ class Pictures:
     seconds: float = 0.0
     """Length of each sample's sound; 0 where there is none. Of sound there are no pictures."""
 
+    num_moments: int = 0
+    """Moments of each sample's sound of which a model of CTC says a token, or none; 0 of other models."""
+
     def in_dtype(self, dtype: object) -> Pictures:
         """The same in another dtype, one of torch's."""
         name = str(dtype).removeprefix("torch.")
