@@ -333,7 +333,8 @@ def _of_ctc_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
     of_blanks = Buffer(4 * samples * frames * (size // 2 + 1))
     of_rows = Buffer(4 * samples * frames)
     numbers = 3 * (Buffer(8 * samples, comes_first=True),)
-    return (*numbers, Buffer(sums.nbytes, comes_first=True), of_blanks, of_rows, of_rows, of_blanks)
+    blanks = (of_blanks, of_rows, of_rows, of_blanks, of_rows)
+    return (*numbers, Buffer(sums.nbytes, comes_first=True), *blanks)
 
 
 _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
