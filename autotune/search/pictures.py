@@ -73,7 +73,7 @@ def read_pictures(
             remedy="Leave it out: --task audio-classification and models of CTC have sounds of that length",
         )
     if reads == "waves":
-        return read_sound(question, source), None
+        return read_sound(question, source, task), None
     if reads == "pixels":
         return _one_picture(question, source), None
     if task != PICTURES:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from autotune.catalogue import models
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import CTC
 from autotune.errors import ConfigError
 from autotune.records.question import Question
 from autotune.space.pictures import Pictures, PictureTensor
@@ -24,7 +26,7 @@ _WINDOW, _HOP = 400, 160
 """Numbers of a frame, and from one to the next, at 16,000 a second (SeamlessM4TFeatureExtractor)."""
 
 
-def read_sound(question: Question, source: ModelSource) -> Pictures:
+def read_sound(question: Question, source: ModelSource, task: str) -> Pictures:
     """Work out what a model reads of each sample's sound. Raises ConfigError.
 
     Whisper and AST read as much of each, however long it is. Others read what there is: numbers, or, as
@@ -50,8 +52,12 @@ def read_sound(question: Question, source: ModelSource) -> Pictures:
     if kind == "wav2vec2-bert":
         frames = 1 + max(num_values - _WINDOW, 0) // _HOP
         shape = math.ceil(frames / 2), _number(config, "feature_projection_input_dim", 160)
-        return _heard("input_features", shape, seconds, adapted(config, shape[0]))
-    return _heard("input_values", (num_values,), seconds, num_moments(config, num_values))
+        num_of_moments = adapted(config, shape[0])
+        heard = _heard("input_features", shape, seconds)
+    else:
+        num_of_moments = num_moments(config, num_values)
+        heard = _heard("input_values", (num_values,), seconds)
+    return dataclasses.replace(heard, num_moments=num_of_moments) if task == CTC else heard
 
 
 def num_moments(config: dict[str, Any], num_values: int) -> int:
@@ -88,7 +94,7 @@ def _own_length(source: ModelSource, seconds: float | None, frames: int) -> floa
     return own
 
 
-def _heard(name: str, shape: tuple[int, ...], seconds: float, num_moments: int = 0) -> Pictures:
+def _heard(name: str, shape: tuple[int, ...], seconds: float) -> Pictures:
     tensor = PictureTensor(name=name, shape=(1, *shape), dtype="float32")
     return Pictures(
         num_images=0,
@@ -97,7 +103,6 @@ def _heard(name: str, shape: tuple[int, ...], seconds: float, num_moments: int =
         num_tokens=0,
         tensors=(tensor,),
         seconds=float(seconds),
-        num_moments=num_moments,
     )
 
 

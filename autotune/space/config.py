@@ -22,7 +22,7 @@ from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Filling, Lengths, filling
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.pictures import Pictures
+from autotune.space.pictures import Pictures, without_sound
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS, row_of
 
@@ -124,6 +124,8 @@ class Workload:
             del values["lengths"]
         if self.pictures is None:
             del values["pictures"]
+        else:
+            values["pictures"] = without_sound(values["pictures"])
         if self.teacher is None:
             del values["teacher"]
         if self.num_gpus == 1:

@@ -6,7 +6,9 @@ Sound that has a class is such a record, too: it is all that a model reads of a 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_PICTURES = 64
 """Most pictures of a sample."""
@@ -62,6 +64,14 @@ class Pictures:
         if self.seconds:
             return f"{self.seconds:g}s"
         return f"{self.width}x{self.height}"
+
+
+_OF_SOUND = ("seconds", "num_moments")
+
+
+def without_sound(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's values without those of a sound that it has not, as before there were any."""
+    return {name: value for name, value in values.items() if value or name not in _OF_SOUND}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

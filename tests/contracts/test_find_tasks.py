@@ -446,7 +446,7 @@ def test_each_sound_is_as_long_as_is_planned_for(tmp_path: Path) -> None:
     for kind, extractor in extractors().items():
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         asked = Question(audio_seconds=1 if kind.startswith("wav2vec2") else None)
-        planned = read_sound(asked, models.resolve(str(tmp_path)))
+        planned = read_sound(asked, models.resolve(str(tmp_path)), "audio-classification")
         (each,) = planned.tensors
         heard = {"seconds": planned.seconds, "name": each.name, "shape": each.shape[1:]}
         rows = classed(data, extractor, ["long", "short"], heard)

@@ -439,7 +439,7 @@ def test_ctc_finds_room_for_as_many_tokens_as_there_are_moments() -> None:
 
     def length(task: str, number: int, **given: Any) -> int:
         asked = Question(audio_seconds=1, **given)
-        seen = read_sound(asked, model)
+        seen = read_sound(asked, model, "ctc")
         return budget.length_of_texts(asked, model, seen, task, number, said.append)
 
     assert length("ctc", 48) == 48
