@@ -26,7 +26,7 @@ from autotune.report.classes import class_rows
 from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.space import requirements
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import BY_TASK
 from autotune.space.words import describe
@@ -47,7 +47,7 @@ Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""
 
 
-def _beside(seen: Pictures | None, teacher: Teacher | None) -> list[Row]:
+def _beside(seen: Media | None, teacher: Teacher | None) -> list[Row]:
     taught: list[Row] = [] if teacher is None else [("teacher", printable(teacher.name))]
     if seen is None:
         return taught
@@ -244,7 +244,7 @@ def draw_estimate(
     budget_bytes: int,
     file: TextIO,
     host_memory_bytes: int | None = None,
-    sees: Pictures | None = None,
+    sees: Media | None = None,
     teacher: Teacher | None = None,
 ) -> None:
     """Draw one configuration: whether it fits, where the memory goes, how fast it is."""

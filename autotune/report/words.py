@@ -17,8 +17,8 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import COMPILED_SHARE, DEFAULT_ODDS, VARIED_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS
 from autotune.space.lengths import Lengths, vary
+from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
 from autotune.space.trainers import BY_TASK, TRAINERS, row_of
@@ -65,7 +65,7 @@ def typed_size(size_bytes: int) -> str:
     return "" if size_bytes % unit_bytes else f"{size_bytes // unit_bytes} {name}"
 
 
-def limits(config: TrainConfig | None, seen: Pictures | None = None) -> str:
+def limits(config: TrainConfig | None, seen: Media | None = None) -> str:
     """Return what a prediction leaves out; of a configuration, and of what is seen or heard, if any."""
     if config is not None and config.max_completion_length is not None:
         rewards = "rewards, " if TRAINERS[config.trainer].is_rewarded else ""
@@ -215,7 +215,7 @@ def data(workload: Workload) -> str:
     )
 
 
-def pictures(seen: Pictures) -> str:
+def pictures(seen: Media) -> str:
     """The pictures of a sample, and how many of its tokens stand for them."""
     if seen.seconds:
         return f"a sample is {seen.seconds:g} s of sound"

@@ -29,7 +29,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import Lengths
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
@@ -246,7 +246,7 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
 def length_of_texts(
     question: Question,
     source: ModelSource,
-    pictures: Pictures | None,
+    pictures: Media | None,
     task: str,
     length: int,
     note: Callable[[str], None],

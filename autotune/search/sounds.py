@@ -11,7 +11,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CTC
 from autotune.errors import ConfigError
 from autotune.records.question import Question
-from autotune.space.pictures import Pictures, PictureTensor
+from autotune.space.media import Media, MediaTensor
 
 RATE = 16_000
 """Numbers a second of recorded sound, where a model's feature extractor says nothing else."""
@@ -26,7 +26,7 @@ _WINDOW, _HOP = 400, 160
 """Numbers of a frame, and from one to the next, at 16,000 a second (SeamlessM4TFeatureExtractor)."""
 
 
-def read_sound(question: Question, source: ModelSource, task: str) -> Pictures:
+def read_sound(question: Question, source: ModelSource, task: str) -> Media:
     """Work out what a model reads of each sample's sound. Raises ConfigError.
 
     Whisper and AST read as much of each, however long it is. Others read what there is: numbers, or, as
@@ -94,9 +94,9 @@ def _own_length(source: ModelSource, seconds: float | None, frames: int) -> floa
     return own
 
 
-def _heard(name: str, shape: tuple[int, ...], seconds: float) -> Pictures:
-    tensor = PictureTensor(name=name, shape=(1, *shape), dtype="float32")
-    return Pictures(
+def _heard(name: str, shape: tuple[int, ...], seconds: float) -> Media:
+    tensor = MediaTensor(name=name, shape=(1, *shape), dtype="float32")
+    return Media(
         num_images=0,
         width=0,
         height=0,

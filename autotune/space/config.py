@@ -21,8 +21,8 @@ from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Filling, Lengths, filling
+from autotune.space.media import Media, without_sound
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.pictures import Pictures, without_sound
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS, row_of
 
@@ -78,8 +78,8 @@ class Workload:
     """The room that a predicted peak leaves in the budget."""
     host_memory_bytes: int | None = None
     """Bytes of host memory that all GPUs together may take beside the libraries; None: any."""
-    pictures: Pictures | None = None
-    """Pictures of each sample; None: there is text alone."""
+    pictures: Media | None = None
+    """Pictures or sound of each sample, by the name that stored records have; None: there is text alone."""
     teacher: Teacher | None = None
     """The model whose next words are learnt; None for tasks without one."""
     dataset: Dataset | None = None

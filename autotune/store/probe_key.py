@@ -18,7 +18,7 @@ from autotune.common import json_records
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
-from autotune.space.pictures import without_sound
+from autotune.space.media import without_sound
 
 _DEFAULTS = {
     field.name: field.default

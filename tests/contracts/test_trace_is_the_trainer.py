@@ -52,8 +52,8 @@ from autotune.records.estimate import TraceSpec
 from autotune.search.sounds import adapted, num_moments
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
+from autotune.space.media import Media, MediaTensor
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
-from autotune.space.pictures import Pictures, PictureTensor
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build import fp8
@@ -650,21 +650,21 @@ TURING = Device(compute_capability=(7, 5), cublas_workspace_bytes=0)
 AMPERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=0)
 
 
-SEEN = Pictures(
+SEEN = Media(
     num_images=1,
     width=PICTURE[2],
     height=PICTURE[1],
     num_tokens=0,
-    tensors=(PictureTensor(name="pixel_values", shape=(1, *PICTURE), dtype="float32"),),
+    tensors=(MediaTensor(name="pixel_values", shape=(1, *PICTURE), dtype="float32"),),
 )
 
 
-def seen_by(case: Case) -> Pictures | None:
+def seen_by(case: Case) -> Media | None:
     """All that a model reads of a sample, where that is no text."""
     reads = row_of(case.task).reads
     if reads == "waves":
         name, shape = HEARD.get(case.architecture, ("input_values", (1200,)))
-        heard = PictureTensor(name=name, shape=(1, *shape), dtype="float32")
+        heard = MediaTensor(name=name, shape=(1, *shape), dtype="float32")
         return dataclasses.replace(SEEN, tensors=(heard,))
     return SEEN if reads == "pixels" else None
 

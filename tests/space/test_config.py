@@ -11,8 +11,8 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import Lengths
+from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS
@@ -77,7 +77,7 @@ def test_a_workload_says_what_is_not_as_usual(change: dict[str, Any], said: set[
 
 
 def test_pictures_of_a_workload_say_nothing_of_sounds() -> None:
-    seen = Pictures(num_images=1, width=8, height=8, num_tokens=0, tensors=())
+    seen = Media(num_images=1, width=8, height=8, num_tokens=0, tensors=())
     said: Any = dataclasses.replace(WORKLOAD, pictures=seen).to_dict()["pictures"]
     assert {"num_images", "grids"} <= said.keys()
     assert not {"seconds", "num_moments"} & said.keys()

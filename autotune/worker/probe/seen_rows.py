@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.worker.build.model import CHARACTERS
 from autotune.worker.build.pictures import GRIDS, places_of
 from autotune.worker.build.sound_input import FEATURES
@@ -25,7 +25,7 @@ _PADDING = {"labels": -100}
 class SeenRows(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of text with pictures beside each; every second one has all of its tokens."""
 
-    def __init__(self, rows: Any, config: PretrainedConfig, pictures: Pictures) -> None:
+    def __init__(self, rows: Any, config: PretrainedConfig, pictures: Media) -> None:
         self._rows = rows
         self._of_text = pictures.of_text
         self._token = _token_of(config)
@@ -61,7 +61,7 @@ class PictureRows(torch.utils.data.Dataset[dict[str, Any]]):
     def __init__(
         self,
         config: PretrainedConfig,
-        pictures: Pictures,
+        pictures: Media,
         num_rows: int,
         kept: int,
         num_tokens: int = 0,
