@@ -235,7 +235,7 @@ def main() -> None:
             if row_of(task).reads == "waves":
                 is_free = source.config["model_type"] not in _OF_ONE_LENGTH
                 seconds = chance.choice(SECONDS) if is_free else None
-                heard = read_sound(Question(audio_seconds=seconds), source)
+                heard = read_sound(Question(audio_seconds=seconds), source, task)
                 key += f" {heard.size}"
             try:
                 specs = [TraceSpec.of(config)]

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from autotune.catalogue import liger
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
-from autotune.catalogue.tasks import CAUSAL, EMBEDDINGS, TASKS
+from autotune.catalogue.tasks import CAUSAL, CTC, EMBEDDINGS, SPEECH, TASKS
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, first_line, nearest
@@ -210,6 +210,11 @@ class ModelSource:
         if self.has_encoder_and_decoder:
             return "seq2seq-lm"
         return "masked-lm" if self.reads_both_ways else CAUSAL
+
+    def own_task(self, task: str) -> str:
+        """Return the row of TASKS for a task: models that write down what is said do so in two ways."""
+        is_of_ctc = self.config["model_type"] in TASKS[CTC].families
+        return CTC if task == SPEECH and is_of_ctc else task
 
     @property
     def reads_both_ways(self) -> bool:

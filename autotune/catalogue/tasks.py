@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 CAUSAL = "causal-lm"
 """The task of foretelling the next token."""
@@ -11,6 +12,10 @@ PICTURES = "image-text-to-text"
 """The task of answering about pictures, which SFTTrainer trains."""
 EMBEDDINGS = "sentence-similarity"
 """The task of embedding texts so that those which belong together are near each other."""
+SPEECH = "automatic-speech-recognition"
+"""The task of writing down what is said, of models whose decoder writes it and of those of CTC."""
+CTC = "ctc"
+"""The same task of models that say a character of each moment, or none."""
 FEATURES = "feature-extraction"
 """The task of a model without a head, which has no loss of its own."""
 
@@ -31,8 +36,8 @@ class Task:
     has_known_heads: bool = True
     """Whether PEFT's `all-linear` knows the heads, and takes them for no layers to adapt."""
     reads: Literal["tokens", "pixels", "waves", "sound"] = "tokens"
-    """Kind of its samples: of pixels each has as many, of waves each has as much sound, and of sound each
-    has as much and a text besides."""
+    """Kind of its samples: of pixels each has as many, of waves each has as much sound as is asked for, and
+    of sound each has as much as its model reads, and a text besides."""
     families: tuple[str, ...] = ()
     """Values of `model_type` that it is for, usually the first such task; empty: the class decides."""
     labels: tuple[str, ...] = ("labels",)
@@ -47,6 +52,10 @@ class Task:
     """Whether the loss is a mean over a micro-batch: else it is divided by all of the step's tokens."""
     reads_to_end: bool = False
     """Whether a decoder asks where a row ends, and so needs a padding token."""
+    freezes: str = ""
+    """Method of its models that freezes a part of them, called where there is one; empty: all trains."""
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of a model's configuration that are set for training."""
     has_two_stacks: bool = False
     """Whether layers are an encoder's and a decoder's."""
 
@@ -68,7 +77,12 @@ class Task:
     @property
     def has_lengths(self) -> bool:
         """Whether samples are so many tokens long."""
-        return self.reads not in ("pixels", "waves")
+        return self.reads in ("tokens", "sound") or self.labels_of == "tokens"
+
+    @property
+    def writes_down(self) -> bool:
+        """Whether a sample is a sound and what is said in it."""
+        return self.reads == "sound" or (self.reads == "waves" and self.has_lengths)
 
     @property
     def architecture(self) -> str:
@@ -133,7 +147,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             # PEFT 0.21's class for SEQ_2_SEQ_LM hands on token ids, of which there are none.
-            name="automatic-speech-recognition",
+            name=SPEECH,
             model_class="AutoModelForSpeechSeq2Seq",
             reads="sound",
             families=("whisper",),
@@ -160,6 +174,27 @@ TASKS: dict[str, Task] = {
                 "wav2vec2-bert",
                 "wavlm",
                 "whisper",
+            ),
+        ),
+        Task(
+            # The head of all of them in transformers 5.23. What is frozen, and the mean, are defaults of its
+            # examples/pytorch/speech-recognition/run_speech_recognition_ctc.py.
+            name=CTC,
+            model_class="AutoModelForCTC",
+            heads=("lm_head",),
+            has_known_heads=False,
+            reads="waves",
+            freezes="freeze_feature_encoder",
+            settings={"ctc_loss_reduction": "mean"},
+            families=(
+                "data2vec-audio",
+                "hubert",
+                "sew",
+                "unispeech",
+                "unispeech-sat",
+                "wav2vec2",
+                "wav2vec2-bert",
+                "wavlm",
             ),
         ),
         Task(

@@ -225,7 +225,7 @@ def picture_options(command: Command) -> Command:
         "--audio-seconds",
         type=click.FloatRange(*SECONDS),
         metavar="S",
-        help="Seconds of each sample's sound (--task audio-classification) [default: the model's own].",
+        help="Seconds of each sample's sound (audio-classification, ctc) [default: the model's own].",
     )
     return images(size(seconds(command)))
 

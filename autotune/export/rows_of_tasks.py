@@ -131,6 +131,7 @@ ROWS_OF_TASKS: dict[str, Callable[..., Iterator[Row]]] = {
     "question-answering": answered,
     "seq2seq-lm": translated,
     "automatic-speech-recognition": transcribed,
+    "ctc": transcribed,
     "sentence-similarity": plain,
     "sentence-triplets": plain,
     "sentence-ratings": plain,

@@ -79,6 +79,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "question-answering": ("question-context",),
     "image-classification": ("pictures",),
     "automatic-speech-recognition": ("sounds",),
+    "ctc": ("sounds",),
     "audio-classification": ("labelled-sounds",),
     "seq2seq-lm": ("prompt-completion", "instruction", "source-target"),
     "dpo": ("preferences",),

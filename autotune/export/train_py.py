@@ -15,7 +15,7 @@ from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import UNPACKED_BY
-from autotune.catalogue.tasks import PICTURES
+from autotune.catalogue.tasks import CTC, PICTURES, SPEECH
 from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.quantization_config import quantization_fields
@@ -62,9 +62,13 @@ _SOUNDS = """\
         if RECIPE["reads"] == "sound":
             return sounds_of(data, tokenizer, RECIPE["sequence_length"])
 """
-_LABELLED_SOUNDS = """\
+_CLASSED_SOUNDS = """\
         if RECIPE["reads"] == "waves":
-            return LabelledSounds(data, tokenizer, labels, RECIPE["heard"])
+            return classed(data, tokenizer, labels, RECIPE["heard"])
+"""
+_WRITTEN_SOUNDS = """\
+        if RECIPE["reads"] == "sound":
+            return written(data, tokenizer, RECIPE["sequence_length"], RECIPE["heard"])
 """
 _PLACE_OF_COLLATOR = "    # {batches of sounds}\n"
 _COLLATOR = """\
@@ -73,13 +77,14 @@ _COLLATOR = """\
         return functools.partial({collate}, dtype=dtype)
 """
 _OF_SOUND = {
-    "sound": (_SOUNDS, _COLLATOR.format(reads="sound", collate="collate_sounds")),
-    "waves": (
-        _LABELLED_SOUNDS,
+    SPEECH: (_SOUNDS, _COLLATOR.format(reads="sound", collate="collate_sounds")),
+    "audio-classification": (
+        _CLASSED_SOUNDS,
         _COLLATOR.format(reads="waves", collate="collate_labelled"),
     ),
+    CTC: (_WRITTEN_SOUNDS, _COLLATOR.format(reads="sound", collate="collate_labelled")),
 }
-"""Rows and batches, by what a task reads."""
+"""Rows and batches, by the task."""
 _PLACE_OF_PLAN = "    # {plan of checkpointing}\n"
 _PLAN = f"""\
     if RECIPE["checkpoint_plan"] != "{INTERVAL}":
@@ -131,7 +136,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     chunks = any(each.chunked_loss for each in rungs)
     plans = any(each.has_plan for each in rungs)
     updates = any(each.update_in_backward for each in rungs)
-    rows, batches = _OF_SOUND.get(row_of(workload.task).reads, ("", ""))
+    rows, batches = _OF_SOUND.get(workload.task, ("", ""))
     cuts = any(each.batching == BY_TOKENS for each in rungs)
     pasted = [
         _pasted(),
@@ -249,7 +254,9 @@ def _recipe(
         "model_class": task.model_class,
         "peft_task_type": task.peft_type,
         "has_classes": task.has_classes,
-        "reads": task.reads,
+        "reads": "sound" if task.writes_down else task.reads,
+        "freezes": task.freezes,
+        "model_settings": dict(task.settings),
         "image_size": None
         if workload.pictures is None
         else [workload.pictures.height, workload.pictures.width],
@@ -297,7 +304,12 @@ def _heard(workload: Workload) -> dict[str, object]:
         return {}
     (tensor,) = heard.tensors
     return {
-        "heard": {"seconds": heard.seconds, "name": tensor.name, "shape": list(tensor.shape[1:])}
+        "heard": {
+            "seconds": heard.seconds,
+            "name": tensor.name,
+            "shape": list(tensor.shape[1:]),
+            "moments": heard.num_moments,
+        }
     }
 
 

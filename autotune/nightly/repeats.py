@@ -49,7 +49,7 @@ class Repeater:
         options = cell.options
         assert options.model is not None
         source = resolve(options.model)
-        task = task_of(options, source.task)
+        task = source.own_task(task_of(options, source.task))
         pictures, _ = read_pictures(options, source, task, options.seq_len or SEQUENCE_LENGTH)
         spec = ProbeSpec(
             task=task,

@@ -28,8 +28,8 @@ from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.trace_jobs import TraceJobs
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import WITHOUT_OUT_PROJ
+from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.pictures import Pictures
 from autotune.space.teacher import Teacher
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
@@ -51,7 +51,7 @@ def trace_all(
     specs: Iterable[TraceSpec],
     *,
     num_gpus: int = 1,
-    pictures: Pictures | None = None,
+    pictures: Media | None = None,
     teacher: Teacher | None = None,
     on_trace: Callable[[int, int], None] | None = None,
     server: ForkServer | None = None,
@@ -192,7 +192,7 @@ def asked_of_all(
     task: str,
     sequence_length: int,
     gpu: Gpu,
-    pictures: Pictures | None,
+    pictures: Media | None,
     teacher: Teacher | None = None,
 ) -> dict[str, Any]:
     """Return what a request says of all its traces."""
@@ -261,7 +261,7 @@ def shared_trace(
 
 
 def _refusal(
-    model: ModelSource, specs: Collection[TraceSpec], reason: str, pictures: Pictures | None
+    model: ModelSource, specs: Collection[TraceSpec], reason: str, pictures: Media | None
 ) -> ConfigError:
     """The error for the user where none of the specs could be traced; `reason` is a worker's."""
     family = model.config["model_type"]
@@ -290,7 +290,7 @@ def _refusal(
     return ConfigError(f"{model.name} cannot be traced", why=why, remedy=remedy)
 
 
-def _is_resized(model: ModelSource, pictures: Pictures | None) -> bool:
+def _is_resized(model: ModelSource, pictures: Media | None) -> bool:
     """Whether pictures that are all a model reads have another size than it was made for."""
     side = model.config.get("image_size")
     if pictures is None or pictures.is_in_text or not isinstance(side, int):

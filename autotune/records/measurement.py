@@ -13,7 +13,7 @@ from autotune.records.estimate import SCHEMA_VERSION, Timed
 from autotune.records.fingerprint import Fingerprint
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.teacher import Teacher
 
 NOISE = 0.02
@@ -74,8 +74,8 @@ class ProbeSpec:
     run of its own would be."""
     lengths: tuple[int, ...] = ()
     """Lengths of those samples, as Lengths.percentiles; empty: not known."""
-    pictures: Pictures | None = None
-    """Pictures of each sample; None: there is text alone."""
+    pictures: Media | None = None
+    """Pictures or sound of each sample; None: there is text alone."""
     teacher: Teacher | None = None
     """The model whose next words are learnt; None for tasks without one."""
 

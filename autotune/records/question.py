@@ -12,7 +12,7 @@ from autotune.errors import ConfigError, nearest
 from autotune.space.config import COMPILE_MODES, METHODS, TRADEOFF_CLASSES
 from autotune.space.dataset import FORMATS, LOSS_ON
 from autotune.space.headroom import MOST_ODDS
-from autotune.space.pictures import MAX_PICTURES
+from autotune.space.media import MAX_PICTURES
 from autotune.space.trainers import TASK_NAMES
 
 BACKENDS = ("cuda", "cpu")

@@ -373,11 +373,11 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
     ]
     if workload.lengths is not None:
         rows.append(("data", words.data(workload)))
+    shown = "" if workload.pictures is None else words.pictures(workload.pictures)
     if text := words.heard(answer):
-        rows.append(("sound", text))
-    if workload.pictures is not None:
-        kind = "sound" if workload.pictures.seconds else "pictures"
-        rows.append((kind, words.pictures(workload.pictures)))
+        rows.append(("sound", "; ".join(filter(None, (shown, text)))))
+    elif workload.pictures is not None:
+        rows.append(("sound" if workload.pictures.seconds else "pictures", shown))
     if workload.teacher is not None:
         rows.append(("teacher", workload.teacher.name))
     if found is not None:
@@ -390,7 +390,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         rows.append(("libraries", _versions(stored.versions.items())))
     if rates := words.rates(answer.best):
         rows.append(("rates of the prediction", rates))
-    rows.append(("not modelled", words.limits(answer.best.config)))
+    rows.append(("not modelled", words.limits(answer.best.config, workload.pictures)))
     if found is not None and found.final.spec.backend == "cpu":
         rows.append(("limits", "Measured on a CPU: it says nothing about a GPU's speed"))
     return [(label, printable(text)) for label, text in rows]

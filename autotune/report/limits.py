@@ -56,7 +56,11 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
             f"traced in {format_seconds(answer.elapsed_seconds)}",
         ),
         ("check", printable(check).replace(" ", words.GLUE)),
-        ("limits", f"not modelled: {words.limits(answer.best.config)}", "dim"),
+        (
+            "limits",
+            f"not modelled: {words.limits(answer.best.config)}",
+            "dim",
+        ),
     ]
     terminal.draw_header(answer.model, best, file)
     terminal.draw_rows(rows, file)

@@ -26,7 +26,7 @@ from autotune.report.classes import class_rows
 from autotune.report.explain import SumLine
 from autotune.report.memory_bar import memory_bar
 from autotune.space import requirements
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import BY_TASK
 from autotune.space.words import describe
@@ -47,7 +47,7 @@ Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""
 
 
-def _beside(seen: Pictures | None, teacher: Teacher | None) -> list[Row]:
+def _beside(seen: Media | None, teacher: Teacher | None) -> list[Row]:
     taught: list[Row] = [] if teacher is None else [("teacher", printable(teacher.name))]
     if seen is None:
         return taught
@@ -153,6 +153,8 @@ def draw_outcome(
     # A configuration alone cannot be trained.
     needs_model = answer is not None and os.path.isfile(model_reference(answer.workload.model))
     rows: list[Row] = []
+    best = None if answer is None else answer.best.config
+    seen = None if answer is None else answer.workload.pictures
     if answer is not None:
         rows.append(("rate", f"learning rate {words.learning_rate(answer)}"))
         if answer.fallbacks:
@@ -178,7 +180,7 @@ def draw_outcome(
     rows.append(
         (
             "limits",
-            f"not modelled: {words.limits(None if answer is None else answer.best.config)}",
+            f"not modelled: {words.limits(best, seen)}",
             "dim",
         )
     )
@@ -242,7 +244,7 @@ def draw_estimate(
     budget_bytes: int,
     file: TextIO,
     host_memory_bytes: int | None = None,
-    sees: Pictures | None = None,
+    sees: Media | None = None,
     teacher: Teacher | None = None,
 ) -> None:
     """Draw one configuration: whether it fits, where the memory goes, how fast it is."""
@@ -294,7 +296,7 @@ def draw_estimate(
     rows += [("note", text) for text in words.bounds(estimate)]
     if not fits:
         rows.append(("next", words.instead_of(estimate.config), "bold"))
-    rows.append(("limits", f"not modelled: {words.limits(estimate.config)}", "dim"))
+    rows.append(("limits", f"not modelled: {words.limits(estimate.config, sees)}", "dim"))
     _print_rows(console, rows)
 
 

@@ -17,8 +17,8 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.headroom import COMPILED_SHARE, DEFAULT_ODDS, VARIED_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS
 from autotune.space.lengths import Lengths, vary
+from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.pictures import Pictures
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
 from autotune.space.trainers import BY_TASK, TRAINERS, row_of
@@ -65,8 +65,8 @@ def typed_size(size_bytes: int) -> str:
     return "" if size_bytes % unit_bytes else f"{size_bytes // unit_bytes} {name}"
 
 
-def limits(config: TrainConfig | None) -> str:
-    """Return what a prediction leaves out; of a configuration, where there is one."""
+def limits(config: TrainConfig | None, seen: Media | None = None) -> str:
+    """Return what a prediction leaves out; of a configuration, and of what is seen or heard, if any."""
     if config is not None and config.max_completion_length is not None:
         rewards = "rewards, " if TRAINERS[config.trainer].is_rewarded else ""
         started = "the start of vLLM, " if config.writes_with_vllm else ""
@@ -75,7 +75,7 @@ def limits(config: TrainConfig | None) -> str:
         return f"{_LIMITS}, the reference's pass over all samples before training"
     if config is not None and plan_offloads(config.checkpoint_plan):
         return f"{_LIMITS}, what copies to host memory slow down beside them"
-    if config is not None and config.sequence_length == 1:  # of a picture or a sound
+    if seen is not None and not seen.is_in_text:
         return f"{_LIMITS}, what cuDNN's convolutions work in, and their time by shape"
     return _LIMITS
 
@@ -99,7 +99,7 @@ def _rate(per_second: float) -> str:
 
 def heard(answer: Answer) -> str:
     """The speed in samples, each of as much sound as the model reads; empty where it reads none."""
-    if row_of(answer.workload.task).reads != "sound":
+    if not row_of(answer.workload.task).writes_down:
         return ""
     timed: Timed = answer.best if answer.measured is None else answer.measured.final
     count = timed.samples_per_second
@@ -215,7 +215,7 @@ def data(workload: Workload) -> str:
     )
 
 
-def pictures(seen: Pictures) -> str:
+def pictures(seen: Media) -> str:
     """The pictures of a sample, and how many of its tokens stand for them."""
     if seen.seconds:
         return f"a sample is {seen.seconds:g} s of sound"

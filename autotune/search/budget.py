@@ -17,7 +17,7 @@ from autotune.catalogue import gpus, nvml
 from autotune.catalogue.embeddings import with_modules_behind
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.catalogue.tasks import CAUSAL
+from autotune.catalogue.tasks import CAUSAL, CTC
 from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
@@ -29,6 +29,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import Lengths
+from autotune.space.media import Media
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
@@ -240,6 +241,36 @@ def possible_length(source: ModelSource, length: int, *, is_given: bool) -> int:
             remedy=f"Give --seq-len {limit} or less",
         )
     return length
+
+
+def length_of_texts(
+    question: Question,
+    source: ModelSource,
+    pictures: Media | None,
+    task: str,
+    length: int,
+    note: Callable[[str], None],
+) -> int:
+    """Return the length of what is said in a sound: of CTC no more tokens than the model looks at moments.
+
+    Raises ConfigError for a given one that is longer.
+    """
+    if task != CTC or pictures is None or length <= pictures.num_moments:
+        return length
+    moments = max(pictures.num_moments, 1)
+    if question.seq_len is not None or question.base is not None:
+        raise ConfigError(
+            f"A text of {length} tokens is too long for {pictures.seconds:g} s of sound",
+            why=f"{source.short_name} makes {moments} moments of it, and CTC gives each of them one token at "
+            "most",
+            remedy=f"Give --seq-len {moments} or less, or longer sounds",
+        )
+    if question.dataset is None:
+        note(
+            f"texts are taken to have {moments} tokens, one for each moment of sound: --seq-len says how "
+            "many the longest has."
+        )
+    return moments
 
 
 def for_task(source: ModelSource, task: str) -> ModelSource:

@@ -18,7 +18,7 @@ from autotune.predict.trace_servers import run_ahead
 from autotune.records.question import Question
 from autotune.search.sounds import read_sound
 from autotune.space.lengths import Lengths
-from autotune.space.pictures import MAX_PIXELS, Pictures, PicturesOfDataset, PictureTensor
+from autotune.space.media import MAX_PIXELS, Media, MediaTensor, PicturesOfDataset
 from autotune.space.trainers import DISTILLATION, row_of
 from autotune.store.trace_cache import SeenPictures
 
@@ -59,7 +59,7 @@ def read_pictures(
     sequence_length: int,
     *,
     note: Callable[[str], None] = lambda _: None,
-) -> tuple[Pictures | None, Lengths | None]:
+) -> tuple[Media | None, Lengths | None]:
     """Work out what the model reads of each sample's pictures; None for a task without.
 
     Of a dataset whose texts could be read, the lengths of its samples, too. `note` is told what it is like.
@@ -70,10 +70,10 @@ def read_pictures(
     if question.audio_seconds is not None and reads != "waves":
         raise ConfigError(
             f"--audio-seconds does not go with --task {task}",
-            remedy="Leave it out: --task audio-classification has sounds of that length",
+            remedy="Leave it out: --task audio-classification and models of CTC have sounds of that length",
         )
     if reads == "waves":
-        return read_sound(question, source), None
+        return read_sound(question, source, task), None
     if reads == "pixels":
         return _one_picture(question, source), None
     if task != PICTURES:
@@ -100,7 +100,7 @@ def read_pictures(
         )
     measured, texts = answer.pop("measured", None), answer.pop("texts", None)
     answer["sizes"] = answer.get("sizes") or []
-    found = json_records.read(Pictures, answer, "the pictures")
+    found = json_records.read(Media, answer, "the pictures")
     if measured is not None:
         seen = json_records.read(PicturesOfDataset, measured, "the pictures of a dataset")
         note(_words(seen, found))
@@ -146,7 +146,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _one_picture(question: Question, source: ModelSource) -> Pictures:
+def _one_picture(question: Question, source: ModelSource) -> Media:
     """Return the picture that a model reads of each sample: of the size that is asked for, or its own.
 
     Raises ConfigError where nothing says how large it is.
@@ -165,8 +165,8 @@ def _one_picture(question: Question, source: ModelSource) -> Pictures:
     width, height = own
     channels = config.get("num_channels", 3)
     shape = (1, channels if isinstance(channels, int) else 3, height, width)
-    tensor = PictureTensor(name="pixel_values", shape=shape, dtype="float32")
-    return Pictures(num_images=1, width=width, height=height, num_tokens=0, tensors=(tensor,))
+    tensor = MediaTensor(name="pixel_values", shape=shape, dtype="float32")
+    return Media(num_images=1, width=width, height=height, num_tokens=0, tensors=(tensor,))
 
 
 def _own_size(settings: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -204,7 +204,7 @@ def _asked_for(question: Question) -> dict[str, Any]:
     return {"num_images": question.images, "width": width, "height": height}
 
 
-def _words(seen: PicturesOfDataset, planned: Pictures) -> str:
+def _words(seen: PicturesOfDataset, planned: Media) -> str:
     """How a dataset's pictures are, and what is planned for."""
     number = f"{seen.fewest}" if seen.fewest == seen.most else f"{seen.fewest} to {seen.most}"
     looked_at = counted(seen.num_samples, "sample")

@@ -136,7 +136,7 @@ def resolve(
     elif PRECISIONS[base.precision].compute_dtype == "float16":
         _note_overflow(source, note)
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
-    task = task_of(question, of_base or source.task)
+    task = source.own_task(task_of(question, of_base or source.task))
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):
         length = 1
@@ -158,6 +158,7 @@ def resolve(
     budget.check_length(task, length)
     teacher = read_teacher(question, source, task, None if run is None else run.teacher)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
+    length = budget.length_of_texts(question, source, pictures, task, length, note)
     data = None
     if lengths is not None:
         length = budget.longest_batch(lengths, length, packs=False, note=note)
@@ -269,7 +270,7 @@ def resolve_configuration(
     source = find_model(_model_of(question, run))
     budget.methods_for(source, (method,))
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
-    task = task_of(question, of_base or source.task)
+    task = source.own_task(task_of(question, of_base or source.task))
     _check_pictures(question, run, task)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
     of_file = None if base is None else base.sequence_length
@@ -283,6 +284,7 @@ def resolve_configuration(
     _note_unpacked(source, note)
     teacher = read_teacher(question, source, task, None if run is None else run.teacher)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
+    length = budget.length_of_texts(question, source, pictures, task, length, note)
     data = None
     if lengths is not None:
         length = budget.longest_batch(lengths, length, packs=False, note=note)

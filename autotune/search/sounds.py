@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 from autotune.catalogue import models
 from autotune.catalogue.models import ModelSource
+from autotune.catalogue.tasks import CTC
 from autotune.errors import ConfigError
 from autotune.records.question import Question
-from autotune.space.pictures import Pictures, PictureTensor
+from autotune.space.media import Media, MediaTensor
 
 RATE = 16_000
 """Numbers a second of recorded sound, where a model's feature extractor says nothing else."""
 FRAMES_PER_SECOND = 100
 """Frames of a spectrogram, one every 10 ms, in all feature extractors of transformers 5.23 that make some."""
+_CONVOLUTIONS: dict[str, tuple[list[int], list[int]]] = {
+    "": ([10, 3, 3, 3, 3, 2, 2], [5, 2, 2, 2, 2, 2, 2]),
+    "sew": ([10, 3, 1, 3, 1, 3, 1, 3, 1, 2, 1, 2, 1], [5, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, 1]),
+}
+"""Kernels and strides of convolutions that read numbers, by `model_type`; of all others by no name."""
 _WINDOW, _HOP = 400, 160
 """Numbers of a frame, and from one to the next, at 16,000 a second (SeamlessM4TFeatureExtractor)."""
 
 
-def read_sound(question: Question, source: ModelSource) -> Pictures:
+def read_sound(question: Question, source: ModelSource, task: str) -> Media:
     """Work out what a model reads of each sample's sound. Raises ConfigError.
 
     Whisper and AST read as much of each, however long it is. Others read what there is: numbers, or, as
@@ -45,8 +52,34 @@ def read_sound(question: Question, source: ModelSource) -> Pictures:
     if kind == "wav2vec2-bert":
         frames = 1 + max(num_values - _WINDOW, 0) // _HOP
         shape = math.ceil(frames / 2), _number(config, "feature_projection_input_dim", 160)
-        return _heard("input_features", shape, seconds)
-    return _heard("input_values", (num_values,), seconds)
+        num_of_moments = adapted(config, shape[0])
+        heard = _heard("input_features", shape, seconds)
+    else:
+        num_of_moments = num_moments(config, num_values)
+        heard = _heard("input_values", (num_values,), seconds)
+    return dataclasses.replace(heard, num_moments=num_of_moments) if task == CTC else heard
+
+
+def num_moments(config: dict[str, Any], num_values: int) -> int:
+    """Return how many positions a model makes of so many numbers, 0 where it makes none.
+
+    Its convolutions are its configuration's, or those of its family's in transformers 5.23.
+    """
+    kernels, strides = _CONVOLUTIONS.get(config["model_type"], _CONVOLUTIONS[""])
+    kernels, strides = config.get("conv_kernel") or kernels, config.get("conv_stride") or strides
+    for kernel, stride in zip(kernels, strides, strict=False):
+        num_values = max((num_values - kernel) // stride + 1, 0)
+    return adapted(config, num_values)
+
+
+def adapted(config: dict[str, Any], num_positions: int) -> int:
+    """Return how many positions are left where a model ends with convolutions that take some together."""
+    if config.get("add_adapter") is True:
+        for _ in range(
+            _number(config, "num_adapter_layers", 1 if "bert" in config["model_type"] else 3)
+        ):
+            num_positions = max((num_positions - 1) // _number(config, "adapter_stride", 2) + 1, 0)
+    return num_positions
 
 
 def _own_length(source: ModelSource, seconds: float | None, frames: int) -> float:
@@ -61,10 +94,15 @@ def _own_length(source: ModelSource, seconds: float | None, frames: int) -> floa
     return own
 
 
-def _heard(name: str, shape: tuple[int, ...], seconds: float) -> Pictures:
-    tensor = PictureTensor(name=name, shape=(1, *shape), dtype="float32")
-    return Pictures(
-        num_images=0, width=0, height=0, num_tokens=0, tensors=(tensor,), seconds=float(seconds)
+def _heard(name: str, shape: tuple[int, ...], seconds: float) -> Media:
+    tensor = MediaTensor(name=name, shape=(1, *shape), dtype="float32")
+    return Media(
+        num_images=0,
+        width=0,
+        height=0,
+        num_tokens=0,
+        tensors=(tensor,),
+        seconds=float(seconds),
     )
 
 

@@ -21,8 +21,8 @@ from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Filling, Lengths, filling
+from autotune.space.media import Media, without_sound
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.pictures import Pictures
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS, row_of
 
@@ -78,8 +78,8 @@ class Workload:
     """The room that a predicted peak leaves in the budget."""
     host_memory_bytes: int | None = None
     """Bytes of host memory that all GPUs together may take beside the libraries; None: any."""
-    pictures: Pictures | None = None
-    """Pictures of each sample; None: there is text alone."""
+    pictures: Media | None = None
+    """Pictures or sound of each sample, by the name that stored records have; None: there is text alone."""
     teacher: Teacher | None = None
     """The model whose next words are learnt; None for tasks without one."""
     dataset: Dataset | None = None
@@ -124,6 +124,8 @@ class Workload:
             del values["lengths"]
         if self.pictures is None:
             del values["pictures"]
+        else:
+            values["pictures"] = without_sound(values["pictures"])
         if self.teacher is None:
             del values["teacher"]
         if self.num_gpus == 1:
@@ -141,7 +143,7 @@ class Workload:
             gradient_accumulation_steps=config.gradient_accumulation_steps,
             sequence_length=config.sequence_length,
         )
-        if row_of(self.task).reads != "sound":
+        if not row_of(self.task).writes_down:
             return found
         # There is as much sound with a shorter text, and it takes nearly all of the time.
         useful_share = found.useful_share * found.full_share

@@ -18,6 +18,7 @@ from autotune.common import json_records
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.space.media import without_sound
 
 _DEFAULTS = {
     field.name: field.default
@@ -91,6 +92,8 @@ def columns_of(record: Any) -> dict[str, str]:
         "device": device,
         **{name: spec[name] for name in _OF_SPEC if spec.get(name)},
     }
+    if isinstance(seen := near.get("pictures"), dict):
+        near["pictures"] = without_sound(seen)
     return {"near_key": _digest(near), "fingerprint": _digest(fingerprint), "device": device}
 
 

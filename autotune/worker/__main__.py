@@ -24,7 +24,7 @@ lengths {"dataset": str, "format", "text_field", "answer_field", "loss_on": str 
         {"problem": str, "remedy": str}
 pictures {"config": {...}, "processor": {...}, and "num_images": int, "width": int, "height": int, or
          "dataset": str, "folder": folder or id of the model}
-        {fields of Pictures, "measured": null, or of a dataset {fields of PicturesOfDataset},
+        {fields of Media, "measured": null, or of a dataset {fields of PicturesOfDataset},
          "texts": null, or {"num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
          {"unread": str}}; or
         {"problem": str}, or of a dataset {"problem": str, "remedy": str}

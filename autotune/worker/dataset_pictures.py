@@ -17,7 +17,7 @@ from typing import Any
 
 from autotune.errors import first_line
 from autotune.export.samples import UnusableData, read_rows
-from autotune.space.pictures import MAX_PICTURES, MAX_PIXELS
+from autotune.space.media import MAX_PICTURES, MAX_PIXELS
 from autotune.worker import seen_texts
 from autotune.worker.build import model as models
 from autotune.worker.build import pictures

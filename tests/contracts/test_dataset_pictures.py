@@ -18,7 +18,7 @@ from PIL import Image
 
 from autotune.common import json_records
 from autotune.export.samples import UnusableData
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.worker import seen_texts
 from autotune.worker.build import model as models
 from autotune.worker.build import pictures
@@ -160,9 +160,7 @@ def test_samples_have_the_tokens_that_their_processor_makes(
     assert found["texts"]["longest"] == max(real)
     assert found["sizes"] == [TALL, WIDE]
     made = pictures.tensors_of(config, found["sizes"], {})
-    sees = json_records.read(
-        Pictures, {"num_images": 2, "width": WIDE[0], "height": WIDE[1], **made}
-    )
+    sees = json_records.read(Media, {"num_images": 2, "width": WIDE[0], "height": WIDE[1], **made})
     # All of them stand for what is seen, whatever lies between two pictures.
     assert len(pictures.places_of(config, sees)) == pictures.num_features(config, sees)
     lines(tmp_path / "seen.jsonl", [{"images": rows[0]["images"], "conversations": []}])

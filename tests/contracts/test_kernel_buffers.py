@@ -83,6 +83,25 @@ def test_what_lies_in_another_order_is_copied() -> None:
         assert bool(then) is has_bias
 
 
+def test_ctc_holds_sums_over_paths_from_both_ends() -> None:
+    """As under tools.no_card on an RTX 3090 (torch 2.15): 4 samples of 499 moments, 150 tokens of 32."""
+    aten = torch.ops.aten
+    shapes = (4,), (499, 4, 32), (4, 499, 301)
+    losses, log_probs, paths = (torch.empty(shape, device="meta") for shape in shapes)
+
+    def found(func: Any, args: tuple[Any, ...], out: Any) -> list[list[int]]:
+        groups = parted(hidden_buffers(H200.multiprocessors, func, args, out))
+        return [[each.size_bytes for each in group] for group in groups]
+
+    forward = found(aten._ctc_loss.Tensor, (log_probs,), (losses, paths))
+    assert forward == [[32, 32, 32], [], []]
+    args = (losses, log_probs, None, None, None, losses, paths)
+    backward = found(aten._ctc_loss_backward.Tensor, args, log_probs)
+    assert backward == [[32, 32, 32, 2_403_184], [], [1_205_584, 7_984, 7_984, 1_205_584, 7_984]]
+    lying = log_probs.transpose(0, 1)
+    assert found(aten._log_softmax_backward_data.default, (lying, log_probs), None)[2] == [255_488]
+
+
 def test_efficient_attention_asks_for_what_it_was_recorded_to_on_seven_cards() -> None:
     rows = [json.loads(line) for line in EFFICIENT.read_text(encoding="utf-8").splitlines()]
     assert len({tuple(row["compute_capability"]) for row in rows}) == 7

@@ -40,7 +40,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.teacher import Teacher
 from autotune.worker.build import model as models
 from autotune.worker.client import isolate
@@ -145,7 +145,7 @@ def estimated(
     monkeypatch: pytest.MonkeyPatch,
     model: dict[str, Any] | None = None,
     task: str = "causal-lm",
-    sees: Pictures | None = None,
+    sees: Media | None = None,
     teacher: Teacher | None = None,
 ) -> Estimate:
     """Return what is predicted. `model` None: MODEL, which a test may have replaced."""

@@ -61,16 +61,25 @@ def test_it_says_what_the_model_is(config: dict[str, Any], task: str, said: str)
         build_base(load_config(config), task, TraceSpec.of(PLAIN))
 
 
-def test_a_model_of_which_nothing_would_be_quantised_has_no_qlora() -> None:
-    """Falcon's layers are of a class of its own (FalconLinear), which Transformers leaves as it is."""
+@pytest.mark.parametrize(
+    ("kind", "task", "said"),
+    [
+        # Its layers are of a class of its own (FalconLinear), which Transformers leaves as it is.
+        ("falcon", "causal-lm", "none of its layers would be quantised"),
+        ("wavlm", "ctc", "its attention takes the weights of its layers as they lie"),
+    ],
+)
+def test_a_model_that_cannot_be_quantised_has_no_qlora(kind: str, task: str, said: str) -> None:
     spec = TraceSpec.of(
         dataclasses.replace(
             PLAIN, method="qlora", lora_rank=8, lora_targets="all-linear", quantization="nf4"
         )
     )
-    config = load_config({"model_type": "falcon", "hidden_size": 64, "num_attention_heads": 4})
-    with pytest.raises(UnsupportedModel, match="none of its layers would be quantised"):
-        quantize(build_base(config, "causal-lm", spec), "causal-lm", spec)
+    config = load_config({"model_type": kind, "hidden_size": 64, "num_attention_heads": 4})
+    if kind == "wavlm":
+        spec = dataclasses.replace(spec, attention="eager")
+    with pytest.raises(UnsupportedModel, match=said):
+        quantize(build_base(config, task, spec), task, spec)
 
 
 @pytest.mark.parametrize(

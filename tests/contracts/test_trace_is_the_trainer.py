@@ -41,6 +41,7 @@ from trainer_step import (
     tokenizer,
 )
 
+from autotune.catalogue.tasks import CTC, TASKS
 from autotune.export.training_args import checkpointing_arguments
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import write_clip
@@ -48,10 +49,11 @@ from autotune.memory.traces import Trace
 from autotune.memory.traces.running import in_blocks
 from autotune.predict.steps import _updating_in_backward
 from autotune.records.estimate import TraceSpec
+from autotune.search.sounds import adapted, num_moments
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig
+from autotune.space.media import Media, MediaTensor
 from autotune.space.optimizers import OPTIMIZERS, UPDATERS
-from autotune.space.pictures import Pictures, PictureTensor
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build import fp8
@@ -262,7 +264,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "wavlm": HEARS | {"model_type": "wavlm"},
     "sew": HEARS | {"model_type": "sew"},
     "data2vec-audio": HEARS | {"model_type": "data2vec-audio"},
-    "wav2vec2-bert": HEARS | {"model_type": "wav2vec2-bert", "mask_feature_prob": 0.1},
+    "wav2vec2-bert": HEARS
+    | {"model_type": "wav2vec2-bert", "mask_feature_prob": 0.1, "vocab_size": 32},
     "ast": {
         **HEARS,
         "model_type": "audio-spectrogram-transformer",
@@ -372,6 +375,7 @@ OF_HEADS = (
     ("bert", "question-answering"),
     ("vit", "image-classification"),
     ("wav2vec2", LISTENING),
+    ("wav2vec2", CTC),
 )
 """Architectures whose head is another for each task."""
 WITH_HEADS: dict[str, dict[str, Any]] = {
@@ -556,6 +560,13 @@ CASES = {
         f"{architecture} hears": Case(architecture=architecture, task=LISTENING, accumulation=1)
         for architecture in ("sew", "data2vec-audio", "wav2vec2-bert", "ast", "whisper")
     },
+    **{
+        f"{architecture} writes": Case(architecture=architecture, task=CTC, accumulation=1)
+        for architecture in ("sew", "data2vec-audio", "wav2vec2-bert", "wavlm")
+    },
+    "wav2vec2 writes, sdpa checkpointed": Case(
+        architecture="wav2vec2, norms first", task=CTC, attention="sdpa", checkpointing=1
+    ),
     "wav2vec2 sdpa checkpointed": Case(
         architecture="wav2vec2, norms first", task=LISTENING, attention="sdpa", checkpointing=1
     ),
@@ -639,21 +650,21 @@ TURING = Device(compute_capability=(7, 5), cublas_workspace_bytes=0)
 AMPERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=0)
 
 
-SEEN = Pictures(
+SEEN = Media(
     num_images=1,
     width=PICTURE[2],
     height=PICTURE[1],
     num_tokens=0,
-    tensors=(PictureTensor(name="pixel_values", shape=(1, *PICTURE), dtype="float32"),),
+    tensors=(MediaTensor(name="pixel_values", shape=(1, *PICTURE), dtype="float32"),),
 )
 
 
-def seen_by(case: Case) -> Pictures | None:
+def seen_by(case: Case) -> Media | None:
     """All that a model reads of a sample, where that is no text."""
     reads = row_of(case.task).reads
     if reads == "waves":
         name, shape = HEARD.get(case.architecture, ("input_values", (1200,)))
-        heard = PictureTensor(name=name, shape=(1, *shape), dtype="float32")
+        heard = MediaTensor(name=name, shape=(1, *shape), dtype="float32")
         return dataclasses.replace(SEEN, tensors=(heard,))
     return SEEN if reads == "pixels" else None
 
@@ -744,8 +755,12 @@ def on_device(make: Any) -> Any:
 
 def heard(case: Case, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
     (each,) = seen_by(case).tensors
+    text = torch.arange(SEQUENCE_LENGTH) % 30 + 1
     return [
-        {each.name: torch.rand(each.shape[1:], dtype=dtype), "labels": torch.tensor(number % 2)}
+        {
+            each.name: torch.rand(each.shape[1:], dtype=dtype),
+            "labels": text if case.task == CTC else torch.tensor(number % 2),
+        }
         for number in range(NUM_STEPS * case.accumulation * case.micro_batch)
     ]
 
@@ -753,6 +768,8 @@ def heard(case: Case, dtype: torch.dtype) -> list[dict[str, torch.Tensor]]:
 def real_model(case: Case, config: Any = None) -> Any:
     config = config or case.config
     config.use_cache = False
+    for name, value in row_of(case.task).settings.items():
+        setattr(config, name, value)
     if case.task == "reward":
         config.num_labels = 1
     auto = getattr(transformers, row_of(case.task).model_class)
@@ -760,6 +777,8 @@ def real_model(case: Case, config: Any = None) -> Any:
     model = auto.from_config(config, dtype=dtype, attn_implementation=case.attention)
     if case.task != "causal-lm":
         model.accepts_loss_kwargs = False  # as train.py has it
+    if case.task == CTC and hasattr(model, "freeze_feature_encoder"):
+        model.freeze_feature_encoder()  # as train.py has it
     if case.method != "full":
         from peft import LoraConfig, get_peft_model
 
@@ -869,6 +888,21 @@ def test_a_sound_may_be_too_short(length: int, said: str, monkeypatch: pytest.Mo
     with pytest.raises(models.UnsupportedModel, match=said) as refused:
         traced(CASES["wav2vec2 full audio-classification"])
     assert not isinstance(refused.value, models.CrashedStep)
+
+
+@pytest.mark.parametrize("kind", TASKS[CTC].families)
+def test_moments_of_a_sound_are_counted_as_models_count_them(kind: str) -> None:
+    is_of_frames = kind == "wav2vec2-bert"
+    adapts = kind in ("wav2vec2", "wavlm", "data2vec-audio", "wav2vec2-bert")
+    for more in ({}, {"add_adapter": True})[: 1 + adapts]:
+        small = {"num_hidden_layers": 1, "vocab_size": 32, "model_type": kind, **more}
+        config = models.load_config(small)
+        with torch.device("meta"):
+            model: Any = transformers.AutoModelForCTC.from_config(config)
+        for num_values in (100, 400, 16_000, 80_123):
+            counted = (adapted if is_of_frames else num_moments)(small, num_values)
+            own = model._get_feat_extract_output_lengths(torch.tensor([num_values]))
+            assert counted == max(int(own), 0)
 
 
 @pytest.mark.parametrize("name", CASES)

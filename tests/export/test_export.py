@@ -418,6 +418,8 @@ def test_the_recipe_of_qlora() -> None:
         "peft_task_type": "CAUSAL_LM",
         "has_classes": False,
         "reads": "tokens",
+        "freezes": "",
+        "model_settings": {},
         "image_size": None,
         "loss_is_mean": False,
         "sequence_length": 512,

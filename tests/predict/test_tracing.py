@@ -17,7 +17,7 @@ from autotune.predict import trace_servers, tracing
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.store import trace_cache
 from autotune.store.trace_cache import TraceCache
 
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
         trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
     assert "Has no layers" in str(caught.value)
     vit = dataclasses.replace(tiny_model.MODEL, config={"model_type": "vit", "image_size": 224})
-    seen = Pictures(num_images=1, width=384, height=384, num_tokens=0, tensors=())
+    seen = Media(num_images=1, width=384, height=384, num_tokens=0, tensors=())
     own = dataclasses.replace(seen, width=224, height=224)
     spec = TraceSpec.of(dataclasses.replace(FULL, precision="bf16-true"))
     for sees, remedy in ((seen, "Leave --image-size out"), (own, "Give --precision bf16-autocast")):

@@ -13,11 +13,13 @@ from fake_nvml import fake_nvml
 from autotune.catalogue import gpus, nvml
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
+from autotune.catalogue.tasks import SPEECH
 from autotune.common.units import GIB, MIB, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.records.question import Question
 from autotune.search import budget
 from autotune.search.budget import CardSource, ChosenCard
+from autotune.search.sounds import read_sound
 from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths
 
@@ -168,6 +170,7 @@ def test_a_length_that_nobody_gave_is_one_that_the_model_is_made_for() -> None:
             {"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForSequenceClassification"]},
             "audio-classification",
         ),
+        ({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}, "ctc"),
         ({"model_type": "bert", "is_decoder": True}, "causal-lm"),
         ({"model_type": "bart", "is_encoder_decoder": False}, "causal-lm"),
         (
@@ -436,6 +439,34 @@ def test_a_sample_that_is_a_picture_or_a_sound_has_no_length() -> None:
     ) as refused:
         budget.has_lengths("audio-classification", 8)
     assert "--audio-seconds says how long it is" in str(refused.value.why)
+
+
+@pytest.mark.parametrize(
+    ("kind", "task"), [("hubert", "ctc"), ("whisper", SPEECH), ("bert", SPEECH)]
+)
+def test_what_is_said_is_written_down_by_a_decoder_or_moment_by_moment(
+    kind: str, task: str
+) -> None:
+    assert source(model_type=kind).own_task(SPEECH) == task
+
+
+def test_ctc_finds_room_for_as_many_tokens_as_there_are_moments() -> None:
+    said: list[str] = []
+    model = source(model_type="wav2vec2")
+
+    def length(task: str, number: int, **given: Any) -> int:
+        asked = Question(audio_seconds=1, **given)
+        seen = read_sound(asked, model, "ctc")
+        return budget.length_of_texts(asked, model, seen, task, number, said.append)
+
+    assert length("ctc", 48) == 48
+    assert length(SPEECH, 50) == 50
+    assert said == []
+    assert length("ctc", 1024) == length("ctc", 1024, dataset="x") == 49
+    assert len(said) == 1
+    assert "texts are taken to have 49 tokens" in said[0]
+    with pytest.raises(ConfigError, match="A text of 50 tokens is too long for 1 s of sound"):
+        length("ctc", 50, seq_len=50)
 
 
 def test_the_longest_sample_is_the_worst_batch_unless_samples_are_packed() -> None:

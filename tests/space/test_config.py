@@ -11,6 +11,7 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import Lengths
+from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.teacher import Teacher
@@ -73,6 +74,16 @@ USUAL = {
 )
 def test_a_workload_says_what_is_not_as_usual(change: dict[str, Any], said: set[str]) -> None:
     assert {*dataclasses.replace(WORKLOAD, **change).to_dict()} == USUAL | said
+
+
+def test_pictures_of_a_workload_say_nothing_of_sounds() -> None:
+    seen = Media(num_images=1, width=8, height=8, num_tokens=0, tensors=())
+    said: Any = dataclasses.replace(WORKLOAD, pictures=seen).to_dict()["pictures"]
+    assert {"num_images", "grids"} <= said.keys()
+    assert not {"seconds", "num_moments"} & said.keys()
+    heard: Any = dataclasses.replace(seen, seconds=5.0)
+    said = dataclasses.replace(WORKLOAD, pictures=heard).to_dict()["pictures"]
+    assert said["seconds"] == 5.0
 
 
 def test_extra_arguments_tell_of_weight_decay_and_of_a_loader() -> None:

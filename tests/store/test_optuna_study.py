@@ -23,7 +23,7 @@ from autotune.records.estimate import Breakdown, Estimate, ParameterCount, State
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.headroom import Headroom
 from autotune.space.lengths import Lengths
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.teacher import Teacher
 from autotune.store import database, optuna_study, predicted_trials, study_names
 
@@ -529,7 +529,7 @@ def test_what_happened_while_an_error_was_handled_is_not_its_cause(url: str) -> 
 # Names
 
 
-PICTURES = Pictures(num_images=3, width=224, height=112, num_tokens=5, tensors=())
+PICTURES = Media(num_images=3, width=224, height=112, num_tokens=5, tensors=())
 
 
 @pytest.mark.parametrize(

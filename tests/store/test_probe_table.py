@@ -16,6 +16,7 @@ from autotune.errors import StorageError
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.media import Media
 from autotune.store.optuna_study import open_study
 from autotune.store.probe_key import columns_of, probe_key
 from autotune.store.probe_table import open_probes
@@ -227,6 +228,15 @@ def test_what_was_confirmed_before_there_were_varied_lengths_is_found(url: str) 
     before = dataclasses.asdict(spec)
     del before["varied_steps"], before["lengths"]
     record = {"config": CONFIG.to_dict(), "spec": before, "fingerprint": dataclasses.asdict(HERE)}
+    assert columns_of(record)["near_key"] == probe_key(MODEL, CONFIG, spec, HERE).near_key
+
+
+def test_pictures_are_the_same_as_before_there_were_sounds() -> None:
+    seen = Media(num_images=1, width=8, height=8, num_tokens=0, tensors=())
+    spec = dataclasses.replace(SPEC, pictures=seen)
+    before = dataclasses.asdict(spec)
+    record = {"config": CONFIG.to_dict(), "spec": before, "fingerprint": dataclasses.asdict(HERE)}
+    del before["pictures"]["seconds"], before["pictures"]["num_moments"]
     assert columns_of(record)["near_key"] == probe_key(MODEL, CONFIG, spec, HERE).near_key
 
 

@@ -212,10 +212,10 @@ def samples(config: Any, lengths: list[int], num_images: int) -> list[dict[str, 
 def pictures_of(config: Any, num_images: int) -> Any:
     """Return the pictures as a worker is told of them."""
     from autotune.common import json_records
-    from autotune.space.pictures import Pictures
+    from autotune.space.media import Media
     from autotune.worker.build import pictures
 
     width, height = SIZE
     said = pictures.tensors_of(config, num_images * [SIZE], {})
     fields = {"num_images": num_images, "width": width, "height": height, **said}
-    return json_records.read(Pictures, fields)
+    return json_records.read(Media, fields)

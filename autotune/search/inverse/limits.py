@@ -54,7 +54,7 @@ def _check_task(task: str | None) -> None:
             why="Its teacher is not asked for here",
             remedy="`autotune estimate --teacher NAME` prices one configuration",
         )
-    if task is None or (task != PICTURES and row_of(task).has_lengths):
+    if task is None or (task != PICTURES and row_of(task).reads in ("tokens", "sound")):
         return
     size = "--images 1 --image-size 1024x768" if task == PICTURES else "--image-size 224x224"
     what = "How many pictures a sample has, and of which size,"
@@ -89,6 +89,8 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         length = budget.possible_length(source, length, is_given=question.seq_len is not None)
         budget.check_length(question.task or source.task, length)
     task = question.task or (None if source is None else source.task)
+    if source is not None and task is not None:
+        task = source.own_task(task)
     _check_task(task)
     if source is not None and task is not None:
         source = budget.for_task(source, task)

@@ -432,9 +432,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         # Such models have no embedding to add noise to, and convolutions that are checkpointed as layers are.
         name="sounds-need-tried-settings",
-        reason="sounds with a class were tried with full fine-tuning, LoRA and QLoRA on one GPU, eagerly, "
-        "with sdpa or eager attention. Other adapters, fp8, Liger's kernels, noise, offloading and plans of "
-        "checkpointing were not",
+        reason="sounds of a given length were tried with full fine-tuning, LoRA and QLoRA on one GPU, "
+        "eagerly, with sdpa or eager attention. Other adapters, fp8, Liger's kernels, noise, offloading "
+        "and plans of checkpointing were not",
         breaks=lambda c, context: (
             context.task_row is not None
             and context.task_row.reads == "waves"

@@ -24,6 +24,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.catalogue.attention import EXPANDED
+from autotune.catalogue.tasks import CTC
 from autotune.errors import first_line
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
@@ -101,6 +102,10 @@ def _with_floats(value: Any) -> Any:
     return value
 
 
+CHARACTERS = 32
+"""Vocabulary of a model of CTC whose configuration leaves it open, as that of Wav2Vec2-BERT does: Wav2Vec2's
+default, of a tokenizer of English (transformers 5.23 Wav2Vec2Config)."""
+
 PICTURED = "images and text"
 _OF_KIND: dict[str, Any] = {
     PICTURED: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -141,6 +146,10 @@ def build_base(
     if task in BY_TASK and row.has_classes:
         config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
     config.use_cache = False  # TrainingArguments.use_cache's default
+    for name, value in row.settings.items():
+        setattr(config, name, value)
+    if task == CTC and config.vocab_size is None:
+        config.vocab_size = CHARACTERS
     dtype = getattr(torch, dtype_name or PRECISIONS[spec.precision].parameter_dtype)
     if spec.attention == EXPANDED:
         expand_key_heads()
@@ -163,6 +172,12 @@ def build_base(
             "it has batch norms, whose statistics are of a micro-batch: another micro-batch would be another "
             "training run, which is not planned here"
         )
+    if row.freezes and hasattr(model, row.freezes):
+        getattr(model, row.freezes)()
+    if (
+        task == CTC
+    ):  # As the exported train.py has it: PEFT asks when it saves, and they know no answer.
+        model.get_input_embeddings = model.get_output_embeddings = nothing
     of_text = model.config.get_text_config()
     if row.reads_to_end and of_text.pad_token_id is None:
         # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
@@ -172,6 +187,10 @@ def build_base(
         model.accepts_loss_kwargs = False
     built: nn.Module = model
     return built
+
+
+def nothing() -> None:
+    """Answer for the embeddings of a model that has none."""
 
 
 def chunk_loss_of(model: Any) -> None:

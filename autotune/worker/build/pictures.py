@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from autotune.errors import first_line
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.worker.build.model import UnsupportedModel
 
 Settings = dict[str, Any]
@@ -129,7 +129,7 @@ def family_of(config: PretrainedConfig) -> SeeingFamily:
 def tensors_of(
     config: PretrainedConfig, sizes: Sequence[tuple[int, int]], said: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of Pictures that the model's processor decides.
+    """Return the fields of Media that the model's processor decides.
 
     `sizes`: widths and heights of a sample's pictures. `said`: its preprocessor_config.json, empty where
     there is none. Raises UnsupportedModel.
@@ -191,7 +191,7 @@ def _unreadable(width: int, height: int, error: Exception) -> UnsupportedModel:
     )
 
 
-def num_features(config: PretrainedConfig, pictures: Pictures) -> int:
+def num_features(config: PretrainedConfig, pictures: Media) -> int:
     """Return how many of a sample's tokens are replaced by what the model has seen."""
     family = family_of(config)
     per_tile: int | None = family.fields(config).get("image_seq_len")
@@ -200,7 +200,7 @@ def num_features(config: PretrainedConfig, pictures: Pictures) -> int:
     return pictures.tensors[0].shape[1] * per_tile
 
 
-def places_of(config: PretrainedConfig, pictures: Pictures) -> list[int]:
+def places_of(config: PretrainedConfig, pictures: Media) -> list[int]:
     """Return the places of a sample's first tokens that are replaced by what the model has seen."""
     if not pictures.grids:
         return list(range(num_features(config, pictures)))

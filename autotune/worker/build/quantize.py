@@ -17,10 +17,15 @@ from autotune.worker.build.model import UnsupportedModel
 LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
+_TAKE_WEIGHTS = ("wavlm",)
+"""Families that hand weights of linear layers to a function of torch (transformers 5.23
+models/wavlm/modeling_wavlm.py, torch_multi_head_self_attention), which ends in an error of packed ones."""
+
+
 def quantize(model: Any, task: str, spec: TraceSpec) -> None:
     """Replace linear layers by bitsandbytes', their weights still to be made (`quantize_weight`).
 
-    Raises UnsupportedModel where there is none.
+    Raises UnsupportedModel where there is none, or where packed weights are not what the model takes.
     """
     import bitsandbytes as bnb
     from transformers import BitsAndBytesConfig
@@ -54,6 +59,11 @@ def quantize(model: Any, task: str, spec: TraceSpec) -> None:
         raise UnsupportedModel(
             "none of its layers would be quantised: Transformers takes layers of the class Linear alone, and "
             "this family has another"
+        )
+    if model.config.model_type in _TAKE_WEIGHTS:
+        raise UnsupportedModel(
+            "its attention takes the weights of its layers as they lie, which would be packed: it is trained "
+            "without quantisation"
         )
     # PEFT asks.
     if row.codes:

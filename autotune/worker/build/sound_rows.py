@@ -8,6 +8,7 @@ torchcodec, or soundfile and soxr.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ class Spoken:
 
     number: int
     sound: Any
-    labels: list[int]
+    labels: Any  # or the number of its class
 
 
 class Sounds(torch.utils.data.Dataset[dict[str, Any]]):
@@ -53,25 +54,25 @@ class Sounds(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class LabelledSounds(torch.utils.data.Dataset[dict[str, Any]]):
-    """Sounds, each read when it is asked for and made as long as all are, with the number of its class.
+    """Sounds, each read when it is asked for and made as long as all are, with its class or its tokens.
 
     `heard`: the seconds of each, and the name and the shape of what the extractor makes of them.
     """
 
     def __init__(
-        self, data: Samples, extractor: Any, classes: Sequence[Any], heard: Mapping[str, Any]
+        self, spoken: Sequence[Spoken], folder: str, extractor: Any, heard: Mapping[str, Any]
     ) -> None:
-        self.data, self.extractor, self.classes, self.heard = data, extractor, classes, heard
+        self.spoken, self.folder, self.extractor, self.heard = spoken, folder, extractor, heard
 
     def __len__(self) -> int:
-        return len(self.data.samples)
+        return len(self.spoken)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         import numpy as np
 
-        sample, rate = self.data.samples[index], self.extractor.sampling_rate
+        each, rate = self.spoken[index], self.extractor.sampling_rate
         try:
-            values = read_sound(sample.text, self.data.folder, f"sample {index + 1}", rate)
+            values = read_sound(each.sound, self.folder, f"sample {each.number}", rate)
         except UnusableData as error:
             sys.exit(f"{error}")
         values = values[: round(self.heard["seconds"] * rate)]
@@ -79,16 +80,47 @@ class LabelledSounds(torch.utils.data.Dataset[dict[str, Any]]):
         name, shape = self.heard["name"], self.heard["shape"]
         made = self.extractor(values, sampling_rate=rate, return_tensors="np")[name][0][: shape[0]]
         silence = [(0, shape[0] - len(made)), *[(0, 0)] * (made.ndim - 1)]
-        return {name: np.pad(made, silence), "labels": self.classes.index(sample.answer)}
+        return {name: np.pad(made, silence), "labels": each.labels}
 
 
 def collate_labelled(rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
-    """A batch: sounds in the dtype of the weights that read them, and their classes."""
-    batch = {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
-    return {
-        name: values.to(dtype) if values.is_floating_point() else values
-        for name, values in batch.items()
+    """A batch: sounds in the dtype of the weights that read them, and their classes or texts."""
+    batch = {
+        name: torch.stack([torch.as_tensor(row[name]) for row in rows]).to(dtype)
+        for name in rows[0]
+        if name != "labels"
     }
+    labels = [row["labels"] for row in rows]
+    return {
+        **batch,
+        "labels": torch.tensor(labels if isinstance(labels[0], int) else filled_up(labels)),
+    }
+
+
+def filled_up(labels: Sequence[Any]) -> list[list[int]]:
+    """The tokens of texts, as many as the longest has."""
+    longest = max(map(len, labels))
+    return [[*each, *[IGNORED] * (longest - len(each))] for each in labels]
+
+
+def classed(
+    data: Samples, extractor: Any, classes: Sequence[Any], heard: Mapping[str, Any]
+) -> LabelledSounds:
+    """The samples, each with the number of its class."""
+    spoken = [
+        Spoken(number, sample.text, classes.index(sample.answer))
+        for number, sample in enumerate(data.samples, start=1)
+    ]
+    return LabelledSounds(spoken, data.folder, extractor, heard)
+
+
+def written(data: Samples, processor: Any, length: int, heard: Mapping[str, Any]) -> LabelledSounds:
+    """The samples whose text CTC finds room for in the moments of a sound, and that are no longer than all.
+
+    What is longer would be cut off, and the text would say more than is heard.
+    """
+    kept = within(data, processor.tokenizer, length, heard["seconds"], heard["moments"])
+    return LabelledSounds(kept, data.folder, processor.feature_extractor, heard)
 
 
 def sounds_of(data: Samples, processor: Any, length: int) -> Sounds:
@@ -98,11 +130,26 @@ def sounds_of(data: Samples, processor: Any, length: int) -> Sounds:
     """
     extractor = processor.feature_extractor
     seconds = extractor.n_samples / extractor.sampling_rate
-    rows = zip(data.samples, transcribed(data, processor.tokenizer, ()), strict=True)
+    return Sounds(within(data, processor.tokenizer, length, seconds), data.folder, extractor)
+
+
+def within(
+    data: Samples, tokenizer: Any, length: int, seconds: float, moments: int = sys.maxsize
+) -> list[Spoken]:
+    """The samples of so many tokens and seconds at most.
+
+    CTC needs a moment for each token, and one between two that are alike.
+    """
+
+    def needed(labels: list[int]) -> int:
+        return len(labels) + sum(one == next_ for one, next_ in itertools.pairwise(labels))
+
+    rows = zip(data.samples, transcribed(data, tokenizer, ()), strict=True)
     kept = [
         Spoken(number, sample.text, row["labels"])
         for number, (sample, row) in enumerate(rows, start=1)
         if len(row["labels"]) <= length
+        and needed(row["labels"]) <= moments
         and seconds_of(sample.text, data.folder, f"sample {number}") <= seconds
     ]
     limits = f"{length} tokens of text and {seconds:g} s of sound"
@@ -112,13 +159,12 @@ def sounds_of(data: Samples, processor: Any, length: int) -> Sounds:
         print(
             f"Left out: {len(data.samples) - len(kept)} of the samples, which are not within {limits}."
         )
-    return Sounds(kept, data.folder, extractor)
+    return kept
 
 
 def collate_sounds(rows: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> dict[str, Any]:
     """A batch: sounds in the dtype of the weights that read them, texts as long as the longest of them."""
-    longest = max(len(row["labels"]) for row in rows)
-    labels = [[*row["labels"], *[IGNORED] * (longest - len(row["labels"]))] for row in rows]
+    labels = filled_up([row["labels"] for row in rows])
     heard = torch.stack([torch.as_tensor(row[FEATURES]) for row in rows])
     return {FEATURES: heard.to(dtype), "labels": torch.tensor(labels)}
 

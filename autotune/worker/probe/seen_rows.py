@@ -5,13 +5,16 @@ They are tensors already, as the model's own processor makes them: TRL reads no 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
+from autotune.worker.build.model import CHARACTERS
 from autotune.worker.build.pictures import GRIDS, places_of
 from autotune.worker.build.sound_input import FEATURES
 
@@ -22,7 +25,7 @@ _PADDING = {"labels": -100}
 class SeenRows(torch.utils.data.Dataset[dict[str, Any]]):
     """Rows of text with pictures beside each; every second one has all of its tokens."""
 
-    def __init__(self, rows: Any, config: PretrainedConfig, pictures: Pictures) -> None:
+    def __init__(self, rows: Any, config: PretrainedConfig, pictures: Media) -> None:
         self._rows = rows
         self._of_text = pictures.of_text
         self._token = _token_of(config)
@@ -53,10 +56,16 @@ class SeenRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 class PictureRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows of a picture alone, each with its class."""
+    """Rows of a picture or a sound alone, each with its class, or with a text of so many tokens."""
 
     def __init__(
-        self, config: PretrainedConfig, pictures: Pictures, num_rows: int, kept: int
+        self,
+        config: PretrainedConfig,
+        pictures: Media,
+        num_rows: int,
+        kept: int,
+        num_tokens: int = 0,
+        lengths: Sequence[int] = (),
     ) -> None:
         random = np.random.default_rng(0)
         self._num_rows = num_rows
@@ -65,6 +74,8 @@ class PictureRows(torch.utils.data.Dataset[dict[str, Any]]):
             for each in pictures.tensors
         }
         self._classes = random.integers(config.num_labels or 1, size=kept)
+        self._text = _text_of(config, num_tokens) if num_tokens else []
+        self._lengths = lengths or [num_tokens]
 
     def __len__(self) -> int:
         return self._num_rows
@@ -74,7 +85,20 @@ class PictureRows(torch.utils.data.Dataset[dict[str, Any]]):
             raise IndexError(index)
         number = index % len(self._classes)
         seen = {name: values[number] for name, values in self._seen.items()}
+        if self._text:
+            length = self._lengths[index % len(self._lengths)]
+            return {**seen, "labels": self._text[:length]}
         return {**seen, "labels": int(self._classes[number])}
+
+
+def _text_of(config: PretrainedConfig, num_tokens: int) -> list[int]:
+    """Return a text none of whose tokens is the padding, or as the one before.
+
+    CTC finds room for as many of such as there are moments.
+    """
+    vocabulary = config.vocab_size or CHARACTERS
+    tokens = (token for token in range(vocabulary) if token != config.pad_token_id)
+    return list(itertools.islice(itertools.cycle(tokens), num_tokens))
 
 
 class SpokenRows(torch.utils.data.Dataset[dict[str, Any]]):

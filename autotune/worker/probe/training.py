@@ -217,7 +217,8 @@ def _rows(
     if writes_completions(config):
         return trl_trainers.prompts(config, num_rows, lengths)
     if spec.pictures is not None and not spec.pictures.is_in_text:
-        return PictureRows(hf_config, spec.pictures, num_rows, kept)
+        num_tokens = config.sequence_length if row_of(spec.task).writes_down else 0
+        return PictureRows(hf_config, spec.pictures, num_rows, kept, num_tokens, lengths)
     rows = _Rows(hf_config, spec.task, config, per_sample * num_rows, per_sample * kept, lengths)
     if spec.pictures is not None:
         return SeenRows(rows, hf_config, spec.pictures)

@@ -115,6 +115,18 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
+def _log_softmax(
+    input: torch.Tensor,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Logarithms of a softmax as CUDA makes them, in the way of `_softmax`."""
+    if dim is not None and dtype == torch.float32 and input.dtype == torch.float16:
+        return torch._log_softmax(input, dim, True)
+    return F.log_softmax(input, dim, _stacklevel, dtype)
+
+
 def _softmax(
     input: torch.Tensor,
     dim: int | None = None,
@@ -151,6 +163,7 @@ def _of_cuda(device: Device) -> dict[Any, Callable[..., Any]]:
         F.cross_entropy: _cross_entropy,
         F.dropout: _dropout,
         F.softmax: _softmax,
+        F.log_softmax: _log_softmax,
         torch.empty: _empty,
     }
 

@@ -2,7 +2,8 @@
 
 Sources: pytorch v2.13 aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp,
 aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu, IndexKernel.cpp, Indexing.cu,
-Reduce.cuh, ScanUtils.cuh and SoftMax.cu; aten/src/ATen/native/Convolution.cpp and transformers/attention.cpp;
+LossCTC.cu, Reduce.cuh, ScanUtils.cuh and SoftMax.cu; aten/src/ATen/native/Convolution.cpp and
+transformers/attention.cpp;
 transformers/cuda/attention_backward.cu and mem_eff_attention/kernel_backward.h;
 cudnn_frontend 1.18 node/scaled_dot_product_flash_attention.h.
 
@@ -310,6 +311,32 @@ def _of_convolution_backward(multiprocessors: Multiprocessors, args: Args, out: 
     return copies + _sums(multiprocessors, gradient, [0, *range(2, gradient.ndim)], gradient)
 
 
+def _of_masked_select(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Places that are selected, found as those of an index (TensorAdvancedIndexing.cpp, Indexing.cu)."""
+    return (Buffer(8 * out.numel() * args[1].dim()),)
+
+
+def _of_ctc(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Lengths of targets and of inputs, and where targets begin, on the device (LossCTC.cu)."""
+    return 3 * (Buffer(8 * out[0].numel(), comes_first=True),)
+
+
+def _of_ctc_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    """Buffers of CTC's backward: the same numbers, sums over paths from the end, sums of blanks.
+
+    Of long inputs, or large vocabularies, blanks go apart: each second number of both sums is added up, the
+    rows' largest are taken away, and what is left is summed. Others need no sums of blanks, which are counted
+    all the same. Source: LossCTC.cu, ctc_loss_backward_gpu_template; ReduceOps.cpp, logsumexp_out_impl.
+    """
+    sums = args[6]
+    samples, frames, size = sums.shape
+    of_blanks = Buffer(4 * samples * frames * (size // 2 + 1))
+    of_rows = Buffer(4 * samples * frames)
+    numbers = 3 * (Buffer(8 * samples, comes_first=True),)
+    blanks = (of_blanks, of_rows, of_rows, of_blanks, of_rows)
+    return (*numbers, Buffer(sums.nbytes, comes_first=True), *blanks)
+
+
 _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten.sum.default: _of_sum,
     aten.sum.dim_IntList: _of_sum,
@@ -325,8 +352,14 @@ _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten.index_put.default: _of_index_put,
     aten.index_put_.default: _of_index_put,
     aten._index_put_impl_.default: _of_index_put,
+    aten.masked_select.default: _of_masked_select,
+    aten._ctc_loss.Tensor: _of_ctc,
+    aten._ctc_loss_backward.Tensor: _of_ctc_backward,
     aten._safe_softmax.default: _of_safe_softmax,
     aten._softmax_backward_data.default: _of_softmax_backward,
+    aten._log_softmax_backward_data.default: lambda _, args, out: _copies(
+        args[:2], comes_first=False
+    ),
     aten.cumsum.default: _of_cumsum,
     aten.masked_scatter.default: _of_masked_scatter,
     aten.masked_scatter_.default: _of_masked_scatter,

@@ -118,6 +118,7 @@ def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
 
 ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.native_dropout.default: lambda _, out: out[::-1],
+    aten._ctc_loss.Tensor: lambda _, out: out[::-1],
     # Seed and offset first.
     aten._scaled_dot_product_cudnn_attention.default: lambda _, out: (
         *out[6:8],
@@ -127,5 +128,5 @@ ORDERS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     aten.convolution_backward.default: _weight_first_by_depth,
 }
 """Operations that allocate their results in another order than they return them: torch 2.13
-native/cuda/Dropout.cu; native/transformers/cuda/attention.cu; native/cuda/DepthwiseConv2d.cu,
+native/cuda/Dropout.cu and LossCTC.cu; native/transformers/cuda/attention.cu; native/cuda/DepthwiseConv2d.cu,
 conv_depthwise2d_backward_cuda_out."""

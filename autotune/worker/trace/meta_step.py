@@ -20,7 +20,7 @@ from autotune.catalogue.tasks import CAUSAL, PICTURES
 from autotune.memory.traces import OUTSIDE, TOWER, Phase, Place
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build import (
@@ -97,7 +97,7 @@ class MetaStep:
         *,
         rank: int,
         copies: Callable[[int, int], int] | None = None,
-        sees: Pictures | None = None,
+        sees: Media | None = None,
         teacher: nn.Module | None = None,
     ) -> None:
         self.model = model
@@ -591,7 +591,7 @@ def batch_of(
     spec: TraceSpec,
     micro_batch: int,
     sequence_length: int,
-    sees: Pictures | None = None,
+    sees: Media | None = None,
 ) -> dict[str, Any]:
     """The batch of the Trainer's collator: token ids, a mask, labels; or samples one behind the other.
 

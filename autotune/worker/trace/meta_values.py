@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,53 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _grouped_product(*args, **kwargs)
     if func is aten.native_layer_norm_backward.default:
         return _layer_norm_gradients(*args, **kwargs)
+    if (make := _OF_CTC.get(func)) is not None:
+        return make(*args)
     if func is aten.cumsum.default and args[0].is_meta:  # what has values is added up
         return _running_sums(*args, **kwargs)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
+
+
+def _selected(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Select all labels: a mask of those that are no padding has none of it where all are as long."""
+    return labels.new_empty((mask.numel(),))
+
+
+def _path_sums(
+    log_probs: torch.Tensor, targets: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make the losses (samples,) of CTC, and the sums over paths (samples, frames, 2 x labels + 1).
+
+    Each label has a blank on both sides. Source: torch 2.13 aten/src/ATen/native/cuda/LossCTC.cu.
+    """
+    frames, samples, _vocabulary = log_probs.shape
+    sums = log_probs.new_empty((samples, frames, 2 * (targets.numel() // samples) + 1))
+    return log_probs.new_empty((samples,)), sums
+
+
+def _path_gradients(_: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Make the gradients of CTC's log-probabilities, contiguous."""
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _log_softmax_gradient(
+    gradient: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Make the gradient of a log_softmax's input, contiguous.
+
+    PyTorch's shape function lays it out as what comes in. Source: torch 2.13
+    aten/src/ATen/native/SoftMax.cpp, log_softmax_backward_data.
+    """
+    return gradient.new_empty(gradient.shape, dtype=dtype)
+
+
+_OF_CTC: dict[Any, Callable[..., Any]] = {
+    aten._log_softmax_backward_data.default: _log_softmax_gradient,
+    aten.masked_select.default: _selected,
+    aten._ctc_loss.Tensor: _path_sums,
+    aten._ctc_loss_backward.Tensor: _path_gradients,
+}
 
 
 def _running_sums(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -94,8 +137,8 @@ def labelled_rows(mask: torch.Tensor) -> Any:
 
 
 QUESTIONS = {aten.all.default, aten.sum.default, aten.eq.Scalar}
-_OF_FAULTS = {aten.any.default, aten.all.default}
-FAULTS = {aten.isinf.default, aten.isnan.default, *_OF_FAULTS}
+_OF_FAULTS = {aten.any.default, aten.all.default, aten.ge.Scalar}
+FAULTS = {aten.isinf.default, aten.isnan.default, aten.max.default, *_OF_FAULTS}
 
 
 def note_question(tensor: torch.Tensor, out: Any) -> None:
@@ -108,9 +151,10 @@ def note_question(tensor: torch.Tensor, out: Any) -> None:
 
 
 def note_fault(func: Any, tensor: torch.Tensor, out: Any) -> None:
-    """Remember that infinities or NaNs are looked for.
+    """Remember that infinities or NaNs are looked for, or labels that the vocabulary has not.
 
-    So do peft 0.21 tuners/vblora/layer.py and trl 1.16 trainer/utils.py, nanmin.
+    So do peft 0.21 tuners/vblora/layer.py, trl 1.16 trainer/utils.py, nanmin, and transformers 5.23
+    models/wav2vec2/modeling_wav2vec2.py.
     """
     if func not in _OF_FAULTS or hasattr(tensor, "is_of_faults"):
         out.is_of_faults = True

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.worker.build.pictures import places_of
 from autotune.worker.trace import known_values, sft
 from autotune.worker.trace.cuda import META
@@ -47,7 +47,7 @@ class _EachSample:
 
 
 @contextlib.contextmanager
-def on_meta(model: nn.Module, tracker: Tracker, micro_batch: int, sees: Pictures) -> Iterator[None]:
+def on_meta(model: nn.Module, tracker: Tracker, micro_batch: int, sees: Media) -> Iterator[None]:
     """Let models read what pictures are like, and take apart what they make."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_taken_apart(tracker, micro_batch))
@@ -57,7 +57,7 @@ def on_meta(model: nn.Module, tracker: Tracker, micro_batch: int, sees: Pictures
         yield
 
 
-def grids_of(sees: Pictures) -> torch.Tensor:
+def grids_of(sees: Media) -> torch.Tensor:
     """Make the grids of a sample's pictures, a tensor on `meta` whose values are known."""
     grids = torch.empty((len(sees.grids), 3), dtype=torch.int64, device=META)
     known_values.know(grids, torch.tensor(sees.grids))
@@ -65,7 +65,7 @@ def grids_of(sees: Pictures) -> torch.Tensor:
 
 
 def _for_one_sample(
-    model: nn.Module, tracker: Tracker, micro_batch: int, sees: Pictures
+    model: nn.Module, tracker: Tracker, micro_batch: int, sees: Media
 ) -> list[tuple[Any, str, Any]]:
     """Return what stands in for functions that go through all samples, as `replaced` takes it."""
     config: Any = model.config

@@ -33,7 +33,7 @@ from autotune.memory.traces import Stacks, unlike_layers
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
 from autotune.space.checkpoint_plans import plan_offloads
-from autotune.space.pictures import Pictures
+from autotune.space.media import Media
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS, row_of
 from autotune.worker.build import (
@@ -191,7 +191,7 @@ def _compiled_or_eager(
 ) -> dict[str, Any]:
     """Trace the step that is wanted; where it cannot be traced compiled, as it runs without, and say why."""
     said = request.get("pictures")
-    sees = None if said is None else json_records.read(Pictures, said, "pictures")
+    sees = None if said is None else json_records.read(Media, said, "pictures")
     taught_by = request.get("teacher")
 
     def trace(spec: TraceSpec, shared: SharedModels) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def trace_step(
     whole: bool = False,
     operations: bool = False,
     shared: SharedModels | None = None,
-    sees: Pictures | None = None,
+    sees: Media | None = None,
     teacher: PretrainedConfig | None = None,
 ) -> dict[str, Any]:
     """Trace one micro-step.

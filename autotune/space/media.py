@@ -1,12 +1,14 @@
-"""Pictures of a workload's samples, and the tensors that a model's own image processor makes of them.
+"""Pictures or sound of a workload's samples, and the tensors that a model's own processor makes of them.
 
-Sound that has a class is such a record, too: it is all that a model reads of a sample, and of one size.
+A sound that has a class, or a text by CTC, is all that a model reads of a sample, and of one size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_PICTURES = 64
 """Most pictures of a sample."""
@@ -15,7 +17,7 @@ MAX_PIXELS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PictureTensor:
+class MediaTensor:
     """One of a batch's tensors, as it is for one sample: several samples lie one behind the other."""
 
     name: str
@@ -24,15 +26,15 @@ class PictureTensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pictures:
-    """Pictures of each sample."""
+class Media:
+    """The pictures of each sample, or its sound, beside its text or in its place."""
 
     num_images: int
     width: int
     height: int
     num_tokens: int
     """Tokens of a sample that stand for its pictures, those that mark where one begins among them."""
-    tensors: tuple[PictureTensor, ...]
+    tensors: tuple[MediaTensor, ...]
     of_text: tuple[str, ...] = ()
     """Names of further tensors of the text, shaped as its token ids."""
     sizes: tuple[tuple[int, int], ...] = ()
@@ -42,7 +44,10 @@ class Pictures:
     seconds: float = 0.0
     """Length of each sample's sound; 0 where there is none. Of sound there are no pictures."""
 
-    def in_dtype(self, dtype: object) -> Pictures:
+    num_moments: int = 0
+    """Moments of each sample's sound of which a model of CTC says a token, or none; 0 of other models."""
+
+    def in_dtype(self, dtype: object) -> Media:
         """The same in another dtype, one of torch's."""
         name = str(dtype).removeprefix("torch.")
         tensors = tuple(dataclasses.replace(each, dtype=name) for each in self.tensors)
@@ -59,6 +64,14 @@ class Pictures:
         if self.seconds:
             return f"{self.seconds:g}s"
         return f"{self.width}x{self.height}"
+
+
+_OF_SOUND = ("seconds", "num_moments")
+
+
+def without_sound(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's values without those of a sound that it has not, as before there were any."""
+    return {name: value for name, value in values.items() if value or name not in _OF_SOUND}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
