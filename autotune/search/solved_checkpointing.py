@@ -148,7 +148,7 @@ class PlanSolver:
             counts = self._estimator.lean_layers(of_any)
             if not counts:
                 continue
-            ends = [self._config(lean, plan, counts[at]) for at in (0, -1)]
+            ends = [self.config(lean, plan, counts[at]) for at in (0, -1)]
             most_bytes, least_bytes = map(self._estimator.floor_bytes, ends)
             fast, slow = map(self._estimator.tokens_per_second, ends)
             if least_bytes > room_bytes or fast is None or slow is None:
@@ -205,14 +205,14 @@ class PlanSolver:
         """Return a plan that fits at a leap below the place `above`, faster than the one found, if any."""
 
         def may_fit(count: int) -> bool:
-            return self._estimator.may_fit(self._config(lean, promise.plan, count))
+            return self._estimator.may_fit(self.config(lean, promise.plan, count))
 
         first = bisect.bisect_left(promise.counts, True, hi=above, key=may_fit)
         least = 0.0 if found is None else speed_of(found) * (1 + NOISE)
         for guess in dict.fromkeys(int(first + share * (above - first)) for share in _LEAPS):
             if guess in misfits or guess >= above:
                 continue
-            config = self._config(lean, promise.plan, promise.counts[guess])
+            config = self.config(lean, promise.plan, promise.counts[guess])
             if (self._estimator.tokens_per_second(config) or 0.0) <= least:
                 break
             if (estimate := self._fitting(lean, promise, guess)) is not None:
@@ -221,7 +221,7 @@ class PlanSolver:
 
     def _fitting(self, lean: TrainConfig, promise: _Promise, number: int) -> Estimate | None:
         """Return the estimate of a plan by its place in a promise; None where it does not fit."""
-        config = self._config(lean, promise.plan, promise.counts[number])
+        config = self.config(lean, promise.plan, promise.counts[number])
         return self._estimator.fitting(config) if self._estimator.may_fit(config) else None
 
     def _num_faster(self, lean: TrainConfig, promise: _Promise, best: Estimate | None) -> int:
@@ -230,12 +230,12 @@ class PlanSolver:
             return len(promise.counts)
 
         def is_slower(count: int) -> bool:
-            speed = self._estimator.tokens_per_second(self._config(lean, promise.plan, count))
+            speed = self._estimator.tokens_per_second(self.config(lean, promise.plan, count))
             return speed is None or speed <= speed_of(best)
 
         return bisect.bisect_left(promise.counts, True, key=is_slower)
 
-    def _config(self, lean: TrainConfig, plan: str, count: int) -> TrainConfig:
+    def config(self, lean: TrainConfig, plan: str, count: int) -> TrainConfig:
         """Return the configuration with a plan, of which there is a trace then."""
         any_number = dataclasses.replace(lean, checkpoint_plan=plan)
         config = dataclasses.replace(any_number, checkpoint_layers=count)

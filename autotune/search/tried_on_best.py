@@ -1,7 +1,7 @@
 """Settings that a search tries on its best configurations alone, since each multiplies what must be traced.
 
 First checkpointing is solved (autotune.search.solved_checkpointing). Then the loss is made in parts where its
-logits are a large share of the memory and more of it would make the step faster, checkpointing solved again.
+logits take memory that would make the step faster, checkpointing solved again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.common import log
 from autotune.errors import AutotuneError
@@ -24,6 +25,7 @@ from autotune.search.solved_checkpointing import (
     solved_configs,
 )
 from autotune.search.tips import LARGE_SHARE
+from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import LEVEL
@@ -41,8 +43,13 @@ _MAY_DIFFER = (
     "expandable_segments",
     # What needs least, or was the fastest, is not the fastest of what fits then: others of its trace may be.
     "optimizer",
+    # One trace stands for all ranks but the largest.
+    "lora_rank",
 )
 """Settings in which what is tried may differ from the best."""
+
+_LEAST_GAIN = 1.5 * NOISE
+"""Share of the time that the bytes of few logits must save. [judgement] A loss in parts takes some itself."""
 
 _common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
 
@@ -154,7 +161,7 @@ def _would_be_chosen(
 def _nearest_to_fit(
     candidates: Candidates, configs: Sequence[TrainConfig], estimator: Estimator
 ) -> list[TrainConfig]:
-    """Return what needs least, and with every layer checkpointed what needs or gives up least; none fits.
+    """Return what needs least of each form, and checkpointed without offloading what needs or gives up least.
 
     What would not fit without any logits is left out. Where nothing at all fits, a step that is one
     micro-batch stays if one sample of it would: the error then says how large the step may be.
@@ -165,8 +172,11 @@ def _nearest_to_fit(
         if config.activation_checkpointing == 1 and not config.activation_offloading
     ]
     # A step that is one micro-batch has the logits of all its samples: without them it may need least.
-    ways = ([c for c in configs if c.update_in_backward is way] for way in (False, True))
-    found = [min(way, key=estimator.floor_bytes) for way in ways if way]
+    ways: dict[tuple[object, ...], list[TrainConfig]] = {}
+    for config in configs:
+        way = config.update_in_backward, candidates.form_of(config)
+        ways.setdefault(way, []).append(config)
+    found = [min(way, key=estimator.floor_bytes) for way in ways.values()]
     if leans:  # Plans of checkpointing start from them, and what offloads needs less than they do.
         found += [min(leans, key=candidates.gives_up), min(leans, key=estimator.floor_bytes)]
     is_last_resort = candidates.best(lambda _: True) is None
@@ -182,9 +192,28 @@ def _nearest_to_fit(
 
 
 def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator) -> bool:
-    """Whether logits are a large share of the memory, and without a limit of it something would be faster."""
+    """Whether the bytes of logits may make something faster.
+
+    They may where they are a large share of the memory, or pay for layers that need not be checkpointed, and
+    something would be faster if memory had no limit.
+    """
     logits_bytes = best.breakdown.logits_bytes
-    if best.config.liger or logits_bytes < LARGE_SHARE * best.peak_device_bytes:
+    if best.config.liger or not logits_bytes:
         return False
-    speeds = [estimator.tokens_per_second(config) or 0.0 for config in alike]
-    return max(speeds, default=0.0) > speed_of(best) * (1 + NOISE)
+    speeds = {config: estimator.tokens_per_second(config) or 0.0 for config in alike}
+    if max(speeds.values(), default=0.0) <= speed_of(best) * (1 + NOISE):
+        return False
+    if logits_bytes >= LARGE_SHARE * best.peak_device_bytes:
+        return True
+    at: dict[str, Any] = {
+        "activation_checkpointing": 1,
+        "checkpoint_plan": INTERVAL,
+        "checkpoint_layers": 0,
+    }
+    lean = dataclasses.replace(best.config, **at)
+    free = dataclasses.replace(lean, activation_checkpointing=0)
+    if best.config == free or not (speeds.get(lean) and speeds.get(free)):
+        return False
+    seconds = 1 / speeds[lean] - 1 / speeds[free]
+    layers_bytes = estimator.floor_bytes(free) - estimator.floor_bytes(lean)
+    return logits_bytes * seconds * speed_of(best) > _LEAST_GAIN * layers_bytes

@@ -92,16 +92,42 @@ def test_what_cannot_be_traced_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_fits_only_in_parts_is_tried_without_offloading_too() -> None:
-    """Offloading needs least, but plans of checkpointing start from what does not offload."""
+    """Offloading needs least, but plans of checkpointing start from what does not offload.
+
+    Of the forms each has its chance: that of the least may give up more than it has to.
+    """
     lean = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
     small = dataclasses.replace(lean, optimizer="adamw_bnb_8bit")
     offloading = dataclasses.replace(small, activation_offloading=True)
-    floors = {lean: 30, small: 20, offloading: 10}
+    better = dataclasses.replace(offloading, method="lora", lora_rank=16)
+    floors = {lean: 30, small: 20, offloading: 10, better: 15}
     estimator: Any = SimpleNamespace(
         floor_bytes=floors.__getitem__,
         room_for=lambda _: 15,
         estimate=lambda _: SimpleNamespace(breakdown=SimpleNamespace(logits_bytes=6)),
     )
-    candidates: Any = SimpleNamespace(gives_up=[lean, small, offloading].index, best=lambda _: None)
+    candidates: Any = SimpleNamespace(
+        gives_up=[*floors].index,
+        best=lambda _: None,
+        form_of=lambda config: (config.method == "full", False),
+    )
     nearest = tried_on_best._nearest_to_fit(candidates, [*floors], estimator)
-    assert set(nearest) == {small, offloading}
+    assert set(nearest) == {small, offloading, better}
+
+
+@pytest.mark.parametrize(("logits_bytes", "pays"), [(0, False), (6, False), (7, True), (200, True)])
+def test_few_logits_pay_where_they_free_enough_layers(logits_bytes: int, pays: bool) -> None:
+    """At 3 s and 4 s a token, 55 bytes between them: 7 of 1000 bytes save 1/8 s of 4."""
+    lean = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
+    free = dataclasses.replace(lean, activation_checkpointing=0)
+    estimator: Any = SimpleNamespace(
+        tokens_per_second={lean: 1 / 4, free: 1 / 3}.__getitem__,
+        floor_bytes={lean: 1000, free: 1055}.__getitem__,
+    )
+    best: Any = SimpleNamespace(
+        config=lean,
+        breakdown=SimpleNamespace(logits_bytes=logits_bytes),
+        peak_device_bytes=1000,
+        tokens_per_second=1 / 4,
+    )
+    assert tried_on_best._may_pay(best, [lean, free], estimator) is pays

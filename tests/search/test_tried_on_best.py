@@ -221,6 +221,30 @@ def test_a_loss_in_parts_lets_adapters_fit_where_only_quantised_weights_do() -> 
     assert (best.config.method, best.config.chunked_loss) == ("lora", True)
 
 
+def test_a_loss_in_parts_is_tried_for_adapters_that_give_up_less_too() -> None:
+    """Smaller adapters on attention alone would need least."""
+    domains = {
+        "micro_batch_size": (2,),
+        "precision": ("bf16-autocast",),
+        "optimizer": (BASE.optimizer,),
+        "activation_checkpointing": (1,),
+        "activation_offloading": (True,),
+    }
+    usual = {"lora_rank": (16,), "lora_targets": ("all-linear",), "chunked_loss": (True,)}
+    all_of_them = {
+        "lora_rank": (8, 16),
+        "lora_targets": ("all-linear", "attention"),
+        "chunked_loss": (False, True),
+    }
+
+    def best(budget_bytes: int, settings: dict[str, Any]) -> Estimate:
+        lora = MethodSpace(method="lora", domains={**domains, **settings})
+        return answered(budget_bytes, lora, allow="recipe").best
+
+    in_parts = best(10**12, usual)
+    assert best(in_parts.peak_device_bytes, all_of_them).config == in_parts.config
+
+
 def test_a_loss_in_parts_lets_each_gpu_have_all_weights() -> None:
     """DDP sends gradients alone; FSDP2 sends weights besides, and has room for all logits."""
     domains = {
