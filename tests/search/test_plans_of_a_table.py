@@ -96,7 +96,7 @@ class Table:
 @pytest.fixture(autouse=True, scope="module")
 def _no_traces() -> Any:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(PlanSolver, "_config", config_of)
+        patched.setattr(PlanSolver, "config", config_of)
         yield
 
 
