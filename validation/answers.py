@@ -155,7 +155,7 @@ def kinds() -> list[list[Gpu]]:
     groups: dict[tuple[object, ...], list[Gpu]] = {}
     for card in gpus.catalogue():
         if card.compute_capability is not None and card.context_bytes is not None:
-            facts = {**of_card(card), "num_sms": None}
+            facts = {**of_card(card), "num_sms": None, "l2_bytes": None}
             groups.setdefault(tuple(facts.values()), []).append(card)
     return list(groups.values())
 

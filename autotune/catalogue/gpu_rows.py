@@ -35,6 +35,8 @@ TRACED_AS = {(8, 7): (8, 6), (8, 9): (8, 6), (10, 3): (10, 0), (12, 1): (12, 0)}
 (studies/attention-kernels), and a multiprocessor has as many threads."""
 USUAL_NUM_SMS = 108
 """Number of multiprocessors of a card of which it is not known: an A100's."""
+USUAL_L2_BYTES = 40 * MIB
+"""Bytes of the L2 cache of a card of which they are not known: an A100's."""
 
 CONTEXT_BYTES = 50 * MIB
 CONTEXT_BYTES_PER_THREAD = 2208

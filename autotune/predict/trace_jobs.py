@@ -182,12 +182,16 @@ def job_of(
 
 
 def kept_by(shared: Mapping[str, Any], spec: TraceSpec) -> str:
-    """Return the text that a trace is kept by, which cards of any number of multiprocessors share.
+    """Return the text that a trace is kept by, which cards that differ in what it does not hang on share.
 
     `shared`: what is asked for of all of a request.
     """
-    # Liger's kernels are launched by their number.
-    asked = {**shared, **({} if spec.liger else {"num_sms": None})}
+    # Liger's kernels are launched by the multiprocessors; Inductor times its own beside an L2 cache.
+    asked = {
+        **shared,
+        **({} if spec.liger else {"num_sms": None}),
+        **({} if spec.is_compiled else {"l2_bytes": None}),
+    }
     return json.dumps([asked, _plain(spec)], sort_keys=True)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from autotune.catalogue.attention import without
-from autotune.catalogue.gpu_rows import TRACED_AS, USUAL_NUM_SMS
+from autotune.catalogue.gpu_rows import TRACED_AS, USUAL_L2_BYTES, USUAL_NUM_SMS
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import json_records
@@ -310,6 +310,7 @@ def of_card(gpu: Gpu) -> dict[str, Any]:
         "compute_capability": capability and TRACED_AS.get(capability, capability),
         "cublas_workspace_bytes": gpu.cublas_workspace_bytes,
         "num_sms": gpu.num_sms or USUAL_NUM_SMS,
+        "l2_bytes": gpu.l2_bytes or USUAL_L2_BYTES,
         "backend": gpu.backend,
     }
 

@@ -3,7 +3,7 @@
 The request names a verb and its arguments; each answer is one JSON line. Verbs:
 
 trace   {"config": {...}, "task": str, "sequence_length": int, "compute_capability": [major, minor],
-         "cublas_workspace_bytes": int, "num_sms": int, "backend": "cuda" or "cpu",
+         "cublas_workspace_bytes": int, "num_sms": int, "l2_bytes": int, "backend": "cuda" or "cpu",
          "traces": [{"id": int, "spec": {...}, "whole": bool}], "ahead": bool (may lack)}
         one line per trace: {"id": int, "trace": {...}}; {"id": int, "unsupported": reason}, which will
         never be another; {"id": int, "crashed": reason, "traceback": text}; or {"id": int, "died": exit

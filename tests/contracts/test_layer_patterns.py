@@ -149,6 +149,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[dict[str, 
         "compute_capability": (9, 0),
         "cublas_workspace_bytes": 1,
         "num_sms": 132,
+        "l2_bytes": 50 << 20,
         "backend": "cuda",
         "traces": [{"id": number, "spec": spec, "whole": False} for number in (0, 1)],
     }
@@ -190,6 +191,7 @@ def _answer_of_a_step_that_raises(
         "compute_capability": (9, 0),
         "cublas_workspace_bytes": 1,
         "num_sms": 132,
+        "l2_bytes": 50 << 20,
         "backend": "cuda",
         "traces": [{"id": 0, "spec": dataclasses.asdict(FULL), "whole": False}],
     }
@@ -248,6 +250,7 @@ def test_layers_that_a_step_drops_at_random_are_all_traced() -> None:
         "compute_capability": (9, 0),
         "cublas_workspace_bytes": 1,
         "num_sms": 132,
+        "l2_bytes": 50 << 20,
         "backend": "cuda",
         "traces": [{"id": 0, "spec": dataclasses.asdict(FULL), "whole": False}],
     }

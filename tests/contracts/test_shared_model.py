@@ -123,6 +123,7 @@ def test_a_trace_that_is_made_ahead_is_the_same(monkeypatch: pytest.MonkeyPatch)
         "compute_capability": ADA.compute_capability,
         "cublas_workspace_bytes": ADA.cublas_workspace_bytes,
         "num_sms": ADA.num_sms,
+        "l2_bytes": ADA.l2_bytes,
         "backend": "cuda",
     }
     monkeypatch.setattr(forks, "num_processes", lambda _: 1)

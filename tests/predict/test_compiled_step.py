@@ -30,6 +30,7 @@ LORA = dataclasses.replace(
     FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
 )
 EAGER = (FULL, CHECKPOINTED, LORA)
+MIXED = dataclasses.replace(FULL, precision="bf16-mixed")
 
 
 def compiled(config: TrainConfig) -> TrainConfig:
@@ -39,6 +40,7 @@ def compiled(config: TrainConfig) -> TrainConfig:
 @pytest.fixture(scope="module")
 def estimator() -> Estimator:
     specs = {TraceSpec.of(each) for config in EAGER for each in (config, compiled(config))}
+    specs.add(TraceSpec.of(compiled(MIXED)))
     traces = trace_all(
         tiny_model.SHALLOW,
         "causal-lm",
@@ -47,7 +49,7 @@ def estimator() -> Estimator:
         specs,
         server=here.workers,
     )
-    assert len(traces) == 2 * len(EAGER)
+    assert len(traces) == 2 * len(EAGER) + 1
     return Estimator(traces, tiny_model.gpu(), memory_budget_bytes=100 * 10**9)
 
 
@@ -103,6 +105,48 @@ def test_gradients_are_added_when_all_are_there(estimator: Estimator) -> None:
             highest = max(highest, alive)
     assert highest == state.gradients_bytes
     assert alive == 0
+
+
+@pytest.mark.parametrize(("config", "num_logits"), [(FULL, 3), (LORA, 1)], ids=["full", "lora"])
+def test_the_gradient_of_logits_lies_where_they_were_unless_the_caller_has_them(
+    estimator: Estimator, config: TrainConfig, num_logits: int
+) -> None:
+    """In bf16-true the model returns its logits: they, zeros for them and their gradient are there at once.
+
+    Under autocast it returns a copy in float32, and writes the gradient over what it has saved in 16 bits.
+    """
+    vocabulary = tiny_model.SHALLOW.config["vocab_size"]
+    logits_bytes = config.micro_batch_size * config.sequence_length * vocabulary * 2
+    assert most_alive(estimator, config, logits_bytes) == num_logits
+
+
+def test_a_gradient_is_not_written_over_what_was_scattered(estimator: Estimator) -> None:
+    """Inductor changes a buffer of its own in place: the sum with the head's gradient needs another one."""
+    config = tiny_model.SHALLOW.config
+    assert most_alive(estimator, MIXED, config["vocab_size"] * config["hidden_size"] * 4) == 2
+
+
+def most_alive(estimator: Estimator, config: TrainConfig, size_bytes: int) -> int:
+    """Most tensors of a size that a compiled micro-batch holds at once, beside what was there."""
+    trace = estimator.trace_of(compiled(config))
+    sizes = trace.sizes(config.micro_batch_size, 1)
+    alive = highest = 0
+    for event in trace.next:
+        if sizes[event if event >= 0 else ~event] == size_bytes:
+            alive += 1 if event >= 0 else -1
+            highest = max(highest, alive)
+    return highest
+
+
+def test_kernels_are_timed_beside_the_cards_cache_in_the_first_micro_batch(
+    estimator: Estimator,
+) -> None:
+    trace, l2_bytes = estimator.trace_of(compiled(FULL)), tiny_model.gpu().l2_bytes
+    sizes = trace.sizes(FULL.micro_batch_size, 1)
+    timed = [sizes[event] for event in trace.first if event >= 0 and ~event in trace.first]
+    assert timed.count(l2_bytes) > 5
+    assert l2_bytes not in [sizes[event] for event in trace.again if event >= 0]
+    assert l2_bytes not in [sizes[number] for number in trace.workspaces]
 
 
 def test_a_step_that_breaks_into_graphs_has_eager_figures_as_a_bound() -> None:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotune.worker.trace.fusion import FusedKernel, kernels_of
-from autotune.worker.trace.lowering import bytes_of
+from autotune.worker.trace.lowering import bytes_of, fuse_products
 
 ROWS, COLUMNS = 64, 512
 X_BYTES = ROWS * COLUMNS * 4
@@ -86,3 +86,51 @@ def test_an_expanded_input_is_read_once() -> None:
         graph(lambda x, w: x * w.expand(ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,))
     )
     assert sum(kernel.reads.values()) == X_BYTES + COLUMNS * 4
+
+
+SQUARE = (COLUMNS, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("function", "num_kernels"),
+    [
+        (lambda x, w, y: x @ w + y, 1),
+        (lambda x, w, y: y + (x @ w).permute(1, 0).permute(1, 0), 1),
+        (lambda x, w, y: x @ w + y.permute(1, 0), 1),
+        (lambda x, w, y: y + (x @ w).permute(1, 0), 2),
+        (lambda x, w, y: (x @ w + y).exp(), 2),
+        (lambda x, w, y: (lambda product: (product + y, product))(x @ w), 2),
+    ],
+    ids=[
+        "plain",
+        "turned twice",
+        "other turned",
+        "turned",
+        "read by a pointwise one",
+        "read again",
+    ],
+)
+def test_a_product_whose_sum_the_caller_reads_is_added_to_by_its_own_kernel(
+    function: Callable[..., object], num_kernels: int
+) -> None:
+    made = graph(function, SQUARE, SQUARE, SQUARE)
+    fuse_products(made)
+    assert len(kernels_of(made)) == num_kernels
+
+
+def test_what_is_scattered_is_there_before_it_is_read() -> None:
+    def gradient(places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros((COLUMNS, COLUMNS), device="meta")
+        return table.index_put((places.long(),), values * 2, accumulate=True).bfloat16()
+
+    scattered, converted = kernels_of(graph(gradient, (ROWS,), (ROWS, COLUMNS)))
+    assert list(map(bytes_of, scattered.writes)) == [COLUMNS * COLUMNS * 4]
+    assert list(map(bytes_of, converted.writes)) == [COLUMNS * COLUMNS * 2]
+
+
+def test_a_number_at_one_place_of_each_row_is_not_scattered() -> None:
+    def gradient(places: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.full((ROWS, COLUMNS), 0.0, device="meta").scatter(1, places.long(), -1.0) * x
+
+    (kernel,) = kernels_of(graph(gradient, (ROWS, 1), (ROWS, COLUMNS)))
+    assert moved_bytes(kernel) == 2 * X_BYTES + ROWS * 4

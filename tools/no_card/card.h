@@ -37,6 +37,7 @@ inline const size_t context_bytes = number("NO_CARD_CONTEXT_BYTES", 0);
 /* 90 is 9.0. */
 inline const int capability = (int)number("NO_CARD_CAPABILITY", 80);
 inline const int num_sms = (int)number("NO_CARD_NUM_SMS", 108);
+inline const size_t l2_bytes = number("NO_CARD_L2_BYTES", 40u << 20);
 /* Whether all of something is so: what Transformers asks of a mask. 1 or 0. */
 inline const int all = (int)number("NO_CARD_ALL", 1);
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from autotune.catalogue.gpu_rows import USUAL_L2_BYTES
 from autotune.catalogue.gpus import Gpu
 
 SOURCES = Path(__file__).parent
@@ -39,6 +40,7 @@ def environment(
         "NO_CARD_NAME": card.name,
         "NO_CARD_CAPABILITY": 10 * major + minor,
         "NO_CARD_NUM_SMS": card.num_sms or 108,
+        "NO_CARD_L2_BYTES": card.l2_bytes or USUAL_L2_BYTES,
         "NO_CARD_TOTAL_BYTES": card.capacity_bytes,
         "NO_CARD_DRIVER_BYTES": max(0, card.nominal_memory_bytes - card.capacity_bytes),
         "NO_CARD_CONTEXT_BYTES": context_bytes,

@@ -150,7 +150,9 @@ class Trace:
             self._check(self._next)
         made = self._first[self._first >= 0]
         self.gradients: list[int] = made[self._categories[made] == "gradient"].tolist()
-        self.workspaces: list[int] = made[self._categories[made] == "workspace"].tolist()
+        stays = ~np.isin(made, ~self._first[self._first < 0])
+        is_kept = (self._categories[made] == "workspace") & stays
+        self.workspaces: list[int] = made[is_kept].tolist()
 
         def kernels_of(phases: Collection[Phase]) -> Kernels:
             of_phases = [block for block in blocks if block["phase"] in phases]

@@ -308,8 +308,8 @@ def first_card(cases: Sequence[Case], pricer: Pricer) -> int | None:
 
 
 def kind_of(card: Gpu) -> object:
-    """Return what cards agree in that run the same kernels: the number of their multiprocessors aside."""
-    return tuple({**of_card(card), "num_sms": None}.values())
+    """Return what cards agree in that run the same kernels: multiprocessors and L2 cache aside."""
+    return tuple({**of_card(card), "num_sms": None, "l2_bytes": None}.values())
 
 
 def room_for_torch(card: Gpu) -> int:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -85,7 +87,21 @@ def trace_compiled(
         graphs = graphs_of(model, run, batch, checkpoint_every=every)
     # The trace of many samples stands for two and more.
     share = 1.0 if step.spec.single else 2 / micro_batch
-    _Emitter(step, tracker, workspaces, hidden_buffers, graphs, device.backend, share).emit()
+    _Emitter(step, tracker, workspaces, hidden_buffers, graphs, device, share).emit()
+
+
+_Tensor = int | fx.Node
+"""A tensor that was there before a pass, by its number; or a result of the pass, by its base."""
+
+
+@dataclass(slots=True)
+class _Launch:
+    """A kernel's results, whose memory they take, and what goes behind it."""
+
+    made: list[fx.Node]
+    taken: dict[fx.Node, _Tensor]
+    """Tensors whose memory results take; what is missing has memory of its own."""
+    freed: set[_Tensor]
 
 
 class _Emitter:
@@ -98,10 +114,19 @@ class _Emitter:
         workspaces: Workspaces,
         hidden_buffers: HiddenBuffers | None,
         graphs: StepGraphs,
-        backend: str,
+        device: Device,
         rows_share: float,
     ) -> None:
-        self._backend = backend
+        self._backend, self._l2_bytes = device.backend, device.l2_bytes
+        self._place_now = OUTSIDE
+        self._first_of_stack: dict[int, Place] = {}
+        """First layer of each stack in the pass."""
+        self._place_of: dict[int, Place] = {}
+        """Layer in which each tensor was made."""
+        self._scattered: set[fx.Node] = set()
+        """Results of the pass that are written to scattered places."""
+        self._timed: set[object] = set()
+        """Kernels that were launched."""
         self._rows_share = rows_share
         self._step = step
         self._tracker = tracker
@@ -111,6 +136,8 @@ class _Emitter:
         self._graphs = graphs
         self._number: dict[fx.Node, int] = {}
         """Number of the tensor of each base, of either graph."""
+        self._never_overwritten: set[int] = set()
+        """Tensors that were given to the backward pass, and are not saved for it alone (donated)."""
         self._of_forward = {node.name: node for node in graphs.forward.nodes}
 
     def emit(self) -> None:
@@ -122,14 +149,17 @@ class _Emitter:
         results = outputs_of(graphs.forward)
         self._step.mark(Phase.EMBED)
         self._run(graphs.forward, kept={base_of(node) for node in results}, backward=False)
-        saved = {
-            self._number[base_of(self._of_forward[node.name])]
+        saved_nodes = [
+            self._of_forward[node.name]
             for node in graphs.backward.nodes
             if node.op == "placeholder" and node.name in self._of_forward
-        }
+        ]
+        saved = {self._number[base_of(node)] for node in saved_nodes}
         loss = self._number[base_of(results[0])]
         self._step.loss = loss
         returned = {self._number[base_of(node)] for node in results}
+        of_caller = results[: len(results) - len(saved_nodes)]
+        self._never_overwritten = {self._number[base_of(node)] for node in of_caller}
         self._free(returned - saved - given - {loss})
         self._step.mark(Phase.HEAD_BACKWARD)
         one = self._allocate(value_of(results[0]))  # what Accelerator.backward begins with
@@ -140,6 +170,7 @@ class _Emitter:
                 self._number[node] = self._number[base_of(self._of_forward[node.name])]
             else:  # A gradient of a result: zeros, but for the loss's.
                 self._number[node] = self._allocate(value_of(node))
+                self._never_overwritten.add(self._number[node])
                 self._launch("fill_", node, (bytes_of(node),))
         gradients = [node for node in _results(graphs.backward) if node is not None]
         self._keep = given | {loss}
@@ -155,55 +186,134 @@ class _Emitter:
 
     def _run(self, graph: fx.Graph, *, kept: set[fx.Node], backward: bool) -> None:
         kernels = kernels_of(graph, self._backend, rows_share=self._rows_share)
-        last_use: dict[int, int] = {}
-        for place, kernel in enumerate(kernels):
-            for read in kernel.reads:
-                if read in self._number:
-                    last_use[self._number[read]] = place
-        own: dict[fx.Node, int] = {}
-        for place, kernel in enumerate(kernels):
-            for node in (*kernel.reads, *_made_by(kernel)):
-                own[node] = place
-        kept_numbers: set[int] = set()
+        given = {number for node, number in self._number.items() if node.graph is graph}
         stages = self._stages(kernels, backward=backward)
+        places = [place for _, place in stages]
+        launches = self._planned(kernels, places, kept=kept, backward=backward)
         before: tuple[Phase, Place] | None = None
-        # Saved tensors that the backward graph does not read go at once.
-        alive = {n for node, n in self._number.items() if node.graph is graph}
-        for place, (kernel, stage) in enumerate(zip(kernels, stages, strict=True)):
+        self._first_of_stack = {}
+        for kernel, launch, stage in zip(kernels, launches, stages, strict=True):
             if stage != before:
                 self._step.mark(*stage)
-                before = stage
-            made = _made_by(kernel)
-            dying = {
-                number
-                for read in kernel.reads
-                if (number := self._number.get(read)) is not None
-                and read not in kept
-                and max(last_use.get(number, -1), own.get(read, -1)) == place
-                and self._may_free(number, backward=backward)
-            }
-            reused = set() if kernel.is_of_library else self._reusable(dying, made)
-            self._free(reused)
+                before, self._place_now = stage, stage[1]
             if kernel.is_of_library:
-                self._call_library(kernel, made, backward=backward)
+                self._call_library(kernel, launch, backward=backward)
             else:
-                for node in made:
-                    self._number[node] = self._allocate(value_of(node))
-                self._launch_fused(kernel, made)
-            for node in made:
-                number = self._number[node]
-                alive.add(number)
-                if node in kept:
-                    kept_numbers.add(number)
-                elif own[node] == place:  # Nobody reads it.
-                    dying.add(number)
-                else:
-                    last_use[number] = own[node]
-            self._free(dying - reused)
-            alive -= dying
+                for node in launch.made:
+                    self._make(node, launch)
+                self._time(kernel)
+                self._launch_fused(kernel, launch.made)
+            self._free({self._number_of(tensor) for tensor in launch.freed})
         if backward:
-            unread = {n for n in alive if n not in last_use and self._may_free(n, backward=True)}
-            self._free(unread - kept_numbers)
+            read = {self._number[read] for kernel in kernels for read in kernel.reads}
+            self._free({n for n in given - read if self._may_free(n, backward=True)})
+
+    def _time(self, kernel: FusedKernel) -> None:
+        """Record what Inductor takes to time a kernel's forms, as it is launched for the first time.
+
+        It writes over the card's L2 cache (torch 2.15 torch/_inductor/runtime/benchmarking.py,
+        InductorBenchmarker.benchmark_gpu). Of what a kernel writes in place it makes copies, as far as these
+        do not raise the peak (triton_heuristics.py, copy_args_to_cpu_if_needed): they are not modelled.
+        Nothing is timed where its cache on disk knows the fastest form.
+        """
+        values = [value_of(part.node) for part in kernel.parts]
+        shapes = tuple(tuple(v.shape) for v in values if isinstance(v, torch.Tensor))
+        like = tuple(part.node.target for part in kernel.parts), shapes
+        if self._backend == "cuda" and like not in self._timed:
+            self._timed.add(like)
+            place = self._place_now
+            if place != OUTSIDE and place != self._first_of_stack.setdefault(place[0], place):
+                return  # The layer stands for others, too, which time nothing.
+            number = self._tracker.record_and_free(self._l2_bytes)
+            self._workspaces.indices.append(number)
+
+    def _number_of(self, tensor: _Tensor) -> int:
+        return tensor if isinstance(tensor, int) else self._number[tensor]
+
+    def _make(self, node: fx.Node, launch: _Launch) -> None:
+        """Give a result its memory: that of another tensor, or some of its own.
+
+        A tensor of another layer goes first: each layer's stand by themselves, to be repeated.
+        """
+        if (taken := launch.taken.get(node)) is not None:
+            number = self._number_of(taken)
+            if self._place_of[number] == self._place_now:
+                self._number[node] = number
+                return
+            self._free([number])
+        self._number[node] = self._allocate(value_of(node))
+
+    def _planned(
+        self,
+        kernels: list[FusedKernel],
+        places: list[Place],
+        *,
+        kept: set[fx.Node],
+        backward: bool,
+    ) -> list[_Launch]:
+        """Say whose memory each result takes, and what goes behind each kernel.
+
+        A result of a size and type takes the memory of the last such result that went, if that was behind
+        the kernel before, or if the estimated peak of all kernels stays as it is where it is held until
+        then (torch 2.13 torch/_inductor/codegen/wrapper.py, AllocateLine.should_reuse_buffer).
+        """
+        last: dict[_Tensor, int] = {}
+        made_by = [_made_by(kernel) for kernel in kernels]
+        self._scattered = {
+            part.node for kernel in kernels for part in kernel.parts if part.extra_bytes
+        }
+        for place, kernel in enumerate(kernels):
+            for node in (*kernel.reads, *made_by[place]):
+                last[self._number.get(node, node)] = place
+        given = {tensor for tensor in last if isinstance(tensor, int)}
+        going: list[list[_Tensor]] = [[] for _ in kernels]
+        for tensor, place in last.items():
+            if (
+                self._may_free(tensor, backward=backward)
+                if isinstance(tensor, int)
+                else tensor not in kept
+            ):
+                going[place].append(tensor)
+        sizes = [sum(self._bytes_of(node) for node in made) for made in made_by]
+        freed = [sum(map(self._bytes_of, tensors)) for tensors in going]
+        held = np.cumsum(sizes) - np.cumsum([0, *freed[:-1]])
+        peak = int(held.max(initial=0))
+        home = {node: at for at, made in zip(places, made_by, strict=True) for node in made}
+        pool: dict[tuple[int, str], list[tuple[fx.Node, int]]] = {}
+        taken_later: set[_Tensor] = set()
+        launches = []
+        for place, (kernel, made) in enumerate(zip(kernels, made_by, strict=True)):
+            dying = set(going[place])
+            taken: dict[fx.Node, _Tensor] = {}
+            if not kernel.is_of_library:
+                taken |= self._overwritten(kernel, dying - self._never_overwritten)
+            overwritten = set(taken.values())
+            for node in made if kernel.takes_results else ():
+                waiting = pool.get(_size_and_type(node), [])
+                if node in taken or not waiting:
+                    continue
+                other, since = waiting[-1]
+                between = held[since + 1 : place]
+                if len(between) and self._bytes_of(node) + int(between.max()) > peak:
+                    continue
+                waiting.pop()
+                between += self._bytes_of(node)
+                if places[since] == places[place] == home[other]:
+                    taken[node] = other
+                    taken_later.add(other)
+            for tensor in going[place]:
+                if tensor not in overwritten and tensor not in given:
+                    assert isinstance(tensor, fx.Node)
+                    pool.setdefault(_size_and_type(tensor), []).append((tensor, place))
+            launches.append(_Launch(made, taken, dying - overwritten))
+        for launch in launches:
+            launch.freed -= taken_later
+        return launches
+
+    def _bytes_of(self, tensor: _Tensor) -> int:
+        if isinstance(tensor, int):
+            return self._recording.tensors[tensor].size_bytes
+        return _size_and_type(tensor)[0]
 
     def _may_free(self, number: int, *, backward: bool) -> bool:
         return number not in self._inputs and (not backward or number not in self._keep)
@@ -214,16 +324,34 @@ class _Emitter:
             self._number[node] for node in self._graphs.forward.nodes if node.op == "placeholder"
         }
 
-    def _reusable(self, dying: set[int], made: list[fx.Node]) -> set[int]:
-        """Tensors that go and whose memory a result of the same size takes."""
-        tensors = self._recording.tensors
-        sizes = [value_of(node).untyped_storage().nbytes() for node in made]
-        found = set()
-        for number in sorted(dying):
-            if tensors[number].size_bytes in sizes:
-                sizes.remove(tensors[number].size_bytes)
-                found.add(number)
+    def _overwritten(self, kernel: FusedKernel, dying: set[_Tensor]) -> dict[fx.Node, _Tensor]:
+        """Results that a kernel writes over a tensor that goes, with that tensor.
+
+        A pointwise result takes the first that it reads, alone of what is left of the kernel, of its size
+        and type, and not written to scattered places (torch 2.13 torch/_inductor/scheduler.py,
+        SchedulerNode.decide_inplace_update).
+        """
+        found: dict[fx.Node, _Tensor] = {}
+        for place, part in enumerate(kernel.parts):
+            if part.node not in kernel.writes or not part.is_pointwise:
+                continue
+            later = {read for other in kernel.parts[place + 1 :] for read in other.reads}
+            for read in part.reads:
+                tensor = self._number.get(read, read)
+                if tensor not in dying or read in later or tensor in found.values():
+                    continue
+                if tensor in self._scattered:
+                    continue
+                if self._size_and_type_of(tensor) == _size_and_type(part.node):
+                    found[part.node] = tensor
+                    break
         return found
+
+    def _size_and_type_of(self, tensor: _Tensor) -> tuple[int, str]:
+        if isinstance(tensor, int):
+            tracked = self._recording.tensors[tensor]
+            return tracked.size_bytes, tracked.dtype
+        return _size_and_type(tensor)
 
     def _stages(self, kernels: list[FusedKernel], *, backward: bool) -> list[tuple[Phase, Place]]:
         """The block of each kernel: layers follow each other, none is begun twice."""
@@ -255,8 +383,8 @@ class _Emitter:
     def _allocate(self, value: torch.Tensor) -> int:
         recording = self._recording
         number = len(recording.tensors)
-        dtype = str(value.dtype).removeprefix("torch.")
-        size_bytes = value.untyped_storage().nbytes()
+        self._place_of[number] = self._place_now
+        size_bytes, dtype = _size_and_type_of(value)
         recording.tensors.append(TrackedTensor(size_bytes, tuple(value.shape), dtype))
         recording.events.append(number)
         return number
@@ -264,7 +392,7 @@ class _Emitter:
     def _free(self, numbers: Iterable[int]) -> None:
         self._recording.events.extend(~number for number in sorted(numbers))
 
-    def _call_library(self, kernel: FusedKernel, made: list[fx.Node], *, backward: bool) -> None:
+    def _call_library(self, kernel: FusedKernel, launch: _Launch, *, backward: bool) -> None:
         node = kernel.node
         func = node.target
         args, kwargs = _values((node.args, dict(node.kwargs)))
@@ -274,14 +402,14 @@ class _Emitter:
             buffers = self._hidden_buffers(func, args, out)
         first, brief, then = parted(buffers)
         self._tracker.record_buffers(first)
-        for result in made:
-            self._number[result] = self._allocate(value_of(result))
+        for result in launch.made:
+            self._make(result, launch)
         self._workspaces.at_launch(self._tracker, func, args, kwargs, in_backward=backward)
         self._tracker.record_buffers(brief)
         self._tracker.record_buffers(then)
         tensors = list(tensors_in((args, kwargs)))
         name = str(func._overloadpacket).partition(".")[2]  # type: ignore[union-attr]
-        moved = (*kernel.reads.values(), *(bytes_of(result) for result in made))
+        moved = (*kernel.reads.values(), *(bytes_of(result) for result in launch.made))
         self._recording.kernels.append(
             TrackedKernel(
                 name=name,
@@ -332,6 +460,15 @@ class _Emitter:
         return kernel.node.graph is self._graphs.backward and all(
             part.node.name in self._of_forward for part in kernel.parts
         )
+
+
+def _size_and_type(node: fx.Node) -> tuple[int, str]:
+    return _size_and_type_of(value_of(node))
+
+
+def _size_and_type_of(value: torch.Tensor) -> tuple[int, str]:
+    """Bytes and dtype of a tensor's storage."""
+    return value.untyped_storage().nbytes(), str(value.dtype).removeprefix("torch.")
 
 
 def _made_by(kernel: FusedKernel) -> list[fx.Node]:

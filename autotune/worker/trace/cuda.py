@@ -22,7 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from autotune.catalogue.gpu_rows import MOST_THREADS_PER_SM, THREADS_PER_SM, USUAL_NUM_SMS
+from autotune.catalogue.gpu_rows import (
+    MOST_THREADS_PER_SM,
+    THREADS_PER_SM,
+    USUAL_L2_BYTES,
+    USUAL_NUM_SMS,
+)
 from autotune.catalogue.installed import makes_workspace_per_call
 from autotune.worker.build import tensor_parallel
 from autotune.worker.trace import sdpa
@@ -45,6 +50,8 @@ class Device:
     num_sms: int = USUAL_NUM_SMS
     """Number of multiprocessors. Liger's norms make a row of fp32 for each: 1.7 MB at
     a width of 4,096."""
+    l2_bytes: int = USUAL_L2_BYTES
+    """Bytes of its L2 cache."""
     backend: str = "cuda"
     """The backend whose kernels run: cuda or cpu."""
 

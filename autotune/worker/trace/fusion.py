@@ -30,6 +30,7 @@ from autotune.worker.trace.lowering import (
     Written,
     base_of,
     bytes_of,
+    is_product,
     outputs_of,
 )
 
@@ -59,6 +60,11 @@ class FusedKernel:
     @property
     def is_of_library(self) -> bool:
         return self.parts[0].domain is None
+
+    @property
+    def takes_results(self) -> bool:
+        """Whether its results are given to it as memory, and not made by the operation itself."""
+        return not self.is_of_library or is_product(self.node)
 
     @property
     def reduction(self) -> Domain | None:
@@ -177,10 +183,17 @@ def _pairs(groups: dict[int, _Group]) -> list[tuple[Any, int, int]]:
 def _may_fuse(a: _Group, b: _Group, *, is_cuda: bool, rows_share: float) -> bool:
     if len(a.parts) + len(b.parts) > MOST_FUSED:
         return False
+    if _reads_scattered(a, b) or _reads_scattered(b, a):
+        return False
     if not _is_compatible(a, b, is_cuda=is_cuda, rows_share=rows_share):
         return False
     mask = ~(1 << a.number | 1 << b.number)
     return not (a.after & b.before & mask or b.after & a.before & mask)
+
+
+def _reads_scattered(reader: _Group, other: _Group) -> bool:
+    """Whether a kernel reads what another one writes to scattered places: all must be there before."""
+    return any(part.extra_bytes and part.node in reader.reads for part in other.parts)
 
 
 def _pays_to_mix(inner: Domain, rows_share: float) -> bool:

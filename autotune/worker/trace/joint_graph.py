@@ -33,6 +33,7 @@ from autotune.memory.traces.phases import OUTSIDE, Place
 from autotune.worker.build.alike_layers import built
 from autotune.worker.build.layers import layer_stacks
 from autotune.worker.build.model import UnsupportedModel, reason_of
+from autotune.worker.trace.lowering import fuse_products
 from autotune.worker.trace.stand_ins import replaced
 
 
@@ -111,6 +112,8 @@ def graphs_of(
             _mark_recomputed(joint.graph, place_of, checkpoint_every)
         kwargs["static_lifetime_input_indices"] = list(range(len(parameters)))
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        for graph in (forward.graph, backward.graph):
+            fuse_products(graph)
         found.append(
             StepGraphs(
                 forward=forward.graph,

@@ -50,7 +50,7 @@ _OF_LIBRARIES = (
 )  # fmt: skip
 _SCATTERS = {
     aten.index_put, aten.scatter_add, aten.scatter, aten._unsafe_index_put, aten.index_put_,
-    aten.embedding_dense_backward,
+    aten.embedding_dense_backward, aten._unsafe_masked_index_put_accumulate,
 }  # fmt: skip
 """Operations that write into a copy of their first argument, in a kernel apart."""
 
@@ -81,6 +81,11 @@ class Written:
     """Bytes that it writes besides its result."""
     is_alone: bool = False
     """Whether it is fused with nothing."""
+
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether each of its elements is computed by itself."""
+        return self.domain is not None and self.domain.columns == 1 and not self.extra_bytes
 
     @property
     def is_flat(self) -> bool:
@@ -141,6 +146,62 @@ def is_of_library(node: fx.Node) -> bool:
     return name in _OF_LIBRARIES or "attention" in name or "flash" in name
 
 
+def fuse_products(graph: fx.Graph) -> None:
+    """Replace the sum of a product and a matrix by one operation where Inductor does.
+
+    It does where something else than a pointwise operation reads the sum, as the caller does (torch 2.13
+    torch/_inductor/fx_passes/post_grad.py, is_valid_addmm_fusion): gradients of a tied embedding and head.
+    """
+    for node in list(graph.nodes):
+        if node.target is not aten.add.Tensor or node.kwargs or all(map(_is_pointwise, node.users)):
+            continue
+        for product, other in (
+            map(_without_pairs, node.args),
+            map(_without_pairs, node.args[::-1]),
+        ):
+            is_sum = isinstance(product, fx.Node) and isinstance(other, fx.Node)
+            if not is_sum or product.target is not aten.mm.default or _num_users(product) > 1:
+                continue
+            if value_of(other).dtype != value_of(node).dtype:
+                continue
+            with graph.inserting_before(node):
+                name = node.name
+                fused = graph.call_function(aten.addmm.default, (other, *product.args))
+            fused.meta.update(node.meta)
+            node.replace_all_uses_with(fused)
+            graph.erase_node(node)
+            fused.name = name
+            break
+    graph.eliminate_dead_code()
+
+
+def _without_pairs(node: Any) -> Any:
+    """The node that two permutations in turn leave as it is (joint_graph.py, pointless_permute_pair)."""
+    is_pair = _is_permutation(node) and _is_permutation(node.args[0])
+    if not is_pair:
+        return node
+    outer, inner = node.args[1], node.args[0].args[1]
+    is_identity = all(inner[place] == number for number, place in enumerate(outer))
+    return node.args[0].args[0] if is_identity else node
+
+
+def _is_permutation(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.target is aten.permute.default
+
+
+def _is_pointwise(user: fx.Node) -> bool:
+    if user.op != "call_function":
+        return False
+    if is_view(user):
+        return all(map(_is_pointwise, user.users))
+    return torch.Tag.pointwise in getattr(user.target, "tags", ())
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether it is a product of matrices, whose kernel writes into memory that it is given."""
+    return getattr(_packet(node), "__name__", "") in ("mm", "bmm", "addmm", "baddbmm")
+
+
 class Realizer:
     """Goes through a graph and says what is written into memory, as Inductor's lowering does."""
 
@@ -171,7 +232,7 @@ class Realizer:
             return
         packet = _packet(node)
         reads, operations = self._reads(node), self._operations(node)
-        if packet in _SCATTERS:
+        if packet in _SCATTERS and not _writes_over_a_constant(node):
             self._write(node, position, Domain(_numel_of_values(node)), reads, operations)
             self.written[-1].extra_bytes = bytes_of(node)
         elif packet in _REDUCTIONS:
@@ -238,6 +299,18 @@ class Realizer:
             for source in node.all_input_nodes
             if (base := base_of(source)) in self._virtual
         )
+
+
+def _writes_over_a_constant(node: fx.Node) -> bool:
+    """Whether one number goes into a constant, at a place of each row: Inductor compares places instead.
+
+    Source: torch 2.13 torch/_inductor/fx_passes/post_grad.py, scatter_upon_const_tensor.
+    """
+    if node.target is not aten.scatter.value:
+        return False
+    constant, dim, places = node.args[:3]
+    assert isinstance(constant, fx.Node)
+    return constant.target in _CONSTANTS and value_of(places).shape[dim] == 1
 
 
 def _num_users(node: fx.Node) -> int:

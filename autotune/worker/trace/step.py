@@ -105,6 +105,7 @@ def begun(request: dict[str, Any]) -> Device:
         compute_capability=tuple(request["compute_capability"]),
         cublas_workspace_bytes=request["cublas_workspace_bytes"],
         num_sms=request["num_sms"],
+        l2_bytes=request["l2_bytes"],
         backend=request["backend"],
     )
     with contextlib.suppress(Exception):  # Tracing will say it.
