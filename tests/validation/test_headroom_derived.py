@@ -96,11 +96,14 @@ def test_lengths_that_vary_fit_with_the_share_that_is_kept_for_them() -> None:
 
 
 def test_compiled_steps_fit_with_the_share_that_is_kept_for_them() -> None:
-    lines = (STUDIES / "no-card" / "compiled.jsonl").read_text().splitlines()
+    lines = (STUDIES / "no-card" / "compiled_after.jsonl").read_text().splitlines()
+    records = [
+        record for record in map(json.loads, lines) if record["measurement"]["outcome"] == "ok"
+    ]
     over = sorted(
         record["measurement"]["peak_reserved_bytes"] / record["prediction"]["peak_reserved_bytes"]
         - 1
-        for record in map(json.loads, lines)
+        for record in records
     )
-    assert [round(100 * share) for share in over[-2:]] == [29, 42]
+    assert len(over) > 20
     assert over[-1] <= headroom.COMPILED_SHARE
