@@ -550,7 +550,7 @@ def test_a_checkpoint_that_is_quantised_already_is_unpacked(
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
     options = argparse.Namespace(model=str(tmp_path / "fp8"), from_config=False, tokenizer=None)
-    model = program["load_model"](options, None)
+    model = program["load_model"](options, None, None)
     # Without it, a card that can multiply in fp8 would get weights that Trainer cannot train.
     assert loading["quantization_config"].dequantize is True
     original = load(models / "llama").state_dict()

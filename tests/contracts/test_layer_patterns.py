@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -82,6 +83,34 @@ def test_families(kind: str, changes: dict[str, Any], pattern: Pattern) -> None:
     kinds = kinds_of(models.build_base(config, "causal-lm", FULL), config)
     assert len(kinds) == len(layer_stacks(models.build_base(config, "causal-lm", FULL))[0])
     assert find_pattern(kinds, step=1, num_periods=3) == pattern
+
+
+@pytest.mark.parametrize("every", [0, 1], ids=["kept", "checkpointed"])
+def test_compiled_layers_stand_for_others(every: int) -> None:
+    sizes = {
+        "hidden_size": 3072,
+        "num_hidden_layers": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 8000,
+    }
+    heads = {"num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    config = models.load_config({"model_type": "llama", **sizes, **heads})
+    spec = dataclasses.replace(FULL, is_compiled=True, activation_checkpointing=every)
+    answers = [
+        trace_step(config, "causal-lm", spec, sequence_length=4096, device=HOPPER, whole=whole)
+        for whole in (False, True)
+    ]
+    assert [answer["layers"]["traced"] for answer in answers] == [4, 8]
+    peaks = [_highest(Trace(answer)) for answer in answers]
+    assert peaks[0] == peaks[1]
+
+
+def _highest(trace: Trace) -> int:
+    """Most bytes of a compiled micro-batch of two samples that are there at once."""
+    assert trace.is_compiled
+    sizes = trace.sizes(2, 1)
+    taken = (sizes[event] if event >= 0 else -sizes[~event] for event in trace.first)
+    return max(itertools.accumulate(taken))
 
 
 def test_deepseek_v3_has_its_671_billion_parameters() -> None:

@@ -340,17 +340,17 @@ def test_what_is_kept_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert told == [[(1, 2), (2, 2)], [(2, 2)]]
 
 
-def test_cards_that_differ_in_their_multiprocessors_share_what_is_kept_but_for_liger(
+def test_cards_that_differ_in_size_share_what_is_kept_but_for_liger_and_compiled_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = find_gpu("rtx-4070"), find_gpu("rtx-4080")
     first, second = (tracing.of_card(card) for card in cards)
-    assert {name for name in first if first[name] != second[name]} == {"num_sms"}
+    assert {name for name in first if first[name] != second[name]} == {"num_sms", "l2_bytes"}
     older = tracing.of_card(find_gpu("rtx-3060-12gb"))
-    assert {name for name in first if first[name] != older[name]} == {"num_sms"}
+    assert {name for name in first if first[name] != older[name]} == {"num_sms", "l2_bytes"}
     asked = []
-    for liger in (False, True):
-        spec = dataclasses.replace(TraceSpec.of(FULL), liger=liger)
+    for changes in ({}, {"liger": True}, {"is_compiled": True}):
+        spec = dataclasses.replace(TraceSpec.of(FULL), **changes)
         for card in cards:
             worker = Worker({"unsupported": "has no layers"})
             monkeypatch.setattr(tracing, "run_many", worker)
@@ -359,7 +359,7 @@ def test_cards_that_differ_in_their_multiprocessors_share_what_is_kept_but_for_l
                     tiny_model.MODEL, "causal-lm", 512, card, {spec}, cache=TraceCache(tmp_path)
                 )
             asked.append(len(worker.requests))
-    assert asked == [1, 0, 1, 1]
+    assert asked == [1, 0, 1, 1, 1, 1]
 
 
 def test_a_crash_is_told_by_its_reason_and_asked_for_again(

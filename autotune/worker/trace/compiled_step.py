@@ -4,7 +4,10 @@ The graphs come from autotune.worker.trace.joint_graph, the kernels from autotun
 kernel belongs to the layer of its last result. Inductor's code frees a tensor after its last use, and takes
 its memory for a result of the same size (torch 2.13 torch/_inductor/codegen/wrapper.py). The backward pass is
 one call: gradients are handed over when it has ended, and each result of the model but the loss gets a
-gradient of zeros.
+gradient of zeros. What the caller has or gave is not written over, nor is what was scattered.
+
+Not modelled: that Inductor holds what goes for a later result of its size (AllocateLine): the allocator finds
+the same memory, mostly.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -123,8 +125,6 @@ class _Emitter:
         """First layer of each stack in the pass."""
         self._place_of: dict[int, Place] = {}
         """Layer in which each tensor was made."""
-        self._scattered: set[fx.Node] = set()
-        """Results of the pass that are written to scattered places."""
         self._timed: set[object] = set()
         """Kernels that were launched."""
         self._rows_share = rows_share
@@ -188,8 +188,7 @@ class _Emitter:
         kernels = kernels_of(graph, self._backend, rows_share=self._rows_share)
         given = {number for node, number in self._number.items() if node.graph is graph}
         stages = self._stages(kernels, backward=backward)
-        places = [place for _, place in stages]
-        launches = self._planned(kernels, places, kept=kept, backward=backward)
+        launches = self._planned(kernels, kept=kept, backward=backward)
         before: tuple[Phase, Place] | None = None
         self._first_of_stack = {}
         for kernel, launch, stage in zip(kernels, launches, stages, strict=True):
@@ -206,7 +205,8 @@ class _Emitter:
             self._free({self._number_of(tensor) for tensor in launch.freed})
         if backward:
             read = {self._number[read] for kernel in kernels for read in kernel.reads}
-            self._free({n for n in given - read if self._may_free(n, backward=True)})
+            unread = given - read - {self._number[node] for node in kept}
+            self._free({number for number in unread if self._may_free(number, backward=True)})
 
     def _time(self, kernel: FusedKernel) -> None:
         """Record what Inductor takes to time a kernel's forms, as it is launched for the first time.
@@ -244,76 +244,27 @@ class _Emitter:
         self._number[node] = self._allocate(value_of(node))
 
     def _planned(
-        self,
-        kernels: list[FusedKernel],
-        places: list[Place],
-        *,
-        kept: set[fx.Node],
-        backward: bool,
+        self, kernels: list[FusedKernel], *, kept: set[fx.Node], backward: bool
     ) -> list[_Launch]:
-        """Say whose memory each result takes, and what goes behind each kernel.
-
-        A result of a size and type takes the memory of the last such result that went, if that was behind
-        the kernel before, or if the estimated peak of all kernels stays as it is where it is held until
-        then (torch 2.13 torch/_inductor/codegen/wrapper.py, AllocateLine.should_reuse_buffer).
-        """
-        last: dict[_Tensor, int] = {}
+        """Say whose memory each result takes, and what goes behind each kernel."""
         made_by = [_made_by(kernel) for kernel in kernels]
-        self._scattered = {
-            part.node for kernel in kernels for part in kernel.parts if part.extra_bytes
-        }
-        for place, kernel in enumerate(kernels):
-            for node in (*kernel.reads, *made_by[place]):
-                last[self._number.get(node, node)] = place
-        given = {tensor for tensor in last if isinstance(tensor, int)}
-        going: list[list[_Tensor]] = [[] for _ in kernels]
-        for tensor, place in last.items():
-            if (
-                self._may_free(tensor, backward=backward)
-                if isinstance(tensor, int)
-                else tensor not in kept
-            ):
-                going[place].append(tensor)
-        sizes = [sum(self._bytes_of(node) for node in made) for made in made_by]
-        freed = [sum(map(self._bytes_of, tensors)) for tensors in going]
-        held = np.cumsum(sizes) - np.cumsum([0, *freed[:-1]])
-        peak = int(held.max(initial=0))
-        home = {node: at for at, made in zip(places, made_by, strict=True) for node in made}
-        pool: dict[tuple[int, str], list[tuple[fx.Node, int]]] = {}
-        taken_later: set[_Tensor] = set()
-        launches = []
+        last: dict[_Tensor, int] = {}
         for place, (kernel, made) in enumerate(zip(kernels, made_by, strict=True)):
-            dying = set(going[place])
-            taken: dict[fx.Node, _Tensor] = {}
-            if not kernel.is_of_library:
-                taken |= self._overwritten(kernel, dying - self._never_overwritten)
-            overwritten = set(taken.values())
-            for node in made if kernel.takes_results else ():
-                waiting = pool.get(_size_and_type(node), [])
-                if node in taken or not waiting:
-                    continue
-                other, since = waiting[-1]
-                between = held[since + 1 : place]
-                if len(between) and self._bytes_of(node) + int(between.max()) > peak:
-                    continue
-                waiting.pop()
-                between += self._bytes_of(node)
-                if places[since] == places[place] == home[other]:
-                    taken[node] = other
-                    taken_later.add(other)
-            for tensor in going[place]:
-                if tensor not in overwritten and tensor not in given:
-                    assert isinstance(tensor, fx.Node)
-                    pool.setdefault(_size_and_type(tensor), []).append((tensor, place))
-            launches.append(_Launch(made, taken, dying - overwritten))
-        for launch in launches:
-            launch.freed -= taken_later
+            for node in (*kernel.reads, *made):
+                last[self._number.get(node, node)] = place
+        stays = {self._number.get(node, node) for node in kept}
+        going: list[set[_Tensor]] = [set() for _ in kernels]
+        for tensor, place in last.items():
+            if tensor in stays:
+                continue
+            if isinstance(tensor, fx.Node) or self._may_free(tensor, backward=backward):
+                going[place].add(tensor)
+        scattered = {part.node for kernel in kernels for part in kernel.parts if part.extra_bytes}
+        launches = []
+        for kernel, made, dying in zip(kernels, made_by, going, strict=True):
+            taken = self._overwritten(kernel, dying - self._never_overwritten - scattered)
+            launches.append(_Launch(made, taken, dying - set(taken.values())))
         return launches
-
-    def _bytes_of(self, tensor: _Tensor) -> int:
-        if isinstance(tensor, int):
-            return self._recording.tensors[tensor].size_bytes
-        return _size_and_type(tensor)[0]
 
     def _may_free(self, number: int, *, backward: bool) -> bool:
         return number not in self._inputs and (not backward or number not in self._keep)
@@ -328,8 +279,7 @@ class _Emitter:
         """Results that a kernel writes over a tensor that goes, with that tensor.
 
         A pointwise result takes the first that it reads, alone of what is left of the kernel, of its size
-        and type, and not written to scattered places (torch 2.13 torch/_inductor/scheduler.py,
-        SchedulerNode.decide_inplace_update).
+        and type (torch 2.13 torch/_inductor/scheduler.py, SchedulerNode.decide_inplace_update).
         """
         found: dict[fx.Node, _Tensor] = {}
         for place, part in enumerate(kernel.parts):
@@ -339,8 +289,6 @@ class _Emitter:
             for read in part.reads:
                 tensor = self._number.get(read, read)
                 if tensor not in dying or read in later or tensor in found.values():
-                    continue
-                if tensor in self._scattered:
                     continue
                 if self._size_and_type_of(tensor) == _size_and_type(part.node):
                     found[part.node] = tensor

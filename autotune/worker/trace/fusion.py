@@ -30,7 +30,6 @@ from autotune.worker.trace.lowering import (
     Written,
     base_of,
     bytes_of,
-    is_product,
     outputs_of,
 )
 
@@ -60,11 +59,6 @@ class FusedKernel:
     @property
     def is_of_library(self) -> bool:
         return self.parts[0].domain is None
-
-    @property
-    def takes_results(self) -> bool:
-        """Whether its results are given to it as memory, and not made by the operation itself."""
-        return not self.is_of_library or is_product(self.node)
 
     @property
     def reduction(self) -> Domain | None:

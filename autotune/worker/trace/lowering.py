@@ -197,11 +197,6 @@ def _is_pointwise(user: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(user.target, "tags", ())
 
 
-def is_product(node: fx.Node) -> bool:
-    """Whether it is a product of matrices, whose kernel writes into memory that it is given."""
-    return getattr(_packet(node), "__name__", "") in ("mm", "bmm", "addmm", "baddbmm")
-
-
 class Realizer:
     """Goes through a graph and says what is written into memory, as Inductor's lowering does."""
 
