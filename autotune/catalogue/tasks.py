@@ -16,6 +16,16 @@ SPEECH = "automatic-speech-recognition"
 """The task of writing down what is said, of models whose decoder writes it and of those of CTC."""
 CTC = "ctc"
 """The same task of models that say a character of each moment, or none."""
+_ENCODERS_OF_SOUND = (
+    "data2vec-audio",
+    "hubert",
+    "sew",
+    "unispeech",
+    "unispeech-sat",
+    "wav2vec2",
+    "wav2vec2-bert",
+    "wavlm",
+)
 FEATURES = "feature-extraction"
 """The task of a model without a head, which has no loss of its own."""
 
@@ -163,18 +173,7 @@ TASKS: dict[str, Task] = {
             labels_of="samples",
             has_classes=True,
             reads="waves",
-            families=(
-                "audio-spectrogram-transformer",
-                "data2vec-audio",
-                "hubert",
-                "sew",
-                "unispeech",
-                "unispeech-sat",
-                "wav2vec2",
-                "wav2vec2-bert",
-                "wavlm",
-                "whisper",
-            ),
+            families=("audio-spectrogram-transformer", *_ENCODERS_OF_SOUND, "whisper"),
         ),
         Task(
             # The head of all of them in transformers 5.23. What is frozen, and the mean, are defaults of its
@@ -186,16 +185,7 @@ TASKS: dict[str, Task] = {
             reads="waves",
             freezes="freeze_feature_encoder",
             settings={"ctc_loss_reduction": "mean"},
-            families=(
-                "data2vec-audio",
-                "hubert",
-                "sew",
-                "unispeech",
-                "unispeech-sat",
-                "wav2vec2",
-                "wav2vec2-bert",
-                "wavlm",
-            ),
+            families=_ENCODERS_OF_SOUND,
         ),
         Task(
             name=FEATURES,

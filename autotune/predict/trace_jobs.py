@@ -182,7 +182,9 @@ def job_of(
 
 
 def kept_by(shared: Mapping[str, Any], spec: TraceSpec) -> str:
-    """Return the text that a trace is kept by, which cards that differ in what it does not hang on share.
+    """Return the text that a trace is kept by.
+
+    Cards that differ only in multiprocessors or L2 cache share it where the trace does not depend on them.
 
     `shared`: what is asked for of all of a request.
     """

@@ -106,4 +106,4 @@ def test_compiled_steps_fit_with_the_share_that_is_kept_for_them() -> None:
         for record in records
     )
     assert len(over) > 20
-    assert over[-1] <= headroom.COMPILED_SHARE
+    assert headroom.COMPILED_SHARE - 0.005 < over[-1] <= headroom.COMPILED_SHARE

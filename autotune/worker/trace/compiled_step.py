@@ -1,10 +1,10 @@
 """A compiled step as a trace: what its kernels allocate, free and move, in blocks by layer.
 
 The graphs come from autotune.worker.trace.joint_graph, the kernels from autotune.worker.trace.fusion. A
-kernel belongs to the layer of its last result. Inductor's code frees a tensor after its last use, and takes
-its memory for a result of the same size (torch 2.13 torch/_inductor/codegen/wrapper.py). The backward pass is
-one call: gradients are handed over when it has ended, and each result of the model but the loss gets a
-gradient of zeros. What the caller has or gave is not written over, nor is what was scattered.
+kernel belongs to the layer of its last result. Inductor's code frees a tensor after its last use, or writes a
+result over it (torch 2.13 torch/_inductor/codegen/wrapper.py). The backward pass is one call: gradients are
+handed over when it has ended, and each result of the model but the loss gets a gradient of zeros. What the
+caller has or gave is not written over, nor is what was scattered.
 
 Not modelled: that Inductor holds what goes for a later result of its size (AllocateLine): the allocator finds
 the same memory, mostly.
@@ -290,12 +290,12 @@ class _Emitter:
                 tensor = self._number.get(read, read)
                 if tensor not in dying or read in later or tensor in found.values():
                     continue
-                if self._size_and_type_of(tensor) == _size_and_type(part.node):
+                if self._storage_of(tensor) == _size_and_type(part.node):
                     found[part.node] = tensor
                     break
         return found
 
-    def _size_and_type_of(self, tensor: _Tensor) -> tuple[int, str]:
+    def _storage_of(self, tensor: _Tensor) -> tuple[int, str]:
         if isinstance(tensor, int):
             tracked = self._recording.tensors[tensor]
             return tracked.size_bytes, tracked.dtype
