@@ -370,7 +370,14 @@ def find(
         )
         chosen, best = _chosen(candidates, allow)
         candidates = in_turn.where(candidates, plan_b(candidates))
-        ahead.go_on(in_turn.left)
+
+        def likely_later() -> list[TraceSpec]:
+            # Less memory asks for a loss in parts.
+            with_parts = best is not None and best.config.method in parting
+            in_parts = tried_on_best.specs_in_parts(best.config) if with_parts else []
+            return [*in_parts, *in_turn.left()]
+
+        ahead.go_on(likely_later)
     server = None
     estimator.keep_prices()
     supported = [*filter(estimator.supports, possible), *added]

@@ -22,6 +22,7 @@ from autotune.search.solved_checkpointing import (
     PlanSolver,
     Traces,
     families_of,
+    plan_specs,
     solved_configs,
 )
 from autotune.search.tips import LARGE_SHARE
@@ -47,9 +48,6 @@ _MAY_DIFFER = (
     "lora_rank",
 )
 """Settings in which what is tried may differ from the best."""
-
-_LEAST_GAIN = 1.5 * NOISE
-"""Share of the time that the bytes of few logits must save. [judgement] A loss in parts takes some itself."""
 
 _common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
 
@@ -92,6 +90,14 @@ def tried(
     candidates = candidates.with_more(parted)
     plans_of_parted = solved(candidates, parted)
     return candidates.with_more(plans_of_parted), [*plans, *parted, *plans_of_parted]
+
+
+def specs_in_parts(best: TrainConfig) -> list[TraceSpec]:
+    """Return the specs of the traces that price the best configuration with its loss in parts."""
+    plain: dict[str, Any] = {"checkpoint_plan": INTERVAL, "checkpoint_layers": 0}
+    parted = dataclasses.replace(best, chunked_loss=True, **plain)
+    free, lean = (dataclasses.replace(parted, activation_checkpointing=n) for n in (0, 1))
+    return [TraceSpec.of(lean), TraceSpec.of(free), *sorted(plan_specs(lean), key=repr)]
 
 
 def _parted(
@@ -194,8 +200,8 @@ def _nearest_to_fit(
 def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator) -> bool:
     """Whether the bytes of logits may make something faster.
 
-    They may where they are a large share of the memory, or pay for layers that need not be checkpointed, and
-    something would be faster if memory had no limit.
+    They may where they are a large share of the memory, or where layers that need not be checkpointed save
+    more time than making logits twice takes, and something would be faster if memory had no limit.
     """
     logits_bytes = best.breakdown.logits_bytes
     if best.config.liger or not logits_bytes:
@@ -205,15 +211,18 @@ def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator)
         return False
     if logits_bytes >= LARGE_SHARE * best.peak_device_bytes:
         return True
-    at: dict[str, Any] = {
-        "activation_checkpointing": 1,
-        "checkpoint_plan": INTERVAL,
-        "checkpoint_layers": 0,
-    }
-    lean = dataclasses.replace(best.config, **at)
-    free = dataclasses.replace(lean, activation_checkpointing=0)
-    if best.config == free or not (speeds.get(lean) and speeds.get(free)):
+    free = dataclasses.replace(
+        best.config, activation_checkpointing=0, checkpoint_plan=INTERVAL, checkpoint_layers=0
+    )
+    if best.config == free or not speeds.get(free):
         return False
-    seconds = 1 / speeds[lean] - 1 / speeds[free]
-    layers_bytes = estimator.floor_bytes(free) - estimator.floor_bytes(lean)
-    return logits_bytes * seconds * speed_of(best) > _LEAST_GAIN * layers_bytes
+    lacking_bytes = estimator.floor_bytes(free) - estimator.floor_bytes(best.config)
+    gain = (1 - speed_of(best) / speeds[free]) * min(logits_bytes / max(lacking_bytes, 1), 1.0)
+    return gain - _head_share(best.config, estimator) > NOISE
+
+
+def _head_share(config: TrainConfig, estimator: Estimator) -> float:
+    """Return the share of a micro-step's operations that makes logits: a loss in parts makes them twice."""
+    kernels = estimator.kernels(config)
+    head = max((kernel.flops for kernel in kernels if kernel.phase == "forward"), default=0.0)
+    return head / max(sum(kernel.flops * kernel.count for kernel in kernels), 1.0)

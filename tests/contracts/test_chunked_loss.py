@@ -81,6 +81,39 @@ def test_loss_and_gradients_are_those_of_all_logits(kind: str, num_items: int | 
     assert whole.state_dict().keys() == parted.state_dict().keys()
 
 
+@pytest.mark.parametrize(
+    ("samples", "length", "parts"),
+    [
+        (2, 1024, [128] * 8),
+        (2, 21, [3] * 7),
+        (2, 9000, [1024] * 8 + [808]),
+        (1, 1024, [256] * 4),
+        (1, 300, [256, 44]),
+        (1, 4096, [512] * 8),
+        (1, 9000, [1024] * 8 + [808]),
+    ],
+)
+def test_parts_have_few_logits_but_not_few_tokens(
+    samples: int, length: int, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part reads the head's weights: a sample alone has larger ones."""
+    model = model_of("llama")
+    chunk_loss(model)
+    seen = []
+    product = torch.nn.functional.linear
+
+    def linear(hidden: torch.Tensor, *weights: Any) -> torch.Tensor:
+        seen.append(hidden.shape)
+        return product(hidden, *weights)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    labels = torch.zeros(samples, length, dtype=torch.long)
+    hidden = torch.zeros(samples, length, TINY["hidden_size"], requires_grad=True)
+    model.loss_function(logits=hidden, labels=labels).backward()
+    assert [shape[1] for shape in seen[: len(parts)]] == parts
+    assert len(seen) == 2 * len(parts)  # again in the backward pass
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "cohere", "granite", "opt"])
 def test_logits_that_are_changed_have_no_parts(kind: str) -> None:
     model = model_of(kind)

@@ -196,6 +196,58 @@ def test_little_is_replayed_where_memory_is_as_was_learnt(room: int, beyond: int
     assert len(table.replayed) <= 2 + len(solved_checkpointing._LEAPS)
 
 
+def test_what_is_not_faster_than_another_is_not_looked_for() -> None:
+    table = Table({"recompute": LINE}, 900, tuple(range(61)))
+    fastest = solver(table).solved(LEAN)
+    assert fastest is not None
+    num_replayed = len(table.replayed)
+    assert solver(table).solved(LEAN, fastest.tokens_per_second) is None
+    assert len(table.replayed) - num_replayed <= 1
+    slower = solver(table).solved(LEAN, fastest.tokens_per_second * 0.99)
+    assert slower is not None
+    assert slower.config == fastest.config
+
+
+class Families(Table):
+    """Optimizers by what they keep beside the plan's bytes; what comes first gives up less."""
+
+    def __init__(self, room: int, **kept_bytes: int) -> None:
+        super().__init__({"recompute": LINE}, room, tuple(range(61)))
+        self.kept_bytes = kept_bytes
+
+    def floor_bytes(self, config: TrainConfig) -> int:
+        return super().floor_bytes(config) + self.kept_bytes[config.optimizer]
+
+    def gives_up(self, config: TrainConfig) -> int:
+        return [*self.kept_bytes].index(config.optimizer)
+
+    def solved(self, best: str, tokens_per_second: float) -> list[str]:
+        """The optimizers of what is found where the best so far has that speed."""
+        leans = tuple(dataclasses.replace(LEAN, optimizer=name) for name in self.kept_bytes)
+        known: Any = SimpleNamespace(
+            config=dataclasses.replace(LEAN, optimizer=best, checkpoint_plan="recompute"),
+            peak_device_bytes=0,
+            tokens_per_second=tokens_per_second,
+        )
+        families = solved_checkpointing.Families(best=known, leans=leans)
+        candidates: Any = SimpleNamespace(gives_up=self.gives_up)
+        found = solved_checkpointing.solved_configs(
+            candidates, [families], solver(self), lambda _: None
+        )
+        return [config.optimizer for config in found]
+
+
+def test_what_promises_most_is_solved_first_then_what_gives_up_less_and_is_as_fast() -> None:
+    """They lack room for two layers, one and none: 1.2, 1.1 and 1 s, or 1.02, 1.01 and 1 s."""
+    table = Families(1000, adamw_torch=20, adafactor=10, lion_32bit=0)
+    assert table.solved("lion_32bit", 0.1) == ["lion_32bit"]
+    table.plans = {"recompute": dataclasses.replace(LINE, layer_seconds=0.01)}
+    assert table.solved("lion_32bit", 0.1) == ["lion_32bit", "adafactor", "adamw_torch"]
+    # Nothing is solved that would not be chosen before what is known.
+    assert table.solved("adamw_torch", 0.99) == []
+    assert table.solved("adafactor", 0.9905) == ["adamw_torch"]
+
+
 class Islands(Table):
     """A plan of which some numbers of lean layers fit, as how blocks lie has it; live tensors always do."""
 
