@@ -218,11 +218,4 @@ def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator)
         return False
     lacking_bytes = estimator.floor_bytes(free) - estimator.floor_bytes(best.config)
     gain = (1 - speed_of(best) / speeds[free]) * min(logits_bytes / max(lacking_bytes, 1), 1.0)
-    return gain - _head_share(best.config, estimator) > NOISE
-
-
-def _head_share(config: TrainConfig, estimator: Estimator) -> float:
-    """Return the share of a micro-step's operations that makes logits: a loss in parts makes them twice."""
-    kernels = estimator.kernels(config)
-    head = max((kernel.flops for kernel in kernels if kernel.phase == "forward"), default=0.0)
-    return head / max(sum(kernel.flops * kernel.count for kernel in kernels), 1.0)
+    return gain - estimator.head_share(best.config) > NOISE

@@ -116,11 +116,18 @@ def test_what_fits_only_in_parts_is_tried_without_offloading_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("logits_bytes", "head_flops", "pays"),
-    [(0, 0, False), (4, 0, False), (5, 0, True), (26, 9, True), (26, 10, False), (100, 99, True)],
+    ("logits_bytes", "head_share", "pays"),
+    [
+        (0, 0, False),
+        (4, 0, False),
+        (5, 0, True),
+        (26, 0.09, True),
+        (26, 0.1, False),
+        (100, 1, True),
+    ],
 )
 def test_few_logits_pay_where_they_free_enough_layers(
-    logits_bytes: int, head_flops: int, pays: bool
+    logits_bytes: int, head_share: float, pays: bool
 ) -> None:
     """At 3 s and 4 s a token, 55 bytes between them, each saves 1/220 of the time; the noise is 1/50.
 
@@ -131,11 +138,7 @@ def test_few_logits_pay_where_they_free_enough_layers(
     estimator: Any = SimpleNamespace(
         tokens_per_second={lean: 1 / 4, free: 1 / 3}.__getitem__,
         floor_bytes={lean: 1000, free: 1055}.__getitem__,
-        kernels=lambda _: [
-            SimpleNamespace(phase="forward", flops=head_flops, count=1),
-            SimpleNamespace(phase="forward", flops=0, count=2),
-            SimpleNamespace(phase="backward", flops=(100 - head_flops) / 4, count=4),
-        ],
+        head_share=lambda _: head_share,
     )
     best: Any = SimpleNamespace(
         config=lean,
