@@ -355,27 +355,25 @@ def find(
 
         candidates = in_turn.rest(candidates, besides=likely_next)
         ahead.go_on(in_turn.left)
+        to_try = tried_on_best.Tried(
+            solving=solving,
+            parting=parting,
+            allow=allow,
+            context=_context(workload, gpu, model),
+            trace=trace,
+        )
         candidates, added = tried_on_best.tried(
             candidates,
             list(filter(estimator.supports, possible)),
             estimator,
             traces,
-            tried_on_best.Tried(
-                solving=solving,
-                parting=parting,
-                allow=allow,
-                context=_context(workload, gpu, model),
-                trace=trace,
-            ),
+            to_try,
         )
         chosen, best = _chosen(candidates, allow)
         candidates = in_turn.where(candidates, plan_b(candidates))
 
         def likely_later() -> list[TraceSpec]:
-            # Less memory asks for a loss in parts.
-            with_parts = best is not None and best.config.method in parting
-            in_parts = tried_on_best.specs_in_parts(best.config) if with_parts else []
-            return [*in_parts, *in_turn.left()]
+            return [*tried_on_best.specs_in_parts(best, to_try), *in_turn.left()]
 
         ahead.go_on(likely_later)
     server = None

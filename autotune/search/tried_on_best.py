@@ -92,10 +92,14 @@ def tried(
     return candidates.with_more(plans_of_parted), [*plans, *parted, *plans_of_parted]
 
 
-def specs_in_parts(best: TrainConfig) -> list[TraceSpec]:
-    """Return the specs of the traces that price the best configuration with its loss in parts."""
+def specs_in_parts(best: Estimate | None, what: Tried) -> list[TraceSpec]:
+    """Return the specs of traces for the best with its loss in parts, which less memory asks for."""
+    if best is None or best.config.method not in what.parting:
+        return []
     plain: dict[str, Any] = {"checkpoint_plan": INTERVAL, "checkpoint_layers": 0}
-    parted = dataclasses.replace(best, chunked_loss=True, **plain)
+    parted = dataclasses.replace(best.config, chunked_loss=True, **plain)
+    if broken_rules(parted, what.context):
+        return []
     free, lean = (dataclasses.replace(parted, activation_checkpointing=n) for n in (0, 1))
     return [TraceSpec.of(lean), TraceSpec.of(free), *sorted(plan_specs(lean), key=repr)]
 
