@@ -199,6 +199,8 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="a setting that differs")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="that of every configuration")
     parser.add_argument("--attention", choices=KNOBS["attention"].choices, help="the same")
+    parser.add_argument("--micro-batch-size", type=int, help="the same")
+    parser.add_argument("--sequence-length", type=int, help="the same")
     parser.add_argument("--capped", action="store_true", help="at what is predicted")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -220,7 +222,7 @@ def main() -> None:
                 num_layers = source.num_layers or source.config.get("num_layers")
                 config = draw(chance, options.only, methods, num_layers)
                 config = of_task(config, task, chance)
-                for name in ("optimizer", "attention"):
+                for name in ("optimizer", "attention", "micro_batch_size", "sequence_length"):
                     if value := getattr(options, name):
                         config = dataclasses.replace(config, **{name: value})
                 if is_valid(config, source, task, card.compute_capability):
