@@ -10,9 +10,12 @@ import answers
 import pytest
 
 from autotune.errors import WorkerError
+from autotune.records.estimate import TraceSpec
 from autotune.search import tried_on_best
+from autotune.search.solved_checkpointing import plans_for
 from autotune.search.tried_on_best import Tried
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.space.rules import Context
 
 OF_CLASS = {
     name: dataclasses.replace(
@@ -147,3 +150,24 @@ def test_few_logits_pay_where_they_free_enough_layers(
         tokens_per_second=1 / 4,
     )
     assert tried_on_best._may_pay(best, [lean, free], estimator) is pays
+
+
+def test_what_less_memory_may_ask_for_is_traced_ahead() -> None:
+    def specs(config: TrainConfig) -> list[TraceSpec]:
+        what = Tried(
+            solving=frozenset(),
+            parting=frozenset({"full"}),
+            allow=None,
+            context=Context(effective_batch_size=answers.CONFIG.effective_batch_size),
+            trace=lambda _: None,
+        )
+        best: Any = SimpleNamespace(config=config)
+        return tried_on_best.specs_in_parts(best, what)
+
+    config = dataclasses.replace(answers.CONFIG, activation_checkpointing=2)
+    found = specs(config)
+    assert all(spec.chunked_loss for spec in found)
+    of = {(spec.activation_checkpointing, spec.checkpoint_plan) for spec in found}
+    assert of == {(1, "interval"), (0, "interval"), *((1, plan) for plan in plans_for(None))}
+    assert specs(dataclasses.replace(config, liger=True)) == []
+    assert specs(dataclasses.replace(config, method="lora", lora_rank=8)) == []
