@@ -354,7 +354,6 @@ def find(
             return in_turn.passed_over_of(plan_b(candidates)).union(*plans)
 
         candidates = in_turn.rest(candidates, besides=likely_next)
-        ahead.go_on(in_turn.left)
         to_try = tried_on_best.Tried(
             solving=solving,
             parting=parting,
@@ -362,6 +361,12 @@ def find(
             context=_context(workload, gpu, model),
             trace=trace,
         )
+
+        def likely_later() -> list[TraceSpec]:
+            return [*tried_on_best.specs_in_parts(best, to_try), *in_turn.left()]
+
+        _, best = _chosen(candidates, allow)
+        ahead.go_on(likely_later)
         candidates, added = tried_on_best.tried(
             candidates,
             list(filter(estimator.supports, possible)),
@@ -371,10 +376,6 @@ def find(
         )
         chosen, best = _chosen(candidates, allow)
         candidates = in_turn.where(candidates, plan_b(candidates))
-
-        def likely_later() -> list[TraceSpec]:
-            return [*tried_on_best.specs_in_parts(best, to_try), *in_turn.left()]
-
         ahead.go_on(likely_later)
     server = None
     estimator.keep_prices()
