@@ -20,6 +20,7 @@ from autotune.export.references import model_reference
 from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.export.training_args import CARRIED as OF_TRAINING_ARGUMENTS
 from autotune.export.training_args import (
+    IN_ENVIRONMENT,
     completion_arguments,
     environment,
     installed_fields,
@@ -107,7 +108,7 @@ def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
         lost.append(Unsaid("attention", f"{EXPANDED} (trl takes sdpa)"))
     return (
         *lost,
-        *unsaid_by_trl(row, config),
+        *unsaid_by_trl(row, config, IN_ENVIRONMENT),
         *installed.unknown(model_fields(config, row), _named_model_fields(), "trl"),
     )
 

@@ -426,6 +426,12 @@ def test_what_the_user_has_set_beside_it_is_carried_or_named(name: str) -> None:
 # One by one
 
 
+def test_the_yaml_of_sft_sets_variables_and_does_not_miss_them() -> None:
+    text = text_of(trl_config.EXPORTERS[0], dataclasses.replace(QLORA, expandable_segments=True))
+    assert "expandable_segments:True" in yaml.safe_load(text)["env"]["PYTORCH_ALLOC_CONF"]
+    assert "Not in this file: expandable_segments" not in text
+
+
 def test_the_yaml_of_sft() -> None:
     config = dataclasses.replace(
         QLORA, lora_targets="q_proj,v_proj", lora_variant="dora", quantization="fp4-double"
