@@ -505,13 +505,6 @@ class Estimator:
         """The kernels of a micro-step, then those of an optimizer step in which nothing is paged."""
         return self._times.kernels(config)
 
-    def head_share(self, config: TrainConfig) -> float:
-        """Return the share of a micro-step's operations that makes the logits, once."""
-        spec, rank = TraceSpec.of(config), config.lora_rank or 0
-        name = f"head share {config.samples_per_pass} {rank} {config.precision}"
-        identity = self._traces[spec].identity
-        return self._prices.price(float, identity, name, lambda: self._times.head_share(config))
-
     def timeline(self, config: TrainConfig) -> Timeline:
         """Memory over the optimizer step in which the replay of `estimate` peaks."""
         if (fullest := self._fullest(config)) is not self:

@@ -248,12 +248,6 @@ class StepTimes:
             steps /= config.num_gpus  # Each GPU runs its layers: on average so many.
         return total * steps, model * steps
 
-    def head_share(self, config: TrainConfig) -> float:
-        """Return the share of a micro-step's operations that makes the logits, once: its largest product."""
-        kernels = self._of_micro_step(config)
-        head = max((kernel.flops for kernel in kernels if kernel.phase == "forward"), default=0.0)
-        return head / max(sum(kernel.flops * kernel.count for kernel in kernels), 1.0)
-
     def _find_exchange(self, spec: TraceSpec, micro_batch: int, rank: int) -> Exchange | None:
         trace = self._traces[spec]
         return trace.exchange(micro_batch, rank) if isinstance(trace, SharedTrace) else None

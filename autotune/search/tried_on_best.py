@@ -204,8 +204,8 @@ def _nearest_to_fit(
 def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator) -> bool:
     """Whether the bytes of logits may make something faster.
 
-    They may where they are a large share of the memory, or where layers that need not be checkpointed save
-    more time than making logits twice takes, and something would be faster if memory had no limit.
+    They may where they are a large share of the memory, or pay for layers that need not be checkpointed, and
+    something would be faster if memory had no limit.
     """
     logits_bytes = best.breakdown.logits_bytes
     if best.config.liger or not logits_bytes:
@@ -221,5 +221,4 @@ def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator)
     if best.config == free or not speeds.get(free):
         return False
     lacking_bytes = estimator.floor_bytes(free) - estimator.floor_bytes(best.config)
-    gain = (1 - speed_of(best) / speeds[free]) * min(logits_bytes / max(lacking_bytes, 1), 1.0)
-    return gain - estimator.head_share(best.config) > NOISE
+    return (1 - speed_of(best) / speeds[free]) * logits_bytes > NOISE * lacking_bytes
