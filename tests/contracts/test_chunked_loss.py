@@ -81,6 +81,25 @@ def test_loss_and_gradients_are_those_of_all_logits(kind: str, num_items: int | 
     assert whole.state_dict().keys() == parted.state_dict().keys()
 
 
+def test_gradients_add_up_in_autocast_and_nothing_is_kept_without_them() -> None:
+    """A tied embedding gets two gradients in each of two micro-batches; autocast keeps casts of weights."""
+    whole = model_of("qwen2")
+    parted = copy.deepcopy(whole)
+    chunk_loss(parted)
+    ids = torch.randint(3, 97, (2, 40))
+    for model in (whole, parted):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+    other = dict(parted.named_parameters())
+    for name, parameter in whole.named_parameters():
+        most = parameter.grad.abs().max().item()
+        torch.testing.assert_close(other[name].grad, parameter.grad, rtol=0, atol=0.02 * most)
+    with torch.no_grad():
+        assert not parted(input_ids=ids, labels=ids).loss.requires_grad
+
+
 @pytest.mark.parametrize(
     ("samples", "length", "parts"),
     [
