@@ -238,10 +238,13 @@ def repredict(check: Check) -> bool:
 
 
 def _predicted(card: Gpu, records: Sequence[Record]) -> Iterator[tuple[Record, Estimate, int]]:
-    """(record, estimate, budget) of the runs that had a budget of their own, as far as can be predicted."""
+    """(record, estimate, budget) of the runs that had a budget of their own, as far as can be predicted.
+
+    Not of what ran another program than the present one (`other_program` says how it differs).
+    """
     by_budget = defaultdict(list)
     for record in records:
-        if not record["capped_at_prediction"]:
+        if not record["capped_at_prediction"] and "other_program" not in record:
             budget_bytes = record["measurement"]["spec"]["memory_budget_bytes"]
             config = TrainConfig(**record["measurement"]["config"])
             by_budget[budget_bytes].append((record, Case(model=record["model"], config=config)))
