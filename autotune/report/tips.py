@@ -28,8 +28,8 @@ def tip(answer: Answer) -> str:
             )
         case Tip.CHUNKED_LOSS:
             return (
-                f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and a loss in parts an "
-                "eighth of that: chunked_loss: [false, true] in a --space searches it."
+                f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and a loss in parts "
+                "never has all at once: chunked_loss: [false, true] in a --space searches it."
             )
         case Tip.FLASH_ATTENTION:
             return (

@@ -398,7 +398,7 @@ KNOBS: dict[str, Knob] = {
             tradeoff="numerics",
             words=lambda on: "loss in parts" if on else "loss at once",
             flag="--chunked-loss",
-            summary="Logits and loss in eight parts or so of each sample: never all logits at once.",
+            summary="Logits and loss in parts of each sample: never all logits at once.",
         ),
         Knob(
             # TRL sums the loss over chunks in float32 (trl 1.16 kernels/chunked_logprob.py).

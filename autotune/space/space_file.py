@@ -29,7 +29,7 @@ and what the method's row of adapters.ADAPTERS has:
         quantization: [nf4, nf4-double, int8]           default [nf4] for qlora, [none] for others
         quantization_storage: [uint8, bfloat16]         where that is nf4 or fp4; default [uint8]
         kbit_preparation: [false, true]                 PEFT's, of a quantised base; default [false]
-        chunked_loss: [false, true]                     logits in eight parts or so; default [false]
+        chunked_loss: [false, true]                     never all logits at once; default [false]
         precompute_ref_log_probs: [true]                with --task dpo or kto; default [false]
         num_generations: [4, 8]                         with --task grpo or rloo; default the trainer's
         max_completion_length: [256]                    the same; so kl_beta, num_iterations and
