@@ -248,6 +248,7 @@ def in_parts() -> list[dict[str, Any]]:
         for record in PARTS
         if record["measurement"]["config"]["chunked_loss"]
         and record["measurement"]["outcome"] == "ok"
+        and not record["measurement"]["num_alloc_retries"]
     ]
 
 
@@ -258,8 +259,8 @@ def test_a_loss_in_parts_is_as_pytorch_allocates(number: int) -> None:
     allocated, reserved = seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]
     assert estimate.peak_allocated_bytes == pytest.approx(allocated, rel=1.1e-3)
     is_low = (record["model"], seen["config"]["method"]) == ("meta-llama/Llama-3.2-3B", "vera")
-    # studies/no-card/README.md names the one that reserves 6 % more than predicted.
-    assert estimate.peak_reserved_bytes == pytest.approx(reserved, rel=0.07 if is_low else 1e-3)
+    # studies/no-card/README.md names the one that reserves 3 % more than predicted.
+    assert estimate.peak_reserved_bytes == pytest.approx(reserved, rel=0.03 if is_low else 1.1e-3)
 
 
 @pytest.mark.parametrize("number", range(len(FLEX)))
