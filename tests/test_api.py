@@ -54,6 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
 
 def test_the_package_has_what_it_says() -> None:
     assert set(autotune.__all__) == {"Result", "estimate", "find", "limits", "__version__"}
+    assert set(dir(autotune)) == set(autotune.__all__)  # an editor's completion
     assert autotune.find is api.find
     assert autotune.Result is Result
     with pytest.raises(AttributeError, match="no attribute 'fnid'"):

@@ -82,9 +82,10 @@ def test_a_script_is_read(tmp_path: Path) -> None:
     run = read_base(theirs(tmp_path, "qlora"))
     assert run.config == QLORA
     assert run.model == "Qwen/Qwen2.5-1.5B"
-    assert json.loads(run.extra_arguments) == {"output_dir": "out", "logging_steps": 10}
+    rest = {"output_dir": "out", "logging_steps": 10, "learning_rate": 2e-4}
+    assert json.loads(run.extra_arguments) == rest
     said = " ".join(run.notes)
-    assert "learning_rate: args.lr (line 40)" in said
+    assert "command line are taken at their defaults: lr=0.0002" in said
     assert "prepare_model_for_kbit_training (line 26)" in said
     assert "model quantization_config" not in run.uncarried
 
@@ -310,7 +311,9 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
         f"x = TrainingArguments({SIZES}, learning_rate=exec('1'))\n",
     )
-    assert read_base(path).config.micro_batch_size == 2
+    run = read_base(path)
+    assert run.config.micro_batch_size == 2
+    assert "learning_rate: exec('1') (line 3)" in " ".join(run.notes)
     assert not (tmp_path / "ran").exists()
 
 
@@ -392,6 +395,39 @@ def test_values(source: str, value: object) -> None:
         f"TrainingArguments(x={source})\n"
     )
     assert found.content["x"] == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("'--x', type=int, default=4", 4),
+        ("'-x', type=int, default=-4", -4),
+        ("'-b', '--x', default=[1, 2]", [1, 2]),
+        ("'--my-x', dest='x', type=str, default='m'", "m"),
+        ("'--x', action='store_true'", False),
+        ("'--x', type=int", None),
+        ("'--x', type=int, required=True, default=4", NotLiteral("", 0)),
+        ("'--x', type=int, default='4'", NotLiteral("", 0)),
+        ("'--x', default=SIZE", NotLiteral("", 0)),
+        ("'x', default=4", NotLiteral("", 0)),
+        ("'--y', default=4", NotLiteral("", 0)),
+        ("'--x', default=4)\nargs.x = 5\nf(", NotLiteral("", 0)),
+        ("'--x', default=4)\nargs = other(", NotLiteral("", 0)),
+        ("'--x', default=4)\nparser.set_defaults(x=5", NotLiteral("", 0)),
+    ],
+)
+def test_options_of_argparse_have_their_defaults(option: str, value: object) -> None:
+    text = (
+        f"parser = ArgumentParser()\nparser.add_argument({option})\n"
+        "args = parser.parse_args()\ndef main():\n    TrainingArguments(x=args.x)\n"
+    )
+    found = program.parsed(text)
+    assert found.content["x"] == value
+    is_taken = not isinstance(value, NotLiteral)
+    assert any(f"at their defaults: x={value}" in note for note in found.notes) == is_taken
+    if is_taken:
+        edit = KeyEdit(key="x", value=8)
+        assert program_edit.edited(text, [edit]) == (text.replace("x=args.x", "x=8"), [])
 
 
 @pytest.mark.parametrize(

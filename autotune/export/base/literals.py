@@ -1,8 +1,8 @@
 """Literals of a Python program, which is parsed and never run.
 
 A value that is not a literal, no name bound once to one, no sum, difference, product or quotient of such
-numbers, no dtype of torch, no question for a card or for bfloat16, no choice by the answer to one and no
-variable of the environment is a NotLiteral.
+numbers, no dtype of torch, no question for a card or for bfloat16, no choice by the answer to one, no
+variable of the environment and no option of argparse with a default is a NotLiteral.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ class Program:
     homes: dict[str, Box] = field(default_factory=dict)
     """Place of each key."""
     names: dict[str, ast.expr] = field(default_factory=dict)
-    """Names bound once in the module, to a literal."""
+    """Names bound once in the module, to a literal; options of the command line, to their defaults."""
     num_uses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """Offset in bytes at which each line starts."""
     has_bf16: bool = True
+    at_default: dict[str, Any] = field(default_factory=dict)
+    """Options of the command line whose defaults were taken."""
 
     def span(self, node: Any) -> tuple[int, int]:
         """Return the bytes of a node as (start, end)."""
@@ -68,7 +70,9 @@ class Program:
 
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression, or a NotLiteral."""
-        node = self.bound(node)
+        option, node = node, self.bound(node)
+        if isinstance(option, ast.Attribute) and node is not option:
+            return self.at_default.setdefault(option.attr, self.value(node))
         if (entries := entries_of(node)) is not None and None not in entries:
             return {name: self.value(value) for name, value in entries.items()}
         try:
@@ -108,7 +112,7 @@ class Program:
         return number
 
     def bound(self, node: ast.expr) -> ast.expr:
-        return self.names.get(node.id, node) if isinstance(node, ast.Name) else node
+        return self.names.get(_dotted(node), node)
 
     def take(self, prefix: str, box: Box, *, only: Sequence[str] = ()) -> None:
         """Take in the values of a call's keywords or of a display's entries."""
@@ -178,6 +182,64 @@ def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
     return names, num_uses
 
 
+def options(tree: ast.Module) -> dict[str, ast.expr]:
+    """Return the defaults of argparse's options, by the name that a program asks for each: args.batch_size.
+
+    Left out is what may have another value: an option that is required, converted or set later, and a
+    name that stands for something else, too.
+    """
+    defaults: dict[str, list[ast.expr | None]] = {}
+    num_bindings: Counter[str] = Counter()
+    num_parsed: Counter[str] = Counter()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                num_bindings[name] += 1
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                defaults.setdefault(name, []).append(None)
+            case ast.Call(func=ast.Attribute(attr="add_argument")):
+                name, default = _option(node)
+                defaults.setdefault(name, []).append(default)
+            case ast.Call(func=ast.Attribute(attr="set_defaults")):
+                return {}
+            case ast.Assign(
+                targets=[ast.Name(id=name)],
+                value=ast.Call(args=[], keywords=[], func=function),
+            ) if name_of(function) == "parse_args":
+                num_parsed[name] += 1
+            case ast.Assign(
+                targets=[ast.Tuple(elts=[ast.Name(id=name), _])],
+                value=ast.Call(args=[], keywords=[], func=function),
+            ) if name_of(function) == "parse_known_args":
+                num_parsed[name] += 1
+    return {
+        f"{owner}.{name}": said[0]
+        for owner in num_parsed
+        if num_bindings[owner] == num_parsed[owner]
+        for name, said in defaults.items()
+        if len(said) == 1 and said[0] is not None
+    }
+
+
+def _option(call: ast.Call) -> tuple[str, ast.expr | None]:
+    """Return the name of an option's value and its default; None where the default is not followed."""
+    said: dict[str | None, ast.expr] = {each.arg: each.value for each in call.keywords}
+    flags = [str(getattr(each, "value", "")) for each in call.args]
+    flag = next((each for each in flags if each.startswith("--")), "".join(flags[:1]))
+    name = str(getattr(said.get("dest"), "value", flag.lstrip("-").replace("-", "_")))
+    action = getattr(said.get("action"), "value", "store")
+    default = said.get("default", ast.Constant(_SWITCHES.get(str(action))))
+    is_text = isinstance(getattr(default, "value", None), str)
+    is_converted = is_text and name_of(said.get("type", ast.Name("str"))) != "str"
+    is_positional = not flag.startswith("-")
+    if None in said or "required" in said or is_positional or is_converted:
+        return name, None
+    return name, default if isinstance(default, ast.Constant | ast.UnaryOp | ast.List) else None
+
+
+_SWITCHES = {"store_true": False, "store_false": True}
+
+
 def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
     """Return whether a name stands for its value: not for another name, nor for most calls."""
     if isinstance(value, ast.Name):
@@ -239,6 +301,13 @@ def _variable(name: object, default: object) -> object:
     value = os.environ.get(str(name), default)
     said = f"{name}={value}"
     return value if redacted(said) == said else None
+
+
+def _dotted(node: ast.expr) -> str:
+    """Return a name, or the attribute of one: args.batch_size. Empty for anything else."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return f"{node.value.id}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def name_of(node: ast.expr) -> str:

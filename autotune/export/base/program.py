@@ -14,8 +14,9 @@ import warnings
 from collections import Counter
 
 from autotune.catalogue.tasks import TASKS
+from autotune.common.secrets import redacted
 from autotune.export.base.calls import find_calls
-from autotune.export.base.literals import Program, bindings, entries_of
+from autotune.export.base.literals import Program, bindings, entries_of, options
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape
 
@@ -55,6 +56,12 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
     )
     if not _find_recipe(program):
         find_calls(program, tree)
+    if program.at_default:
+        taken = ", ".join(
+            ascii(redacted(f"{name}={value}"))[1:-1][:60]
+            for name, value in program.at_default.items()
+        )
+        program.notes.append(f"options of its command line are taken at their defaults: {taken}")
     program.shape = dataclasses.replace(
         program.shape,
         expands_heads=b"expand_key_heads()" in content,
@@ -88,7 +95,8 @@ def _read(content: bytes) -> tuple[ast.Module, dict[str, ast.expr], Counter[str]
         raise ValueError(f"{place}{error.msg}") from error
     except (RecursionError, MemoryError) as error:
         raise ValueError("it is nested too deeply") from error
-    return tree, *bindings(tree)
+    names, num_uses = bindings(tree)
+    return tree, names | options(tree), num_uses
 
 
 def _find_recipe(program: Program) -> bool:
