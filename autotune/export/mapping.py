@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from autotune.space.adapters import ATTENTION_PROJECTIONS, lora_alpha, whole_alpha
+from autotune.space.adapters import ATTENTION_PROJECTIONS, is_attention, lora_alpha, whole_alpha
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.values import positive
@@ -264,7 +264,7 @@ def targets_of(names: object) -> str:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("must be a list of names")
     names = [name.strip() for name in names]
-    return "attention" if tuple(names) == ATTENTION_PROJECTIONS else ",".join(names)
+    return "attention" if is_attention(names) else ",".join(names)
 
 
 def same(left: object, right: object) -> bool:

@@ -41,7 +41,7 @@ def attention_modules(model: str) -> tuple[str, ...]:
 
 @functools.cache
 def _made_by(kind: str) -> frozenset[str]:
-    """Return the attributes that the layers of a model type make by a call, such as nn.Linear.
+    """Return the attributes that the layers of a model type make by a call, or a choice of calls: nn.Linear.
 
     The heads of other tasks are left out: a model of this task has none of them.
     """
@@ -51,7 +51,7 @@ def _made_by(kind: str) -> frozenset[str]:
         for layer in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(layer, ast.ClassDef) and not layer.name.endswith("Head")
         for node in ast.walk(layer)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call | ast.IfExp)
         for target in node.targets
         for name in _attribute(target)
     )

@@ -18,8 +18,23 @@ from autotune.common import user_text
 ATTENTION_PROJECTIONS = (
     "q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "out_proj",
     "query", "key", "value", "q", "k", "v", "o", "dense",
+    "Wqkv", "query_proj", "key_proj", "value_proj", "q_lin", "k_lin", "v_lin", "out_lin",
+    "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 )  # fmt: skip
-"""Modules that `attention` means as targets of an adapter, as far as a model has them."""
+"""Modules that `attention` means as targets of an adapter, as far as a model has them.
+
+Names are added at the end alone: files have the whole list as it was (`is_attention`).
+"""
+
+_NUM_FIRST_PROJECTIONS = 17
+"""Length of the list in the first files."""
+
+
+def is_attention(names: Collection[str]) -> bool:
+    """Return whether a list of modules is the one that `attention` means, or meant once."""
+    first = ATTENTION_PROJECTIONS[: max(len(names), _NUM_FIRST_PROJECTIONS)]
+    return tuple(names) == first
+
 
 WITHOUT_OUT_PROJ = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 """Types of models with Mamba's layers, of which PEFT adapts no out_proj and no conv1d by LoRA.

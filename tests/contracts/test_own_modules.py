@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from autotune.catalogue.models import catalogue, resolve
@@ -39,3 +42,18 @@ def test_attention_is_what_the_model_has_of_it(family: str) -> None:
     }
     own = tuple(name for name in ATTENTION_PROJECTIONS if name in leaves)
     assert attention_modules(source.name) == own
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("modernbert", {"Wqkv"}),
+        ("deberta-v2", {"query_proj", "key_proj", "value_proj"}),
+        ("distilbert", {"q_lin", "k_lin", "v_lin", "out_lin"}),
+        ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    ],
+)
+def test_names_of_few_families_are_known(family: str, names: set[str], tmp_path: Path) -> None:
+    """A list without them had one layer of ModernBERT trained, and none of DistilBERT."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert names <= set(attention_modules(str(tmp_path)))

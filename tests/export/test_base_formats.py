@@ -502,8 +502,10 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
         ("d.json", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
          "is not predicted together"),
         ("d.json", '{"zero_optimization": 3}', "zero_optimization must be a mapping"),
-        ("q.json", '{"load_in_4bit": false}', "is not predicted together"),
-        ("q.json", '{"quant_method": "gptq", "bits": 4}', "is not predicted together"),
+        ("q.json", '{"load_in_4bit": false}',
+         "quantization load_in_4bit: false is not predicted; quantization load_in_8bit: true or "),
+        ("q.json", '{"quant_method": "gptq", "bits": 4}',
+         "quantization load_in_8bit: true or quantization load_in_4bit: true is missing"),
         ("p.json", '{"peft_type": "LORA", "r": "x", "target_modules": ["q"]}',
          "adapter r must be a whole number, not the text 'x'"),
         ("p.json", '{"peft_type": ["LORA"]}', "must be a mapping with a peft_type"),
@@ -516,7 +518,7 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
         ("t.yaml", "model: {_component_: torchtune.x.lora_y, lora_attn_modules: [wte]}\n",
          "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
         ("l.yaml", "model_name_or_path: a/b\nfinetuning_type: full\nstage: sft\ntemplate: x\nbf16: 'true'\n",
-         "bf16: 'true' is not predicted together; bf16: true"),
+         "bf16: 'true' is not predicted; bf16: true"),
     ],
 )  # fmt: skip
 def test_every_refusal_says_why(tmp_path: Path, name: str, text: str, words: str) -> None:

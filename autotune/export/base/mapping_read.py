@@ -149,7 +149,10 @@ def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> s
         (value,) = said.values()
         return f"{shown} is not predicted. {nearest(str(value)[:80], known)}"
     instead = _one_step_away(row, said)
-    return f"{shown} is not predicted together{f'; {instead} would be' if instead else ''}"
+    if not in_file and instead:
+        return f"{instead} is missing"
+    together = " together" if len(in_file) > 1 else ""
+    return f"{shown} is not predicted{together}{f'; {instead} would be' if instead else ''}"
 
 
 def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
