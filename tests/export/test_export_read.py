@@ -19,7 +19,7 @@ from autotune.export.base.mapping_read import read
 from autotune.export.base.opening import READERS
 from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.carried import Unsaid
-from autotune.export.mapping import targets_of
+from autotune.export.mapping import module_names, targets_of
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
 
@@ -408,6 +408,13 @@ def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None
     path.write_text('{"optim": "model:x", "per_device_train_batch_size": 2}')
     with pytest.raises(ConfigError, match="optim unknown optimizer 'model:x'"):
         read_base(path)
+
+
+def test_files_with_fewer_names_for_attention_mean_it_too() -> None:
+    names = module_names("attention")
+    for num_names in (17, len(names)):
+        assert targets_of(names[:num_names]) == "attention"
+    assert targets_of(names[:2]) == "q_proj,k_proj"
 
 
 @pytest.mark.parametrize(
