@@ -405,6 +405,7 @@ def test_values(source: str, value: object) -> None:
         ("'-b', '--x', default=[1, 2]", [1, 2]),
         ("'--my-x', dest='x', type=str, default='m'", "m"),
         ("'--x', action='store_true'", False),
+        ("'--no-x', dest='x', action='store_false'", True),
         ("'--x', type=int", None),
         ("'--x', type=int, required=True, default=4", NotLiteral("", 0)),
         ("'--x', type=int, default='4'", NotLiteral("", 0)),

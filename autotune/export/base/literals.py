@@ -238,6 +238,7 @@ def _option(call: ast.Call) -> tuple[str, ast.expr | None]:
 
 
 _SWITCHES = {"store_true": False, "store_false": True}
+"""Defaults of options that take no value, by their action (argparse)."""
 
 
 def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
