@@ -7,13 +7,16 @@ import math
 from typing import Any
 
 import pytest
+from test_dealt_layers import step
 from written_trace import Answer
 
-from autotune.catalogue.gpus import find_gpu
+from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.memory.traces import Trace
 from autotune.memory.vllm import KEPT_ASLEEP_BYTES
 from autotune.predict import vllm_generation
 from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.shared_trace import SharedTrace
+from autotune.predict.tracing import shared_trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import roofline
@@ -124,6 +127,111 @@ def test_work_and_causes_of_a_step_have_its_share_of_scoring() -> None:
     assert once is not None
     spared = once["memory"].seconds - parts["memory"].seconds
     assert spared == pytest.approx(4 * scoring / 2)
+
+
+UNKNOWN_RATES = dataclasses.replace(
+    CARD, peak_flop_per_second={}, memory_bandwidth_bytes_per_second=None
+)
+NO_LINK = dataclasses.replace(CARD, pcie_bandwidth_bytes_per_second=None)
+NO_COMPLETIONS: dict[str, Any] = {
+    "trainer": "transformers",
+    "num_generations": None,
+    "max_completion_length": None,
+    "kl_beta": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("card", "changes", "is_known"),
+    [
+        (CARD, {}, True),
+        (UNKNOWN_RATES, {}, False),
+        (UNKNOWN_RATES, {"vllm_gpu_memory_utilization": 0.25}, False),
+        (UNKNOWN_RATES, NO_COMPLETIONS, False),
+        # A step alone asks nothing of the link to others.
+        (NO_LINK, NO_COMPLETIONS, True),
+        (CARD, NO_COMPLETIONS | {"parallelism": "ddp", "num_gpus": 2}, True),
+        (NO_LINK, NO_COMPLETIONS | {"parallelism": "ddp", "num_gpus": 2}, False),
+        (UNKNOWN_RATES, NO_COMPLETIONS | {"parallelism": "pp", "num_gpus": 2}, False),
+    ],
+)
+def test_what_a_card_does_not_tell_leaves_time_unknown_and_memory_known(
+    card: Gpu, changes: dict[str, Any], is_known: bool
+) -> None:
+    config = dataclasses.replace(RLOO, **changes)
+    spec = TraceSpec.of(config)
+    found: Trace | SharedTrace = trace()
+    if config.num_gpus > 1:
+        alone = step(2) if config.parallelism == "pp" else trace()
+        found = shared_trace(alone, spec, num_gpus=2)
+    estimator = Estimator({spec: found}, card, memory_budget_bytes=24 * 10**9, host=HOST)
+    assert (estimator.seconds(config) is not None) == is_known
+    assert (estimator.parts(config) is not None) == is_known
+    assert (estimator.tokens_per_second(config) is not None) == is_known
+    estimate = estimator.estimate(config)
+    assert (estimate.step_seconds is not None) == is_known
+    assert (estimate.bound is not None) == is_known
+    assert bool(estimate.time_shares) == is_known
+    assert estimate.peak_allocated_bytes > 0
+    assert estimate.flops_per_step >= estimate.model_flops_per_step >= 0
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_what_is_paged_out_waits_on_the_host_of_all_gpus(num_gpus: int) -> None:
+    """A budget as small as the floor pages all of both moments out, which are in 32 bits."""
+    sharing = {"parallelism": "ddp" if num_gpus > 1 else "none", "num_gpus": num_gpus}
+    config = dataclasses.replace(RLOO, optimizer="paged_adamw_32bit", **NO_COMPLETIONS, **sharing)
+    plain = dataclasses.replace(config, optimizer="sgd")
+    spec = TraceSpec.of(config)
+    found = shared_trace(trace(), spec, num_gpus=2) if num_gpus > 1 else trace()
+    roomy = Estimator({spec: found}, CARD, memory_budget_bytes=10**9, host=HOST)
+    tight = roomy.with_budget(roomy.floor_bytes(config))
+    moments = 2 * 4 * MIB
+    for estimator, paged in ((roomy, 0), (tight, moments), (tight.with_budget(1), moments)):
+        assert estimator.least_on_host(config) == num_gpus * paged
+        assert estimator.least_on_host(plain) == 0
+        assert estimator.least_of_host([config, plain]) == [config, plain]
+    half = roomy.with_budget(roomy.floor_bytes(config) + moments // 2)
+    assert half.least_on_host(config) == num_gpus * moments // 2
+    for limit, holding in (
+        (num_gpus * moments, [config, plain]),
+        (num_gpus * moments - 1, [plain]),
+        (0, [plain]),
+    ):
+        limited = Estimator(
+            {spec: found},
+            CARD,
+            memory_budget_bytes=tight.memory_budget_bytes,
+            host_memory_bytes=limit,
+            host=HOST,
+        )
+        assert list(limited.least_of_host([config, plain])) == holding
+        # Of those that no host holds, the one that takes least is asked.
+        assert list(limited.least_of_host([config])) == [config]
+        assert not limited.least_of_host([])
+        assert limited.may_fit(config) == (config in holding)
+        assert limited.estimate(config).all_host_bytes == num_gpus * moments
+        assert limited.may_fit(plain)
+
+
+def test_a_shorter_sample_of_a_size_of_its_own_takes_its_share_but_for_the_launches() -> None:
+    """Of a single sample another trace is made than of several; a plan has none of these."""
+    config = dataclasses.replace(RLOO, micro_batch_size=1, **NO_COMPLETIONS)
+    spec = TraceSpec.of(config)
+    assert spec.single
+    several = dataclasses.replace(spec, single=False)
+    for host, is_launching in ((HOST, False), (USUAL.times(1000), True)):
+        for traces in ({spec: trace()}, {spec: trace(), several: trace("embed")}):
+            times = Estimator(traces, CARD, memory_budget_bytes=24 * 10**9, host=host)._times
+            whole, half = (times._forward_backward(spec, 1, 0, "bf16-true", x) for x in (1.0, 0.5))
+            assert whole is not None
+            assert half is not None
+            if several in traces:
+                assert half == times._forward_backward(several, 0.5, 0, "bf16-true", 1.0)
+            elif is_launching:
+                assert half.total_seconds == whole.launch_seconds
+            else:
+                assert half.total_seconds == pytest.approx(whole.total_seconds / 2)
 
 
 VLLM = dataclasses.replace(RLOO, vllm_gpu_memory_utilization=0.25)

@@ -110,6 +110,28 @@ def test_fsdp2_gathers_each_unit_there_and_back_but_norm_and_head_once(events: s
     assert [event >= 0 for event in forward] == (6 * [True, False])[: len(forward)]
 
 
+@pytest.mark.parametrize("checkpointing", [0, 1])
+def test_from_the_host_comes_each_shard_before_its_unit_is_gathered(checkpointing: int) -> None:
+    """A quarter of each weight; norm and head are one unit. All have gone by the end."""
+    order = [EMBEDDING, *4 * [WEIGHT], NORM + EMBEDDING, *4 * [WEIGHT], EMBEDDING]
+    shards = {unit: [unit // 4] for unit in (EMBEDDING, WEIGHT)}
+    shards[NORM + EMBEDDING] = [NORM // 4, EMBEDDING // 4]
+    for name, before in (("fsdp2", {}), ("fsdp2-offload", shards)):
+        whole = shared(name, checkpointing)
+        sizes, here = whole.sizes(1, 0), set[int]()
+        for events in (whole.again, whole.next):
+            sent = [event for event in events if max(event, ~event) in whole.aside[0]]
+            made = [sizes[event] for event in sent if event >= 0 and sizes[event]]
+            assert made == [size for unit in order for size in (*before.get(unit, ()), unit)]
+            for event in sent:
+                here ^= {max(event, ~event)}
+                if event >= 0 and sizes[event] in order:
+                    # The shards of this one are there, and of no other.
+                    waiting = sorted(sizes[n] for n in here if 0 < sizes[n] not in order)
+                    assert waiting == sorted(before.get(sizes[event], []))
+            assert not here
+
+
 def test_fsdp2_has_a_unit_arrive_beside_what_is_computed() -> None:
     """There a buffer stays until the next unit has come; back the next one comes before it is used."""
     whole, num_own = shared("fsdp2"), len(step(4).template)

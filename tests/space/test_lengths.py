@@ -44,6 +44,10 @@ def test_samples_are_counted_and_cut_off() -> None:
     assert lengths.tokens_per_epoch("packed") == lengths.num_tokens
     assert lengths.tokens_per_epoch("padded") == lengths.num_kept_tokens
     assert lengths.tokens_per_epoch("padding-free") == lengths.num_kept_tokens
+    # And only such a stream may be too short for one of them.
+    for length, is_filled in ((1749, True), (1750, True), (1751, False)):
+        assert lengths.fill_a_block("packed", length) == is_filled
+        assert lengths.fill_a_block("padded", length)
     assert (lengths.percentiles[0], lengths.percentiles[50], lengths.longest) == (10, 10, 100)
     assert len(lengths.percentiles) == 101
 
