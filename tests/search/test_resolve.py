@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
@@ -18,8 +19,11 @@ from autotune.search import find as find_module
 from autotune.search import resolve as resolve_module
 from autotune.search.listener import SILENT
 from autotune.search.resolve import resolve, resolve_configuration
+from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.dataset import Dataset
+from autotune.space.defaults import default_base
 from autotune.space.lengths import Lengths
+from autotune.space.trainers import BY_TASK, TRAINERS, trainers_of
 
 QUESTION = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", gpu_mem="12GB", accumulation=4)
 
@@ -69,6 +73,91 @@ def test_what_is_typed_beside_a_base_overrules_it(
     assert found.workload.effective_batch_size == found.config.effective_batch_size
     with pytest.raises(ConfigError, match=r"--method is full, and .* has qlora"):
         resolve_configuration(dataclasses.replace(question, methods=("full",)))
+
+
+OF_WORDS = ("causal-lm", "sequence-classification", "token-classification", *BY_TASK)
+
+
+@pytest.mark.parametrize("length", [None, 64])
+@pytest.mark.parametrize("task", OF_WORDS)
+def test_a_search_and_an_estimate_take_a_base_as_it_is(
+    task: str, length: int | None, tmp_path: Path
+) -> None:
+    """It is the file of an answer, which names the model and the task."""
+    teacher = QUESTION.model if task == "distillation" else None
+    asked = Question(
+        model=QUESTION.model, gpu="rtx-4090", task=task, teacher=teacher, seq_len=length
+    )
+    begun = resolve(asked)
+    assert begun.base is begun.run is None
+    config = default_base(begun.workload, begun.card.gpu, begun.source)
+    assert (config.sequence_length, config.trainer) == (length or 1024, trainers_of(task)[0])
+    base = tmp_path / "train_config.yaml"
+    named = {"model": QUESTION.model, "task": task, **({"teacher": teacher} if teacher else {})}
+    base.write_text(yaml.safe_dump({"version": 1, "workload": named, "config": config.to_dict()}))
+    search, estimate = (
+        ask(Question(base=base, gpu="rtx-4090")) for ask in (resolve, resolve_configuration)
+    )
+    assert search.base == estimate.config == config
+    assert search.workload.methods[0] == "full"
+    alike = dataclasses.replace(search.workload, methods=(config.method,))
+    assert alike == estimate.workload == dataclasses.replace(begun.workload, methods=("full",))
+    assert search.source.config == estimate.source.config == begun.source.config
+    assert (search.backend, search.trains_elsewhere, search.reads_dataset) == (None, False, False)
+    # It is compared at its own length and batch, and with what it has.
+    for option, wrong in (("seq_len", 65), ("effective_batch", 96), ("num_gpus", 2)):
+        with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is {wrong}"):
+            resolve(Question(base=base, gpu="rtx-4090", **{option: wrong}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--method is lora, and .* has full"):
+        resolve_configuration(Question(base=base, gpu="rtx-4090", methods=("lora",)))
+
+
+@pytest.mark.parametrize("task", OF_WORDS)
+def test_one_configuration_is_the_defaults_with_what_was_set(task: str) -> None:
+    generates = BY_TASK[task].generates if task in BY_TASK else None
+    accumulation = generates.num_generations if generates else None
+    whole = accumulation or 1
+    asked = dataclasses.replace(
+        QUESTION,
+        task=task,
+        teacher=QUESTION.model if task == "distillation" else None,
+        accumulation=accumulation,
+        seq_len=100,
+    )
+    found = resolve_configuration(asked)
+    usual = default_base(found.workload, found.card.gpu, found.source)
+    assert found.config == dataclasses.replace(usual, gradient_accumulation_steps=whole)
+    least = TRAINERS[trainers_of(task)[0]].least_micro_batch
+    assert found.config.micro_batch_size == least
+    assert found.workload.effective_batch_size == least * whole
+    assert (found.workload.task, found.config.sequence_length) == (task, 100)
+    set_ones = {"optimizer": "sgd", "activation_checkpointing": 1, "micro_batch_size": 4}
+    changed = resolve_configuration(dataclasses.replace(asked, settings=set_ones))
+    assert changed.config == dataclasses.replace(found.config, **set_ones)
+    assert changed.workload.effective_batch_size == 4 * whole
+    # A plan that is to be solved stays to be solved; it must be possible.
+    solve = {"activation_checkpointing": SOLVE}
+    if not generates and (task not in BY_TASK or not BY_TASK[task].passes_without_gradients):
+        solved = resolve_configuration(dataclasses.replace(asked, settings=solve))
+        assert solved.config == dataclasses.replace(found.config, **solve)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "num_gpus", "batch"),
+    [("fsdp2", 4, 4), ("tp", 4, 1), ("pp", 2, 1), (None, 2, 2), (None, None, 1)],
+)
+def test_gpus_share_one_configuration_as_it_says(
+    parallelism: str | None, num_gpus: int | None, batch: int
+) -> None:
+    """What no trainer runs is priced all the same."""
+    settings = {} if parallelism is None else {"parallelism": parallelism}
+    if parallelism in ("tp", "pp"):
+        settings["optimizer"] = "adamw_torch"
+    asked = dataclasses.replace(QUESTION, num_gpus=num_gpus, settings=settings)
+    found = resolve_configuration(asked)
+    assert found.config.parallelism == (parallelism or ("ddp" if num_gpus else "none"))
+    assert (found.config.num_gpus, found.workload.num_gpus) == ((num_gpus or 1),) * 2
+    assert found.workload.effective_batch_size == found.config.effective_batch_size == 4 * batch
 
 
 def test_what_cannot_work_is_refused() -> None:
