@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,16 +12,16 @@ from test_dealt_layers import step
 from written_trace import Answer
 
 from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.memory.traces import Trace
+from autotune.memory.traces import Phase, Trace
 from autotune.memory.vllm import KEPT_ASLEEP_BYTES
-from autotune.predict import vllm_generation
+from autotune.predict import generation, vllm_generation
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import shared_trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import roofline
-from autotune.speed.host import USUAL
+from autotune.speed.host import USUAL, Work
 
 CARD, HOST = find_gpu("rtx-4090"), USUAL.times(0)
 RLOO = TrainConfig(
@@ -129,16 +130,110 @@ def test_work_and_causes_of_a_step_have_its_share_of_scoring() -> None:
     assert spared == pytest.approx(4 * scoring / 2)
 
 
-UNKNOWN_RATES = dataclasses.replace(
-    CARD, peak_flop_per_second={}, memory_bandwidth_bytes_per_second=None
-)
-NO_LINK = dataclasses.replace(CARD, pcie_bandwidth_bytes_per_second=None)
 NO_COMPLETIONS: dict[str, Any] = {
     "trainer": "transformers",
     "num_generations": None,
     "max_completion_length": None,
     "kl_beta": None,
 }
+LAUNCHES = {"forward": 1.0, "backward": 10.0, "recompute": 100.0, "update": 1000.0}
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(
+    ("changes", "optimizer", "of_a_micro_step", "of_a_step"),
+    [
+        # Each moment is paid as often as it comes: before and after each micro-step, once before the update
+        # and once while it runs. There are 13 / 9 modules to the one weight.
+        ({"before_micro_step": Work(seconds=1, module_seconds=9)}, "sgd", 14, 0),
+        ({"after_micro_step": Work(seconds=1, module_seconds=9)}, "sgd", 14, 0),
+        ({"before_update": Work(seconds=1, module_seconds=9, tensor_seconds=100)}, "sgd", 0, 114),
+        ({"update": Work(seconds=1, module_seconds=9, tensor_seconds=100)}, "sgd", 0, 114),
+        # A hook for each weight, where there is no time before the update.
+        ({"call_seconds": 5.0}, "sgd", 0, 0),
+        ({"call_seconds": 5.0}, "sgd in backward", 0, 5),
+        ({"before_update": Work(seconds=1, module_seconds=9)}, "sgd in backward", 0, 0),
+        ({"update": Work(seconds=1, module_seconds=0)}, "sgd in backward", 0, 1),
+        # bitsandbytes' Python for each weight, as often as it says.
+        ({"python_seconds": 1.0}, "sgd", 0, 0),
+        ({"python_seconds": 1.0}, "adamw_bnb_8bit", 0, 3),
+        # One kernel forward, one backward; no layer is recomputed.
+        ({"launch_seconds": {**LAUNCHES, "update": 0.0}}, "sgd", 11, 0),
+        ({"region_seconds": 1.0, "triton_seconds": 1.0, "copy_seconds": 1.0}, "sgd", 0, 0),
+    ],
+)
+def test_what_the_host_does_is_paid_as_often_as_it_comes(
+    changes: dict[str, Any],
+    optimizer: str,
+    of_a_micro_step: float,
+    of_a_step: float,
+    accumulation: int,
+) -> None:
+    name, _, in_backward = optimizer.partition(" in ")
+    config = dataclasses.replace(
+        RLOO,
+        optimizer=name,
+        update_in_backward=bool(in_backward),
+        gradient_accumulation_steps=accumulation,
+        **NO_COMPLETIONS,
+    )
+    traces = {TraceSpec.of(config): trace()}
+    host = dataclasses.replace(HOST, **changes)
+    seconds, without = (
+        Estimator(traces, CARD, memory_budget_bytes=24 * 10**9, host=each).seconds(config)
+        for each in (host, HOST)
+    )
+    assert seconds is not None
+    assert without is not None
+    more = seconds.total_seconds - without.total_seconds
+    # The GPU's own time, a millisecond or so, lies beneath what the host takes.
+    assert more == pytest.approx(accumulation * of_a_micro_step + of_a_step, abs=0.05)
+    if of_a_micro_step:
+        assert seconds.micro_step_seconds + seconds.optimizer_step_seconds / accumulation == (
+            pytest.approx(seconds.total_seconds / accumulation)
+        )
+
+
+def test_a_cache_grows_evenly_from_the_second_token_to_the_last() -> None:
+    """Prompts make two tensors of it and one that passes; each token makes both anew, and then the old go."""
+    sizes = [100, 1000, 7, 160, 1060, 400, 1300, 9]
+    events = {
+        Phase.PREFILL: [2, 0, ~2, 1],
+        Phase.DECODE: [3, ~0, 4, ~1],
+        Phase.GROWN: [5, ~3, 6, ~4],
+        Phase.LAST: [7, ~7],
+    }
+    asked: list[tuple[int, int]] = []
+
+    def sizes_of(num: int, rank: int) -> list[int]:
+        asked.append((num, rank))
+        return sizes
+
+    made_up: Any = SimpleNamespace(sizes=sizes_of, generation=events.__getitem__)
+    for most, steps in ((2, []), (5, [(240, 1140), (320, 1220), (400, 1300)])):
+        config = dataclasses.replace(RLOO, max_completion_length=most, lora_rank=8)
+        found = generation.generation_of(made_up, config)
+        ids = 48 * 12 * 64
+        grown = [size for pair in steps for size in pair]
+        assert found.tape.sizes == [ids, 7, 100, 1000, 160, 1060, *grown, 9]
+        first, old = [0, 1, 2, ~1, 3], [4, ~2, 5, ~3]
+        for number in range(6, 6 + len(grown)):
+            old += [number, ~(number - 2)]
+        last = 6 + len(grown)
+        assert found.tape.events[:-3] == [*first, *old, last, ~last]
+        # Nothing is left behind.
+        assert sorted(found.tape.events[-3:]) == sorted([~(last - 1), ~(last - 2), ~0])
+        assert found.cache_bytes == sum(found.tape.sizes[last - 2 : last])
+    assert asked == [(12, 8)] * 2
+    # As often as 32 times, however many tokens.
+    many = dataclasses.replace(RLOO, max_completion_length=63)
+    assert len(generation.generation_of(made_up, many).tape.sizes) == 6 + 2 * 32 + 1
+
+
+UNKNOWN_RATES = dataclasses.replace(
+    CARD, peak_flop_per_second={}, memory_bandwidth_bytes_per_second=None
+)
+NO_LINK = dataclasses.replace(CARD, pcie_bandwidth_bytes_per_second=None)
 
 
 @pytest.mark.parametrize(
