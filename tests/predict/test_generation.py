@@ -12,10 +12,11 @@ from test_dealt_layers import step
 from written_trace import Answer
 
 from autotune.catalogue.gpus import Gpu, find_gpu
-from autotune.memory.traces import Phase, Trace
+from autotune.memory.traces import Launch, Phase, Trace, TracedKernel
 from autotune.memory.vllm import KEPT_ASLEEP_BYTES
 from autotune.predict import generation, vllm_generation
 from autotune.predict.estimator import Estimator
+from autotune.predict.sharding.pipeline import PipelineTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import shared_trace
 from autotune.records.estimate import TraceSpec
@@ -71,7 +72,11 @@ def trace(*left_out: str) -> Trace:
 
 def of_phase(phase: str, num_completions: int) -> float:
     """Seconds that a phase's kernel takes by itself."""
-    moved = MOVED[phase] * MIB * num_completions
+    return of_bytes(MOVED[phase] * MIB * num_completions)
+
+
+def of_bytes(moved: int) -> float:
+    """Seconds of a kernel that moves so many bytes."""
     kernel = roofline.Kernel(
         name="add", kind="elementwise", dtype="bfloat16", flops=0, bytes_moved=moved
     )
@@ -136,6 +141,62 @@ NO_COMPLETIONS: dict[str, Any] = {
     "max_completion_length": None,
     "kl_beta": None,
 }
+
+
+@pytest.mark.parametrize(
+    ("counts", "outside", "accumulation", "rounds"),
+    [
+        # Of 8 s each layer takes 2; the first micro-batch takes all, each further one as the slowest GPU.
+        ((2, 1, 1), (0, 0), 1, 1.0),
+        ((2, 1, 1), (0, 0), 5, 1 + 4 * 4 / 8),
+        # With 3 s outside, a second before and two behind, a layer takes 1.25.
+        ((2, 1, 1), (1, 2), 5, 1 + 4 * 3.5 / 8),
+        ((1, 1, 2), (1, 2), 5, 1 + 4 * 4.5 / 8),
+        # What is outside may be all that there is.
+        ((1, 1), (20, 0), 3, 1 + 2 * 1.0),
+    ],
+)
+def test_a_pipeline_is_as_slow_as_its_slowest_gpu(
+    counts: tuple[int, ...], outside: tuple[int, int], accumulation: int, rounds: float
+) -> None:
+    config = dataclasses.replace(RLOO, parallelism="pp", num_gpus=len(counts), **NO_COMPLETIONS)
+
+    class Dealt(PipelineTrace):
+        def __init__(self) -> None:
+            self.counts = counts
+
+        def launches_outside_layers(self, micro_batch: int, rank: int) -> Any:
+            assert (micro_batch, rank) == (config.micro_batch_size, 0)
+            kernel = TracedKernel(
+                name="add", dtype="bfloat16", flops=(0, 0, 0), moved=(), phase="forward", count=1
+            )
+            return [[Launch(kernel, 0.0, seconds * per_second, 1, ())] for seconds in outside]
+
+    per_second = 10**9 / of_bytes(10**9)
+    spec = TraceSpec.of(config)
+    estimator = Estimator({spec: Dealt()}, CARD, memory_budget_bytes=10**9, host=HOST)
+    found = estimator._times._rounds(config, 8.0, accumulation)
+    assert found == pytest.approx(rounds, rel=1e-3)
+    plain = dataclasses.replace(config, parallelism="none", num_gpus=1)
+    alone = Estimator({TraceSpec.of(plain): trace()}, CARD, memory_budget_bytes=10**9, host=HOST)
+    assert alone._times._rounds(plain, 8.0, accumulation) == accumulation
+
+
+def test_what_takes_all_of_its_room_fits() -> None:
+    config = dataclasses.replace(RLOO, **NO_COMPLETIONS)
+    roomy = of_step(config)
+    estimate = roomy.estimate(config)
+    for spare, fits in ((0, True), (-1, False)):
+        tight = roomy.with_budget(estimate.peak_device_bytes + spare)
+        assert tight.fits(estimate) is fits
+        assert (tight.fitting(config) is not None) is fits
+        needed = roomy.with_budget(roomy.least_needed(config) + spare)
+        assert needed.may_fit(config) is fits
+    reserved = estimate.peak_reserved_bytes
+    assert roomy.reserving(config, reserved) == estimate
+    assert roomy.reserving(config, reserved - 1) is None
+
+
 LAUNCHES = {"forward": 1.0, "backward": 10.0, "recompute": 100.0, "update": 1000.0}
 
 

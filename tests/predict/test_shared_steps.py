@@ -176,6 +176,55 @@ def test_zero3_keeps_the_last_that_a_frozen_head_has_read() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "layer", "every", "is_backward", "is_whole"),
+    [
+        ("zero3", 2, 2, True, True),
+        ("zero3", 2, 1, True, True),
+        ("zero3", 0, 2, True, True),
+        # Neither there, nor of a layer that is not computed again, nor outside the layers.
+        ("zero3", 2, 2, False, False),
+        ("zero3", 1, 2, True, False),
+        ("zero3", 2, 0, True, False),
+        ("zero3", -1, 1, True, False),
+        ("zero2", 2, 1, True, None),
+    ],
+)
+def test_zero3_gathers_all_of_a_layer_to_compute_it_again_and_else_its_largest(
+    name: str, layer: int, every: int, is_backward: bool, is_whole: bool | None
+) -> None:
+    unit: Any = ("layer", (0, layer))
+    shares = SimpleNamespace(
+        row=PARALLELISMS[name],
+        checkpoint_every=every,
+        members={unit: [0, 1]},
+        largest_gathered_bytes=lambda rank, unit: 300,
+        gathered_bytes=lambda rank, unit: 400,
+    )
+    step: Any = SimpleNamespace(_shares=shares, _gather_of=lambda *sizes: [s(1) for s in sizes])
+    found = ZeroMicroStep._gather(step, unit, is_backward=is_backward)
+    assert found == (None if is_whole is None else [400 if is_whole else 300, 300])  # type: ignore[comparison-overlap]
+    assert ZeroMicroStep._gather(step, ("other", unit[1]), is_backward=is_backward) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "sent"),
+    [("zero3", 4, []), ("zero3-offload", 4, [75]), ("zero3-offload", 1, [])],
+)
+def test_zero3_sends_its_part_of_the_largest_from_the_host(
+    name: str, num_gpus: int, sent: list[int]
+) -> None:
+    passed, made = list[int](), list[int]()
+    step: Any = SimpleNamespace(
+        _shares=SimpleNamespace(row=PARALLELISMS[name], num_gpus=num_gpus),
+        _new=lambda category, size, **_: made.append(size(1)) or 7,
+        _pass=lambda size, stream: passed.append(size(1)),
+    )
+    assert ZeroMicroStep._gather_of(step, lambda _: 400, lambda _: 303) == 7
+    assert (made, passed) == ([400], sent)
+    assert all(isinstance(each, int) for each in passed)
+
+
+@pytest.mark.parametrize(
     ("name", "num_streams"),
     [("ddp", 0), ("fsdp2", 2), ("zero1", 0), ("zero2", 0), ("zero3", 2), ("zero2-offload", 0)],
 )
