@@ -86,6 +86,8 @@ def test_pictures_decide_the_task(source: models.ModelSource) -> None:
         ({"images": 2, "image_size": "0x480"}, TASK, "is no size"),
         ({"images": 2, "image_size": "640x20000"}, TASK, "is no size"),
         ({"images": 2, "image_size": "640x480", "dataset": "x"}, TASK, "not go with --dataset"),
+        ({"images": 2, "dataset": "x"}, TASK, "not go with --dataset"),
+        ({"image_size": "640x480", "dataset": "x"}, TASK, "not go with --dataset"),
     ],
 )
 def test_what_is_missing_or_wrong(

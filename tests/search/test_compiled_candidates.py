@@ -105,7 +105,7 @@ def test_what_cannot_be_traced_compiled_is_said(monkeypatch: pytest.MonkeyPatch)
 def test_why_nothing_is_predicted_compiled_is_said(
     monkeypatch: pytest.MonkeyPatch, ways: Any, traced: Any, why: str
 ) -> None:
-    best = answers.estimate()
+    best = answers.estimate(dataclasses.replace(answers.CONFIG, micro_batch_size=1))
     candidates: Any = SimpleNamespace(
         exactly=lambda name: name, best=lambda name: best if name == "exact" else None
     )
@@ -118,6 +118,10 @@ def test_why_nothing_is_predicted_compiled_is_said(
     def trace(specs: set[TraceSpec]) -> None:
         assert specs
         assert all(spec.is_compiled for spec in specs)
+        # With layers checkpointed and without, of one sample and of several.
+        assert {(spec.activation_checkpointing, spec.single) for spec in specs} == {
+            *((2, True), (2, False), (0, True), (0, False)),
+        }
         if isinstance(traced, Exception):
             raise traced
         if traced is not None:

@@ -14,6 +14,7 @@ from autotune.errors import ConfigError
 from autotune.predict.floors import least_bytes
 from autotune.records.answer import MORE_MEMORY_BYTES
 from autotune.records.estimate import TraceSpec
+from autotune.records.question import Question
 from autotune.search import room
 from autotune.search.inverse import pricing, questions
 from autotune.search.inverse.pricing import Case, Pricer, narrowed, narrowest_layer
@@ -183,6 +184,57 @@ def test_what_is_fixed_takes_the_place_of_what_is_offered() -> None:
         assert [each.method for each in found.methods] == methods
     (full,) = narrowed(space, {"micro_batch_size": 2}, only_where_offered=True).methods
     assert full.domains == {"liger": (False, True), "micro_batch_size": (2,)}
+
+
+def test_the_points_of_a_case_are_those_of_each_section_with_what_is_fixed() -> None:
+    plain = {"precision": ("bf16-true",), "optimizer": ("sgd",), "batching": ("packed",)}
+    sections = (
+        MethodSpace(method="full", domains={**plain, "micro_batch_size": (1, 2)}),
+        MethodSpace(
+            method="lora",
+            domains={
+                "micro_batch_size": (4,),
+                "precision": ("bf16-autocast", "fp32"),
+                "optimizer": ("sgd",),
+                "lora_rank": (8,),
+                "lora_targets": ("all-linear",),
+                "activation_offloading": (False, True),
+            },
+        ),
+    )
+
+    def points(methods: tuple[str, ...], **asked: Any) -> tuple[set[Any], dict[str, int]]:
+        question = Question(accumulation=asked.pop("accumulation", None), settings=asked)
+        problem: Any = SimpleNamespace(
+            space=SearchSpace(name="s", description="", methods=sections),
+            question=question,
+            methods=methods,
+            lengths=None,
+            dataset=None,
+        )
+        pricer = Pricer(problem, None, lambda *_: None)  # type: ignore[arg-type]
+        assert pricer.num_traces == 0
+        configs, invalid = pricer._enumerate(CASE)
+        assert pricer.is_possible(CASE) == bool(configs)
+        steps = asked_steps = question.accumulation or 1
+        assert {config.gradient_accumulation_steps for config in configs} <= {steps}
+        assert all(c.effective_batch_size == asked_steps * c.micro_batch_size for c in configs)
+        found = {(c.method, c.micro_batch_size, c.precision) for c in configs}
+        return found, invalid
+
+    both = ("full", "lora")
+    of_full = {("full", 1, "bf16-true"), ("full", 2, "bf16-true")}
+    of_lora = {("lora", 4, "bf16-autocast"), ("lora", 4, "fp32")}
+    # Offloading without checkpointing is left out, of each precision of LoRA.
+    broken = {"offloading-needs-checkpointing": 2}
+    assert points(both) == (of_full | of_lora, broken)
+    assert points(("full",), accumulation=3) == (of_full, {})
+    assert points(both, micro_batch_size=7)[0] == {
+        (method, 7, precision) for method, _, precision in of_full | of_lora
+    }
+    assert points(("lora",), precision="fp32", activation_checkpointing=1)[0] == {
+        ("lora", 4, "fp32")
+    }
 
 
 def test_what_needs_no_less_than_a_misfit_is_no_more_asked() -> None:

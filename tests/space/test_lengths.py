@@ -92,6 +92,7 @@ def test_by_tokens_few_batches_are_filled_with_samples_of_like_length() -> None:
     # The longest alone may have more than that; nothing is left out.
     assert cut_by_tokens([900, 1, 0, 400], 600) == [[0], [3], [1, 2]]
     assert cut_by_tokens([], 600) == []
+    assert cut_by_tokens([0, 0, 1], 2) == [[2, 0], [1]]
     # Long samples two by two, and short ones beside the last where it has room: 8 x 100 + 8 x 300 of 16.
     assert share(HALF_AND_HALF, "by-tokens", 2) > 0.95
     assert share(HALF_AND_HALF, "by-tokens", 1) > 0.95 > share(HALF_AND_HALF, "padded", 2)

@@ -8,10 +8,11 @@ from typing import Any
 
 import answers
 import pytest
+import yaml
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import Checkpoint
-from autotune.space import precisions, space_file
+from autotune.space import precisions, space_file, values
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.enumeration import enumerate_configs
@@ -38,7 +39,14 @@ from autotune.space.search_space import (
     without_solve,
 )
 from autotune.space.trainers import FIXED_BY_A_TEACHER
-from autotune.space.yaml_schema import joined
+from autotune.space.yaml_schema import (
+    a_list,
+    a_mapping,
+    joined,
+    parse_yaml,
+    validated,
+    why_not_yaml,
+)
 
 FIXED = {name: (value,) for name, value in FIXED_BY_A_TEACHER.items()}
 GRPO = TrainConfig(
@@ -629,3 +637,45 @@ def test_of_very_many_problems_the_first_twenty_are_said(number: int, end: str) 
     said = joined([str(each) for each in range(number)]).split("; ")
     assert said[-1] == end
     assert len(said) == min(number, 21)
+
+
+@pytest.mark.parametrize(
+    ("document", "problems"),
+    [
+        ({"name": "x", "sizes": [1, 2]}, []),
+        ([], ["the file must be a mapping with `sizes`, not a list"]),
+        ({"name": 5, "sizes": [1]}, ["name: "]),
+        ({"sizes": "1"}, ["sizes: "]),
+        ({}, ["sizes: "]),
+        ({"sizes": []}, ["sizes: "]),
+        ({"sizes": [1, 2, 1]}, ["sizes: given twice: 1"]),
+        ({"sizes": [1, 0, -1]}, ["sizes, item 2: must be from 1", "sizes, item 3: must be from 1"]),
+        ({"nam": "x", "sizes": [1]}, ['nam: unknown key. Did you mean "name"?']),
+    ],
+)
+def test_each_problem_of_a_document_is_said_with_its_place(
+    document: Any, problems: list[str]
+) -> None:
+    schema = a_mapping("Schema", name=(str, "usual"), sizes=(a_list(values.positive), ...))
+    found, said = validated(schema, document, {(): ("name", "sizes")}, "sizes")
+    assert (found is None) == bool(problems)
+    assert len(said) == len(problems)
+    assert all(each.startswith(part) for each, part in zip(said, problems, strict=True))
+    if found is not None:
+        assert (found.name, found.sizes) == ("x", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [1", "line 1: "),
+        ("b: 1\na: 1\na: 2\n", "line 1: the key 'a' is given 2 times"),
+        ("[" * 5000, "It nests too deep"),
+    ],
+)
+def test_what_is_no_yaml_is_said_with_its_line(text: str, why: str) -> None:
+    with pytest.raises((yaml.YAMLError, RecursionError)) as raised:
+        parse_yaml(text)
+    said = why_not_yaml(raised.value)
+    assert said.startswith(why)
+    assert len(said) <= 300
