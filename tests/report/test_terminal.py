@@ -1444,3 +1444,65 @@ def test_the_cache_of_a_generation_is_drawn_with_what_it_leaves() -> None:
     shown = one_line(file.getvalue())
     assert "without windows it would be 0.25 GiB" in shown
     assert "a window of 1,024" in shown
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_what_is_tied_is_counted(number: int) -> None:
+    config = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
+    others = number * (answers.estimate(config),)
+    said = words.tied(answers.answer(tied=others))
+    assert said.startswith("within 2 %, so no worse: checkpoint every layer")
+    assert said.endswith("" if number == 1 else f" and {number - 1} more")
+    assert (" more" in said) == (number > 1)
+
+
+def test_plan_b_says_step_by_step_what_it_changes() -> None:
+    first = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
+    second = dataclasses.replace(first, micro_batch_size=2, gradient_accumulation_steps=16)
+    plan = (answers.estimate(first, device_gib=9.0), answers.estimate(second, device_gib=8.0))
+    assert words.fallbacks(answers.answer(fallbacks=plan)) == (
+        "when memory runs out, train.py goes on with checkpoint every layer (7.50 GiB reserved); "
+        "then micro-batch 2 x 16 (6.50 GiB reserved)"
+    )
+
+
+def test_how_sure_an_answer_is_names_its_likeliest_rival() -> None:
+    rival = answers.estimate(dataclasses.replace(answers.CONFIG, activation_checkpointing=1))
+    for sure, said in (
+        (None, ""),
+        (Sureness(odds=0.671, rival=None), "67 % that nothing else is faster by more than 2 %"),
+        (
+            Sureness(odds=0.5, rival=rival, rival_odds=0.125),
+            "50 % that nothing else is faster by more than 2 %; with 12 % the fastest is checkpoint "
+            "every layer",
+        ),
+    ):
+        assert words.sureness(answers.answer(sureness=sure)) == said
+
+
+@pytest.mark.parametrize(
+    ("widened", "best_class", "outside", "said"),
+    [
+        (False, "recipe", (), ""),
+        (True, "recipe", (), "Nothing of a lower class fits, so another recipe was allowed."),
+        (True, "recipe", ("exact",), "Nothing of a lower class fits, so another recipe was"),
+        (True, "recipe", ("exact", "numerics"), "The space has no lower class, so another"),
+    ],
+)
+def test_why_a_class_was_raised_is_said(
+    widened: bool, best_class: str, outside: tuple[str, ...], said: str
+) -> None:
+    answer = answers.answer(widened=widened, best_class=best_class, classes_outside=outside)
+    assert words.widened(answer).startswith(said)
+    assert bool(words.widened(answer)) == widened
+
+
+def test_a_method_alone_does_not_say_what_solving_would_do() -> None:
+    plain = dataclasses.replace(answers.CONFIG, activation_checkpointing=0)
+    assert words.instead_of(plain).startswith("--checkpointing solve recomputes no more")
+    for other in (answers.CONFIG, dataclasses.replace(plain, trainer="trl-dpo")):
+        assert words.instead_of(other).startswith("autotune find with this model")
+    fp8 = dataclasses.replace(plain, precision="fp8-mixed")
+    assert words.unfused_casts(fp8)
+    assert words.unfused_casts(dataclasses.replace(fp8, torch_compile="default")) == ""
+    assert words.unfused_casts(plain) == ""
