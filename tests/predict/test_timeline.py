@@ -195,3 +195,24 @@ def test_a_scaler_has_two_scalars_more() -> None:
         for precision in ("bf16-mixed", "fp16-mixed")
     )
     assert scaled == sorted([*plain, 4, 4])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 40])
+def test_a_drawn_step_has_the_replays_peak_and_its_phases_in_order(accumulation: int) -> None:
+    steps = written(dataclasses.replace(FULL, gradient_accumulation_steps=accumulation))
+    found = steps.replay()
+    drawn = timeline_of(steps, found.peak_allocated_event)
+    points = list(zip(*drawn.bytes_by_category.values(), strict=True))
+    assert sum(points[drawn.peak_point]) == found.peak_allocated_bytes
+    assert max(map(sum, points)) == found.peak_allocated_bytes
+    phases = [*ONE, *(MORE if accumulation > 1 else ()), StepPhase.OPTIMIZER]
+    assert list(drawn.phases) == phases
+    starts = list(drawn.phases.values())
+    assert starts == sorted(starts)
+    assert starts[0] == 0
+    # Weights are there all the time; no gradient is as the step begins and ends.
+    weights = sum(-(-size // 512) * 512 for size in (EMBEDDING, WEIGHT_BYTES, WEIGHT_BYTES))
+    assert min(drawn.bytes_by_category["parameter"]) >= weights
+    gradients = drawn.bytes_by_category["gradient"]
+    assert gradients[0] == gradients[-1] == 0
+    assert max(gradients) > 0

@@ -43,7 +43,9 @@ class Worker:
         self.how = how
         self.requests: list[Any] = []
 
-    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **_: Any) -> Any:
+    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **limits: Any) -> Any:
+        # Each answer begins the wait for the next one anew.
+        assert limits == {"deadline_seconds": tracing.DEADLINE_SECONDS, "answers_renew": True}
         self.requests += requests
         for request in requests:
             for job in request["traces"]:
