@@ -227,6 +227,23 @@ def test_an_answer_is_the_tokens_that_it_touches(
     assert all(row["input_ids"] == [D, E, A, B] for row in short)
 
 
+def test_a_long_text_is_no_reason_to_warn_of_what_is_cut_anyway() -> None:
+    tokenizer = made()
+    tokenizer.model_max_length = 1
+    samples = Samples("text", [Sample("a b c d e")])
+    ((ids, _),) = encode(samples, tokenizer, "all")
+    assert len(ids) == 6
+    words = Samples("", [Sample(["a", "b"], answer=["P", "P"])])  # type: ignore[arg-type]
+    asked = Samples("", [Sample("a b", answer=None, context="c d")])
+    for task, data in (
+        ("masked-lm", samples),
+        ("token-classification", words),
+        ("question-answering", asked),
+    ):
+        assert list(ROWS_OF_TASKS[task](data, tokenizer, ["P"]))
+    assert tokenizer.deprecation_warnings == {}
+
+
 def test_classes_are_numbers_in_their_order_and_then_names() -> None:
     first = Samples("", [Sample("", answer=10), Sample("", answer="b"), Sample("", answer=2)])
     second = Samples("", [Sample("", answer=["a", "b"])])

@@ -43,6 +43,11 @@ def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
         predicted_tokens_per_second=900.0,
         predicted_peak_device_bytes=5 * GIB,
     )
+    # Of a probe that did not end there is no speed to compare.
+    for outcome in ("crashed", "oom", "slow"):
+        failed = dataclasses.replace(measured, outcome=outcome)
+        charts_of_failed = figures.all_figures(ReportData(stored=ANSWER, trials=(failed,)))
+        assert set(charts_of_failed) == {"speed-memory"}
     stored = dataclasses.replace(ANSWER, details=details)
     drawn = set(figures.all_figures(ReportData(stored=stored, trials=(measured,))))
     charts = {"speed-memory", "compared-speed", "compared-memory"}
