@@ -167,6 +167,10 @@ def test_gpus_in_turn_make_all_of_a_step_once(
     assert sent.num_gpus == num_gpus
     assert sent.layers == counts
     assert not sent.messages_per_step
+    # Nothing is shared out: no buffers, and nothing on the host.
+    assert (sent.host_copy_bytes_per_micro_step, sent.host_copy_bytes_per_step) == (0, 0)
+    assert (sent.host_bytes, sent.host_update_elements) == (0, 0)
+    assert (sent.gathered_bytes, sent.buffers_bytes) == (0, 0)
 
 
 def _spec(checkpointing: int) -> TraceSpec:

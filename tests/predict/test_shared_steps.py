@@ -167,6 +167,18 @@ def test_zero_copies_its_part_of_the_last_group_in_16_bits_first(
     assert found == beside
 
 
+def test_zero3_casts_its_part_to_float32_before_that_is_the_optimizers() -> None:
+    whole = shared("zero3")
+    sizes, here, beside = whole.sizes(1, 0), set[int](), []
+    for event in whole.setup:
+        here ^= {max(event, ~event)}
+        if event >= 0 and whole.categories[event] == "optimizer_state":
+            passing = [sizes[n] for n in here if whole.categories[n] == "temporary"]
+            beside.append((sizes[event], passing))
+    # A quarter of 7,424 elements, of 4 bytes.
+    assert beside == [(7424, [7424])]
+
+
 def test_zero3_keeps_the_last_that_a_frozen_head_has_read() -> None:
     read_by_head = ZeroMicroStep._read_by_head
     for name, read in (("zero3", [6]), ("zero2", [])):

@@ -176,6 +176,21 @@ def test_a_step_has_its_phases_in_order_and_leaves_what_the_step_before_left(
     )
 
 
+def test_lomo_gives_each_gradient_up_right_behind_its_copy_in_32_bits() -> None:
+    steps = written(dataclasses.replace(FULL, optimizer="lomo"))
+    gradients = {n for n, kind in enumerate(steps.categories) if kind == "gradient"}
+    updates = [part for part in steps.parts if part.phase == StepPhase.BACKWARD_AND_OPTIMIZER]
+    assert len(updates) == 8
+    for part in updates:
+        events = part.events.tolist()
+        given_up = [at for at, event in enumerate(events) if ~event in gradients]
+        assert len(given_up) == 5
+        for at in given_up:
+            copy, gradient = events[at - 1], ~events[at]
+            assert copy >= 0
+            assert steps.sizes[copy] == 2 * steps.sizes[gradient]
+
+
 def test_micro_batches_beyond_64_stand_together() -> None:
     few, many = (
         left_after(written(dataclasses.replace(FULL, gradient_accumulation_steps=number)))[1]
