@@ -473,3 +473,8 @@ def test_the_longer_of_passes_and_update_bounds_a_step(
     assert found.bound == bound
     assert (passes > update) == (bound == "compute")
     assert found.total_seconds == pytest.approx(passes + update)
+    estimate = estimator.estimate(config)
+    peak = CARD.peak_flop_per_second["bfloat16"]
+    assert peak is not None
+    assert estimate.flops_per_step == estimate.model_flops_per_step == flops
+    assert estimate.mfu == pytest.approx(flops / peak / found.total_seconds)

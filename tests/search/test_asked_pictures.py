@@ -182,6 +182,8 @@ def test_a_model_hears_its_own_length_or_the_one_that_is_asked_for(
         ({"model_type": "wav2vec2"}, 16_000, 49),
         ({"model_type": "sew"}, 16_000, 49),
         ({"model_type": "wav2vec2"}, 400, 1),
+        ({"model_type": "sew"}, 400, 1),
+        ({"model_type": "sew"}, 399, 0),
         ({"model_type": "wav2vec2"}, 399, 0),
         ({"model_type": "wav2vec2"}, 0, 0),
         # (10 - 4) // 3 + 1 = 3, and two pairs of three; fewer than a kernel are none.

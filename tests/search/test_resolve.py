@@ -289,6 +289,17 @@ def test_what_a_search_says_of_its_question(question: dict[str, Any], said: list
     assert all(part in note for part, note in zip(said, notes, strict=True))
 
 
+def test_a_run_of_another_trainer_that_is_only_predicted_needs_nothing_here(tmp_path: Path) -> None:
+    of_axolotl = Question(base=BASES / "axolotl.yaml", gpu="rtx-4090")
+    own = Question(base=saved(tmp_path, resolve_configuration(QUESTION).config), gpu="rtx-4090")
+    for question, trains_elsewhere in ((of_axolotl, True), (own, False), (QUESTION, False)):
+        problem = resolve(question)
+        assert problem.trains_elsewhere is trains_elsewhere
+        measured = dataclasses.replace(problem, backend="cuda")
+        assert not measured.trains_elsewhere
+        assert measured.predicted().trains_elsewhere is trains_elsewhere
+
+
 def test_float16_is_warned_of_where_it_was_chosen(tmp_path: Path) -> None:
     t5 = dataclasses.replace(QUESTION, model="google-t5/t5-base", accumulation=1)
     for precision, is_said in (("fp16-mixed", True), ("bf16-mixed", False)):

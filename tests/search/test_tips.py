@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import answers
@@ -13,6 +14,7 @@ import tiny_model
 from autotune.catalogue import models
 from autotune.common.units import GIB
 from autotune.records.answer import Tip
+from autotune.records.charts import MAX_PRICED
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount
 from autotune.report import tips
 from autotune.search import beside, waterfall
@@ -111,6 +113,7 @@ def test_grouped_heads_are_expanded_where_the_card_fuses_nothing_else() -> None:
     assert tip_of(usual, context=T4) is Tip.EXPANDED_HEADS
     assert tip_of(usual, context=T4, attention=("sdpa_expanded",)) is None
     assert tip_of(usual) is None, "FlashAttention takes groups"
+    assert tip_of(spending(attention="eager", precision="fp16-mixed"), context=T4) is None
     assert tip_of(usual, context=dataclasses.replace(T4, compute_capability=None)) is None
     assert tip_of(spending(attention="sdpa_expanded", precision="fp16-mixed"), context=T4) is None
     every_head = {"num_key_value_heads": tiny_model.MODEL.config["num_attention_heads"]}
@@ -350,6 +353,18 @@ def test_the_way_frees_memory_until_it_fits_and_then_goes_as_fast_as_it_can() ->
     ends: Any = Few({c: prices[c] for c in (answers.CONFIG, goal)}, 20.0)
     (_, step) = waterfall.path(ends, answers.CONFIG, goal, CONTEXT)
     assert set(step.changed) == {*names}
+
+
+@pytest.mark.parametrize(("number", "stride"), [(1, 1), (MAX_PRICED, 1), (MAX_PRICED + 1, 2)])
+def test_what_was_priced_is_drawn_to_a_tenth_and_thinned_out(number: int, stride: int) -> None:
+    drawn = answers.details().answer
+    estimator: Any = SimpleNamespace(timeline=lambda config: drawn)
+    priced = [(1000 + n + 0.26, n) for n in range(number)]
+    found = waterfall.details(estimator, None, answers.CONFIG, CONTEXT, priced)
+    assert found.priced == tuple((1000 + n + 0.3, n) for n in range(0, number, stride))
+    assert len(found.priced) <= MAX_PRICED
+    # What could not be traced has no way from it.
+    assert (found.answer, found.base, found.path) == (drawn, None, ())
 
 
 @pytest.mark.parametrize(
