@@ -186,9 +186,11 @@ def test_lomo_gives_each_gradient_up_right_behind_its_copy_in_32_bits() -> None:
         given_up = [at for at, event in enumerate(events) if ~event in gradients]
         assert len(given_up) == 5
         for at in given_up:
-            copy, gradient = events[at - 1], ~events[at]
+            before, copy, gradient = events[at - 2], events[at - 1], ~events[at]
             assert copy >= 0
             assert steps.sizes[copy] == 2 * steps.sizes[gradient]
+            # The weight's copy, as large, comes behind it.
+            assert before < 0 or steps.sizes[before] != steps.sizes[copy]
 
 
 def test_micro_batches_beyond_64_stand_together() -> None:
