@@ -21,7 +21,16 @@ from autotune.memory.kv_cache import kv_cache
 from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
 from autotune.records.loader_times import LoaderTime, LoaderTimes
-from autotune.report import facts, measured_words, progress, terminal, tips, words
+from autotune.report import (
+    calibration,
+    facts,
+    html,
+    measured_words,
+    progress,
+    terminal,
+    tips,
+    words,
+)
 from autotune.report.classes import class_rows
 from autotune.report.explain import explain
 from autotune.report.generation import draw_kv_cache
@@ -29,6 +38,7 @@ from autotune.space.dataset import Dataset
 from autotune.space.lengths import Lengths
 from autotune.space.media import Media
 from autotune.space.words import describe
+from autotune.speed.calibration_plan import PAGEABLE
 from autotune.speed.origin import RatesFrom
 
 
@@ -1503,3 +1513,49 @@ def test_a_method_alone_does_not_say_what_solving_would_do() -> None:
     assert words.unfused_casts(fp8)
     assert words.unfused_casts(dataclasses.replace(fp8, torch_compile="default")) == ""
     assert words.unfused_casts(plain) == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "gain"),
+    [
+        (None, 100.0, ""),
+        (100.0, 100.0, "as fast"),
+        (1000.0, 1004.9, "as fast"),
+        (1000.0, 995.1, "as fast"),
+        (1000.0, 1006.0, "+1 %"),
+        (100.0, 150.0, "+50 %"),
+        (100.0, 40.0, "-60 %"),
+    ],
+)
+def test_a_step_on_the_way_says_what_it_brings(before: float | None, now: float, gain: str) -> None:
+    row = facts.PathRow(
+        change="liger",
+        tokens_per_second=now,
+        previous_tokens_per_second=before,
+        resident_bytes=GIB,
+        previous_resident_bytes=None,
+        fits=True,
+    )
+    assert (row.gain, row.saving) == (gain, "")
+
+
+def test_speeds_of_a_page_are_tenths_and_none_where_there_is_none() -> None:
+    found = [html._rounded(speed) for speed in (1234.56, 7.04, None, float("inf"), float("nan"))]
+    assert found == [1234.6, 7.0, None, None, None]
+
+
+def test_rates_of_a_card_are_said_in_their_units() -> None:
+    products = SimpleNamespace(flop_per_second={"bfloat16": 82.4e12, "float32": 1234.6e12})
+    moving = SimpleNamespace(bytes_per_second={"elementwise": 905.4e9, "copy": 1.0})
+    for rates, said in (
+        ((products, moving), "bfloat16 82, float32 1,235 TFLOP/s, memory 905 GB/s"),
+        ((None, moving), "memory 905 GB/s"),
+        ((products, None), "bfloat16 82, float32 1,235 TFLOP/s"),
+        ((None, SimpleNamespace(bytes_per_second={"copy": 1.0})), ""),
+    ):
+        own: Any = SimpleNamespace(products=rates[0], moving=rates[1])
+        assert calibration.rates_words(own) == said
+    for name, said in ((PAGEABLE, "pageable 2.5 GB/s"), ("copy_host", "pinned 2.5 GB/s")):
+        kernel = SimpleNamespace(name=name, bytes_moved=5 * 10**9)
+        timed: Any = SimpleNamespace(kernel=kernel, seconds=2.0)
+        assert calibration._copy(timed) == said
