@@ -670,12 +670,12 @@ def test_each_problem_of_a_document_is_said_with_its_place(
     [
         ("a: [1", "line 1: "),
         ("b: 1\na: 1\na: 2\n", "line 1: the key 'a' is given 2 times"),
-        ("[" * 5000, "It nests too deep"),
     ],
 )
 def test_what_is_no_yaml_is_said_with_its_line(text: str, why: str) -> None:
-    with pytest.raises((yaml.YAMLError, RecursionError)) as raised:
+    with pytest.raises(yaml.YAMLError) as raised:
         parse_yaml(text)
     said = why_not_yaml(raised.value)
     assert said.startswith(why)
     assert len(said) <= 300
+    assert why_not_yaml(RecursionError()) == "It nests too deep"
