@@ -257,6 +257,32 @@ def test_an_adapter_of_another_kind_is_one_of_pefts(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "adapter"),
+    [
+        # peft 0.21 LoraConfig: r=8, lora_alpha=8, no dropout; trl 1.16 ModelConfig: 16, 32 and 0.05.
+        (
+            "adapter_config.json",
+            '{"peft_type": "LORA", "target_modules": ["q_proj"]}',
+            (8, 1.0, 0.0),
+        ),
+        (
+            "sft.yaml",
+            "model_name_or_path: a/b\nuse_peft: true\nlora_target_modules: [q_proj]\n"
+            "max_length: 512\nbf16: true\n",
+            (16, 2.0, 0.05),
+        ),
+    ],
+)
+def test_what_a_file_leaves_out_of_an_adapter_is_as_its_library_has_it(
+    tmp_path: Path, name: str, text: str, adapter: tuple[int, float, float]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    config = read_base(path, sequence_length=64, samples=4).config
+    assert (config.lora_rank, config.lora_alpha_ratio, config.lora_dropout) == adapter
+
+
 def test_an_adapters_alpha_keeps_its_ratio(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_text(

@@ -22,6 +22,7 @@ from autotune.export.carried import Unsaid
 from autotune.export.mapping import module_names, targets_of
 from autotune.export.mapping_write import keys_of, unsaid
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.trainers import TRAINERS
 
 BASES = Path(__file__).parents[1] / "data" / "bases"
 WORKLOAD = Workload(model="Qwen/Qwen2.5-1.5B", memory_budget_bytes=12 * 10**9)
@@ -268,6 +269,12 @@ def test_completions_of_axolotl_are_read_and_what_is_not_predicted_is_named(tmp_
     config = read_base(path).config
     assert (config.trainer, config.kl_beta, config.num_iterations) == ("trl-grpo", 0.04, 1)
     assert (config.num_generations, config.max_completion_length) == (4, 256)
+    unsaid = GRPO.replace("num_generations: 4", "max_completion_length: 256")
+    path.write_text(unsaid, encoding="utf-8")
+    # What it does not say is as TRL has it.
+    config, usual = read_base(path).config, TRAINERS["trl-grpo"].generates
+    assert usual is not None
+    assert (config.num_generations, config.kl_beta) == (usual.num_generations, usual.kl_beta)
     path.write_text(f"{GRPO}  use_vllm: true\n  generation_batch_size: 32\n", encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         read_base(path)

@@ -35,9 +35,17 @@ SPEC = TraceSpec(
 
 
 def step(
-    num_layers: int, *, tied: bool = False, trainable: bool = True, norms_apart: bool = False
+    num_layers: int,
+    *,
+    tied: bool = False,
+    trainable: bool = True,
+    norms_apart: bool = False,
+    packs: bool = False,
 ) -> Trace:
-    """`norms_apart`: whether the norm is in a parameter group of its own, as the Trainer has it."""
+    """`norms_apart`: whether the norm is in a parameter group of its own, as the Trainer has it.
+
+    `packs`: whether each layer's weight passes through memory before it is packed.
+    """
     a = Answer(full=num_layers, traced=num_layers)
 
     def weight(name: str, size: int, *shape: int) -> None:
@@ -56,7 +64,11 @@ def step(
     weight("embedding", EMBEDDING, 320, 8)
     for n in range(num_layers):
         a.block("weights", n)
+        if packs:
+            a.alloc(f"loaded{n}", [2048, 0, 0])
         weight(f"w{n}", WEIGHT, 16, 32)
+        if packs:
+            a.free(f"loaded{n}")
     a.block("weights")
     weight("norm", NORM, 256)
     if not tied:
@@ -155,6 +167,10 @@ def test_gpus_in_turn_make_all_of_a_step_once(
     assert sent.num_gpus == num_gpus
     assert sent.layers == counts
     assert not sent.messages_per_step
+    # Nothing is shared out: no buffers, and nothing on the host.
+    assert (sent.host_copy_bytes_per_micro_step, sent.host_copy_bytes_per_step) == (0, 0)
+    assert (sent.host_bytes, sent.host_update_elements) == (0, 0)
+    assert (sent.gathered_bytes, sent.buffers_bytes) == (0, 0)
 
 
 def _spec(checkpointing: int) -> TraceSpec:
@@ -186,6 +202,17 @@ def test_a_gpu_in_turn_keeps_what_its_layers_keep_and_copies_of_what_they_are_gi
         assert part.num_prepared_events == part.num_own_events == len(part.setup)
         assert alive(part, "setup")[-1] in (weights, weights + ROTARY_TABLE)
     assert (len(first.batch), len(last.batch)) == (2, 0)
+
+
+def test_what_a_weight_passes_through_is_of_the_gpu_that_has_it() -> None:
+    """What the first block asks for in one piece, and gives back, each GPU asks for itself."""
+    whole = DealtTrace(step(4, packs=True), _spec(0), num_gpus=2, counts=(1, 3))
+    for part, count in zip(whole.stages, whole.counts, strict=True):
+        sizes = part.sizes(1, 0)
+        passing = [event for event in part.setup if sizes[max(event, ~event)] == 2048]
+        assert [event >= 0 for event in passing] == count * [True, False]
+        assert passing[1::2] == [~event for event in passing[::2]]
+        alive(part, "setup")
 
 
 @pytest.mark.parametrize("num_gpus", [2, 3, 4])

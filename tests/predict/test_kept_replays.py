@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_model
 
 from autotune.memory.replayer import Replayer
 from autotune.memory.traces import Trace
+from autotune.predict import kept_replays
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig
@@ -94,7 +97,6 @@ def test_another_tape_order_of_ties_or_code_is_replayed_anew(
     num_made: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from autotune.predict import kept_replays
     from autotune.store import trace_cache
 
     first = some()[0]
@@ -119,6 +121,40 @@ def test_another_tape_order_of_ties_or_code_is_replayed_anew(
     assert num() == 0
     names = {str(each.name) for each in trace_cache._sources()}
     assert {"allocator.py", "steps.py", "expandable_segments.py", "running.py"} <= names
+
+
+def test_the_digest_is_of_all_that_a_replay_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest(**changes: Any) -> str:
+        values: dict[str, Any] = {"sure_step": 1, "sizes": [512, 1024], "aside": ((1,), ())}
+        values["parts"] = [part(0, "setup", [0]), part(1, "forward", [1, ~1])]
+        return kept_replays._digest(SimpleNamespace(**{**values, **changes}))  # type: ignore[arg-type]
+
+    def part(step: int, phase: str, events: list[int]) -> SimpleNamespace:
+        return SimpleNamespace(step=step, phase=phase, events=np.array(events))
+
+    first = part(0, "setup", [0])
+    found = [
+        digest(),
+        digest(sure_step=2),
+        digest(sizes=[512, 1025]),
+        digest(sizes=[512, 2**63]),
+        digest(sizes=[512, 2**63 + 1]),
+        digest(aside=()),
+        digest(aside=((), (1,))),
+        digest(aside=((1,),)),
+        digest(aside=((0,), ())),
+        digest(parts=[first]),
+        *(
+            digest(parts=[first, part(*other)])
+            for other in ((2, "forward", [1, ~1]), (1, "head", [1, ~1]), (1, "forward", [1]))
+        ),
+        digest(parts=[part(0, "setup", [0, 1]), part(1, "forward", [~1])]),
+    ]
+    is_lowest = kept_replays.takes_lowest_address()
+    monkeypatch.setattr(kept_replays, "takes_lowest_address", lambda: not is_lowest)
+    found.append(digest())
+    assert len(set(found)) == len(found)
+    assert digest() == found[-1]
 
 
 def test_a_spoilt_one_is_made_again(

@@ -136,3 +136,23 @@ def test_a_published_fused_update_that_nothing_was_fitted_to() -> None:
     found = roofline.seconds(kernels_of(cost, 0), roofline.ceilings(find_gpu("H100 SXM")))
     assert found is not None
     assert found.gpu_seconds * 1e3 == pytest.approx(49.66, rel=0.12)
+
+
+@each_row
+def test_what_is_made_with_an_optimizer_is_its_state_alone(row: Optimizer) -> None:
+    """Adagrad's sums are there before the first step; all else is made in it."""
+    if row.updates:
+        return
+    update = priced_update(row, SPECS, scaled=False)
+    kinds = [update.tape.categories[event] for event in update.made]
+    assert all(event >= 0 for event in update.made)
+    assert kinds == (["optimizer_state"] * len(SPECS) if row.name == "adagrad" else [])
+    assert update.makes_at_once == (row.name == "adagrad")
+    made_later = [update.tape.categories[event] for event in update.first if event >= 0]
+    has_state = update.device_state_bytes > 0 and row.name != "adagrad"
+    assert ("optimizer_state" in made_later) == has_state
+    # Nothing is freed before it is there.
+    here = {*update.made}
+    for event in update.first:
+        assert (max(event, ~event) in here) == (event < 0)
+        here ^= {max(event, ~event)}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autotune.memory.traces import TracedParameter
 from autotune.predict.sharding.library_rules import (
@@ -20,6 +24,7 @@ from autotune.predict.sharding.library_rules import (
     zero_partition_elements,
 )
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares
+from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
 
@@ -281,3 +286,69 @@ def test_deepspeed_reduces_in_buckets_and_large_gradients_by_themselves() -> Non
     # reduce_independent_p_g_buckets_and_remove_grads: what would overfill a bucket opens the next.
     assert zero_buckets([3, 4, 2, 11, 5, 5], cap_bytes=10) == [9, 11, 10]
     assert zero_buckets([], cap_bytes=10) == []
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.booleans(), st.integers(0, 1)), min_size=1),
+    num_gpus=st.integers(1, 5),
+    stage=st.sampled_from(["zero1", "zero2", "zero3"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_zeros_parts_are_those_of_each_element_dealt_out_by_itself(
+    sizes: list[tuple[int, bool, int]], num_gpus: int, stage: str
+) -> None:
+    weights = [
+        Weight(shape=(size,), dtype="float32", trainable=trainable, group=group)
+        for size, trainable, group in sizes
+    ]
+    trained = [n for n, weight in enumerate(weights) if weight.trainable]
+    groups = sorted({weights[n].group for n in trained})
+    part_of = {
+        group: zero_partition_elements(
+            sum(weights[n].num_elements for n in trained if weights[n].group == group), num_gpus
+        )
+        for group in groups
+    }
+    held: list[Counter[int]] = [Counter() for _ in range(num_gpus)]
+    for group in groups:
+        elements = [
+            n for n in trained if weights[n].group == group for _ in range(weights[n].num_elements)
+        ]
+        for place, number in enumerate(elements):
+            held[place // part_of[group]][number] += 1
+    shares: Any = SimpleNamespace(
+        num_gpus=num_gpus,
+        row=PARALLELISMS[stage],
+        groups=groups,
+        partitions=lambda rank: part_of,
+        weights=lambda rank: weights,
+        trained=lambda rank: [weights[n] for n in trained],
+        working_bytes=lambda weight: 2 * weight.num_elements,
+    )
+    parts = ZeroParts(shares)
+    kept = [sum(2 * weights[n].num_elements for n in each) for each in held]
+    assert [parts.held_bytes(1, gpu) for gpu in range(num_gpus)] == kept
+    assert parts.fullest_gpu(1) == kept.index(max(kept))
+    of_one = {n: -(-weights[n].num_elements // num_gpus) for n in trained}
+    for gpu, own in enumerate(held):
+        assert [parts.is_held(1, gpu, n) for n in range(len(weights))] == [
+            n in own for n in range(len(weights))
+        ]
+        largest = max(of_one.values() if stage == "zero3" else own.values(), default=0)
+        assert parts.norm_bytes(1, gpu) == 8 * largest
+    for n in trained:
+        most = of_one[n] if stage == "zero3" else max(each[n] for each in held)
+        assert parts.sent_elements(1, n) == most
+        assert parts.gradient_bytes(1, n) == 2 * weights[n].num_elements
+        assert parts.part_bytes(1, n) == 2 * of_one[n]
+        # A bucket is copied where several GPUs get a slice of it, or where ZeRO 3 pads it.
+        owners = sum(n in each for each in held)
+        copied = 2 * weights[n].num_elements if owners > 1 else 0
+        if stage == "zero3":
+            padded = num_gpus * of_one[n]
+            copied = 0 if padded == weights[n].num_elements else 2 * padded
+        assert parts.reduced_bytes(1, [n]) == copied
+    if stage == "zero3" and len(trained) > 1:
+        assert parts.reduced_bytes(1, trained) == sum(2 * num_gpus * of_one[n] for n in trained)
+    assert parts.normed_bytes(100) == 800
+    assert parts.normed_bytes(10**9) == 8 * (250_000_000 if stage == "zero3" else 10**9)

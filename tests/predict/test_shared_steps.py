@@ -110,6 +110,28 @@ def test_fsdp2_gathers_each_unit_there_and_back_but_norm_and_head_once(events: s
     assert [event >= 0 for event in forward] == (6 * [True, False])[: len(forward)]
 
 
+@pytest.mark.parametrize("checkpointing", [0, 1])
+def test_from_the_host_comes_each_shard_before_its_unit_is_gathered(checkpointing: int) -> None:
+    """A quarter of each weight; norm and head are one unit. All have gone by the end."""
+    order = [EMBEDDING, *4 * [WEIGHT], NORM + EMBEDDING, *4 * [WEIGHT], EMBEDDING]
+    shards = {unit: [unit // 4] for unit in (EMBEDDING, WEIGHT)}
+    shards[NORM + EMBEDDING] = [NORM // 4, EMBEDDING // 4]
+    for name, before in (("fsdp2", {}), ("fsdp2-offload", shards)):
+        whole = shared(name, checkpointing)
+        sizes, here = whole.sizes(1, 0), set[int]()
+        for events in (whole.again, whole.next):
+            sent = [event for event in events if max(event, ~event) in whole.aside[0]]
+            made = [sizes[event] for event in sent if event >= 0 and sizes[event]]
+            assert made == [size for unit in order for size in (*before.get(unit, ()), unit)]
+            for event in sent:
+                here ^= {max(event, ~event)}
+                if event >= 0 and sizes[event] in order:
+                    # The shards of this one are there, and of no other.
+                    waiting = sorted(sizes[n] for n in here if 0 < sizes[n] not in order)
+                    assert waiting == sorted(before.get(sizes[event], []))
+            assert not here
+
+
 def test_fsdp2_has_a_unit_arrive_beside_what_is_computed() -> None:
     """There a buffer stays until the next unit has come; back the next one comes before it is used."""
     whole, num_own = shared("fsdp2"), len(step(4).template)
@@ -145,12 +167,73 @@ def test_zero_copies_its_part_of_the_last_group_in_16_bits_first(
     assert found == beside
 
 
+def test_zero3_casts_its_part_to_float32_before_that_is_the_optimizers() -> None:
+    whole = shared("zero3")
+    sizes, here, beside = whole.sizes(1, 0), set[int](), []
+    for event in whole.setup:
+        here ^= {max(event, ~event)}
+        if event >= 0 and whole.categories[event] == "optimizer_state":
+            passing = [sizes[n] for n in here if whole.categories[n] == "temporary"]
+            beside.append((sizes[event], passing))
+    # A quarter of 7,424 elements, of 4 bytes.
+    assert beside == [(7424, [7424])]
+
+
 def test_zero3_keeps_the_last_that_a_frozen_head_has_read() -> None:
     read_by_head = ZeroMicroStep._read_by_head
     for name, read in (("zero3", [6]), ("zero2", [])):
         step: Any = SimpleNamespace(_shares=SimpleNamespace(row=PARALLELISMS[name]))
         # 7 are the logits; 4 goes before them.
         assert read_by_head(step, [4, 5, 6, ~4, 7], [~7, ~5, ~6]) == read
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "every", "is_backward", "is_whole"),
+    [
+        ("zero3", 2, 2, True, True),
+        ("zero3", 2, 1, True, True),
+        ("zero3", 0, 2, True, True),
+        # Neither there, nor of a layer that is not computed again, nor outside the layers.
+        ("zero3", 2, 2, False, False),
+        ("zero3", 1, 2, True, False),
+        ("zero3", 2, 0, True, False),
+        ("zero3", -1, 1, True, False),
+        ("zero2", 2, 1, True, None),
+    ],
+)
+def test_zero3_gathers_all_of_a_layer_to_compute_it_again_and_else_its_largest(
+    name: str, layer: int, every: int, is_backward: bool, is_whole: bool | None
+) -> None:
+    unit: Any = ("layer", (0, layer))
+    shares = SimpleNamespace(
+        row=PARALLELISMS[name],
+        checkpoint_every=every,
+        members={unit: [0, 1]},
+        largest_gathered_bytes=lambda rank, unit: 300,
+        gathered_bytes=lambda rank, unit: 400,
+    )
+    step: Any = SimpleNamespace(_shares=shares, _gather_of=lambda *sizes: [s(1) for s in sizes])
+    found = ZeroMicroStep._gather(step, unit, is_backward=is_backward)
+    assert found == (None if is_whole is None else [400 if is_whole else 300, 300])  # type: ignore[comparison-overlap]
+    assert ZeroMicroStep._gather(step, ("other", unit[1]), is_backward=is_backward) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gpus", "sent"),
+    [("zero3", 4, []), ("zero3-offload", 4, [75]), ("zero3-offload", 1, [])],
+)
+def test_zero3_sends_its_part_of_the_largest_from_the_host(
+    name: str, num_gpus: int, sent: list[int]
+) -> None:
+    passed, made = list[int](), list[int]()
+    step: Any = SimpleNamespace(
+        _shares=SimpleNamespace(row=PARALLELISMS[name], num_gpus=num_gpus),
+        _new=lambda category, size, **_: made.append(size(1)) or 7,
+        _pass=lambda size, stream: passed.append(size(1)),
+    )
+    assert ZeroMicroStep._gather_of(step, lambda _: 400, lambda _: 303) == 7
+    assert (made, passed) == ([400], sent)
+    assert all(isinstance(each, int) for each in passed)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,15 @@ from ends import ended
 from autotune.catalogue import installed
 from autotune.catalogue.gpus import catalogue, find_gpu
 from autotune.errors import ConfigError, HardwareError, WorkerError
+from autotune.memory.traces import Trace
 from autotune.predict import trace_servers, tracing
+from autotune.predict.sharding.rank_trace import RankTrace
+from autotune.predict.trace_jobs import MAX_PARAMETERS
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.media import Media
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.store import trace_cache
 from autotune.store.trace_cache import TraceCache
 
@@ -39,7 +43,9 @@ class Worker:
         self.how = how
         self.requests: list[Any] = []
 
-    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **_: Any) -> Any:
+    def __call__(self, verb: str, requests: Any, *, on_answer: Any, **limits: Any) -> Any:
+        # Each answer begins the wait for the next one anew.
+        assert limits == {"deadline_seconds": tracing.DEADLINE_SECONDS, "answers_renew": True}
         self.requests += requests
         for request in requests:
             for job in request["traces"]:
@@ -104,6 +110,149 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
     for sees, remedy in ((seen, "Leave --image-size out"), (own, "Give --precision bf16-autocast")):
         with pytest.raises(ConfigError, match=remedy):
             trace_all(vit, "image-classification", 1, find_gpu("t4"), {spec}, pictures=sees)
+
+
+def of(**changes: Any) -> TraceSpec:
+    return TraceSpec.of(dataclasses.replace(FULL, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "pictures", "remedy"),
+    [
+        ({}, None, "Name another model, method or precision"),
+        ({"parallelism": "cp"}, None, "--parallelism fsdp2), or another precision"),
+        ({"parallelism": "tp"}, None, "--parallelism fsdp2), or another --num-gpus"),
+        ({}, {"seconds": 5.0}, "Give another --audio-seconds"),
+        ({}, {}, "Leave --image-size out"),
+        # The size that the model was made for, along both sides, or pictures within a text.
+        ({}, {"width": 224}, "Leave --image-size out"),
+        ({}, {"width": 224, "height": 224}, "Give --precision bf16-autocast"),
+        ({}, {"num_tokens": 9}, "Name another model, method or precision"),
+        ({"precision": "fp32"}, {"width": 224, "height": 224}, "Name another model"),
+    ],
+)
+def test_what_cannot_be_traced_has_the_option_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    pictures: dict[str, Any] | None,
+    remedy: str,
+) -> None:
+    monkeypatch.setattr(tracing, "run_many", Worker({"unsupported": "has no layers"}))
+    seen = Media(num_images=1, width=384, height=384, num_tokens=0, tensors=())
+    sees = None if pictures is None else dataclasses.replace(seen, **pictures)
+    model = dataclasses.replace(tiny_model.MODEL, config={"model_type": "vit", "image_size": 224})
+    spec = of(num_gpus=2, **changes) if "parallelism" in changes else of(**changes)
+    with pytest.raises(ConfigError) as caught:
+        trace_all(model, "causal-lm", 512, find_gpu("t4"), {spec}, num_gpus=2, pictures=sees)
+    assert f"Has no layers. {remedy}" in str(caught.value).replace(
+        "Take another way to share (", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_trace", "why"),
+    [
+        ({"parallelism": "device-map", "num_gpus": 2}, {}, "cannot be dealt out over 2 GPUs"),
+        ({"parallelism": "pp", "num_gpus": 2}, {}, "cannot be dealt out over 2 GPUs"),
+        (
+            {"parallelism": "fsdp2", "num_gpus": 2},
+            {"why_not_fsdp2": "its stacks share weights"},
+            "FSDP2 cannot share out tiny-llama. Its stacks share weights. "
+            "Take another way to share: --parallelism ddp or zero3",
+        ),
+        (
+            {
+                "activation_checkpointing": 1,
+                "checkpoint_plan": "recompute",
+                "checkpoint_layers": 3,
+            },
+            {},
+            "This plan of checkpointing cannot be predicted for tiny-llama",
+        ),
+    ],
+)
+def test_what_does_not_follow_from_a_trace_is_refused_and_the_others_are_not(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], of_trace: dict[str, Any], why: str
+) -> None:
+    """The trace has one weight, and no layers."""
+    worker = Worker({"trace": {**some_trace(), **of_trace}})
+    monkeypatch.setattr(tracing, "run_many", worker)
+    ask = (tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"))
+    with pytest.raises(ConfigError) as caught:
+        trace_all(*ask, {of(**changes)}, num_gpus=2)
+    assert why in str(caught.value)
+    alone, shared = of(), of(parallelism="ddp", num_gpus=2)
+    told: list[tuple[int, int]] = []
+    refused: dict[TraceSpec, str] = {}
+    found = trace_all(
+        *(*ask, [of(**changes), shared, alone]),
+        num_gpus=2,
+        on_trace=lambda done, total: told.append((done, total)),
+        refused=refused,
+    )
+    assert set(found) == {alone, shared}
+    assert isinstance(found[alone], Trace)
+    assert isinstance(found[shared], RankTrace)
+    assert refused == {of(**changes): each for each in of_trace.values()}
+    # What several GPUs make of a step is no step of its own.
+    num_steps = len({tracing.of_one_gpu(spec) for spec in (of(**changes), shared, alone)})
+    assert told == [(n, num_steps) for n in range(1, num_steps + 1)]
+
+
+def test_a_shared_step_is_known_where_that_of_one_gpu_is() -> None:
+    sharing = {name: of(parallelism=name, num_gpus=2) for name in ("ddp", "fsdp2", "hsdp", "zero3")}
+    for why, known in (("", {*sharing}), ("it has two stacks", {"ddp", "zero3"})):
+        traces: dict[TraceSpec, Any] = {of(): Trace({**some_trace(), "why_not_fsdp2": why})}
+        for name, spec in sharing.items():
+            tracing.share_known(tiny_model.MODEL, spec, find_gpu("t4"), traces, num_gpus=2)
+            assert (spec in traces) == (name in known)
+    assert isinstance(traces[sharing["ddp"]], RankTrace)
+    nothing: dict[TraceSpec, Any] = {SDPA: None}
+    tracing.share_known(tiny_model.MODEL, sharing["ddp"], find_gpu("t4"), nothing, num_gpus=2)
+    assert nothing == {SDPA: None}
+
+
+def test_of_which_step_alone_a_shared_one_is() -> None:
+    """FSDP2 gathers 16 bits without autocast; DeepSpeed casts all but codes."""
+    cast = {"precision": "bf16-true"}
+    for name, row in PARALLELISMS.items():
+        for method in ("full", "lora", "qlora"):
+            changes: dict[str, Any] = {"method": method, "precision": "bf16-autocast"}
+            if method != "full":
+                changes |= {"lora_rank": 8, "lora_targets": "all-linear"}
+            if method == "qlora":
+                changes["quantization"] = "nf4"
+            shared, alone = of(parallelism=name, num_gpus=2, **changes), of(**changes)
+            is_cast = row.is_fsdp or (name.startswith("zero") and method != "qlora")
+            expected = of(**changes | cast | {"adapter_in_base_dtype": method != "full"})
+            alike = dataclasses.replace(
+                expected if is_cast else alone,
+                num_splits=shared.num_splits,
+                sequence_parts=shared.sequence_parts,
+            )
+            assert tracing.of_one_gpu(shared) == alike
+            last = [dataclasses.replace(alike, has_last_part=True)] if name == "cp" else []
+            assert tracing.of_unlike_gpus(shared) == (alike, *last)
+    four = of(parallelism="cp", num_gpus=4)
+    assert tracing.of_unlike_gpus(four) == (tracing.of_one_gpu(four),)
+
+
+def test_a_model_that_no_machine_holds_is_refused_with_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for total, why in (
+        (MAX_PARAMETERS + 1, f"{MAX_PARAMETERS + 1:,} parameters are more than any machine holds"),
+        (MAX_PARAMETERS, ""),
+    ):
+        weights = [{"stack": 0, "layer": -1, "total": [(total, 0, 0)], "trainable": []}]
+        worker = Worker({"trace": {**some_trace(), "parameters": weights}})
+        monkeypatch.setattr(tracing, "run_many", worker)
+        ask = (tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {SDPA})
+        if why:
+            with pytest.raises(ConfigError, match=why):
+                trace_all(*ask)
+        else:
+            assert set(trace_all(*ask)) == {SDPA}
 
 
 def test_an_attention_that_the_model_lacks_is_an_error_with_one_that_it_has(
@@ -319,6 +468,24 @@ def test_what_a_worker_answered_is_not_asked_for_again(
         asked.append(len(worker.requests))
     trace_cache._made_by.cache_clear()
     assert asked == [1, 0, 1]
+
+
+def test_a_kept_trace_is_read_when_it_is_needed_and_a_spoilt_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good = {"trace": some_trace()}
+    cache, asked = TraceCache(tmp_path), []
+    for spoilt in (None, None, b"{", b'{"unsupported": 3}'):
+        if spoilt is not None:
+            monkeypatch.setattr(cache, "find_texts", lambda keys, s=spoilt: dict.fromkeys(keys, s))
+        worker = Rounds({"sdpa": good})
+        monkeypatch.setattr(tracing, "run_many", worker)
+        found = trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {SDPA}, cache=cache)
+        asked.append(len(worker.asked))
+        trace = found[SDPA]
+        assert isinstance(trace, Trace)
+        assert (trace.sizes(2, 0), trace.num_parameters(1)[0]) == ([512, 1024], 256)
+    assert asked == [1, 0, 1, 1]
 
 
 def test_what_is_kept_is_told_of_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

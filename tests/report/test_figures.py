@@ -43,6 +43,11 @@ def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
         predicted_tokens_per_second=900.0,
         predicted_peak_device_bytes=5 * GIB,
     )
+    # Of a probe that did not end there is no speed to compare.
+    for outcome in ("crashed", "oom", "slow"):
+        failed = dataclasses.replace(measured, outcome=outcome)
+        charts_of_failed = figures.all_figures(ReportData(stored=ANSWER, trials=(failed,)))
+        assert set(charts_of_failed) == {"speed-memory"}
     stored = dataclasses.replace(ANSWER, details=details)
     drawn = set(figures.all_figures(ReportData(stored=stored, trials=(measured,))))
     charts = {"speed-memory", "compared-speed", "compared-memory"}
@@ -82,3 +87,33 @@ def test_what_was_only_priced_is_faint() -> None:
     stored = dataclasses.replace(ANSWER, details=answers.details())
     (only,) = opacities(figures.speed_against_memory(ReportData(stored=stored, trials=(TRIAL,))))
     assert 0 < only < 1
+
+
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [
+        ([100.0, 200.0, 150.0], 94.0, 206.0),
+        # Of one value alone a twentieth of it lies on each side.
+        ([100.0], 95.0, 105.0),
+        ([100.0, 100.0], 95.0, 105.0),
+    ],
+)
+def test_a_diagonal_goes_through_all_that_is_drawn(
+    values: list[float], low: float, high: float
+) -> None:
+    drawn = figures._predicted_against_measured("speed", ("tokens/s", 1), [0], values)
+    diagonal, points = drawn["data"]
+    assert diagonal["x"] == diagonal["y"] == pytest.approx([low, high])
+    for axis in ("xaxis", "yaxis"):
+        assert drawn["layout"][axis]["range"] == pytest.approx([low, high])
+    assert (points["x"], points["y"], points["rows"]) == ("predicted-speed", "speed", [0])
+
+
+def test_the_budget_is_drawn_where_it_is() -> None:
+    figure = figures.speed_against_memory(ReportData(stored=ANSWER, trials=(TRIAL,)))
+    budget = answers.BUDGET_BYTES / GIB
+    assert [s["x0"] for s in figure["layout"]["shapes"] if s["x0"] == s["x1"]] == [
+        pytest.approx(budget)
+    ]
+    labels = [each["text"] for each in figure["layout"]["annotations"]]
+    assert any(f"budget {budget:.2f} GiB" in label for label in labels)

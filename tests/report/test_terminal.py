@@ -17,13 +17,28 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import GIB, MIB
+from autotune.memory.kv_cache import kv_cache
 from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
-from autotune.report import facts, progress, terminal, words
+from autotune.records.loader_times import LoaderTime, LoaderTimes
+from autotune.report import (
+    calibration,
+    facts,
+    html,
+    measured_words,
+    progress,
+    terminal,
+    tips,
+    words,
+)
 from autotune.report.classes import class_rows
 from autotune.report.explain import explain
+from autotune.report.generation import draw_kv_cache
+from autotune.space.dataset import Dataset
 from autotune.space.lengths import Lengths
+from autotune.space.media import Media
 from autotune.space.words import describe
+from autotune.speed.calibration_plan import PAGEABLE
 from autotune.speed.origin import RatesFrom
 
 
@@ -1154,3 +1169,393 @@ def test_a_rate_is_written_out(rate: float, said: str) -> None:
     dpo = dataclasses.replace(answers.CONFIG, trainer="trl-dpo")
     timed: Any = SimpleNamespace(config=dpo, samples_per_second=rate)
     assert words.samples(timed) == f", {said} pairs/s"
+
+
+SEEN = Media(num_images=1, width=64, height=48, num_tokens=0, tensors=())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "a sample is a picture of 64x48"),
+        (
+            {"num_tokens": 1200},
+            "1 picture of 64x48 in each sample, which 1,200 of its tokens stand",
+        ),
+        ({"num_tokens": 9, "num_images": 2}, "2 pictures of 64x48 in each sample"),
+        (
+            {"num_tokens": 9, "num_images": 2, "sizes": ((64, 48), (8, 8))},
+            "2 pictures of up to 64x48 in each sample",
+        ),
+        ({"num_images": 0, "seconds": 5.0}, "a sample is 5 s of sound"),
+    ],
+)
+def test_what_a_sample_shows_is_said(changes: dict[str, Any], said: str) -> None:
+    seen = dataclasses.replace(SEEN, **changes)
+    assert words.pictures(seen).startswith(said)
+    of_tokens = dataclasses.replace(answers.WORKLOAD, pictures=seen)
+    assert facts._size_of_samples(of_tokens) == "1,024 tokens per sample"
+    of_one = dataclasses.replace(of_tokens, sequence_length=1)
+    expected = "sounds of 5 s" if "seconds" in changes else "pictures of 64x48"
+    assert facts._size_of_samples(of_one) == expected
+
+
+GRPO: dict[str, Any] = {"trainer": "trl-grpo", "max_completion_length": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen", "last"),
+    [
+        ({}, None, "logging"),
+        ({}, dataclasses.replace(SEEN, num_tokens=3), "logging"),
+        ({}, SEEN, "and their time by shape"),
+        ({"precompute_ref_log_probs": True}, None, "over all samples before training"),
+        (
+            {"checkpoint_plan": "offload", "checkpoint_layers": 4},
+            None,
+            "what copies to host memory slow down beside them",
+        ),
+        (GRPO, None, "logging, rewards, completions that end early"),
+        (
+            {**GRPO, "vllm_gpu_memory_utilization": 0.3},
+            None,
+            "rewards, the start of vLLM, completions that end early",
+        ),
+        ({**GRPO, "trainer": "trl-distillation"}, None, "logging, completions that end early"),
+    ],
+)
+def test_what_no_prediction_contains_is_said(
+    changes: dict[str, Any], seen: Media | None, last: str
+) -> None:
+    limits = words.limits(dataclasses.replace(answers.CONFIG, **changes), seen)
+    assert limits.startswith(words.limits(None))
+    assert limits.endswith(last)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said", "tokens"),
+    [
+        ({}, "32 x 1,024", "32 x 1,024 tokens"),
+        ({"sequence_length": 1}, "32 samples", "32 samples"),
+        (
+            {"sequence_length": 1, "micro_batch_size": 1, "gradient_accumulation_steps": 1},
+            "1 sample",
+            "1 sample",
+        ),
+        ({"trainer": "trl-dpo"}, "32 pairs of 2 x 1,024", "32 pairs of 2 x 1,024 tokens"),
+        (
+            {"trainer": "sentence-transformers-triplets"},
+            "32 triplets of 3 x 1,024",
+            "32 triplets of 3 x 1,024 tokens",
+        ),
+    ],
+)
+def test_a_step_is_so_many_samples(changes: dict[str, Any], said: str, tokens: str) -> None:
+    config = dataclasses.replace(answers.CONFIG, **changes)
+    assert (words.batch(config), words.of_tokens(config)) == (said, tokens)
+
+
+LENGTHS = Lengths(
+    num_samples=3000,
+    num_tokens=3_000_000,
+    num_kept_tokens=2_400_000,
+    percentiles=(*range(700, 800), 1024),
+)
+DATA = Dataset(
+    name="a.jsonl", format="messages", loss_on="answers", text_field="messages", tokenizer="m"
+)
+
+
+@pytest.mark.parametrize(
+    ("task", "dataset", "said"),
+    [
+        ("causal-lm", None, "3,000 samples; 3.00 M tokens"),
+        ("causal-lm", DATA, "messages, 3,000 samples, of which the answers are learnt; 3.00 M"),
+        ("causal-lm", dataclasses.replace(DATA, loss_on="all"), "messages, 3,000 samples; 3.00 M"),
+        # Pairs have two texts each, and the lengths are of texts.
+        ("dpo", DATA, "messages, 1,500 pairs, each answer with its prompt; 3.00 M tokens"),
+        ("kto", DATA, "messages, 3,000 samples, each answer with its prompt; 3.00 M tokens"),
+        ("sentence-triplets", None, "1,000 triplets of texts; 3.00 M tokens"),
+        ("grpo", None, "3,000 prompts, each with a completion as long as may be; 3.00 M tokens"),
+    ],
+)
+def test_what_a_dataset_has_is_said(task: str, dataset: Dataset | None, said: str) -> None:
+    workload = dataclasses.replace(answers.WORKLOAD, task=task, dataset=dataset, lengths=LENGTHS)
+    shown = words.data(workload)
+    assert shown.startswith(said)
+    assert "800 on average, 750 in the middle, at most 1,024" in shown
+    assert "2.40 M" in shown
+    whole = dataclasses.replace(LENGTHS, num_kept_tokens=LENGTHS.num_tokens)
+    assert "2.40 M" not in words.data(dataclasses.replace(workload, lengths=whole))
+    of_pictures = dataclasses.replace(workload, sequence_length=1)
+    assert words.data(of_pictures) == said.partition(";")[0].replace(
+        ", of which the answers are learnt", ""
+    )
+
+
+def test_a_speed_in_sounds_is_said_of_what_writes_them_down() -> None:
+    heard = dataclasses.replace(answers.WORKLOAD, task="automatic-speech-recognition")
+    answer = answers.answer(workload=heard)
+    # 32 samples in 8 seconds, and in 10 as measured; rates have three digits.
+    assert words.heard(answer).startswith("4 samples/s, each of as much sound")
+    measured = answers.answer(workload=heard, measured=answers.measured())
+    assert words.heard(measured).startswith("3.2 samples/s, each of as much")
+    unknown = answers.answer(workload=heard, best=answers.estimate(step_seconds=None))
+    assert words.heard(unknown).startswith("an unknown number of samples/s, each of as much")
+    assert words.heard(answers.answer()) == ""
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "accumulation", "name", "said"),
+    [
+        ("device-map", 8, "in turn", "2 + 1 + 1 layers; while one GPU works the others wait: 67 %"),
+        # Two of ten turns are for filling and emptying it.
+        ("pp", 8, "pipeline", "2 + 1 + 1 layers; 1F1B of 8 micro-batches, 20 % of the time idle"),
+        ("pp", 2, "pipeline", "2 + 1 + 1 layers; 1F1B of 2 micro-batches, 50 % of the time idle"),
+    ],
+)
+def test_layers_that_are_dealt_out_leave_gpus_idle(
+    parallelism: str, accumulation: int, name: str, said: str
+) -> None:
+    config = dataclasses.replace(
+        answers.CONFIG,
+        parallelism=parallelism,
+        num_gpus=3,
+        gradient_accumulation_steps=accumulation,
+    )
+    share = PerGpu(
+        num_gpus=3,
+        parallelism=parallelism,
+        parameters_bytes=GIB,
+        gradients_bytes=GIB,
+        optimizer_state_bytes=GIB,
+        gathered_bytes=0,
+        buffers_bytes=GIB // 2,
+        host_bytes=GIB // 4,
+        sent_bytes_per_step=GIB,
+        communication_seconds=None,
+        layers=(2, 1, 1),
+    )
+    found = dict(words.of_each_gpu(answers.estimate(config, per_gpu=share)))
+    assert found[name].startswith(said)
+    assert found["per GPU"].startswith("all figures of memory are of the fullest GPU. It keeps")
+    assert "buffers 0.50 GiB, host memory 0.25 GiB" in found["per GPU"]
+    assert "gathered" not in found["per GPU"]
+    assert "sends" not in found
+    sent = dataclasses.replace(share, communication_seconds=0.5)
+    told = dict(words.of_each_gpu(answers.estimate(config, per_gpu=sent)))["sends"]
+    assert told == "1.00 GiB a step: 500 ms of the step, in which kernels wait for all of it"
+
+
+def timed_loader(num_workers: int, seconds: float, **changed: Any) -> LoaderTime:
+    values: dict[str, Any] = {"prefetch_factor": None, "pin_memory": None, "num_batches": 9}
+    return LoaderTime(num_workers=num_workers, batch_seconds=seconds, **values | changed)
+
+
+def test_the_loader_that_keeps_up_is_said_with_the_others() -> None:
+    slow = timed_loader(0, 2.0, pin_memory=False)
+    fast = timed_loader(1, 0.25, prefetch_factor=4, pin_memory=True)
+    answer = answers.answer(
+        measured=answers.measured(), loader=LoaderTimes(micro_step_seconds=1.0, times=(slow, fast))
+    )
+    assert measured_words.loader(answer) == (
+        "1 worker with 4 batches ready, pinned memory: 250 ms a batch, keeps up; a micro-step takes "
+        "1.00 s; timed too: no workers, memory not pinned 2.00 s a batch"
+    )
+    alone = LoaderTimes(micro_step_seconds=0.1, times=(timed_loader(3, 2.0),))
+    late = measured_words.loader(answers.answer(measured=answers.measured(), loader=alone))
+    assert late == ("3 workers: 2.00 s a batch, the step waits for it; a micro-step takes 100 ms")
+    assert "loader 1 worker with 4" in one_line(drawn(answer))
+
+
+def test_why_no_loader_was_timed_is_said() -> None:
+    def why(**changed: Any) -> str:
+        return measured_words.loader(answers.answer(**changed)).partition(": ")[2]
+
+    of_data = dataclasses.replace(answers.WORKLOAD, lengths=LENGTHS)
+    decided = dataclasses.replace(of_data, extra_arguments='{"dataloader_num_workers": 2}')
+    assert why(measured=answers.measured()) == "timed with --dataset only"
+    assert why(measured=answers.measured(), workload=of_data) == "not timed"
+    assert why(workload=of_data) == "timed beside measured steps only"
+    assert why(measured=answers.measured(), workload=decided) == "what you have set is not changed"
+
+
+def test_what_compiling_was_worth_is_said_as_measured() -> None:
+    eager = answers.measurement(step_seconds=10.0, cold_start_seconds=5.0)
+    config = dataclasses.replace(answers.CONFIG, torch_compile="default")
+    fast = answers.measurement(config=config, step_seconds=8.0, cold_start_seconds=25.0)
+
+    def said(compiled: Any, **changed: Any) -> str:
+        found = answers.measured(num_compiled=2, compiled=compiled, eager=eager, **changed)
+        return measured_words.compilation(found)
+
+    # 20 s more at the start, and 2 s less a step.
+    assert said(fast).endswith("a cold start of 25.0 s: it pays for itself after 10 steps")
+    assert said(fast).startswith("torch.compile (default): 4,096 tokens/s")
+    slow = dataclasses.replace(fast, optimizer_step_seconds=11.0)
+    assert said(slow).endswith("it never pays for itself")
+    other = dataclasses.replace(
+        fast, config=dataclasses.replace(config, torch_compile_backend="cudagraphs")
+    )
+    assert said(other).startswith("torch.compile (default) by the backend cudagraphs: ")
+    assert said(None) == "torch.compile: 2 tried, none ran to its end within the budget"
+    answer = answers.answer(measured=answers.measured(num_compiled=2, compiled=fast, eager=eager))
+    assert "it pays for itself after 10 steps" in one_line(drawn(answer))
+
+
+@pytest.mark.parametrize(
+    ("tip", "said"),
+    [
+        (Tip.LIGER, "logits take 0.25 GiB of 10.00 GiB, and Liger's loss makes none: "),
+        (Tip.CHUNKED_LOSS, "logits take 0.25 GiB of 10.00 GiB, and a loss in parts never has"),
+        (Tip.FLASH_ATTENTION, "eager attention keeps all scores, of the length squared"),
+        (Tip.EXPANDED_HEADS, "this card has no fused attention for grouped key heads"),
+        (Tip.EXPANDABLE_SEGMENTS, "0.50 GiB of 10.00 GiB lie idle in the allocator"),
+        (Tip.COMPILE, "the step is bound by compute, which torch.compile may lower"),
+        (None, ""),
+    ],
+)
+def test_a_tip_has_the_figures_of_the_answer(tip: Tip | None, said: str) -> None:
+    found = tips.tip(answers.answer(tip=tip))
+    assert found.startswith(said)
+    assert bool(found) == (tip is not None)
+
+
+def test_the_cache_of_a_generation_is_drawn_with_what_it_leaves() -> None:
+    model = {
+        "model_type": "llama",
+        "num_hidden_layers": 16,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "hidden_size": 1024,
+    }
+    cache = kv_cache(model, batch_size=4, context=2048, dtype="bfloat16")
+    # 2 x 16 layers x 4 heads of 128, of 2 bytes.
+    assert cache.total_bytes == 4 * 2048 * 32_768 == GIB // 4
+    for budget_bytes, verdict in ((3 * GIB + GIB // 4, "fits"), (3 * GIB, "does not fit")):
+        file = io.StringIO()
+        draw_kv_cache(cache, answers.estimate(), budget_bytes, file)
+        shown = one_line(file.getvalue())
+        assert "0.25 GiB to generate, predicted: 4 x 2,048 tokens in bfloat16" in shown
+        assert f"with the weights as here, 3.00 GiB: 3.25 GiB, {verdict}; the CUDA" in shown
+        assert "16 layers x" in shown
+        assert "window" not in shown
+    windowed = kv_cache(
+        {**model, "model_type": "mistral", "sliding_window": 1024},
+        batch_size=4,
+        context=2048,
+        dtype="bfloat16",
+    )
+    file = io.StringIO()
+    draw_kv_cache(windowed, answers.estimate(), GIB, file)
+    shown = one_line(file.getvalue())
+    assert "without windows it would be 0.25 GiB" in shown
+    assert "a window of 1,024" in shown
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_what_is_tied_is_counted(number: int) -> None:
+    config = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
+    others = number * (answers.estimate(config),)
+    said = words.tied(answers.answer(tied=others))
+    assert said.startswith("within 2 %, so no worse: checkpoint every layer")
+    assert said.endswith("" if number == 1 else f" and {number - 1} more")
+    assert (" more" in said) == (number > 1)
+
+
+def test_plan_b_says_step_by_step_what_it_changes() -> None:
+    first = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
+    second = dataclasses.replace(first, micro_batch_size=2, gradient_accumulation_steps=16)
+    plan = (answers.estimate(first, device_gib=9.0), answers.estimate(second, device_gib=8.0))
+    assert words.fallbacks(answers.answer(fallbacks=plan)) == (
+        "when memory runs out, train.py goes on with checkpoint every layer (7.50 GiB reserved); "
+        "then micro-batch 2 x 16 (6.50 GiB reserved)"
+    )
+
+
+def test_how_sure_an_answer_is_names_its_likeliest_rival() -> None:
+    rival = answers.estimate(dataclasses.replace(answers.CONFIG, activation_checkpointing=1))
+    for sure, said in (
+        (None, ""),
+        (Sureness(odds=0.671, rival=None), "67 % that nothing else is faster by more than 2 %"),
+        (
+            Sureness(odds=0.5, rival=rival, rival_odds=0.125),
+            "50 % that nothing else is faster by more than 2 %; with 12 % the fastest is checkpoint "
+            "every layer",
+        ),
+    ):
+        assert words.sureness(answers.answer(sureness=sure)) == said
+
+
+@pytest.mark.parametrize(
+    ("widened", "best_class", "outside", "said"),
+    [
+        (False, "recipe", (), ""),
+        (True, "recipe", (), "Nothing of a lower class fits, so another recipe was allowed."),
+        (True, "recipe", ("exact",), "Nothing of a lower class fits, so another recipe was"),
+        (True, "recipe", ("exact", "numerics"), "The space has no lower class, so another"),
+    ],
+)
+def test_why_a_class_was_raised_is_said(
+    widened: bool, best_class: str, outside: tuple[str, ...], said: str
+) -> None:
+    answer = answers.answer(widened=widened, best_class=best_class, classes_outside=outside)
+    assert words.widened(answer).startswith(said)
+    assert bool(words.widened(answer)) == widened
+
+
+def test_a_method_alone_does_not_say_what_solving_would_do() -> None:
+    plain = dataclasses.replace(answers.CONFIG, activation_checkpointing=0)
+    assert words.instead_of(plain).startswith("--checkpointing solve recomputes no more")
+    for other in (answers.CONFIG, dataclasses.replace(plain, trainer="trl-dpo")):
+        assert words.instead_of(other).startswith("autotune find with this model")
+    fp8 = dataclasses.replace(plain, precision="fp8-mixed")
+    assert words.unfused_casts(fp8)
+    assert words.unfused_casts(dataclasses.replace(fp8, torch_compile="default")) == ""
+    assert words.unfused_casts(plain) == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "gain"),
+    [
+        (None, 100.0, ""),
+        (100.0, 100.0, "as fast"),
+        (1000.0, 1004.9, "as fast"),
+        (1000.0, 995.1, "as fast"),
+        (1000.0, 1006.0, "+1 %"),
+        (100.0, 150.0, "+50 %"),
+        (100.0, 40.0, "-60 %"),
+    ],
+)
+def test_a_step_on_the_way_says_what_it_brings(before: float | None, now: float, gain: str) -> None:
+    row = facts.PathRow(
+        change="liger",
+        tokens_per_second=now,
+        previous_tokens_per_second=before,
+        resident_bytes=GIB,
+        previous_resident_bytes=None,
+        fits=True,
+    )
+    assert (row.gain, row.saving) == (gain, "")
+
+
+def test_speeds_of_a_page_are_tenths_and_none_where_there_is_none() -> None:
+    found = [html._rounded(speed) for speed in (1234.56, 7.04, None, float("inf"), float("nan"))]
+    assert found == [1234.6, 7.0, None, None, None]
+
+
+def test_rates_of_a_card_are_said_in_their_units() -> None:
+    products = SimpleNamespace(flop_per_second={"bfloat16": 82.4e12, "float32": 1234.6e12})
+    moving = SimpleNamespace(bytes_per_second={"elementwise": 905.4e9, "copy": 1.0})
+    for rates, said in (
+        ((products, moving), "bfloat16 82, float32 1,235 TFLOP/s, memory 905 GB/s"),
+        ((None, moving), "memory 905 GB/s"),
+        ((products, None), "bfloat16 82, float32 1,235 TFLOP/s"),
+        ((None, SimpleNamespace(bytes_per_second={"copy": 1.0})), ""),
+    ):
+        own: Any = SimpleNamespace(products=rates[0], moving=rates[1])
+        assert calibration.rates_words(own) == said
+    for name, said in ((PAGEABLE, "pageable 2.5 GB/s"), ("copy_host", "pinned 2.5 GB/s")):
+        kernel = SimpleNamespace(name=name, bytes_moved=5 * 10**9)
+        timed: Any = SimpleNamespace(kernel=kernel, seconds=2.0)
+        assert calibration._copy(timed) == said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from autotune.search import pictures
 from autotune.search.budget import has_lengths
 from autotune.search.inverse.limits import limits
 from autotune.search.pictures import read_pictures, task_of
+from autotune.search.sounds import num_moments, read_sound
+from autotune.space.media import Media, MediaTensor
 from autotune.store import trace_cache
 from autotune.worker.client.isolate import WorkerEnd
 
@@ -60,6 +63,10 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 def test_pictures_decide_the_task(source: models.ModelSource) -> None:
     assert task_of(Question(), source.task) == "causal-lm"
     assert task_of(Question(images=1), source.task) == TASK
+    assert task_of(Question(images=1, teacher="m"), source.task) == TASK
+    assert task_of(Question(teacher="m"), source.task) == "distillation"
+    assert task_of(Question(teacher="m", task="grpo"), source.task) == "grpo"
+    assert task_of(Question(), "image-classification") == "image-classification"
     with pytest.raises(ConfigError, match="--images does not go with --task masked-lm"):
         task_of(Question(images=1, task="masked-lm"), source.task)
     for usual, task in (("image-classification", None), ("causal-lm", "image-classification")):
@@ -79,6 +86,8 @@ def test_pictures_decide_the_task(source: models.ModelSource) -> None:
         ({"images": 2, "image_size": "0x480"}, TASK, "is no size"),
         ({"images": 2, "image_size": "640x20000"}, TASK, "is no size"),
         ({"images": 2, "image_size": "640x480", "dataset": "x"}, TASK, "not go with --dataset"),
+        ({"images": 2, "dataset": "x"}, TASK, "not go with --dataset"),
+        ({"image_size": "640x480", "dataset": "x"}, TASK, "not go with --dataset"),
     ],
 )
 def test_what_is_missing_or_wrong(
@@ -118,7 +127,8 @@ def test_a_model_of_pictures_alone_says_how_large_they_are(
     found, lengths = read_pictures(Question(**given), vit, "image-classification", 1)
     assert found is not None
     assert lengths is None
-    assert (found.size, found.num_tokens, found.is_in_text) == (size, 0, False)
+    assert (found.size, found.num_images) == (size, 1)
+    assert (found.num_tokens, found.is_in_text) == (0, False)
     (tensor,) = found.tensors
     assert tensor.shape == (1, 1, found.height, found.width)
     assert asked == []
@@ -151,11 +161,56 @@ def test_a_model_hears_its_own_length_or_the_one_that_is_asked_for(
     found, lengths = read_pictures(Question(**given), model, "audio-classification", 1)
     assert found is not None
     assert lengths is None
-    assert (found.size, found.is_in_text) == (size, False)
-    assert [(each.name, each.shape) for each in found.tensors] == [(name, (1, *shape))]
+    tensor = MediaTensor(name=name, shape=(1, *shape), dtype="float32")
+    seconds = float(size.removesuffix("s"))
+    # Of sound there are no pictures, and moments are of CTC alone.
+    assert found == Media(
+        num_images=0, width=0, height=0, num_tokens=0, tensors=(tensor,), seconds=seconds
+    )
+    by_ctc = read_sound(Question(**given), model, "ctc")
+    moments = {"wav2vec2": 12, "wav2vec2-bert": 49}.get(kind, 0)
+    assert by_ctc == dataclasses.replace(found, num_moments=moments)
     if not given:
         with pytest.raises(ConfigError, match="--audio-seconds does not go with"):
             read_pictures(Question(audio_seconds=5), model, "audio-classification", 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_values", "moments"),
+    [
+        # Wav2Vec2's published 49 a second; SEW's further ones take single numbers, one by one, in between.
+        ({"model_type": "wav2vec2"}, 16_000, 49),
+        ({"model_type": "sew"}, 16_000, 49),
+        ({"model_type": "wav2vec2"}, 400, 1),
+        ({"model_type": "sew"}, 400, 1),
+        ({"model_type": "sew"}, 399, 0),
+        ({"model_type": "wav2vec2"}, 399, 0),
+        ({"model_type": "wav2vec2"}, 0, 0),
+        # (10 - 4) // 3 + 1 = 3, and two pairs of three; fewer than a kernel are none.
+        ({"model_type": "hubert", "conv_kernel": [4, 2], "conv_stride": [3, 1]}, 10, 2),
+        ({"model_type": "hubert", "conv_kernel": [4, 2], "conv_stride": [3, 1]}, 6, 0),
+        ({"model_type": "hubert", "conv_kernel": [1], "conv_stride": [1]}, 7, 7),
+        # Three more with a stride of 2: 49, 25, 13, 7; of Wav2Vec2-BERT's kind one.
+        ({"model_type": "wav2vec2", "add_adapter": True}, 16_000, 7),
+        ({"model_type": "wav2vec2", "add_adapter": False}, 16_000, 49),
+        ({"model_type": "wav2vec2-bert", "add_adapter": True}, 16_000, 25),
+        (
+            {
+                "model_type": "wav2vec2",
+                "add_adapter": True,
+                "num_adapter_layers": 1,
+                "adapter_stride": 7,
+            },
+            16_000,
+            7,
+        ),
+        ({"model_type": "wav2vec2", "add_adapter": True}, 399, 0),
+    ],
+)
+def test_moments_are_counted_convolution_by_convolution(
+    config: dict[str, Any], num_values: int, moments: int
+) -> None:
+    assert num_moments(config, num_values) == moments
 
 
 def test_a_model_whose_pictures_have_no_size_is_asked_for_it(
@@ -184,6 +239,7 @@ def test_a_worker_is_asked_with_what_lies_beside_the_model(
     assert lengths is None
     assert (found.num_images, found.size, found.num_tokens) == (2, "640x480", 160)
     assert read_pictures(question, source, TASK, 161) == (found, None)
+    assert (asked[0][1]["num_images"], asked[0][1]["width"], asked[0][1]["height"]) == (2, 640, 480)
     ((verb, request),) = asked  # once: what was answered is kept
     assert (verb, request["processor"]) == ("pictures", nested["image_processor"])
     (folder / "preprocessor_config.json").write_text('{"do_resize": false}', encoding="utf-8")

@@ -477,3 +477,70 @@ def test_the_longest_sample_is_the_worst_batch_unless_samples_are_packed() -> No
     assert notes == []
     assert budget.longest_batch(lengths, 16, packs=False, note=notes.append) == 9
     assert notes == ["no sample has more than 9 tokens: that is the sequence length."]
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "methods", "kept", "said"),
+    [
+        (None, ("full", "qlora"), ("full", "qlora"), ""),
+        # An adapter over packed weights is QLoRA; other adapters go over them, too.
+        (NF4, ("full", "lora", "qlora", "ia3"), ("qlora", "ia3"), ""),
+        (NF4, ("full", "lora"), (), "by full or lora. Its checkpoint is stored in nf4, and an ada"),
+        (NF4, ("full",), (), "Give --method qlora, or name the model that it was made from"),
+        # What is unpacked into 16 bits is not packed again.
+        ({"quant_method": "mxfp4"}, ("full", "lora", "qlora"), ("full", "lora"), ""),
+        (
+            {"quant_method": "fp8"},
+            ("qlora",),
+            (),
+            "quantised already, and FineGrainedFP8Config can only unpack it into 16 bits. Give --met",
+        ),
+        ({"quant_method": "fp8"}, ("qlora",), (), "Give --method lora, or name the model"),
+    ],
+)
+def test_which_methods_train_a_quantised_checkpoint(
+    stored: dict[str, Any] | None, methods: tuple[str, ...], kept: tuple[str, ...], said: str
+) -> None:
+    more = {} if stored is None else {"quantization_config": stored}
+    model = source(model_type="llama", **more)
+    if kept:
+        assert budget.methods_for(model, methods) == kept
+        return
+    with pytest.raises(ConfigError) as refused:
+        budget.methods_for(model, methods)
+    assert said in str(refused.value)
+
+
+def test_the_cache_of_a_generation_is_of_a_micro_batch_unless_others_are_asked_for() -> None:
+    model = source(
+        model_type="llama",
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=32,
+        max_position_embeddings=64,
+    )
+    config = dataclasses.replace(answers.CONFIG, micro_batch_size=5, sequence_length=16)
+    per_token = 2 * 3 * 2 * 8 * 2
+    for batch, context, tokens in ((None, None, 5 * 16), (2, None, 2 * 16), (None, 10, 5 * 10)):
+        cache = budget.generation(model, config, batch_size=batch, context=context)
+        assert cache.total_bytes == tokens * per_token
+    exact = dataclasses.replace(config, precision="fp32")
+    assert budget.generation(model, exact, batch_size=1, context=1).total_bytes == 2 * per_token
+
+
+def test_a_file_of_an_option_is_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "peft.yaml"
+    for text, value in (
+        ("peft_type: OFT\nr: 8\n", {"peft_type": "OFT", "r": 8}),
+        ("[1, 2]", [1, 2]),
+    ):
+        path.write_text(text)
+        assert budget.read_yaml(path) == value
+    for text in ("a: [1", "a: 1\na: 2\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"peft\.yaml is not YAML"):
+            budget.read_yaml(path)

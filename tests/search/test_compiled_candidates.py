@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import answers
@@ -11,14 +12,17 @@ import here
 import pytest
 import tiny_model
 
-from autotune.errors import ConfigError
+from autotune.errors import ConfigError, HardwareError
+from autotune.memory.traces import Trace
 from autotune.probe import compiled
 from autotune.records.answer import Answer, answer_from_dict, stored_record
 from autotune.records.compilation import Compilation
+from autotune.records.estimate import TraceSpec
 from autotune.report import terminal, words
-from autotune.search import predict_best
+from autotune.search import compiled_candidates, predict_best
 from autotune.search.compiled_candidates import predicted_ways, without_predicted
 from autotune.search.predict_best import find
+from autotune.space.requirements import Reason
 
 SPACE = compiled.with_mode(tiny_model.SPACE, "default")
 WAYS = compiled.settings_of(SPACE)
@@ -81,6 +85,65 @@ def test_what_cannot_be_traced_compiled_is_said(monkeypatch: pytest.MonkeyPatch)
     assert answer.compilation is None
     assert "its graph breaks" in " ".join(map(str, answer.left_out))
     assert not answer.best.config.is_compiled
+
+
+@pytest.mark.parametrize(
+    ("ways", "traced", "why"),
+    [
+        ({}, None, "nothing that fits without it can be predicted with it"),
+        (
+            WAYS,
+            ConfigError("x cannot be traced", why="its graph breaks"),
+            "step cannot be traced: its gr",
+        ),
+        (WAYS, HardwareError("no card"), "its compiled step cannot be traced: no card"),
+        (WAYS, "", ""),
+        (WAYS, "a graph breaks", "a graph breaks"),
+        (WAYS, None, "it was not traced"),
+    ],
+)
+def test_why_nothing_is_predicted_compiled_is_said(
+    monkeypatch: pytest.MonkeyPatch, ways: Any, traced: Any, why: str
+) -> None:
+    best = answers.estimate(dataclasses.replace(answers.CONFIG, micro_batch_size=1))
+    candidates: Any = SimpleNamespace(
+        exactly=lambda name: name, best=lambda name: best if name == "exact" else None
+    )
+    traces: dict[TraceSpec, Any] = {}
+
+    class Made(Trace):
+        def __init__(self) -> None:
+            self.not_compiled, self.is_compiled = traced, not traced
+
+    def trace(specs: set[TraceSpec]) -> None:
+        assert specs
+        assert all(spec.is_compiled for spec in specs)
+        # With layers checkpointed and without, of one sample and of several.
+        assert {(spec.activation_checkpointing, spec.single) for spec in specs} == {
+            *((2, True), (2, False), (0, True), (0, False)),
+        }
+        if isinstance(traced, Exception):
+            raise traced
+        if traced is not None:
+            traces.update({spec: Made() for spec in specs})
+
+    def configs(allow: str | None) -> Any:
+        return compiled_candidates.compiled_configs(
+            candidates, [best.config], ways, allow=allow, trace=trace, traces=traces
+        )
+
+    found, left_out = configs(None)
+    if why:
+        assert found == []
+        assert [each.reason for each in left_out] == [Reason.NOT_PREDICTED]
+        assert why in str(left_out[0])
+        return
+    assert left_out == ()
+    assert found == [dataclasses.replace(best.config, torch_compile="default")]
+    # Nothing of a class that may not be the answer is compiled.
+    candidates.best = lambda name: best if name == "recipe" else None
+    assert configs("recipe")[0] == found
+    assert configs("numerics")[0] == []
 
 
 def pair(compiled_seconds: float, compile_seconds: tuple[float, float]) -> Compilation:

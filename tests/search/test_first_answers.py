@@ -56,3 +56,6 @@ def test_looks_take_their_share_of_the_time_at_most(look_seconds: float) -> None
         search.wait(0.1)
     assert search.num_looks >= 10
     assert search.num_looks * look_seconds <= MOST_SHARE * search.seconds + look_seconds
+    # And as often as that, but for a pause.
+    most = search.seconds / max(look_seconds / MOST_SHARE, PAUSE_SECONDS + look_seconds)
+    assert search.num_looks == pytest.approx(most, abs=2 + 0.15 * most)

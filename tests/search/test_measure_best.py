@@ -12,6 +12,7 @@ from autotune.errors import WorkerError
 from autotune.search import measure_best
 from autotune.search.listener import SILENT
 from autotune.space.config import Workload
+from autotune.space.lengths import Lengths
 from autotune.space.requirements import LeftOut, Reason
 
 
@@ -75,3 +76,32 @@ def test_what_was_compiled_is_not_left_out(
     assert [each.details == not_compiled for each in found.left_out[:-1]] == [
         bool(not_compiled)
     ] * (len(reasons) - 1)
+
+
+@pytest.mark.parametrize(
+    ("batching", "useful_share", "num_steps"),
+    [
+        # 32 samples of 1,024 tokens are 32,768 a step, of 100,000: a stream has more than samples keep.
+        ("packed", 1.0, 4),
+        ("padded", 1.0, 3),
+        ("padded", 0.5, 5),
+    ],
+)
+def test_an_epoch_is_as_many_steps_as_its_useful_tokens_take(
+    batching: str, useful_share: float, num_steps: int
+) -> None:
+    config = dataclasses.replace(answers.CONFIG, batching=batching)
+    lengths = Lengths(
+        num_samples=100, num_tokens=100_000, num_kept_tokens=80_000, percentiles=(800,) * 101
+    )
+    best = answers.estimate(config, useful_share=useful_share)
+
+    def steps(lengths: Lengths | None) -> int | None:
+        workload = dataclasses.replace(answers.WORKLOAD, lengths=lengths)
+        return measure_best.steps_per_epoch(answers.answer(best=best, workload=workload))
+
+    assert steps(lengths) == num_steps
+    assert steps(None) is None
+    # A stream that fills no block has no step; samples have one.
+    short = dataclasses.replace(lengths, num_tokens=1023, num_kept_tokens=1023)
+    assert steps(short) == (None if batching == "packed" else 1)

@@ -9,8 +9,15 @@ from typing import Any
 import answers
 import pytest
 
-from autotune.records.estimate import PerGpu
-from autotune.search.nothing_fits import _lower_most, _smaller_step
+from autotune.common.units import GIB
+from autotune.records.estimate import PerGpu, TraceSpec
+from autotune.search.nothing_fits import (
+    _lower_most,
+    _smaller_step,
+    host_option,
+    needs,
+    none_of_class,
+)
 from autotune.space.config import TrainConfig
 
 PLAIN = TrainConfig(
@@ -52,6 +59,122 @@ def test_a_step_that_is_one_micro_batch_is_halved_until_it_fits(
     config = dataclasses.replace(PLAIN, **changes)
     smaller = _smaller_step(fits_up_to(most), [config])
     assert (None if smaller is None else smaller.micro_batch_size) == found
+
+
+LORA = dataclasses.replace(PLAIN, method="lora", lora_rank=8, lora_targets="all-linear")
+FITS = {"recipe": answers.estimate(answers.ADAPTER)}
+
+
+@pytest.mark.parametrize(
+    ("allow", "wanted", "num_parameters", "by_class", "refused", "said"),
+    [
+        (
+            "exact",
+            [],
+            1,
+            {},
+            {},
+            "No configuration of the class exact is in the space. The base is",
+        ),
+        ("exact", [], 1, FITS, {}, "Raise --allow, or name a --space with the base's settings"),
+        ("exact", [PLAIN], 1, {}, {PLAIN: "no kernel"}, "can be traced. No kernel. Raise --allow."),
+        (
+            "numerics",
+            [PLAIN, LORA],
+            1,
+            {},
+            {PLAIN: "no kernel", LORA: "a weight is shared"},
+            "the class numerics can be traced. A weight is shared; No kernel. Raise --allow.",
+        ),
+        (
+            "recipe",
+            [PLAIN],
+            1,
+            {},
+            {PLAIN: "no kernel"},
+            "No kernel. Name another --space, --method or model.",
+        ),
+        ("exact", [PLAIN], 1, FITS, {PLAIN: "no kernel"}, "No kernel. --allow recipe: LoRA r=64"),
+        # One of them was not refused: it is memory that lacks. 4 bytes for each weight, and its gradient.
+        (
+            "exact",
+            [PLAIN],
+            2**28,
+            {},
+            {LORA: "no kernel"},
+            "Nothing of the class exact fits into 1.00 GiB. The weights and gradients alone of full",
+        ),
+        ("exact", [PLAIN], 2**28, {}, {}, "micro-batch 64 x 1, sdpa take 2.00 GiB. Raise --allow."),
+        ("recipe", [PLAIN, LORA], 2**28 + 1, {}, {}, "The weights alone of LoRA r=8 on all-linear"),
+        (
+            "recipe",
+            [LORA],
+            2**28 + 1,
+            {},
+            {},
+            "Name a larger card, a smaller model or another --sp",
+        ),
+        ("recipe", [LORA], 2**28, {}, {}, "fits into 1.00 GiB. The model cannot be trained so."),
+        ("recipe", [LORA], None, {}, {}, "fits into 1.00 GiB. The model cannot be trained so."),
+        ("exact", [LORA], None, FITS, {}, "so. --allow recipe: LoRA r=64 on all-linear, bf16-auto"),
+        ("exact", [LORA], None, FITS, {}, "sdpa is predicted to need 10.00 GiB."),
+    ],
+)
+def test_why_a_class_has_nothing_and_what_to_change(
+    allow: str,
+    wanted: list[TrainConfig],
+    num_parameters: int | None,
+    by_class: dict[str, Any],
+    refused: dict[TrainConfig, str],
+    said: str,
+) -> None:
+    model: Any = SimpleNamespace(num_parameters_known=num_parameters)
+    workload = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=2**30)
+    whys = {TraceSpec.of(config): why for config, why in refused.items()}
+    found = none_of_class(allow, wanted, PLAIN, model, workload, by_class, whys)
+    assert said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("peak", "taken", "room", "limit", "said"),
+    [
+        (GIB, 0, 0, None, "is predicted to need 1.00 GiB"),
+        (GIB, 0, 0, 0, "is predicted to need 1.00 GiB"),
+        (GIB, 0, GIB // 2, 0, "to need 1.50 GiB with 0.50 GiB of room (--odds, --headroom)"),
+        (GIB, 2 * GIB, GIB, 2 * GIB, "to need 2.00 GiB with 1.00 GiB of room (--odds, --headroom)"),
+        (GIB, 2 * GIB, 0, GIB, "to take 2.00 GiB of host memory, 1.00 GiB too much (--host-mem)"),
+        (GIB, 2 * GIB, GIB, 0, "to take 2.00 GiB of host memory, 2.00 GiB too much (--host-mem)"),
+    ],
+)
+def test_what_lacks_is_of_the_host_or_of_the_card(
+    peak: int, taken: int, room: int, limit: int | None, said: str
+) -> None:
+    estimate = answers.estimate(device_gib=peak / GIB + 1.5, host_bytes=taken)
+    estimate = dataclasses.replace(
+        estimate, peak_reserved_bytes=peak - estimate.nontorch_bytes, host_bytes=taken
+    )
+    assert needs(estimate, room, limit).endswith(said)
+    if taken:
+        # Tenths of a GB, rounded up, so that it is enough.
+        assert host_option(estimate) == "--host-mem 2.2GB"
+
+
+def test_the_largest_part_of_the_peak_says_what_to_lower() -> None:
+    estimate = answers.estimate()
+    parts = dataclasses.replace(
+        estimate.breakdown,
+        parameters_bytes=3 * GIB,
+        activations_bytes=GIB,
+        logits_bytes=GIB,
+        temporaries_bytes=GIB,
+    )
+    for temporaries, said in (
+        (GIB, "A smaller model lowers it most: the weights alone take 3.00 GiB"),
+        (GIB + 2**20, "--seq-len 512 lowers it most: 3.00 GiB of the peak grow with the length"),
+    ):
+        of = dataclasses.replace(parts, temporaries_bytes=temporaries)
+        found = _lower_most(dataclasses.replace(estimate, breakdown=of), answers.WORKLOAD)
+        assert found.startswith(said)
 
 
 def test_where_loading_peaks_it_is_said_on_how_many_gpus() -> None:

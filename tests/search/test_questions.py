@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.errors import ConfigError, NothingFitsError
-from autotune.search.inverse import questions
+from autotune.records.question import Question
+from autotune.search.inverse import limits, questions
+from autotune.search.inverse.limits import resolve_limit
+from autotune.search.inverse.pricing import LimitProblem
+from autotune.space.checkpoint_plans import SOLVE
+from autotune.space.config import METHODS
+from autotune.space.dataset import Dataset
+from autotune.space.headroom import NO_HEADROOM
+from autotune.space.lengths import Lengths
+from autotune.space.search_space import with_domains
 
 BUDGET = 1000
 
@@ -159,3 +169,176 @@ def test_positions_end_where_the_model_says() -> None:
         number, said = questions.positions(model(learned, stated))
         assert number == found
         assert why in said
+
+
+ASKED = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4070")
+
+
+def resolved(what: str = "micro-batch", **changes: Any) -> LimitProblem:
+    return resolve_limit(dataclasses.replace(ASKED, **changes), what, multiple_of=64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"accumulation": 1025}, "--accumulation 1,025 is more than `max` tries"),
+        (
+            {"task": "distillation"},
+            "Its teacher is not asked for here. `autotune estimate --teacher",
+        ),
+        (
+            {"task": "image-text-to-text"},
+            "How many pictures a sample has, and of which size, is not",
+        ),
+        ({"task": "image-text-to-text"}, "`autotune estimate --images 1 --image-size 1024x768`"),
+        ({"task": "image-classification"}, "`autotune estimate --image-size 224x224` prices one"),
+        ({"task": "audio-classification"}, "How long a sample's sound is is not asked for here"),
+        ({"task": "audio-classification"}, "`autotune estimate --audio-seconds 5` prices one"),
+        (
+            {"settings": {"activation_checkpointing": SOLVE}},
+            "--checkpointing solve does not go with",
+        ),
+        ({"seq_len": 1}, "A sequence of one token trains nothing"),
+        ({"model": "openai-community/gpt2", "seq_len": 1025}, "1025 tokens is too long for gpt2"),
+        ({"model": "google-bert/bert-base-uncased", "task": "causal-lm"}, "It reads both ways"),
+        ({"space": "lora", "methods": ("full",)}, "The space lora has no section for full"),
+        ({"model": None, "dataset": "x.jsonl"}, "--dataset does not go with --what model"),
+    ],
+)
+def test_what_no_limit_is_asked_of(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        resolved(**changes)
+    assert said in str(refused.value)
+
+
+def test_a_limit_is_asked_of_what_the_question_names() -> None:
+    found = resolved(accumulation=1024, host_mem="1GiB", headroom="0", methods=("qlora", "full"))
+    assert found.card is not None
+    assert found.source is not None
+    assert (found.source.name, found.card.gpu.slug) == (ASKED.model, "rtx-4070")
+    assert (found.sequence_length, found.methods) == (1024, ("full", "qlora"))
+    assert (found.host_memory_bytes, found.headroom) == (2**30, NO_HEADROOM)
+    assert (found.dataset, found.lengths, found.multiple_of) == (None, None, 64)
+    assert resolved().methods == METHODS
+    assert resolved(settings={"activation_checkpointing": 1}).sequence_length == 1024
+    # A plan is not searched, nor what only a measurement tells.
+    for section in resolved(space="everything").space.methods:
+        assert SOLVE not in section.domains["activation_checkpointing"]
+        assert set(section.domains.get("torch_compile", ("none",))) == {"none"}
+    adapter = resolved(peft='{"peft_type":"OFT"}')
+    assert adapter.methods == ("peft",)
+    assert adapter.space.methods[-1].method == "peft"
+    # Of the card or the model that is asked for there is none.
+    assert resolved("gpu").card is None
+    assert resolved("model", model=None).source is None
+    assert resolved("model", model=None, seq_len=77).sequence_length == 77
+    bert = {"model": "google-bert/bert-base-uncased"}
+    assert resolved(**bert).sequence_length == 512
+    assert resolved("sequence-length", **bert).sequence_length == 1024
+
+
+@pytest.mark.parametrize(
+    ("task", "what", "asked", "length"),
+    [
+        # Blocks of a stream are as long as they may be; single samples are no longer than they are.
+        (None, "micro-batch", 1024, 1024),
+        ("dpo", "micro-batch", 1024, 300),
+        ("dpo", "micro-batch", 200, 200),
+        ("dpo", "sequence-length", 1024, 300),
+    ],
+)
+def test_samples_of_a_dataset_are_read_as_far_as_the_limit_may_go(
+    task: str | None, what: str, asked: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_read: list[int] = []
+    data = Dataset(name="a", format="pairs", loss_on="all", text_field="text", tokenizer="mine")
+    lengths = Lengths.of({100: 1, 300: 1}, 2048, num_samples=2, longest=300)
+
+    def read(_: Any, source: Any, task: str, limit: int) -> Any:
+        limits_read.append(limit)
+        return data, lengths
+
+    monkeypatch.setattr(limits, "read_dataset", read)
+    found = resolved(what, task=task, dataset="a", seq_len=asked)
+    assert limits_read == [32_768 if what == "sequence-length" else asked]
+    assert (found.sequence_length, found.lengths, found.dataset) == (length, lengths, data)
+    assert found.question.task == task
+    # Of embeddings the samples say the task.
+    ratings = dataclasses.replace(data, format="rated-pairs")
+    monkeypatch.setattr(limits, "read_dataset", lambda *_: (ratings, lengths))
+    embeds = resolved(what, task="sentence-similarity", dataset="a", seq_len=asked)
+    assert embeds.question.task == "sentence-ratings"
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a search for the largest is given: its first and its last case, the lowest number, and why."""
+
+    def largest(at: Any, high: int, why: str, pricer: Any, *, low: int = 1) -> Any:
+        return at(low), at(high), why
+
+    monkeypatch.setattr(questions, "_largest", largest)
+    return SimpleNamespace(task=lambda case: case.source.task, widest=lambda case: 896)
+
+
+@pytest.mark.parametrize(
+    ("longest", "multiple_of", "first", "last", "why"),
+    [
+        (None, 64, 64, 32_768, "the model's configuration"),
+        (None, 100, 100, 32_700, "the model's configuration"),
+        # Samples that stand alone: the longest may be shorter than a step.
+        (300, 64, 64, 256, "no sample of the dataset is longer"),
+        (50, 64, 50, 50, "no sample of the dataset is longer"),
+        (40_000, 64, 64, 32_768, "the model's configuration"),
+    ],
+)
+def test_lengths_are_tried_up_to_the_longest_that_may_be(
+    longest: int | None, multiple_of: int, first: int, last: int, why: str, tried: Any
+) -> None:
+    found = dataclasses.replace(resolved("sequence-length"), multiple_of=multiple_of)
+    if longest is not None:
+        lengths = Lengths.of({longest: 1}, 2**20, num_samples=1, longest=longest)
+        padded = with_domains(found.space, lambda _: {"batching": ("padded",)})
+        found = dataclasses.replace(found, lengths=lengths, space=padded)
+    low, high, said = questions._longest(found, tried)  # type: ignore[misc]
+    for case, value in ((low, first), (high, last)):
+        assert case.value == case.sequence_length == value
+    assert why in said
+    with pytest.raises(ConfigError, match="No multiple of 32769 is a length of Qwen2"):
+        questions._longest(dataclasses.replace(resolved(), multiple_of=32_769), tried)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "first", "step"),
+    [
+        ("causal-lm", {}, 1, 1),
+        ("kto", {}, 2, 1),
+        # Groups of completions are written whole, and mini-batches are alike.
+        ("grpo", {}, 8, 8),
+        ("grpo", {"num_generations": 4}, 4, 4),
+        ("sentence-similarity", {"loss_mini_batches": 4}, 8, 4),
+    ],
+)
+def test_micro_batches_are_tried_in_whole_groups(
+    task: str, settings: dict[str, Any], first: int, step: int, tried: Any
+) -> None:
+    pricer = SimpleNamespace(task=lambda _: task)
+    asked = resolved(task=task, settings=settings)
+    low, high, _ = questions._largest_micro_batch(asked, pricer)  # type: ignore[arg-type, misc]
+    assert low.value == first
+    assert high.value == questions.MAX_MICRO_BATCH // step * step
+    for case in (low, high):
+        assert case.fixed == {"micro_batch_size": case.value}
+        assert case.sequence_length == 1024
+
+
+def test_ranks_are_tried_up_to_the_narrowest_layer(tried: Any) -> None:
+    low, high, why = questions._highest_rank(resolved(methods=("full", "lora")), tried)  # type: ignore[misc]
+    assert [(case.value, case.fixed) for case in (low, high)] == [
+        (1, {"lora_rank": 1}),
+        (896, {"lora_rank": 896}),
+    ]
+    assert low.bounds_rank
+    assert "the narrowest layer that is adapted has 896 inputs" in why
+    with pytest.raises(ConfigError, match="Full fine-tuning has no rank"):
+        questions._highest_rank(resolved(methods=("full",)), tried)

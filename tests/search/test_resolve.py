@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import answers
 import pytest
+import yaml
 
+from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
 from autotune.records.question import Question
+from autotune.search import budget
 from autotune.search import estimate as estimate_module
 from autotune.search import find as find_module
 from autotune.search import resolve as resolve_module
+from autotune.search.budget import CardSource, ChosenCard
 from autotune.search.listener import SILENT
 from autotune.search.resolve import resolve, resolve_configuration
+from autotune.space.checkpoint_plans import SOLVE
+from autotune.space.config import TrainConfig
 from autotune.space.dataset import Dataset
+from autotune.space.defaults import default_base
+from autotune.space.headroom import NO_HEADROOM, USUAL_HEADROOM
 from autotune.space.lengths import Lengths
+from autotune.space.media import Media
+from autotune.space.trainers import BY_TASK, TRAINERS, trainers_of
 
 QUESTION = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", gpu_mem="12GB", accumulation=4)
 
@@ -69,6 +83,288 @@ def test_what_is_typed_beside_a_base_overrules_it(
     assert found.workload.effective_batch_size == found.config.effective_batch_size
     with pytest.raises(ConfigError, match=r"--method is full, and .* has qlora"):
         resolve_configuration(dataclasses.replace(question, methods=("full",)))
+
+
+OF_WORDS = ("causal-lm", "sequence-classification", "token-classification", *BY_TASK)
+
+
+@pytest.mark.parametrize("length", [None, 64])
+@pytest.mark.parametrize("task", OF_WORDS)
+def test_a_search_and_an_estimate_take_a_base_as_it_is(
+    task: str, length: int | None, tmp_path: Path
+) -> None:
+    """It is the file of an answer, which names the model and the task."""
+    teacher = QUESTION.model if task == "distillation" else None
+    asked = Question(
+        model=QUESTION.model, gpu="rtx-4090", task=task, teacher=teacher, seq_len=length
+    )
+    begun = resolve(asked)
+    assert begun.base is begun.run is None
+    config = default_base(begun.workload, begun.card.gpu, begun.source)
+    assert (config.sequence_length, config.trainer) == (length or 1024, trainers_of(task)[0])
+    base = saved(tmp_path, config, task=task, **({"teacher": teacher} if teacher else {}))
+    search, estimate = (
+        ask(Question(base=base, gpu="rtx-4090")) for ask in (resolve, resolve_configuration)
+    )
+    assert search.base == estimate.config == config
+    assert search.workload.methods[0] == "full"
+    alike = dataclasses.replace(search.workload, methods=(config.method,))
+    assert alike == estimate.workload == dataclasses.replace(begun.workload, methods=("full",))
+    assert search.source.config == estimate.source.config == begun.source.config
+    assert (search.backend, search.trains_elsewhere, search.reads_dataset) == (None, False, False)
+    # It is compared at its own length and batch, and with what it has.
+    for option, wrong in (("seq_len", 65), ("effective_batch", 96), ("num_gpus", 2)):
+        with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} is {wrong}"):
+            resolve(Question(base=base, gpu="rtx-4090", **{option: wrong}))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"--method is lora, and .* has full"):
+        resolve_configuration(Question(base=base, gpu="rtx-4090", methods=("lora",)))
+
+
+@pytest.mark.parametrize("task", OF_WORDS)
+def test_one_configuration_is_the_defaults_with_what_was_set(task: str) -> None:
+    generates = BY_TASK[task].generates if task in BY_TASK else None
+    accumulation = generates.num_generations if generates else None
+    whole = accumulation or 1
+    asked = dataclasses.replace(
+        QUESTION,
+        task=task,
+        teacher=QUESTION.model if task == "distillation" else None,
+        accumulation=accumulation,
+        seq_len=100,
+    )
+    found = resolve_configuration(asked)
+    usual = default_base(found.workload, found.card.gpu, found.source)
+    assert found.config == dataclasses.replace(usual, gradient_accumulation_steps=whole)
+    least = TRAINERS[trainers_of(task)[0]].least_micro_batch
+    assert found.config.micro_batch_size == least
+    assert found.workload.effective_batch_size == least * whole
+    assert (found.workload.task, found.config.sequence_length) == (task, 100)
+    set_ones = {"optimizer": "sgd", "activation_checkpointing": 1, "micro_batch_size": 4}
+    changed = resolve_configuration(dataclasses.replace(asked, settings=set_ones))
+    assert changed.config == dataclasses.replace(found.config, **set_ones)
+    assert changed.workload.effective_batch_size == 4 * whole
+    # A plan that is to be solved stays to be solved; it must be possible.
+    solve = {"activation_checkpointing": SOLVE}
+    if not generates and (task not in BY_TASK or not BY_TASK[task].passes_without_gradients):
+        solved = resolve_configuration(dataclasses.replace(asked, settings=solve))
+        assert solved.config == dataclasses.replace(found.config, **solve)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "num_gpus", "batch"),
+    [("fsdp2", 4, 4), ("tp", 4, 1), ("pp", 2, 1), (None, 2, 2), (None, None, 1)],
+)
+def test_gpus_share_one_configuration_as_it_says(
+    parallelism: str | None, num_gpus: int | None, batch: int
+) -> None:
+    """What no trainer runs is priced all the same."""
+    settings = {} if parallelism is None else {"parallelism": parallelism}
+    if parallelism in ("tp", "pp"):
+        settings["optimizer"] = "adamw_torch"
+    asked = dataclasses.replace(QUESTION, num_gpus=num_gpus, settings=settings)
+    found = resolve_configuration(asked)
+    assert found.config.parallelism == (parallelism or ("ddp" if num_gpus else "none"))
+    assert (found.config.num_gpus, found.workload.num_gpus) == ((num_gpus or 1),) * 2
+    assert found.workload.effective_batch_size == found.config.effective_batch_size == 4 * batch
+
+
+@pytest.mark.parametrize(
+    ("of_base", "asked", "parallelism"),
+    [
+        ({}, 2, "ddp"),
+        ({"parallelism": "fsdp2", "num_gpus": 4}, 2, "fsdp2"),
+        ({"parallelism": "fsdp2", "num_gpus": 4}, None, "fsdp2"),
+        ({"parallelism": "fsdp2", "num_gpus": 4}, 1, "none"),
+    ],
+)
+def test_another_number_of_gpus_is_shared_as_the_base_does(
+    of_base: dict[str, Any], asked: int | None, parallelism: str, tmp_path: Path
+) -> None:
+    begun = resolve_configuration(QUESTION).config
+    config = dataclasses.replace(begun, precision="bf16-mixed", **of_base)
+    base = saved(tmp_path, config)
+    found = resolve_configuration(Question(base=base, gpu="rtx-4090", num_gpus=asked))
+    number = asked or config.num_gpus
+    assert found.config == dataclasses.replace(config, num_gpus=number, parallelism=parallelism)
+    assert found.workload.effective_batch_size == 4 * number
+
+
+def saved(folder: Path, config: TrainConfig, **named: str) -> Path:
+    """The file of an answer, which names the model."""
+    base = folder / "train_config.yaml"
+    workload = {"model": QUESTION.model, **named}
+    content = {"version": 1, "workload": workload, "config": config.to_dict()}
+    base.write_text(yaml.safe_dump(content), encoding="utf-8")
+    return base
+
+
+VIT = {"model_type": "vit", "image_size": 224, "num_hidden_layers": 2, "hidden_size": 64}
+
+
+@pytest.mark.parametrize("ask", [resolve, resolve_configuration])
+def test_a_sample_that_is_one_picture_is_as_one_token(
+    ask: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VIT))
+    asked = dataclasses.replace(QUESTION, model=str(tmp_path), task="image-classification")
+    found = ask(asked)
+    assert found.workload.sequence_length == 1
+    assert found.workload.pictures.size == "224x224"
+    with pytest.raises(ConfigError, match="--seq-len does not go with"):
+        ask(dataclasses.replace(asked, seq_len=8))
+    # Whatever length a base was written with.
+    begun = resolve_configuration(asked).config
+    for length in (1, 64):
+        config = dataclasses.replace(begun, sequence_length=length)
+        base = saved(tmp_path, config, model=str(tmp_path), task="image-classification")
+        again = ask(Question(base=base, gpu="rtx-4090"))
+        assert (again.base if ask is resolve else again.config) == begun
+
+
+@pytest.mark.parametrize("ask", [resolve, resolve_configuration])
+def test_samples_with_pictures_are_as_long_as_the_longest_of_the_dataset(
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = Media(num_images=1, width=8, height=8, num_tokens=9, tensors=())
+    lengths = Lengths.of({60: 1, 300: 1}, 1024, num_samples=2, longest=300)
+    monkeypatch.setattr(resolve_module, "read_pictures", lambda *_, **__: (seen, lengths))
+    monkeypatch.setattr(resolve_module, "read_dataset", lambda *_, **__: pytest.fail("it is read"))
+    asked = dataclasses.replace(QUESTION, task=PICTURES, dataset="seen", accumulation=None)
+    notes: list[str] = []
+    found = ask(asked, note=notes.append)
+    assert found.workload.sequence_length == 300
+    assert (found.workload.lengths, found.workload.pictures) == (lengths, seen)
+    assert found.workload.dataset is None
+    assert notes == ["no sample has more than 300 tokens: that is the sequence length."]
+
+
+def test_a_study_has_its_settings_in_its_name(tmp_path: Path) -> None:
+    adapter = '{"peft_type":"OFT","r":8}'
+    digest = hashlib.sha256(adapter.encode()).hexdigest()[:6]
+    of_peft = resolve(dataclasses.replace(QUESTION, peft=adapter))
+    assert of_peft.study == f"qwen2.5-0.5b-12gb-peft-nvidia-rtx-4090-{digest}"
+    assert [change.why for change in of_peft.changes] == ["--peft"]
+    assert of_peft.workload.methods == ("peft",)
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "name: own\nmethods:\n  full:\n    micro_batch_size: [1]\n    precision: [bf16-true]\n"
+        "    optimizer: [sgd]\n    neftune_noise_alpha: [7.5]\n"
+    )
+    values = hashlib.sha256(json.dumps({"neftune_noise_alpha": [7.5]}).encode()).hexdigest()[:6]
+    of_space = dataclasses.replace(QUESTION, space=str(own), methods=("full",))
+    assert resolve(of_space).study == f"qwen2.5-0.5b-12gb-full-nvidia-rtx-4090-{values}"
+    with pytest.raises(ConfigError, match="cannot name a study"):
+        resolve(dataclasses.replace(QUESTION, study=" "))
+
+
+def test_what_is_to_be_compiled_is_a_change_of_the_space() -> None:
+    found = resolve(dataclasses.replace(QUESTION, compile_mode="max-autotune"))
+    assert [change.why for change in found.changes] == ["--compile"]
+    assert all("max-autotune" in each.domains["torch_compile"] for each in found.space.methods)
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ({"base": "axolotl.yaml"}, ["axolotl switches its fused", "axolotl.yaml: only its edited"]),
+        (
+            {"base": "sft.yaml", "gpu": "t4"},
+            ["sft.yaml cannot run on this card", "only its edited"],
+        ),
+        ({"model": "google-t5/t5-base", "gpu": "t4"}, ["may leave float16's range"]),
+        (
+            {"model": "google-bert/bert-base-uncased"},
+            ["positions for 512 tokens: --seq-len 512 is"],
+        ),
+        ({"model": "google-bert/bert-base-uncased", "seq_len": 512}, []),
+        ({}, []),
+    ],
+)
+def test_what_a_search_says_of_its_question(question: dict[str, Any], said: list[str]) -> None:
+    notes: list[str] = []
+    if "base" in question:
+        question = {**question, "base": BASES / question["base"], "model": None}
+    resolve(dataclasses.replace(QUESTION, accumulation=None, **question), note=notes.append)
+    assert len(notes) == len(said)
+    assert all(part in note for part, note in zip(said, notes, strict=True))
+
+
+def test_a_run_of_another_trainer_that_is_only_predicted_needs_nothing_here(tmp_path: Path) -> None:
+    of_axolotl = Question(base=BASES / "axolotl.yaml", gpu="rtx-4090")
+    own = Question(base=saved(tmp_path, resolve_configuration(QUESTION).config), gpu="rtx-4090")
+    for question, trains_elsewhere in ((of_axolotl, True), (own, False), (QUESTION, False)):
+        problem = resolve(question)
+        assert problem.trains_elsewhere is trains_elsewhere
+        measured = dataclasses.replace(problem, backend="cuda")
+        assert not measured.trains_elsewhere
+        assert measured.predicted().trains_elsewhere is trains_elsewhere
+
+
+def test_float16_is_warned_of_where_it_was_chosen(tmp_path: Path) -> None:
+    t5 = dataclasses.replace(QUESTION, model="google-t5/t5-base", accumulation=1)
+    for precision, is_said in (("fp16-mixed", True), ("bf16-mixed", False)):
+        notes: list[str] = []
+        of_t5 = dataclasses.replace(t5, settings={"precision": precision})
+        config = resolve_configuration(of_t5, note=notes.append).config
+        base = saved(tmp_path, config, model="google-t5/t5-base")
+        resolve(Question(base=base, gpu="rtx-4090"), note=notes.append)
+        warned = sum("may leave float16's range" in note for note in notes)
+        assert warned == (2 if is_said else 0)
+
+
+@pytest.mark.parametrize(("is_here", "note"), [(True, "5 GiB are free"), (True, ""), (False, "x")])
+def test_a_card_that_is_here_is_said_with_what_is_special(
+    is_here: bool, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = CardSource.FOUND if is_here else CardSource.NAMED
+    card = ChosenCard(gpu=find_gpu("t4"), source=source, budget_bytes=10**9, note=note)
+    monkeypatch.setitem(resolve_module.CHOOSERS, "auto", lambda *_: card)
+    monkeypatch.setattr(resolve_module.nvml, "alike", list)
+    notes: list[str] = []
+    problem = resolve(dataclasses.replace(QUESTION, gpu=None, gpu_mem=None), note=notes.append)
+    assert any("5 GiB are free" in each for each in notes) == (is_here and bool(note))
+    assert any(each.startswith(f"{card.gpu.name}, ") for each in notes) == (is_here and bool(note))
+    # It is measured there, and leaves no room beyond its own; a prediction of it does.
+    assert problem.backend == ("cuda" if is_here else None)
+    assert (problem.workload.headroom == NO_HEADROOM) == is_here
+    assert problem.predicted().backend is None
+    assert problem.predicted().workload.headroom == USUAL_HEADROOM
+    on_two = resolve(dataclasses.replace(QUESTION, gpu=None, gpu_mem=None, num_gpus=2))
+    assert on_two.backend is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "spare", "said"),
+    [
+        ({}, 0, None),
+        ({"headroom": "1GiB"}, 2**30, None),
+        ({"headroom": "1GiB"}, 2**30 - 2**28, "0.25 GiB of the room that --headroom 1GiB asks for"),
+        (
+            {"headroom": "1GiB"},
+            0,
+            "1.00 GiB of the room that --headroom 1GiB asks for are lacking.",
+        ),
+        # What does not fit is said elsewhere.
+        ({"headroom": "1GiB"}, -1, None),
+        ({"odds": 0.9}, 0, "of the room that --odds 0.9 asks for are lacking."),
+    ],
+)
+def test_room_that_lacks_is_said_where_it_was_asked_for(
+    asked: dict[str, Any], spare: int, said: str | None
+) -> None:
+    question = dataclasses.replace(QUESTION, **asked)
+    estimate = answers.estimate()
+    budget_bytes = estimate.resident_bytes + spare
+    workload = dataclasses.replace(
+        answers.WORKLOAD,
+        memory_budget_bytes=budget_bytes,
+        headroom=budget.headroom_of(question, budget_bytes),
+    )
+    pricing: Any = SimpleNamespace(estimate=estimate, asked=SimpleNamespace(workload=workload))
+    notes: list[str] = []
+    estimate_module.note_room(question, pricing, notes.append)
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
 
 
 def test_what_cannot_work_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autotune.space.adapters import (
+    ADAPTERS,
     ATTENTION_PROJECTIONS,
     lora_alpha,
     peft_fields,
@@ -145,3 +146,17 @@ def test_alpha_is_the_ratio_to_the_rank(ratio: float, rank: int, alpha: float, w
     assert lora_alpha(ratio, rank) == alpha
     assert isinstance(lora_alpha(ratio, rank), int) == (alpha == int(alpha))
     assert whole_alpha(ratio, rank) == whole
+
+
+def test_an_adapters_facts_follow_from_what_it_is() -> None:
+    low_rank = {"lora", "qlora", "vera"}
+    for name, row in ADAPTERS.items():
+        assert row.is_prompt == name.endswith("_tuning")
+        # Targets are of what changes a layer's weights by a matrix; a product with the rank is LoRA's kin.
+        assert row.takes_targets == (name in {*low_rank, "miss", "oft"})
+        assert row.scales == (name in low_rank)
+        # One tensor for all layers, or a value of each that lives until the next.
+        assert row.repeats == (name not in ("prefix_tuning", "adaption_prompt", "peft"))
+        assert row.checkpointing == (name != "prefix_tuning")
+        assert row.is_float32 == (name != "adaption_prompt")
+        assert bool(row.size_field) == (row.size not in ("", "peft"))

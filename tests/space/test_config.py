@@ -11,11 +11,11 @@ from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import KNOBS
 from autotune.space.lengths import Lengths
-from autotune.space.media import Media
+from autotune.space.media import Media, MediaTensor
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.teacher import Teacher
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import EMBEDDERS, TRAINERS, task_of_format, trainers_of
 from autotune.space.words import describe, has_meaning
 
 CONFIG = TrainConfig(
@@ -45,6 +45,30 @@ def test_a_configuration_is_made_again_of_what_it_says() -> None:
         *("method", "micro_batch_size", "gradient_accumulation_steps"),
         *("sequence_length", "precision", "optimizer"),
     }
+
+
+def test_a_workload_has_methods_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"methods is .*loraa"):
+        dataclasses.replace(WORKLOAD, methods=("full", "loraa"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, {}),
+        ({"dataloader_num_workers": 0}, {}),
+        ({"dataloader_pin_memory": False}, {"dataloader_pin_memory": False}),
+        ({"dataloader_num_workers": 2}, {"dataloader_num_workers": 2}),
+        (
+            {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4},
+            {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 4},
+        ),
+    ],
+)
+def test_a_loader_is_said_where_it_is_not_the_trainers_own(
+    change: dict[str, Any], said: dict[str, Any]
+) -> None:
+    assert dataclasses.replace(CONFIG, **change).loader_arguments == said
 
 
 USUAL = {
@@ -77,13 +101,19 @@ def test_a_workload_says_what_is_not_as_usual(change: dict[str, Any], said: set[
 
 
 def test_pictures_of_a_workload_say_nothing_of_sounds() -> None:
-    seen = Media(num_images=1, width=8, height=8, num_tokens=0, tensors=())
+    tensor = MediaTensor(name="pixels", shape=(3, 8, 8), dtype="float32")
+    seen = Media(num_images=1, width=16, height=8, num_tokens=0, tensors=(tensor,))
+    assert (seen.size, seen.is_in_text) == ("16x8", False)
+    assert dataclasses.replace(seen, num_tokens=1).is_in_text
+    half = dataclasses.replace(tensor, dtype="bfloat16")
+    assert seen.in_dtype("torch.bfloat16") == dataclasses.replace(seen, tensors=(half,))
     said: Any = dataclasses.replace(WORKLOAD, pictures=seen).to_dict()["pictures"]
     assert {"num_images", "grids"} <= said.keys()
     assert not {"seconds", "num_moments"} & said.keys()
     heard: Any = dataclasses.replace(seen, seconds=5.0)
     said = dataclasses.replace(WORKLOAD, pictures=heard).to_dict()["pictures"]
     assert said["seconds"] == 5.0
+    assert heard.size == "5s"
 
 
 def test_extra_arguments_tell_of_weight_decay_and_of_a_loader() -> None:
@@ -199,3 +229,16 @@ def test_a_trainer_is_of_its_library_and_what_it_does_follows() -> None:
         assert row.is_trl is is_trl
         assert row.adds_adapter is (is_trl and name != "trl-sft")
         assert row.is_rewarded is (name in ("trl-grpo", "trl-rloo"))
+        assert row.module in ("trl", "transformers", "sentence_transformers")
+        assert name.replace("-", "_").startswith(row.module)
+        assert trainers_of(row.task)[0] == (name if row.task else "transformers")
+        assert row.rows_per_sample == (len(row.columns) or (2 if "chosen" in row.fields else 1))
+        assert row.compares_samples == (name == "trl-kto" or bool(row.columns))
+
+
+def test_what_samples_of_embeddings_are_decides_their_task() -> None:
+    for task in EMBEDDERS:
+        found = {row.format: task_of_format(task, row.format) for row in EMBEDDERS.values()}
+        assert found == {row.format: row.task for row in EMBEDDERS.values()}
+        assert task_of_format(task, "messages") == task
+    assert task_of_format("causal-lm", "pairs") == "causal-lm"

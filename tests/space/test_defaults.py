@@ -12,6 +12,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.rules import Context, broken_rules
+from autotune.space.trainers import TASK_NAMES, TRAINERS, row_of, trainers_of
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,42 @@ def test_the_default_base_works_however_gpus_share_it(
     if (card, method) == ("a100", "full"):
         is_deepspeed = parallelism.startswith("zero")
         assert base.precision == ("bf16-mixed" if is_deepspeed else "bf16-true")
+
+
+@pytest.mark.parametrize("task", TASK_NAMES)
+def test_the_default_base_of_each_task_works_at_any_length(task: str) -> None:
+    for length, longest_completion in ((1, 0), (64, 32), (512, 256), (513, 512), (4096, 512)):
+        if length == 1 and task != "image-classification":
+            continue
+        workload = dataclasses.replace(
+            tiny_model.workload(1, ("full",)), task=task, sequence_length=length
+        )
+        base = default_base(workload, find_gpu("a100"), tiny_model.MODEL)
+        context = Context(effective_batch_size=workload.effective_batch_size, task=task)
+        assert [rule.name for rule in broken_rules(base, context)] == []
+        assert base.trainer == trainers_of(task)[0]
+        assert base.sequence_length == length
+        assert base.effective_batch_size == workload.effective_batch_size
+        generates = TRAINERS[base.trainer].generates
+        assert (base.batching == "packed") == (
+            base.trainer == "transformers" and row_of(task).packs
+        )
+        if generates is None:
+            assert base.max_completion_length is base.num_generations is base.kl_beta is None
+        else:
+            assert base.max_completion_length == longest_completion
+            # A completion is worth what it is better than others of its prompt.
+            assert (base.num_generations or 0) >= (2 if TRAINERS[base.trainer].is_rewarded else 1)
+            assert base.kl_beta == generates.kl_beta
+
+
+def test_a_quantised_checkpoint_trains_as_it_is_stored() -> None:
+    stored = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    config = {**tiny_model.MODEL.config, "quantization_config": stored}
+    model = dataclasses.replace(tiny_model.MODEL, config=config)
+    for method, quantization in (("qlora", "int8"), ("ia3", "int8"), ("full", "none")):
+        base = default_base(tiny_model.workload(1, (method,)), find_gpu("a100"), model)
+        assert base.quantization == quantization
 
 
 @pytest.mark.parametrize(

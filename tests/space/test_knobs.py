@@ -6,10 +6,12 @@ import dataclasses
 import re
 
 import pytest
+import yaml
 
 from autotune.export.training_args import installed_fields
 from autotune.space.config import METHODS, TrainConfig
-from autotune.space.knobs import KNOBS, REQUIRED, Knob
+from autotune.space.knobs import KNOBS, METHOD_WORDS, REQUIRED, Knob
+from autotune.space.optimizers import DROPPED, LEFT_OUT
 from autotune.space.words import as_options, describe, difference
 
 CONFIG = TrainConfig(
@@ -89,6 +91,32 @@ def test_a_change_can_be_said(knob: Knob) -> None:
 
 
 @each_knob
+def test_a_value_is_typed_as_it_is_read_and_said_where_it_differs(knob: Knob) -> None:
+    is_required = knob.name not in TrainConfig.defaults()
+    plain = getattr(CONFIG, knob.name)
+    for value in knob.choices or (knob.smallest, 3):
+        config = dataclasses.replace(CONFIG, **{knob.name: value})
+        options, of_plain = as_options(config), as_options(CONFIG)
+        if value == plain:
+            assert difference(config, CONFIG) == "the same settings"
+            assert (knob.flag in options) == is_required
+            continue
+        at = options.index(knob.flag)
+        width = 1 if value is True else 2
+        if width == 2 and not knob.is_file:
+            assert knob.read(yaml.safe_load(options[at + 1])) == value
+        if is_required:
+            del of_plain[at : at + width]
+        assert options[:at] + options[at + width :] == of_plain
+        if knob.name == "micro_batch_size":
+            assert difference(config, CONFIG) == f"micro-batch {value} x 8"
+        elif not config.has_plan:
+            assert difference(config, CONFIG) == knob.words(value)
+            back = f"no {knob.flag}" if plain is None else knob.words(plain)
+            assert difference(CONFIG, config) == back
+
+
+@each_knob
 def test_what_goes_to_the_trainer_is_known_there(knob: Knob) -> None:
     """The plain value adds nothing, so that what older versions lack is asked of none."""
     if knob.arguments is None:
@@ -122,6 +150,27 @@ def test_the_help_says_the_default(knob: Knob) -> None:
         assert said[1].lower().startswith(str(knob.default).removesuffix(".0").lower())
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        *(("optimizer", name, "is not predicted: it ") for name in LEFT_OUT),
+        *(
+            ("optimizer", old, f"no longer: {new} computes the same")
+            for old, new in DROPPED.items()
+        ),
+        ("lora_alpha_ratio", 0, "must be a number above 0"),
+        ("neftune_noise_alpha", 1_000_001, "from 0 to 1,000,000"),
+        ("micro_batch_size", 1_000_001, "from 1 to 1,000,000"),
+        ("micro_batch_size", True, "must be a whole number"),
+        ("neftune_noise_alpha", True, "must be a number"),
+        ("neftune_noise_alpha", "1e999", "must be a number"),
+    ],
+)
+def test_why_a_value_is_refused_is_said(name: str, value: object, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        KNOBS[name].read(value)
+
+
 @pytest.mark.parametrize("text", ["all-linear", "attention", "q_proj, v_proj", "query_key_value"])
 def test_targets_are_names(text: str) -> None:
     assert KNOBS["lora_targets"].read(text) == text.replace(" ", "")
@@ -139,7 +188,10 @@ def test_other_targets_are_refused(text: str) -> None:
         (1, "checkpoint every layer"),
         (2, "checkpoint every 2nd layer"),
         (11, "checkpoint every 11th layer"),
+        (20, "checkpoint every 20th layer"),
+        (21, "checkpoint every 21st layer"),
         (23, "checkpoint every 23rd layer"),
+        (111, "checkpoint every 111th layer"),
     ],
 )
 def test_a_configuration_is_said_with_what_differs_from_plain(interval: int, words: str) -> None:
@@ -195,3 +247,6 @@ def test_a_configuration_in_one_line() -> None:
         "QLoRA r=16 on all-linear, nf4-double, bf16-autocast, adamw_torch_fused, "
         "micro-batch 1 x 8, checkpoint every 2nd layer, offloading, sdpa"
     )
+    assert difference(qlora, CONFIG) == describe(qlora)
+    file = dataclasses.replace(CONFIG, method="peft", peft='{"peft_type":"OFT","r":8}')
+    assert describe(file).startswith(f"{METHOD_WORDS['peft']} OFT (r=8), bf16-true,")

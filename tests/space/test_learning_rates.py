@@ -8,6 +8,7 @@ import pytest
 
 from autotune.space import learning_rates
 from autotune.space.config import METHODS, TrainConfig
+from autotune.space.knobs import METHOD_WORDS
 from autotune.space.optimizers import OPTIMIZERS
 
 FULL = TrainConfig(
@@ -58,3 +59,12 @@ def test_it_is_said_whose_it_is(optimizer: str, extra: dict[str, float], said: s
     config = dataclasses.replace(FULL, optimizer=optimizer)
     assert learning_rates.words(config, extra) == said
     assert learning_rates.learning_rate(config, extra) == float(said.partition(",")[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_default_is_said_to_be_its_methods(method: str) -> None:
+    config = dataclasses.replace(FULL, method=method)
+    value = learning_rates.learning_rate(config, {})
+    name = "full fine-tuning" if method == "full" else METHOD_WORDS[method]
+    assert learning_rates.words(config, {}) == f"{value:g}, the default for {name}"
+    assert value == learning_rates.BY_METHOD[method].value

@@ -44,6 +44,10 @@ def test_samples_are_counted_and_cut_off() -> None:
     assert lengths.tokens_per_epoch("packed") == lengths.num_tokens
     assert lengths.tokens_per_epoch("padded") == lengths.num_kept_tokens
     assert lengths.tokens_per_epoch("padding-free") == lengths.num_kept_tokens
+    # And only such a stream may be too short for one of them.
+    for length, is_filled in ((1749, True), (1750, True), (1751, False)):
+        assert lengths.fill_a_block("packed", length) == is_filled
+        assert lengths.fill_a_block("padded", length)
     assert (lengths.percentiles[0], lengths.percentiles[50], lengths.longest) == (10, 10, 100)
     assert len(lengths.percentiles) == 101
 
@@ -88,6 +92,7 @@ def test_by_tokens_few_batches_are_filled_with_samples_of_like_length() -> None:
     # The longest alone may have more than that; nothing is left out.
     assert cut_by_tokens([900, 1, 0, 400], 600) == [[0], [3], [1, 2]]
     assert cut_by_tokens([], 600) == []
+    assert cut_by_tokens([0, 0, 1], 2) == [[2, 0], [1]]
     # Long samples two by two, and short ones beside the last where it has room: 8 x 100 + 8 x 300 of 16.
     assert share(HALF_AND_HALF, "by-tokens", 2) > 0.95
     assert share(HALF_AND_HALF, "by-tokens", 1) > 0.95 > share(HALF_AND_HALF, "padded", 2)

@@ -214,3 +214,23 @@ def test_which_optimizers_step_each_weight_alone() -> None:
         *("adamw_torch", "adamw_torch_fused", "rmsprop", "adafactor", "sgd"),
     }
     assert of_libraries <= alone
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_a_rows_facts_follow_from_its_library_and_its_name(row: Optimizer) -> None:
+    is_torchao = row.needs == "torchao"
+    # torchao compiles each update and rounds at random; stable_adamw keeps what rounding loses.
+    assert row.compiles == is_torchao
+    assert row.keeps_rounding == (is_torchao or row.name == "stable_adamw")
+    assert row.note_of_16_bits == (row.name == "stable_adamw")
+    of_triton = row.name in ("adalomo", "stable_adamw")
+    assert row.only_cuda == (is_torchao or of_triton or "galore_adamw_8bit" in row.name)
+    of_matrices = row.name.startswith(("galore", "apollo"))
+    assert row.only_full == (of_matrices or row.name.endswith("lomo"))
+    # Two averages of Adam's, one of sign and root alone, none where rows and columns stand for them.
+    averages = {"adamw": 2, "ademamix": 3, "lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0}
+    of_rows = {"adafactor", "lomo", "adalomo", "galore_adafactor"}
+    if row.name in of_rows:
+        assert row.moments == 0
+    elif row.family in averages and not row.name.startswith(("schedule_free", "grok")):
+        assert row.moments == averages[row.family]

@@ -15,6 +15,7 @@ from autotune.records.fingerprint import Fingerprint, fingerprint_for
 from autotune.space import requirements
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import KNOBS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.search_space import MethodSpace, SearchSpace
 
 CONFIG = TrainConfig(
@@ -172,3 +173,31 @@ def test_what_a_cpu_cannot_run_is_said(change: dict[str, Any], part: str) -> Non
 )
 def test_a_cpu_can_run_the_rest(change: dict[str, Any]) -> None:
     assert requirements.of_cuda(dataclasses.replace(CONFIG, **change)) == ()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", PARALLELISMS)
+def test_which_ways_to_share_a_probe_runs(
+    monkeypatch: pytest.MonkeyPatch, name: str, backend: str, is_there: bool
+) -> None:
+    monkeypatch.setattr(requirements, "is_installed", lambda _: is_there)
+    config = dataclasses.replace(CONFIG, parallelism=name, num_gpus=1 if name == "none" else 2)
+    needs = {"device-map": "predicted alone", "pp": "predicted alone"}.get(name)
+    if needs is None and name.startswith("zero") and not is_there:
+        needs = "pip install deepspeed"
+    said = requirements.of_probe(config, backend)
+    on_card = "needs CUDA devices" if backend == "cpu" and name.endswith("-offload") else None
+    assert len(said) == sum(part is not None for part in (needs, on_card))
+    assert all(part in one for part, one in zip(filter(None, (needs, on_card)), said, strict=True))
+    compiled = requirements.of_probe(dataclasses.replace(config, torch_compile="default"), backend)
+    is_compiled_there = backend == "cuda" or name in ("none", "ddp") or "alone" in (needs or "")
+    assert (compiled == said) == is_compiled_there
+
+
+def test_a_probe_has_no_files_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = dataclasses.replace(CONFIG, trainer="trl-grpo", vllm_gpu_memory_utilization=0.3)
+    for is_there, part in ((False, "pip install "), (True, "take the prediction")):
+        monkeypatch.setattr(requirements, "is_installed", lambda _, is_there=is_there: is_there)
+        (said,) = requirements.of_probe(config, "cuda")
+        assert part in said

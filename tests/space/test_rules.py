@@ -932,6 +932,7 @@ BORDERS: dict[str, list[dict[str, Any] | Context]] = {
         {"parallelism": "none"},
         {"parallelism": "zero2-offload"},
     ],
+    "replicas-divide-gpus": [{"num_gpus": n} for n in (4, 6, 8)] + [{"parallelism": "fsdp2"}],
     "ring-needs-even-stretches": [{"sequence_length": 1020}, {"parallelism": "ddp"}],
     "ring-needs-sdpa": [{"attention": "sdpa"}, {"parallelism": "ddp"}],
     "splitting-needs-float-weights": [{"quantization": "none"}, {"parallelism": "ddp"}],

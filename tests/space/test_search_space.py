@@ -8,9 +8,11 @@ from typing import Any
 
 import answers
 import pytest
+import yaml
 
 from autotune.catalogue.attention import EXPANDED
-from autotune.space import precisions, space_file
+from autotune.catalogue.checkpoint import Checkpoint
+from autotune.space import precisions, space_file, values
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.enumeration import enumerate_configs
@@ -22,18 +24,45 @@ from autotune.space.search_space import (
     around,
     as_in_base,
     for_gpus,
+    may_pack,
     unlisted,
     with_attentions,
     with_batchings,
+    with_checkpoint,
     with_divisors,
     with_parts,
+    with_peft,
     with_precision_of,
     with_trainers,
     without_intervals,
     without_parts,
     without_solve,
 )
-from autotune.space.yaml_schema import joined
+from autotune.space.trainers import FIXED_BY_A_TEACHER
+from autotune.space.yaml_schema import (
+    a_list,
+    a_mapping,
+    joined,
+    parse_yaml,
+    validated,
+    why_not_yaml,
+)
+
+FIXED = {name: (value,) for name, value in FIXED_BY_A_TEACHER.items()}
+GRPO = TrainConfig(
+    method="full",
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    sequence_length=256,
+    precision="bf16-true",
+    optimizer="adamw_torch",
+    trainer="trl-grpo",
+    batching="padded",
+    num_generations=4,
+    max_completion_length=128,
+    kl_beta=0.5,
+    steps_per_generation=3,
+)
 
 
 def workload(effective_batch_size: int = 32, methods: tuple[str, ...] = ("full",)) -> Workload:
@@ -128,6 +157,96 @@ def test_a_search_holds_the_negatives_of_embeddings() -> None:
     own = section(loss_mini_batches=(2, 8))
     (found,) = with_trainers(space(own), "sentence-similarity", like).methods
     assert found.domains["loss_mini_batches"] == (2, 8)
+
+
+COMPLETIONS = {
+    "num_generations": (None,),
+    "max_completion_length": (64, None),
+    "kl_beta": (None,),
+    "num_iterations": (1, 2),
+    "steps_per_generation": (None,),
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "expected"),
+    [
+        # What the space leaves open is as in the base.
+        (
+            "grpo",
+            {
+                "num_generations": (4,),
+                "max_completion_length": (64,),
+                "kl_beta": (0.5,),
+                "num_iterations": (1, 2),
+                "steps_per_generation": (3,),
+            },
+        ),
+        ("distillation", {"max_completion_length": (64,), **FIXED}),
+    ],
+)
+def test_completions_are_as_the_space_or_the_base_has_them(
+    task: str, expected: dict[str, Any]
+) -> None:
+    varied = section(
+        attention=("flash_attention_2", "eager"),
+        liger=(True,),
+        activation_checkpointing=(0, 1, 4),
+        **COMPLETIONS,
+    )
+    (found,) = with_trainers(space(varied), task, GRPO).methods
+    rest = {
+        "trainer": (f"trl-{task}",),
+        "batching": ("padded",),
+        "chunked_loss": (False,),
+        "attention": ("eager",),
+        "liger": (False,),
+        "activation_checkpointing": (0, 1),
+    }
+    assert found.domains == {**varied.domains, **rest, **expected}
+
+
+def test_pictures_are_trained_as_was_tried() -> None:
+    varied = section(
+        liger=(False, True), activation_offloading=(True,), activation_checkpointing=(SOLVE, 2)
+    )
+    (found,) = with_trainers(space(varied), "image-text-to-text").methods
+    expected = {
+        "trainer": ("trl-sft",),
+        "batching": ("padded",),
+        "chunked_loss": (False,),
+        "liger": (False,),
+        "activation_offloading": (False,),
+        "activation_checkpointing": (1,),
+    }
+    assert found.domains == {**varied.domains, **expected}
+
+
+def test_a_quantised_checkpoint_is_searched_as_it_is_stored() -> None:
+    varied = space(section(), section(method="qlora", quantization=("nf4", "int8")))
+    assert with_checkpoint(varied, None) == varied
+    full, qlora = with_checkpoint(varied, Checkpoint(quantization="fp4")).methods
+    assert full == varied.methods[0]
+    assert qlora.domains == {**varied.methods[1].domains, "quantization": ("fp4",)}
+
+
+def test_which_searches_may_pack() -> None:
+    offered = (section(), section(batching=("packed", "padded")), section(batching=("padded",)))
+    assert [may_pack(space(each), "causal-lm") for each in offered] == [True, True, False]
+    assert may_pack(space(offered[2], offered[1]), "causal-lm")
+    assert not any(may_pack(space(each), task) for each in offered for task in ("dpo", "reward"))
+
+
+def test_a_space_offers_what_one_section_has_whatever_the_micro_batch() -> None:
+    adapters = section(method="lora", lora_rank=(8, 16), lora_targets=("attention",))
+    both = space(section(precision=("bf16-mixed", "fp32")), adapters)
+    asked = workload(methods=("full", "lora"))
+    assert all(both.offers(config) for config in enumerate_configs(both, asked).configs)
+    full, *_, lora = enumerate_configs(both, asked).configs
+    assert both.offers(dataclasses.replace(full, micro_batch_size=3))
+    for config, changes in ((full, {"optimizer": "sgd"}), (lora, {"precision": "fp32"})):
+        assert not both.offers(dataclasses.replace(config, **changes))
+    assert not space(adapters).offers(full)
 
 
 def test_a_batch_of_pairs_has_twice_the_rows() -> None:
@@ -462,6 +581,21 @@ def test_a_space_around_a_base_has_its_values_and_those_that_are_allowed() -> No
     assert all(each.domains["liger"] == (False,) for each in other.methods)
 
 
+def test_an_adapter_of_a_file_is_varied_as_lora_is() -> None:
+    text = '{"peft_type":"OFT"}'
+    plain = {"precision": ("bf16-mixed",), "optimizer": ("sgd",)}
+    for method, more in (("lora", {"lora_rank": (8,)}), ("qlora", {"quantization": ("nf4",)})):
+        like = MethodSpace(method=method, domains={**plain, **more})
+        full, _, found = with_peft(space(section(), like), text).methods
+        assert full == section()
+        of_qlora = {"quantization": ("none",)} if method == "qlora" else {}
+        assert (found.method, found.domains) == ("peft", {**plain, **of_qlora, "peft": (text,)})
+    (found,) = with_peft(space(MethodSpace(method="peft", domains=plain)), text).methods
+    assert found.domains == {**plain, "peft": (text,)}
+    of_full = with_peft(space(section()), text).methods[-1].domains
+    assert of_full == {**section().domains, "peft": (text,)}
+
+
 def test_what_the_search_decides_is_taken_out_of_a_space_and_said_of_which_methods() -> None:
     both = section(chunked_loss=(False, True), activation_checkpointing=(0, SOLVE))
     lora = section(method="lora", chunked_loss=(True,), activation_checkpointing=(2,))
@@ -503,3 +637,45 @@ def test_of_very_many_problems_the_first_twenty_are_said(number: int, end: str) 
     said = joined([str(each) for each in range(number)]).split("; ")
     assert said[-1] == end
     assert len(said) == min(number, 21)
+
+
+@pytest.mark.parametrize(
+    ("document", "problems"),
+    [
+        ({"name": "x", "sizes": [1, 2]}, []),
+        ([], ["the file must be a mapping with `sizes`, not a list"]),
+        ({"name": 5, "sizes": [1]}, ["name: "]),
+        ({"sizes": "1"}, ["sizes: "]),
+        ({}, ["sizes: "]),
+        ({"sizes": []}, ["sizes: "]),
+        ({"sizes": [1, 2, 1]}, ["sizes: given twice: 1"]),
+        ({"sizes": [1, 0, -1]}, ["sizes, item 2: must be from 1", "sizes, item 3: must be from 1"]),
+        ({"nam": "x", "sizes": [1]}, ['nam: unknown key. Did you mean "name"?']),
+    ],
+)
+def test_each_problem_of_a_document_is_said_with_its_place(
+    document: Any, problems: list[str]
+) -> None:
+    schema = a_mapping("Schema", name=(str, "usual"), sizes=(a_list(values.positive), ...))
+    found, said = validated(schema, document, {(): ("name", "sizes")}, "sizes")
+    assert (found is None) == bool(problems)
+    assert len(said) == len(problems)
+    assert all(each.startswith(part) for each, part in zip(said, problems, strict=True))
+    if found is not None:
+        assert (found.name, found.sizes) == ("x", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("a: [1", "line 1: "),
+        ("b: 1\na: 1\na: 2\n", "line 1: the key 'a' is given 2 times"),
+    ],
+)
+def test_what_is_no_yaml_is_said_with_its_line(text: str, why: str) -> None:
+    with pytest.raises(yaml.YAMLError) as raised:
+        parse_yaml(text)
+    said = why_not_yaml(raised.value)
+    assert said.startswith(why)
+    assert len(said) <= 300
+    assert why_not_yaml(RecursionError()) == "It nests too deep"

@@ -24,7 +24,7 @@ from autotune.space.search_space import (
     with_attentions,
     with_domains,
 )
-from autotune.space.space_file import MAX_FILE_BYTES, available, load
+from autotune.space.space_file import MAX_FILE_BYTES, available, load, require_method
 
 pytestmark = pytest.mark.worker
 
@@ -381,6 +381,18 @@ def test_files_that_cannot_be_read(write: Callable[..., Path], tmp_path: Path) -
 def test_an_unknown_name_gets_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert 'Did you mean "qlora"' in refusal("q-lora")
+
+
+def test_a_method_that_a_space_lacks_is_looked_for_in_the_others() -> None:
+    require_method(load("lora"), ("full", "lora"))
+    for methods, remedy in ((("qlora",), "Give --space .*qlora"), (("peft",), "Give --peft")):
+        with pytest.raises(ConfigError, match=remedy) as caught:
+            require_method(load("lora"), methods)
+        message = str(caught.value)
+        assert f"lora has no section for {methods[0]}" in message
+        assert "It has lora" in message
+        named = {one.name for one in available() if f" {one.name}" in message.partition("Give")[2]}
+        assert all(methods[0] in {each.method for each in load(one).methods} for one in named)
 
 
 def test_a_shipped_name_is_not_a_file_of_that_name(

@@ -179,6 +179,26 @@ def test_of_the_highest_class_the_number_of_changes_is_counted_first() -> None:
     assert gives_up(one, LORA) < gives_up(two, LORA)
 
 
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({}, (0, 0, 0)),
+        ({"attention": "eager"}, (0, 0, 1)),
+        ({"batching": "by-tokens"}, (0, 0, 1)),
+        ({"batching": "grouped"}, (1, 0, 0)),
+        ({"optimizer": "adamw_torch_fused", "liger": True}, (0, 1, 1)),
+        ({"optimizer": "sgd", "precision": "fp32", "expandable_segments": True}, (1, 1, 1)),
+        ({"sequence_length": 512, "batching": "packed"}, (2, 0, 0)),
+    ],
+)
+def test_changes_are_counted_by_class_highest_first(
+    changes: dict[str, object], counts: tuple[int, ...]
+) -> None:
+    base = dataclasses.replace(FULL, batching="padded")
+    changed = dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+    assert gives_up(changed, base)[-3:] == counts
+
+
 def test_a_loss_that_compares_samples_makes_the_micro_batch_part_of_the_recipe() -> None:
     larger = {"micro_batch_size": 8, "gradient_accumulation_steps": 4}
     for trainer, expected in (("trl-kto", "recipe"), ("trl-dpo", "exact")):
