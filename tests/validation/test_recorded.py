@@ -191,16 +191,18 @@ def test_an_h200_held_what_this_version_predicts(monkeypatch: pytest.MonkeyPatch
 def test_what_find_probed_on_an_h100_is_in_order_by_its_own_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nine configurations of Qwen2.5-0.5B, of which pairs that differ by more than 2 % are counted.
+    """Configurations of Qwen2.5-0.5B, of which pairs that differ by more than 2 % are counted.
 
-    docs/evidence.md has these figures. The host was timed before, by operations that are none of these.
+    Six of the nine had a loss in parts that is another program now (docs/evidence.md has what was predicted
+    of all nine). The host was timed before, by operations that are none of these.
     """
     here.workers.start("trace")
     lent = SimpleNamespace(run=here.workers.run, close=lambda: None)
     monkeypatch.setattr(predictions, "ForkServer", lambda: lent)
     folder = ROOT / "studies/h100-80gb-hbm3"
     lines = (folder / "find_probes.jsonl").read_text(encoding="utf-8").splitlines()
-    seen = [measurement_from_dict(json.loads(line)["measurement"]) for line in lines]
+    ran = [row for row in map(json.loads, lines) if "other_program" not in row]
+    seen = [measurement_from_dict(row["measurement"]) for row in ran]
     usual = find_gpu("h100-80gb-hbm3")
     own = dataclasses.replace(usual, rates=OwnRates(host_factor=host_factor_in(folder)))
 
@@ -223,10 +225,11 @@ def test_what_find_probed_on_an_h100_is_in_order_by_its_own_host(
         )
 
     by_own = speeds(own)
-    assert (len(by_own), len(apart)) == (9, 34)
-    assert (num_in_order(speeds(usual)), num_in_order(by_own)) == (28, 33)
+    assert (len(by_own), len(apart)) == (3, 3)
+    assert (num_in_order(speeds(usual)), num_in_order(by_own)) == (3, 3)
     off = [found / real - 1 for found, real in zip(by_own, measured, strict=True)]
-    assert sum(abs(each) < 0.09 for each in off) == 7
+    assert sum(abs(each) < 0.09 for each in off) == 1
+    assert max(map(abs, off)) < 0.31
 
 
 @pytest.mark.parametrize("path", NO_CARDS, ids=lambda path: path.parent.name)
