@@ -361,18 +361,18 @@ def solved_configs(
 def _least_to_win(candidates: Candidates, lean: TrainConfig, known: Sequence[Estimate]) -> float:
     """Return the tokens per second above which a plan of a configuration is chosen before what is known.
 
-    Of what is as fast as the fastest within the noise that is chosen which gives up least.
+    Among those within the noise of the fastest, the one that gives up least is chosen.
     """
-    tied = max(map(speed_of, known)) * (1 - NOISE)
+    most = max(map(speed_of, known))
     best = min(
-        (each for each in known if speed_of(each) >= tied),
+        (each for each in known if speed_of(each) >= most * (1 - NOISE)),
         key=lambda each: (candidates.gives_up(each.config), -speed_of(each)),
     )
     plan = dataclasses.replace(lean, checkpoint_plan="recompute", checkpoint_layers=LEAST_LAYERS)
     gives_up, of_best = map(candidates.gives_up, (plan, best.config))
     if gives_up == of_best:
         return speed_of(best)
-    return tied if gives_up < of_best else tied * (1 + NOISE) / (1 - NOISE)
+    return most * (1 - NOISE if gives_up < of_best else 1 + NOISE)
 
 
 def _families(

@@ -100,6 +100,26 @@ def test_gradients_add_up_in_autocast_and_nothing_is_kept_without_them() -> None
         assert not parted(input_ids=ids, labels=ids).loss.requires_grad
 
 
+def test_a_heads_gradient_does_not_overflow_in_float16() -> None:
+    """It is summed over tokens before any loss scaling: 2,000 of 300 here, beyond float16's 65,504."""
+    model = model_of("llama")
+    head = model.get_output_embeddings()
+    chunk_loss(model)
+    hidden = torch.full((2, 1000, TINY["hidden_size"]), 300.0, requires_grad=True)
+    labels = torch.full((2, 1000), 5)
+    with torch.autocast("cpu", torch.float16):
+        logits = torch.nn.functional.linear(hidden.detach(), head.weight)
+        loss = model.loss_function(logits=hidden, labels=labels)
+    loss.backward()
+    chances = logits.float().softmax(-1).flatten(0, 1)
+    chances[:, 5] -= 1
+    kept = labels.flatten()[: len(chances)] >= 0
+    kept[[999, 1999]] = False  # Nothing follows a sample's last token.
+    expected = chances[kept].T @ hidden.detach().flatten(0, 1)[kept] / kept.sum()
+    assert expected.abs().max() * kept.sum() > 65_504
+    torch.testing.assert_close(head.weight.grad, expected, rtol=0.01, atol=0.1)
+
+
 @pytest.mark.parametrize(
     ("samples", "length", "parts"),
     [

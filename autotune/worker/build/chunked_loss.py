@@ -68,7 +68,10 @@ def chunk_loss(model: Any) -> Any:
                 of_part, of_weight, of_bias = gradients
                 if of_part is not None:
                     of_part[:, places] = (of_logits @ weight).view(of_part[:, places].shape)
-                if of_weight is not None:
+                if of_weight is not None and dtype == torch.float16:
+                    # No loss scaling has divided it yet: the sum over tokens may pass float16's 65,504.
+                    of_weight.add_(of_logits.t() @ (part / 64), alpha=64)
+                elif of_weight is not None:
                     of_weight += of_logits.t() @ part
                 if of_bias is not None:
                     of_bias += of_logits.sum(0)
