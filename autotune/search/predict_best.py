@@ -346,14 +346,6 @@ def find(
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
 
         plan_b = functools.partial(_plan_b_of, workload=workload, allow=allow)
-
-        def likely_next(candidates: Candidates) -> set[TraceSpec]:
-            configs = filter(estimator.supports, possible)
-            families = families_of(candidates, configs, estimator, methods=solving, allow=allow)
-            plans = (each.specs() for each in families)
-            return in_turn.passed_over_of(plan_b(candidates)).union(*plans)
-
-        candidates = in_turn.rest(candidates, besides=likely_next)
         to_try = tried_on_best.Tried(
             solving=solving,
             parting=parting,
@@ -362,11 +354,20 @@ def find(
             trace=trace,
         )
 
+        def likely_next(candidates: Candidates) -> set[TraceSpec]:
+            configs = list(filter(estimator.supports, possible))
+            families = families_of(candidates, configs, estimator, methods=solving, allow=allow)
+            plans = (each.specs() for each in families)
+            _, best = _chosen(candidates, allow)
+            in_parts = list[TraceSpec]()
+            if best is not None and tried_on_best.parts_may_pay(best, configs, estimator):
+                in_parts = tried_on_best.specs_in_parts(best, to_try)
+            return in_turn.passed_over_of(plan_b(candidates)).union(in_parts, *plans)
+
         def likely_later() -> list[TraceSpec]:
             return [*tried_on_best.specs_in_parts(best, to_try), *in_turn.left()]
 
-        _, best = _chosen(candidates, allow)
-        ahead.go_on(likely_later)
+        candidates = in_turn.rest(candidates, besides=likely_next)
         candidates, added = tried_on_best.tried(
             candidates,
             list(filter(estimator.supports, possible)),

@@ -28,7 +28,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autotune.common import log
@@ -349,13 +349,27 @@ def solved_configs(
             }
             if not promises:
                 break
-            # Where segments expand more fits: what that finds bounds the search of the others.
-            lean = max(promises, key=lambda lean: (promises[lean], lean.expandable_segments))
+            lean = _first_to_solve(candidates, promises)
             leans = [other for other in promises if other != lean]
             if (solved := solver.solved(lean, least[lean])) is not None:
                 known.append(solved)
                 found.append(solved.config)
     return found
+
+
+def _first_to_solve(candidates: Candidates, promises: Mapping[TrainConfig, float]) -> TrainConfig:
+    """Return the configuration that would be chosen if each kept its promise.
+
+    Of two that differ in how segments grow alone it is the one whose segments expand: more fits then, and
+    what it finds bounds the search of the other.
+    """
+    least = max(promises.values()) * (1 - NOISE)
+
+    def order(lean: TrainConfig) -> tuple[object, ...]:
+        growing = dataclasses.replace(lean, expandable_segments=True)
+        return candidates.gives_up(growing), not lean.expandable_segments, -promises[lean]
+
+    return min((lean for lean, promise in promises.items() if promise >= least), key=order)
 
 
 def _least_to_win(candidates: Candidates, lean: TrainConfig, known: Sequence[Estimate]) -> float:

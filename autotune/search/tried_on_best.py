@@ -1,7 +1,8 @@
 """Settings that a search tries on its best configurations alone, since each multiplies what must be traced.
 
-First checkpointing is solved (autotune.search.solved_checkpointing). Then the loss is made in parts where its
-logits take memory that would make the step faster, checkpointing solved again.
+The loss is made in parts where its logits take memory that would make the step faster. Then checkpointing is
+solved (autotune.search.solved_checkpointing) with the loss at once and in parts: what promises most comes
+first, so that it bounds the rest.
 """
 
 from __future__ import annotations
@@ -78,18 +79,13 @@ def tried(
 
     `configs`: those of the search. `traces`: the estimator's, which what is tried joins.
     """
-    solver = PlanSolver(estimator, traces)
-
-    def solved(candidates: Candidates, among: Iterable[TrainConfig]) -> list[TrainConfig]:
-        families = families_of(candidates, among, estimator, methods=what.solving, allow=what.allow)
-        return solved_configs(candidates, families, solver, what.trace)
-
-    plans = solved(candidates, configs)
-    candidates = candidates.with_more(plans)
     parted = _parted(candidates, configs, estimator, what)
     candidates = candidates.with_more(parted)
-    plans_of_parted = solved(candidates, parted)
-    return candidates.with_more(plans_of_parted), [*plans, *parted, *plans_of_parted]
+    families = families_of(
+        candidates, [*configs, *parted], estimator, methods=what.solving, allow=what.allow
+    )
+    plans = solved_configs(candidates, families, PlanSolver(estimator, traces), what.trace)
+    return candidates.with_more(plans), [*parted, *plans]
 
 
 def specs_in_parts(best: Estimate | None, what: Tried) -> list[TraceSpec]:
@@ -119,11 +115,9 @@ def _parted(
             if config.method in what.parting and candidates.class_of(config) == name
         ]
         alike: list[TrainConfig] = []
-        if best is not None:
+        if best is not None and parts_may_pay(best, parting, estimator):
             common = _common(best.config)
             alike = [config for config in parting if _common(config) == common]
-            if not _may_pay(best, alike, estimator):
-                alike = []
         unfit = [
             config
             for config in parting
@@ -201,15 +195,17 @@ def _nearest_to_fit(
     return list(filter(may_fit, found))
 
 
-def _may_pay(best: Estimate, alike: Iterable[TrainConfig], estimator: Estimator) -> bool:
-    """Whether the bytes of logits may make something faster.
+def parts_may_pay(best: Estimate, configs: Iterable[TrainConfig], estimator: Estimator) -> bool:
+    """Whether a loss in parts may make something faster than the best, by the bytes of its logits.
 
-    They may where they are a large share of the memory, or pay for layers that need not be checkpointed, and
-    something would be faster if memory had no limit.
+    It may where they are a large share of the memory, or pay for layers that need not be checkpointed, and
+    one of `configs` that is like the best would be faster if memory had no limit.
     """
     logits_bytes = best.breakdown.logits_bytes
     if best.config.liger or not logits_bytes:
         return False
+    common = _common(best.config)
+    alike = (config for config in configs if _common(config) == common)
     speeds = {config: estimator.tokens_per_second(config) or 0.0 for config in alike}
     if max(speeds.values(), default=0.0) <= speed_of(best) * (1 + NOISE):
         return False

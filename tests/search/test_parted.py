@@ -46,7 +46,7 @@ def parted(
     monkeypatch: pytest.MonkeyPatch, allow: str | None, *, pays: bool = True, fails: bool = False
 ) -> tuple[list[TrainConfig], list[int]]:
     """The configurations with the loss in parts, and how many traces were asked for at each time."""
-    monkeypatch.setattr(tried_on_best, "_may_pay", lambda *_: pays)
+    monkeypatch.setattr(tried_on_best, "parts_may_pay", lambda *_: pays)
     monkeypatch.setattr(tried_on_best, "_would_be_chosen", lambda *_: False)
     monkeypatch.setattr(tried_on_best, "_nearest_to_fit", lambda *_: [])
     monkeypatch.setattr(tried_on_best, "broken_rules", lambda *_: [])
@@ -133,7 +133,7 @@ def test_few_logits_pay_where_they_free_enough_layers(logits_bytes: int, pays: b
         peak_device_bytes=1000,
         tokens_per_second=1 / 4,
     )
-    assert tried_on_best._may_pay(best, [lean, free], estimator) is pays
+    assert tried_on_best.parts_may_pay(best, [lean, free], estimator) is pays
 
 
 def test_what_less_memory_may_ask_for_is_traced_ahead() -> None:

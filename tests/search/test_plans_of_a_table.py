@@ -237,15 +237,41 @@ class Families(Table):
         return [config.optimizer for config in found]
 
 
-def test_what_promises_most_is_solved_first_then_what_gives_up_less_and_is_as_fast() -> None:
-    """They lack room for two layers, one and none: 1.2, 1.1 and 1 s, or 1.02, 1.01 and 1 s."""
+def test_what_would_be_chosen_of_the_promises_is_solved_first() -> None:
+    """They lack room for two layers, one and none: 1.2, 1.1 and 1 s; 1.02, 1.01 and 1 s; and between."""
     table = Families(1000, adamw_torch=20, adafactor=10, lion_32bit=0)
     assert table.solved("lion_32bit", 0.1) == ["lion_32bit"]
     table.plans = {"recompute": dataclasses.replace(LINE, layer_seconds=0.01)}
-    assert table.solved("lion_32bit", 0.1) == ["lion_32bit", "adafactor", "adamw_torch"]
+    assert table.solved("lion_32bit", 0.1) == ["adamw_torch"]
+    table.plans = {"recompute": dataclasses.replace(LINE, layer_seconds=0.015)}
+    assert table.solved("lion_32bit", 0.1) == ["adafactor", "adamw_torch"]
+    table.plans = {"recompute": dataclasses.replace(LINE, layer_seconds=0.01)}
     # Nothing is solved that would not be chosen before what is known.
     assert table.solved("adamw_torch", 0.99) == []
     assert table.solved("adafactor", 0.9905) == ["adamw_torch"]
+
+
+def test_what_grows_is_solved_before_what_is_of_fixed_size() -> None:
+    fixed, growing = (
+        dataclasses.replace(LEAN, expandable_segments=grows) for grows in (False, True)
+    )
+    candidates: Any = SimpleNamespace(
+        gives_up=lambda config: (config.optimizer == "adafactor", config.expandable_segments)
+    )
+
+    def first(**promises: float) -> TrainConfig:
+        leans = {
+            "fixed": fixed,
+            "growing": growing,
+            "other": dataclasses.replace(growing, optimizer="adafactor"),
+        }
+        of_leans = {leans[name]: promise for name, promise in promises.items()}
+        return solved_checkpointing._first_to_solve(candidates, of_leans)
+
+    assert first(fixed=1.0, growing=1.0) == growing
+    assert first(fixed=0.99, growing=0.985, other=1.0) == growing
+    assert first(fixed=1.0, growing=0.97) == fixed
+    assert first(fixed=0.9, growing=0.9, other=1.0).optimizer == "adafactor"
 
 
 class Islands(Table):
