@@ -368,6 +368,8 @@ def find(
             return [*tried_on_best.specs_in_parts(best, to_try), *in_turn.left()]
 
         candidates = in_turn.rest(candidates, besides=likely_next)
+        _, best = _chosen(candidates, allow)
+        ahead.go_on(likely_later)
         candidates, added = tried_on_best.tried(
             candidates,
             list(filter(estimator.supports, possible)),
