@@ -35,7 +35,8 @@ class Autocast:
         """Cast the arguments as the function gets them while autocast is on."""
         policy = self._policies.get(func)
         # Autocast leaves a function alone that is told where to put its result.
-        if policy is None or "out" in kwargs or not torch.is_autocast_enabled("cpu"):
+        is_told_where = kwargs.get("out") is not None
+        if policy is None or is_told_where or not torch.is_autocast_enabled("cpu"):
             return args, kwargs
         return policy(self, args, kwargs)
 
@@ -133,11 +134,13 @@ def _cast_widest(_: Autocast, args: Any, kwargs: Any) -> _Call:
 
 # The functions of autocast_mode.h that Transformers' and PEFT's modelling code reaches.
 _LOWER = (
-    F.linear, F.prelu, F.conv_transpose1d, F.conv_transpose2d, F.conv1d, F.conv2d, F.conv3d,
+    F.linear, F.prelu, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.conv1d, F.conv2d,
+    F.conv3d,
     F.scaled_dot_product_attention,
     torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.addbmm, torch.baddbmm,
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.__rmatmul__, torch.Tensor.mm,
     torch.Tensor.bmm, torch.Tensor.addmm, torch.Tensor.baddbmm,
+    torch.linalg.vecdot,
 )  # fmt: skip
 _FLOAT32 = (
     F.layer_norm, F.rms_norm, F.group_norm, F.nll_loss, F.mse_loss,
@@ -147,6 +150,14 @@ _FLOAT32 = (
     torch.pow, torch.rsqrt, torch.exp, torch.log, torch.norm, torch.reciprocal, torch.erfinv,
     torch.Tensor.pow, torch.Tensor.__pow__, torch.Tensor.rsqrt, torch.Tensor.exp, torch.Tensor.log,
     torch.Tensor.norm, torch.Tensor.reciprocal,
+    torch.acos, torch.asin, torch.cosh, torch.sinh, torch.tan, torch.log2, torch.log10, torch.dist,
+    torch.Tensor.acos, torch.Tensor.asin, torch.Tensor.cosh, torch.Tensor.sinh, torch.Tensor.tan,
+    torch.Tensor.log2, torch.Tensor.log10, torch.Tensor.dist,
+    torch.linalg.vector_norm, torch.linalg.matrix_norm, torch.linalg.norm,
+    F.pdist, F.margin_ranking_loss, F.soft_margin_loss, F.multi_margin_loss, F.multilabel_margin_loss,
+    F.hinge_embedding_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.poisson_nll_loss,
+    # Made of pow, of reciprocal and of what enlarges pictures.
+    torch.square, torch.Tensor.square, torch.Tensor.__rpow__, torch.Tensor.__rdiv__, F.interpolate,
 )  # fmt: skip
 _FLOAT32_RESULT = (
     F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, torch.cumsum, torch.cumprod,
@@ -159,8 +170,12 @@ _WIDEST = (
     torch.Tensor.scatter_add,
 )  # fmt: skip
 
+_LOWER_ON_CUDA = (
+    torch.mv, torch.addmv, torch.addr, torch.linalg.multi_dot, torch.Tensor.mv, torch.Tensor.addmv,
+    torch.Tensor.addr,
+)  # fmt: skip
 _OF_CUDA: dict[Any, Policy] = {
-    **dict.fromkeys(_LOWER, _cast_lower),
+    **dict.fromkeys((*_LOWER, *_LOWER_ON_CUDA), _cast_lower),
     torch.einsum: _cast_list_lower,
     **dict.fromkeys(_FLOAT32, _cast_float32),
     **dict.fromkeys(_FLOAT32_RESULT, _default_float32),

@@ -1,10 +1,10 @@
 """Makes a trace on `meta` do what a device would, where it would do something else.
 
 * which attention kernel `scaled_dot_product_attention` picks (autotune.worker.trace.sdpa);
-* the fused kernels that CUDA picks and `meta` does not (dropout, softmax from float16 into float32); a CPU
-  has none of them either;
+* the fused kernels that CUDA picks and `meta` does not (dropout, RMS norm, softmax from float16 into
+  float32); a CPU has none of them either;
 * torch.autocast (autotune.worker.trace.autocast);
-* the functions within nn.MultiheadAttention, which torch hands to a mode as a whole;
+* the functions within nn.MultiheadAttention and others, which torch hands to a mode as a whole;
 * cuBLAS' and cuBLASLt's workspaces.
 """
 
@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from autotune.catalogue.gpu_rows import (
 )
 from autotune.catalogue.installed import makes_workspace_per_call
 from autotune.worker.build import tensor_parallel
-from autotune.worker.trace import sdpa
+from autotune.worker.trace import meta_values, sdpa
 from autotune.worker.trace.autocast import HALF, POLICIES, Autocast
 from autotune.worker.trace.kernel_buffers import Multiprocessors
 from autotune.worker.trace.tracker import Tracker, unrecorded
@@ -82,19 +82,28 @@ class _DeviceChoices(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is F.multi_head_attention_forward:
+        if func in _MADE_OF_OTHERS:
             with self:
                 return _function_by_function(func)(*args, **(kwargs or {}))
         args, kwargs = self.autocast.cast(func, args, kwargs or {})
         return self._replaced.get(func, func)(*args, **kwargs)
 
 
+_MADE_OF_OTHERS = {
+    F.multi_head_attention_forward, F.normalize, F.softmin, F.gumbel_softmax,
+    F.local_response_norm, F.multilabel_soft_margin_loss, F.triplet_margin_with_distance_loss,
+}  # fmt: skip
+"""Functions in Python, some of whose parts are cast or sent elsewhere."""
+
+
+@functools.cache
 def _function_by_function(func: Any) -> Any:
     """A function of torch's that is written in Python, and does not hand itself to a mode as a whole.
 
     A mode is off within what it was handed: no function there would be cast, or sent anywhere.
     """
-    names = {**func.__globals__, "has_torch_function": lambda _: False}
+    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
     alike = FunctionType(func.__code__, names, func.__name__, func.__defaults__)
     alike.__kwdefaults__ = func.__kwdefaults__
     return alike
@@ -163,12 +172,53 @@ def _cross_entropy(input: torch.Tensor, target: torch.Tensor, *args: Any, **kwar
 _CROSS_ENTROPY_ARGUMENTS = tuple(inspect.signature(F.cross_entropy).parameters)[2:]
 
 
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """Norm by CUDA's one kernel, where it has one (torch 2.13 layer_norm.cpp, rms_norm_symint)."""
+    is_mixed = weight is not None and weight.dtype != input.dtype
+    if is_mixed or not hasattr(aten, "_fused_rms_norm_backward"):
+        return F.rms_norm(input, list(normalized_shape), weight, eps)
+    normed: torch.Tensor = _RmsNorm.apply(input, normalized_shape, weight, eps)
+    return normed
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The norm with its gradients; `meta` has several operations in its place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        shape: Sequence[int],
+        weight: torch.Tensor | None,
+        eps: float | None,
+    ) -> torch.Tensor:
+        normed, factors = meta_values.FUSED_RMS_NORM(x, shape, weight, eps)
+        ctx.shape = shape
+        ctx.save_for_backward(x, weight, factors)
+        return cast(torch.Tensor, normed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, factors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[2]
+        of_x, of_weight = aten._fused_rms_norm_backward(
+            gradient, x, ctx.shape, factors, weight, wanted
+        )
+        return of_x, None, of_weight, None
+
+
 def _of_cuda(device: Device) -> dict[Any, Callable[..., Any]]:
     attention = functools.partial(sdpa.attention, device.compute_capability)
     return {
         F.scaled_dot_product_attention: attention,
         F.cross_entropy: _cross_entropy,
         F.dropout: _dropout,
+        F.rms_norm: _rms_norm,
         F.softmax: _softmax,
         F.log_softmax: _log_softmax,
         torch.empty: _empty,

@@ -22,6 +22,7 @@ import torch
 from autotune.memory.reductions import may_be_shared, shared_bytes
 from autotune.memory.traces.terms import efficient_splits, flash_splits
 from autotune.worker.trace.kernels import Buffer
+from autotune.worker.trace.meta_values import FUSED_RMS_NORM
 
 aten = torch.ops.aten
 
@@ -297,6 +298,14 @@ def _copies(
     )
 
 
+def _of_norm_of_rows(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return _copies(args[:1])
+
+
+def _of_norm_of_rows_backward(_: Multiprocessors, args: Args, out: Any) -> Found:
+    return *_copies(args[1:2]), *_copies(args[:1], comes_first=False)
+
+
 def _rows(operands: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
     """Operands of a convolution in one dimension."""
     return (operand for operand in operands if operand.ndim == 3)
@@ -365,12 +374,12 @@ _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten.masked_scatter_.default: _of_masked_scatter,
     aten.convolution.default: lambda _, args, out: _copies(_rows(args[:1])),
     aten.convolution_backward.default: _of_convolution_backward,
-    aten.native_layer_norm.default: lambda _, args, out: _copies(args[:1]),
-    aten.native_layer_norm_backward.default: lambda _, args, out: (
-        *_copies(args[1:2]),
-        *_copies(args[:1], comes_first=False),
-    ),
+    aten.native_layer_norm.default: _of_norm_of_rows,
+    FUSED_RMS_NORM: _of_norm_of_rows,
+    aten.native_layer_norm_backward.default: _of_norm_of_rows_backward,
 }
+if hasattr(aten, "_fused_rms_norm_backward"):  # since torch 2.9
+    _BUFFERS[aten._fused_rms_norm_backward.default] = _of_norm_of_rows_backward
 
 
 def hidden_buffers(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from autotune.worker.trace.meta_values import FUSED_RMS_NORM
+
 aten = torch.ops.aten
 
 
@@ -157,6 +159,7 @@ _ROW_LENGTHS = {
     aten.native_layer_norm.default: 1,
     aten.native_layer_norm_backward.default: 2,
     aten._fused_rms_norm.default: 1,
+    FUSED_RMS_NORM: 1,
 }
 """Position of the dimension, or of the shape, that a row-wise operation goes along."""
 if hasattr(aten, "_fused_rms_norm_backward"):  # since torch 2.9

@@ -129,6 +129,29 @@ def _layer_norm_gradients(
     )
 
 
+def _rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a norm's result, and what each row was multiplied by, in float32 at least.
+
+    `meta` has several operations in its place. Source: torch 2.13
+    aten/src/ATen/native/cuda/layer_norm_kernel.cu, _fused_rms_norm_cuda.
+    """
+    rows = x.shape[: x.dim() - len(shape)]
+    dtype = torch.float64 if x.dtype is torch.float64 else torch.float32
+    factors = x.new_empty((*rows, *(1 for _ in shape)), dtype=dtype)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), factors
+
+
+_LIBRARY = torch.library.Library("autotune", "FRAGMENT")
+_LIBRARY.define(
+    "_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"
+)
+_LIBRARY.impl("_fused_rms_norm", _rms_norm, "Meta")
+FUSED_RMS_NORM = torch.ops.autotune._fused_rms_norm.default
+"""CUDA's operation of that name, for `meta`."""
+
+
 def labelled_rows(mask: torch.Tensor) -> Any:
     """Answer that all samples have a label, in place of `nonzero` (DeBERTa's classifier asks)."""
     if not mask.is_meta or mask.dim() != 1:
