@@ -7,7 +7,9 @@ of a quantised base come as a checkpoint's would (autotune.worker.build.loading)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,14 +58,36 @@ def build(
         quantize.prepare(model)
     # TRL's trainer of preferences adds it, so that it can take it for switched off.
     if train_config.method != "full" and not TRAINERS[train_config.trainer].adds_adapter:
+        base = _tensors_of(model)
         model = adapters.add_adapter(model, task, train_config)
         if spec.num_splits > 1:
             tensor_parallel.check_adapters(model)
+        if train_config.quantization == "none" and device.type == "cuda":
+            _bring((each for each in _tensors_of(model) if each not in base), device)
     if spec.chunked_loss:
         models.chunk_loss_of(model)
     if spec.has_plan:
         models.enable_checkpointing(model, spec)
     return model
+
+
+def _tensors_of(model: nn.Module) -> dict[torch.Tensor, None]:
+    """Return a model's weights and buffers, in its order."""
+    return dict.fromkeys(itertools.chain(model.parameters(), model.buffers()))
+
+
+def _bring(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Let an adapter's tensors come to the device as where from_pretrained leaves the base on the CPU.
+
+    There the Trainer moves them, in their last dtype. Here the base is on the device already, and PEFT makes
+    an adapter there in the base's dtype: holes stay where it is cast to float32.
+    """
+    tensors = list(tensors)
+    for tensor in tensors:
+        tensor.data = tensor.data.cpu()
+    torch.cuda.empty_cache()
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
 
 
 def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
