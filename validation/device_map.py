@@ -175,7 +175,7 @@ def save_model(folder: Path, values: dict[str, Any]) -> None:
 
 def write_program(folder: Path, case: Case) -> Path:
     workload = Workload(model=str(folder), memory_budget_bytes=10**9)
-    best = {"per_gpu": {"layers": case.layers}}
+    best = {"per_gpu": {"layers": case.layers}} if len(case.layers) > 1 else {}
     program = folder / "train.py"
     result = {"evidence": "predicted", "best": best}
     program.write_text(train_py.write(workload=workload, config=case.config, result=result))
@@ -209,7 +209,7 @@ def measure(case: Case) -> list[dict[str, int]]:
 def predicted(case: Case) -> list[Estimate]:
     """Return what is predicted for each GPU."""
     spec = TraceSpec.of(case.config)
-    trace = _trace(json.dumps(case.model), spec)
+    trace = trace_of(json.dumps(case.model), spec)
     dealt = DealtTrace(trace, spec, num_gpus=case.config.num_gpus, counts=case.layers)
     card = find_gpu(GPU)
     estimator = Estimator({spec: dealt}, card, memory_budget_bytes=card.capacity_bytes)
@@ -217,7 +217,7 @@ def predicted(case: Case) -> list[Estimate]:
 
 
 @functools.cache
-def _trace(model: str, spec: TraceSpec) -> Trace:
+def trace_of(model: str, spec: TraceSpec) -> Trace:
     from autotune.worker.build.model import load_config
     from autotune.worker.trace.cuda import Device
     from autotune.worker.trace.step import trace_step
