@@ -25,6 +25,7 @@ import argparse
 import dataclasses
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
 from tools.gpu_check.check import Nothing, card_and_budget, say, shown
 from tools.gpu_check.records import Records
+from validation.timing.speed import config_of
 
 MODELS = (
     "HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-0.6B",
@@ -83,9 +85,21 @@ _LEAST_STRETCH = {False: 3, True: 4}
 (autotune.search.solved_checkpointing)."""
 
 
+def of_family(model_type: str) -> ModelSource:
+    """Transformers' default configuration of a family of models, in bfloat16."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = {**json.loads(config_of(model_type)), "dtype": "bfloat16"}
+        (Path(folder) / "config.json").write_text(json.dumps(config), "utf-8")
+        return dataclasses.replace(resolve(folder), name=model_type)
+
+
 def cut(model: str, num_layers: int) -> ModelSource:
-    """The model with so many layers: what repeats costs time alone. 0: with all."""
-    source = resolve(model)
+    """The model with so many layers: what repeats costs time alone. 0: with all.
+
+    A name that is no folder, and has no owner, is a family's.
+    """
+    is_family = "/" not in model and not Path(model).exists()
+    source = of_family(model) if is_family else resolve(model)
     config = dict(source.config)
     for key in ("num_hidden_layers", "n_layer"):
         if num_layers and key in config:
@@ -192,7 +206,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=20, help="configurations")
     parser.add_argument("--layers", type=int, default=0, help="of each model, at most [all]")
-    parser.add_argument("--model", action="append", help="one of these alone")
+    parser.add_argument("--model", action="append", help="one of these alone, or a family")
     parser.add_argument("--task", action="append", help=f"what they are trained for [{TASK}]")
     parser.add_argument("--teacher", help="the model whose next words are learnt")
     parser.add_argument("--method", action="append", help="one of these alone")
