@@ -62,7 +62,8 @@ def build(
         model = adapters.add_adapter(model, task, train_config)
         if spec.num_splits > 1:
             tensor_parallel.check_adapters(model)
-        if train_config.quantization == "none" and device.type == "cuda":
+        is_whole = train_config.quantization == "none" and spec.num_splits == 1
+        if is_whole and device.type == "cuda":
             _bring((each for each in _tensors_of(model) if each not in base), device)
     if spec.chunked_loss:
         models.chunk_loss_of(model)
