@@ -257,10 +257,8 @@ def test_a_loss_in_parts_is_as_pytorch_allocates(number: int) -> None:
     record = in_parts()[number]
     seen, estimate = record["measurement"], predicted(record, "rtx-4090")
     allocated, reserved = seen["peak_allocated_bytes"], seen["peak_reserved_bytes"]
-    assert estimate.peak_allocated_bytes == pytest.approx(allocated, rel=1.1e-3)
-    is_low = (record["model"], seen["config"]["method"]) == ("meta-llama/Llama-3.2-3B", "vera")
-    # studies/no-card/README.md names the one that reserves 3 % more than predicted.
-    assert estimate.peak_reserved_bytes == pytest.approx(reserved, rel=0.03 if is_low else 1.1e-3)
+    assert estimate.peak_allocated_bytes == pytest.approx(allocated, rel=2e-4)
+    assert estimate.peak_reserved_bytes == pytest.approx(reserved, rel=5e-4)
 
 
 @pytest.mark.parametrize("number", range(len(FLEX)))
