@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import peft
 import pytest
 import test_trace_is_the_trainer as trainer_test
 import torch
+import transformers
 from test_trace_is_the_trainer import (
     RANK,
     Case,
@@ -23,9 +25,11 @@ from test_trace_is_the_trainer import (
     assert_as_traced,
 )
 
+from autotune.export import train_py
 from autotune.export.base.calls import PEFT_TYPES
 from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
-from autotune.space.config import TrainConfig
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import adapters
 from autotune.worker.build.model import UnsupportedModel
 
@@ -312,3 +316,51 @@ def test_lora_from_a_file_is_lora() -> None:
     ]
     assert events[0] == events[1]
     assert of_method.trainable(RANK) == of_file.trainable(RANK)
+
+
+def tiny_classifier(dtype: torch.dtype) -> Any:
+    config = transformers.RobertaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=32,
+        max_position_embeddings=16,
+    )
+    return transformers.AutoModelForSequenceClassification.from_config(config).to(dtype)
+
+
+@pytest.mark.parametrize("by_program", [True, False])
+@pytest.mark.parametrize("precision", ["fp16-autocast", "bf16-autocast"])
+def test_nothing_trains_in_float16_whose_gradients_no_scaler_takes(
+    precision: str, by_program: bool, tmp_path: Path
+) -> None:
+    """PEFT leaves a classifier's head in the base's dtype: in bfloat16 that trains, as PEFT has it."""
+    config = TrainConfig(
+        method="lora",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=16,
+        precision=precision,
+        optimizer="adamw_torch",
+        lora_rank=4,
+        lora_targets="all-linear",
+    )
+    task = "sequence-classification"
+    base_dtype = getattr(torch, PRECISIONS[precision].parameter_dtype)
+    model = tiny_classifier(base_dtype)
+    if by_program:
+        program = tmp_path / "train.py"
+        workload = Workload(model="tiny", memory_budget_bytes=1, task=task)
+        result = {"evidence": "predicted"}
+        program.write_text(train_py.write(workload=workload, config=config, result=result))
+        model = runpy.run_path(str(program), run_name="read")["add_adapter"](model)
+    else:
+        model = adapters.add_adapter(model, task, config)
+    dtypes = {
+        ".modules_to_save." in name: parameter.dtype
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    is_scaled = precision == "fp16-autocast"
+    assert dtypes == {False: torch.float32, True: torch.float32 if is_scaled else base_dtype}

@@ -16,6 +16,7 @@ from torch.fx.experimental import _config as fx_config
 
 from autotune.errors import first_line, nearest
 from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, AdapterSettings, peft_fields
+from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build.layers import num_layers
 from autotune.worker.build.model import UnsupportedModel, reason_of
@@ -30,8 +31,8 @@ def add_adapter(
 ) -> nn.Module:
     """Add PEFT's adapter to the model, on the model's device; its weights are fp32 where PEFT casts them.
 
-    Where the choice says so they stay in the base's dtype. `rank` replaces the choice's. Raises
-    UnsupportedModel where PEFT has no such adapter for the model.
+    Where the choice says so they stay in the base's dtype. A head that trains is fp32 under float16. `rank`
+    replaces the choice's. Raises UnsupportedModel where PEFT has no such adapter for the model.
     """
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
@@ -66,6 +67,12 @@ def add_adapter(
         _leave_no_values(adapted)
     if on_meta and choice.adapter_in_base_dtype:
         _cast_as_beside(adapted)
+    if PRECISIONS[choice.precision].grad_scaler:
+        # Its scaler refuses gradients in float16, in which PEFT leaves a head that trains whole: train.py
+        # casts it, too (torch 2.13 amp/grad_scaler.py, _unscale_grads_).
+        for parameter in adapted.parameters():
+            if parameter.requires_grad and parameter.dtype is torch.float16:
+                parameter.data = parameter.data.float()
     return adapted
 
 
