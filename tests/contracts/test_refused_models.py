@@ -16,9 +16,12 @@ from autotune.catalogue.tasks import EMBEDDINGS
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.build.embedder import embedder
-from autotune.worker.build.model import UnsupportedModel, build_base, load_config
+from autotune.worker.build.model import CrashedStep, UnsupportedModel, build_base, load_config
 from autotune.worker.build.quantize import quantize
+from autotune.worker.trace.cuda import Device
+from autotune.worker.trace.step import trace_step
 
+HERE = Device(compute_capability=(8, 0), cublas_workspace_bytes=0)
 PLAIN = TrainConfig(
     method="full",
     micro_batch_size=1,
@@ -59,6 +62,28 @@ PLAIN = TrainConfig(
 def test_it_says_what_the_model_is(config: dict[str, Any], task: str, said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         build_base(load_config(config), task, TraceSpec.of(PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("recurrent_gemma", {"activation_checkpointing": 1}, "train it without checkpointing"),
+        ("cpmant", {"activation_checkpointing": 1}, "Transformers checkpoints none of its layers"),
+        (
+            "phimoe",
+            {"method": "lora", "lora_rank": 8, "lora_targets": "all-linear"},
+            "one of these returns more, as a router of experts does",
+        ),
+    ],
+)
+def test_a_step_that_cannot_be_run_says_why(kind: str, changes: dict[str, Any], said: str) -> None:
+    small = {"num_hidden_layers": 3, "hidden_size": 32, "lru_width": 32, "vocab_size": 64}
+    spec = dataclasses.replace(TraceSpec.of(PLAIN), attention="eager", **changes)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    config = load_config({"model_type": kind, **heads, **small})
+    with pytest.raises(UnsupportedModel, match=said) as refused:
+        trace_step(config, "causal-lm", spec, sequence_length=8, device=HERE)
+    assert not isinstance(refused.value, CrashedStep)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import traceback
 from typing import Any
 
 import torch
@@ -131,6 +132,11 @@ def _kind_of(model_type: str) -> str:
     return f"it is a model for {kind}{f': {remedy}' if remedy else ', which is not trained here'}"
 
 
+_CAST_IN_FIRST_STEP = {"ctrl": "pos_encoding"}
+"""Buffers that the first forward pass casts to the weights' dtype for good, by `model_type`: they are so from
+the start here."""
+
+
 def build_base(
     config: PretrainedConfig, task: str, spec: TraceSpec, dtype_name: str = ""
 ) -> nn.Module:
@@ -163,6 +169,8 @@ def build_base(
                 f"{config.model_type}: {_kind_of(config.model_type)}"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
+    if (name := _CAST_IN_FIRST_STEP.get(config.model_type)) is not None:
+        setattr(model.base_model, name, getattr(model.base_model, name).to(dtype))
     if any(not parameter.is_meta for parameter in model.parameters()):
         model.to("meta")  # Models that hear make one by `torch.Tensor`, which heeds no device.
     if row.reads in ("pixels", "waves") and any(
@@ -395,13 +403,29 @@ _ASKS_FOR_VALUES = (
 """Parts of torch 2.13's messages where a tensor on `meta` would have to know its values."""
 
 
-_IS_TOO_SHORT = "Kernel size can't be greater than actual input size"
-"""Part of torch 2.13's message where a convolution's input is shorter than its kernel."""
+_REFUSALS = {
+    "Kernel size can't be greater than actual input size": (
+        "its samples are shorter than what its convolutions take"
+    ),
+    # With weights it refuses that, too. Gemma 3n clamps some of its own so.
+    "to out tensor with dtype torch.uint8": (
+        "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
+    ),
+    "does not support activation checkpointing": "Transformers checkpoints none of its layers",
+    # PEFT 0.21 asks it of what the layer below an adapter returns: the routers of PhiMoE and Llama 4.
+    "'tuple' object has no attribute 'dtype' in peft.": (
+        "PEFT adapts layers that return their product alone, and one of these returns more, as a router of "
+        "experts does (--targets attention leaves it out)"
+    ),
+}
+"""Reasons why no such step can be run, by the part of a library's message that says it: torch 2.13's, where
+none is named."""
 
 
-_CHANGES_CODES = "to out tensor with dtype torch.uint8"
-"""Part of torch 2.13's message where arithmetic in floating point would end in packed 4-bit weights: with
-weights it refuses that, too. Gemma 3n clamps some of its own so."""
+def _said(error: Exception) -> str:
+    """The message, and the module that it comes from."""
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    return " in ".join([str(error), *(frame.f_globals["__name__"] for frame in last)])
 
 
 def asks_for_values(error: Exception) -> bool:
@@ -416,21 +440,20 @@ that a collator makes."""
 
 def is_refused(error: Exception) -> bool:
     """Whether an error says that no such step can be traced, and is no mistake."""
-    said = str(error)
+    said = _said(error)
     return (
         asks_for_values(error)
-        or _CHANGES_CODES in said
-        or _IS_TOO_SHORT in said
+        or any(part in said for part in _REFUSALS)
         or _READS_ITS_DTYPE.search(said) is not None
     )
 
 
 def refusal_of(error: Exception) -> str:
     """Say why a training step cannot be run, short enough for a message."""
-    if _CHANGES_CODES in str(error):
-        return "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
-    if _IS_TOO_SHORT in str(error):
-        return "its samples are shorter than what its convolutions take"
+    said = _said(error)
+    for part, reason in _REFUSALS.items():
+        if part in said:
+            return reason
     return f"its training step cannot be run without data ({reason_of(error)})"
 
 

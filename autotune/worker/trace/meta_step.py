@@ -373,9 +373,27 @@ class MetaStep:
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
             self._loss_and_gradients(inputs, accepts=accepts)
         del inputs
+        self._let_go_of_states()
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
+
+    def _let_go_of_states(self) -> None:
+        """End what layers keep for the next step's forward pass with this step (RecurrentGemma's states).
+
+        They are a row of numbers per sample and layer, and left out while weights are updated.
+        Raises UnsupportedModel under checkpointing, where they hold much more.
+        """
+        for module in self.model.modules():
+            for name, value in vars(module).items():
+                if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+                    continue
+                if self.spec.activation_checkpointing:
+                    raise UnsupportedModel(
+                        "its layers keep a state until the next step, and with it all that checkpointing "
+                        "computes again: train it without checkpointing"
+                    )
+                setattr(module, name, None)
 
     def _loss_and_gradients(self, inputs: dict[str, Any], *, accepts: bool) -> None:
         precision = PRECISIONS[self.spec.precision]
