@@ -397,7 +397,7 @@ def _odds(odds: float) -> str:
 
 
 def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
-    """Rows on what several GPUs share out, gather and send; none where there is one GPU."""
+    """Rows on what several GPUs share out, gather and send, or one keeps that offloads; else none."""
     share = estimate.per_gpu
     if share is None:
         return []
@@ -413,6 +413,8 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
     )
     parts += [f"{name} {format_bytes(size_bytes)}" for name, size_bytes in others if size_bytes]
     held = ", ".join(parts)
+    if share.num_gpus == 1:
+        return [("keeps", held)]
     rows = [("per GPU", f"all figures of memory are of each GPU. It keeps {held}")]
     if share.layers:
         counts = " + ".join(map(str, share.layers))

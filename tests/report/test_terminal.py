@@ -1345,6 +1345,10 @@ def test_layers_that_are_dealt_out_leave_gpus_idle(
     sent = dataclasses.replace(share, communication_seconds=0.5)
     told = dict(words.of_each_gpu(answers.estimate(config, per_gpu=sent)))["sends"]
     assert told == "1.00 GiB a step: 500 ms of the step, in which kernels wait for all of it"
+    alone = dataclasses.replace(sent, num_gpus=1, layers=(), sent_bytes_per_step=0)
+    (row,) = words.of_each_gpu(answers.estimate(config, per_gpu=alone))
+    assert row[0] == "keeps"
+    assert row[1].startswith("weights 1.00 GiB, gradients 1.00 GiB")
 
 
 def timed_loader(num_workers: int, seconds: float, **changed: Any) -> LoaderTime:
