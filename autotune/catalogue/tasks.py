@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 CAUSAL = "causal-lm"
@@ -202,3 +206,46 @@ TASKS: dict[str, Task] = {
         ),
     )
 }
+
+
+def tasks_of(model_type: str) -> tuple[str, ...] | None:
+    """Return the tasks that the installed Transformers has a class of models of this type for.
+
+    None where it does not know the type, or is not installed.
+    """
+    classes = _types_by_class()
+    kind = _CONFIGURED_AS.get(model_type, model_type)
+    if not any(kind in types for types in classes.values()):
+        return None
+    return tuple(
+        row.name
+        for row in TASKS.values()
+        if row.has_loss
+        and kind in classes.get(row.model_class, ())
+        and (not row.families or kind in row.families)
+    )
+
+
+_CONFIGURED_AS = {"gpt-sw3": "gpt2"}
+"""Types whose configuration is another one's class, and which so have that one's models."""
+
+
+@functools.cache
+def _types_by_class() -> dict[str, frozenset[str]]:
+    """Return the types of models by Transformers' auto class, from its code, which is not imported."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return {}
+    file = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    text = file.read_text(encoding="utf-8")
+    lists = dict(re.findall(r"^(\w+) = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE))
+    names = dict(
+        re.findall(
+            r"^(\w+) = _LazyAutoMapping\(\s*CONFIG_MAPPING_NAMES,\s*(\w+)", text, re.MULTILINE
+        )
+    )
+    classes = re.findall(r"^class (\w+)\(\w+\):\s+_model_mapping = (\w+)$", text, re.MULTILINE)
+    return {
+        name: frozenset(re.findall(r'\(\s*"([^"]+)",', lists.get(names.get(mapping, ""), "")))
+        for name, mapping in classes
+    }

@@ -10,9 +10,11 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from autotune.catalogue.embeddings import BEHIND
-from autotune.catalogue.tasks import EMBEDDINGS
+from autotune.catalogue.tasks import EMBEDDINGS, TASKS, Task, tasks_of
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.build.embedder import embedder
@@ -35,26 +37,6 @@ PLAIN = TrainConfig(
 @pytest.mark.parametrize(
     ("config", "task", "said"),
     [
-        (
-            {"model_type": "vit"},
-            "causal-lm",
-            r"for images: say what it is trained for \(--task image-classification\)",
-        ),
-        (
-            {"model_type": "whisper"},
-            "seq2seq-lm",
-            r"for speech: say what it is trained for \(--task automatic-speech-recognition\)",
-        ),
-        (
-            {"model_type": "wav2vec2"},
-            "causal-lm",
-            r"for audio: say what it is trained for \(--task audio-classification\)",
-        ),
-        (
-            {"model_type": "llava"},
-            "causal-lm",
-            "it is a model for images and text: say which pictures",
-        ),
         ({"model_type": "t5"}, "causal-lm", r"another task may be its own \(--task\)"),
         ({"model_type": "not-out-yet"}, "causal-lm", "pip install --upgrade transformers"),
     ],
@@ -62,6 +44,14 @@ PLAIN = TrainConfig(
 def test_it_says_what_the_model_is(config: dict[str, Any], task: str, said: str) -> None:
     with pytest.raises(UnsupportedModel, match=said):
         build_base(load_config(config), task, TraceSpec.of(PLAIN))
+
+
+@pytest.mark.parametrize("row", [row for row in TASKS.values() if not row.families])
+def test_tasks_of_a_type_are_those_that_transformers_has_classes_for(row: Task) -> None:
+    mapping = getattr(transformers, row.model_class)._model_mapping
+    known = {kind for kind in CONFIG_MAPPING_NAMES if tasks_of(kind) is not None}
+    found = {kind for kind in known if row.name in tasks_of(kind)}
+    assert found == {kind for kind in known if row.has_loss and CONFIG_MAPPING[kind] in mapping}
 
 
 @pytest.mark.parametrize(

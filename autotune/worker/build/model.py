@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.catalogue.attention import EXPANDED
@@ -107,31 +106,6 @@ CHARACTERS = 32
 """Vocabulary of a model of CTC whose configuration leaves it open, as that of Wav2Vec2-BERT does: Wav2Vec2's
 default, of a tokenizer of English (transformers 5.23 Wav2Vec2Config)."""
 
-PICTURED = "images and text"
-_OF_KIND: dict[str, Any] = {
-    PICTURED: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
-    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-}
-"""Transformers' models by what they read beside text."""
-_REMEDIES = {
-    PICTURED: "say which pictures each sample has (--images, --image-size)",
-    "speech": "say what it is trained for (--task automatic-speech-recognition)",
-    "audio": "say what it is trained for (--task audio-classification)",
-    "images": "say what it is trained for (--task image-classification)",
-}
-
-
-def _kind_of(model_type: str) -> str:
-    """Say what a model is that has no class for the task."""
-    kind = next((kind for kind, names in _OF_KIND.items() if model_type in names), "")
-    if not kind:
-        return "another task may be its own (--task)"
-    remedy = _REMEDIES.get(kind)
-    return f"it is a model for {kind}{f': {remedy}' if remedy else ', which is not trained here'}"
-
-
 _CAST_IN_FIRST_STEP = {"ctrl": "pos_encoding"}
 """Buffers that the first forward pass casts to the weights' dtype for good, by `model_type`: they are so from
 the start here."""
@@ -166,7 +140,7 @@ def build_base(
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(
                 f"transformers {transformers.__version__} has no {auto.__name__} of the type "
-                f"{config.model_type}: {_kind_of(config.model_type)}"
+                f"{config.model_type}: another task may be its own (--task)"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
     if (name := _CAST_IN_FIRST_STEP.get(config.model_type)) is not None:
