@@ -106,7 +106,7 @@ CHARACTERS = 32
 """Vocabulary of a model of CTC whose configuration leaves it open, as that of Wav2Vec2-BERT does: Wav2Vec2's
 default, of a tokenizer of English (transformers 5.23 Wav2Vec2Config)."""
 
-_CAST_IN_FIRST_STEP = {"ctrl": "pos_encoding"}
+_CAST_IN_FIRST_STEP = {"ctrl": ("pos_encoding",)}
 """Buffers that the first forward pass casts to the weights' dtype for good, by `model_type`: they are so from
 the start here."""
 
@@ -143,8 +143,8 @@ def build_base(
                 f"{config.model_type}: another task may be its own (--task)"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
-    if (name := _CAST_IN_FIRST_STEP.get(config.model_type)) is not None:
-        setattr(model.base_model, name, getattr(model.base_model, name).to(dtype))
+    for buffer in _CAST_IN_FIRST_STEP.get(config.model_type, ()):
+        setattr(model.base_model, buffer, getattr(model.base_model, buffer).to(dtype))
     if any(not parameter.is_meta for parameter in model.parameters()):
         model.to("meta")  # Models that hear make one by `torch.Tensor`, which heeds no device.
     if row.reads in ("pixels", "waves") and any(
