@@ -208,6 +208,7 @@ TASKS: dict[str, Task] = {
 }
 
 
+@functools.cache
 def tasks_of(model_type: str) -> tuple[str, ...] | None:
     """Return the tasks that the installed Transformers has a class of models of this type for.
 

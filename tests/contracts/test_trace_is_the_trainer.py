@@ -1100,7 +1100,7 @@ def test_steps_that_update_in_the_backward_pass_allocate_and_free_as_predicted(
     )
     sizes = trace.sizes(case.micro_batch, 0)
     tape = Tape()
-    parts = _updating_in_backward(trace, UPDATERS[config.updater], tape, len(sizes), config)
+    parts = _updating_in_backward(trace, UPDATERS[config.updater], tape, len(sizes), rank=0)
     sizes += tape.sizes
     is_workspace = [category == "workspace" for category in trace.categories]
     is_workspace += [False] * len(tape.sizes)
