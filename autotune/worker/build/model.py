@@ -385,6 +385,7 @@ _REFUSALS = {
     "to out tensor with dtype torch.uint8": (
         "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
     ),
+    "Unsupported dtype BFloat16": "its Fourier transforms take no bfloat16 (--precision fp32)",
     "does not support activation checkpointing": "Transformers checkpoints none of its layers",
     # PEFT 0.21 asks it of what the layer below an adapter returns: the routers of PhiMoE and Llama 4.
     "'tuple' object has no attribute 'dtype' in peft.": (

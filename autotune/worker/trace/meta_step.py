@@ -354,6 +354,7 @@ class MetaStep:
         """Run Trainer.training_step: loss under autocast, scaled, backward."""
         handles = self._hook_gradients()
         model: Any = self.model
+        num_before = len(self.tracker.recording.tensors)
         self.mark(Phase.BATCH)
         inputs = self.batch(micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model) and "labels" in inputs
@@ -373,17 +374,25 @@ class MetaStep:
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
             self._loss_and_gradients(inputs, accepts=accepts)
         del inputs
-        self._let_go_of_states()
+        self._let_go_of_states(num_before)
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
 
-    def _let_go_of_states(self) -> None:
+    def _let_go_of_states(self, num_before: int) -> None:
         """End what layers keep for the next step's forward pass with this step (RecurrentGemma's states).
 
         They are a row of numbers per sample and layer, and left out while weights are updated.
-        Raises UnsupportedModel under checkpointing, where they hold much more.
+        Raises UnsupportedModel under checkpointing, where they hold much more, and for buffers that are made
+        anew (I-BERT's ranges and whole numbers).
         """
+        tracker = self.tracker
+        for name, tensor in self.model.named_buffers():
+            buffer = local(tensor)
+            if tracker.knows(buffer) and tracker.index_of(buffer) >= num_before:
+                raise UnsupportedModel(
+                    f"its step makes its buffer {name} anew, which is not modelled"
+                )
         for module in self.model.modules():
             for name, value in vars(module).items():
                 if not isinstance(value, torch.Tensor) or value.grad_fn is None:

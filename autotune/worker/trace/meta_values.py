@@ -16,12 +16,25 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _grouped_product(*args, **kwargs)
     if func is aten.native_layer_norm_backward.default:
         return _layer_norm_gradients(*args, **kwargs)
+    if func is aten.col2im.default:
+        return _folded(func, *args, **kwargs)
     if (make := _OF_CTC.get(func)) is not None:
         return make(*args)
     if func is aten.cumsum.default and args[0].is_meta:  # what has values is added up
         return _running_sums(*args, **kwargs)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
+
+
+def _folded(func: Any, columns: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Make what columns add up to (ConvBERT's gradient of nn.functional.unfold), as a part of as many bytes.
+
+    Kernels resize what is like the columns. Source: torch 2.13 aten/src/ATen/native/cuda/Col2Im.cu.
+    """
+    made: torch.Tensor = func(columns, *args, **kwargs)
+    if made.numel() >= columns.numel():
+        return made
+    return columns.new_empty(columns.numel())[: made.numel()].view(made.shape)
 
 
 def _selected(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
