@@ -38,6 +38,7 @@ PLAIN = TrainConfig(
     ("config", "task", "said"),
     [
         ({"model_type": "t5"}, "causal-lm", r"another task may be its own \(--task\)"),
+        ({"model_type": "qwen2_audio"}, "seq2seq-lm", "it is no encoder with a decoder"),
         ({"model_type": "not-out-yet"}, "causal-lm", "pip install --upgrade transformers"),
     ],
 )
@@ -83,6 +84,7 @@ def test_a_step_that_cannot_be_run_says_why(kind: str, changes: dict[str, Any], 
         # Its layers are of a class of its own (FalconLinear), which Transformers leaves as it is.
         ("falcon", "causal-lm", "none of its layers would be quantised"),
         ("wavlm", "ctc", "its attention takes the weights of its layers as they lie"),
+        ("layoutlmv3", "token-classification", "takes the weights of its layers as they lie"),
     ],
 )
 def test_a_model_that_cannot_be_quantised_has_no_qlora(kind: str, task: str, said: str) -> None:
@@ -92,7 +94,7 @@ def test_a_model_that_cannot_be_quantised_has_no_qlora(kind: str, task: str, sai
         )
     )
     config = load_config({"model_type": kind, "hidden_size": 64, "num_attention_heads": 4})
-    if kind == "wavlm":
+    if kind != "falcon":
         spec = dataclasses.replace(spec, attention="eager")
     with pytest.raises(UnsupportedModel, match=said):
         quantize(build_base(config, task, spec), task, spec)

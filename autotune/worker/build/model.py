@@ -123,6 +123,12 @@ def build_base(
     row = row_of(task)
     auto = getattr(transformers, row.model_class)
     config = copy.deepcopy(config)
+    if row.has_two_stacks and not config.is_encoder_decoder:
+        raise UnsupportedModel(
+            "it is no encoder with a decoder: what it writes goes on from what it reads"
+        )
+    # Where a type has several classes for a task, Transformers looks for its own among these.
+    config.architectures = config.architectures or []
     if task in BY_TASK and row.has_classes:
         config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
     config.use_cache = False  # TrainingArguments.use_cache's default
@@ -161,7 +167,7 @@ def build_base(
     ):  # As the exported train.py has it: PEFT asks when it saves, and they know no answer.
         model.get_input_embeddings = model.get_output_embeddings = nothing
     of_text = model.config.get_text_config()
-    if row.reads_to_end and of_text.pad_token_id is None:
+    if row.reads_to_end and getattr(of_text, "pad_token_id", None) is None:
         # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
         # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
         of_text.pad_token_id = 0
@@ -370,11 +376,12 @@ def shifts_labels(model: Any) -> bool:
 
 _ASKS_FOR_VALUES = (
     "Cannot copy out of meta tensor",
+    "the model reads a number from a tensor, which a trace does not have",
     "register_meta function for torch.nonzero()",
     "cannot be called on meta tensors",
     "aten::unique_consecutive: attempted to run this operator with Meta tensors",
 )
-"""Parts of torch 2.13's messages where a tensor on `meta` would have to know its values."""
+"""Parts of messages of torch 2.13, and of a tracker, where a tensor on `meta` would need values."""
 
 
 _REFUSALS = {
@@ -386,6 +393,11 @@ _REFUSALS = {
         "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
     ),
     "Unsupported dtype BFloat16": "its Fourier transforms take no bfloat16 (--precision fp32)",
+    "You have to specify bbox": "it reads where each token stands on a page, which no sample here has",
+    "`visual_feats` cannot be `None`": "it reads what is seen on a picture, which no sample here has",
+    "Autograd not support dtype: Byte": (
+        "it casts what it makes to the dtype of weights, which are packed: it is trained without quantisation"
+    ),
     "does not support activation checkpointing": "Transformers checkpoints none of its layers",
     # PEFT 0.21 asks it of what the layer below an adapter returns: the routers of PhiMoE and Llama 4.
     "'tuple' object has no attribute 'dtype' in peft.": (

@@ -115,6 +115,8 @@ class MetaStep:
         self._passes_begun: Counter[Phase] = Counter()
         """How many passes of each kind have begun."""
         self._is_in_pass = False
+        self._not_entered: set[Place] = set()
+        """Layers that no pass has come to yet."""
         self._embeds = TRAINERS[spec.trainer].passes_apart
         self.tracker = tracker
         self.sees = sees
@@ -404,6 +406,11 @@ class MetaStep:
                     )
                 setattr(module, name, None)
 
+    @property
+    def calls_every_layer(self) -> bool:
+        """Whether the step has come to each layer by a call, which SqueezeBERT's `layer.forward` is not."""
+        return not self._not_entered
+
     def _loss_and_gradients(self, inputs: dict[str, Any], *, accepts: bool) -> None:
         precision = PRECISIONS[self.spec.precision]
         loss = self._loss(inputs, accepts=accepts)
@@ -509,6 +516,7 @@ class MetaStep:
         """Mark where layers begin and end; older versions recompute a layer with its hooks."""
         handles = []
         here = built(layers)
+        self._not_entered |= {(stack, number) for number in range(len(here))}
         last = len(here) - 1
         for number, layer in enumerate(here):
             place = (stack, number)
@@ -552,6 +560,7 @@ class MetaStep:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_recomputing:
                 return
+            self._not_entered.discard(own_place)
             place = self._of_pass(own_place)
             self.mark(self._pass.before if place[0] == TOWER else self._pass.layers, place)
             if not torch.is_grad_enabled():
