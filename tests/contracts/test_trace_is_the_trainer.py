@@ -283,6 +283,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lru_width": 64,
         "attention_window_size": 16,
     },
+    "segformer": {
+        "model_type": "segformer",
+        "image_size": 32,
+        "depths": [1, 2, 1, 1],
+        "hidden_sizes": [16, 16, 32, 32],
+        "num_attention_heads": [1, 1, 2, 2],
+        "decoder_hidden_size": 16,
+        **dict.fromkeys(("classifier_dropout_prob", "drop_path_rate"), 0.0),
+    },
     "swin": {
         "model_type": "swin",
         "image_size": 32,
@@ -584,6 +593,8 @@ CASES = {
     "wavlm lora": Case(architecture="wavlm", task=LISTENING, method="lora", precision="fp32"),
     # Its convolution takes pictures in its weights' dtype alone.
     "swin": Case(architecture="swin", task="image-classification", precision="fp32"),
+    # What it convolves lies with its channels last.
+    "segformer": Case(architecture="segformer", task="image-classification", precision="fp32"),
     "vit sdpa": Case(architecture="vit", task="image-classification", attention="sdpa"),
     "vit micro-batch 1": Case(architecture="vit", task="image-classification", micro_batch=1),
     "whisper full": Case(architecture="whisper", task=SPEECH, precision="fp32"),
