@@ -99,7 +99,13 @@ _ENCODER_DECODERS = frozenset(
 # Whose checkpoints are float32 where the configuration does not say: it has the dtype since
 # huggingface/transformers PR 12316 (2021), and the models of these that lack it are older. So is ViT's:
 # google/vit-base-patch16-224-in21k says none, and checkpoints of its 85.8 M parameters take 343 MB.
-_FLOAT32_WHEN_UNSAID = _ENCODERS | _ENCODER_DECODERS | {"gpt2", "gpt_neo", "vit"}
+_FLOAT32_WHEN_UNSAID = (
+    _ENCODERS
+    | _ENCODER_DECODERS
+    | {"gpt2", "gpt_neo", "vit"}
+    | {"convbert", "flaubert", "fsmt", "funnel", "ibert", "layoutlm", "led", "longformer", "lxmert"}
+    | {"mobilebert", "mpnet", "reformer", "squeezebert", "tapas", "xlm", "xlnet"}
+)
 
 # Rows before the first position, by model_type, of the architectures for text that transformers 5.23 cannot
 # run beyond their table of positions: found with tiny models of all of them, longer and longer, on a CPU

@@ -30,6 +30,17 @@ _ENCODERS_OF_SOUND = (
     "wav2vec2-bert",
     "wavlm",
 )
+SEEING = (
+    "gemma3",
+    "idefics3",
+    "llava",
+    "paligemma",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "smolvlm",
+)
+"""Types of the models that are trained on pictures: those of autotune.worker.build.pictures.FAMILIES."""
 FEATURES = "feature-extraction"
 """The task of a model without a head, which has no loss of its own."""
 
@@ -224,6 +235,7 @@ def tasks_of(model_type: str) -> tuple[str, ...] | None:
         if row.has_loss
         and kind in classes.get(row.model_class, ())
         and (not row.families or kind in row.families)
+        and (row.name != PICTURES or kind in SEEING)
     )
 
 

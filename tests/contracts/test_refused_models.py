@@ -14,11 +14,12 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 from autotune.catalogue.embeddings import BEHIND
-from autotune.catalogue.tasks import EMBEDDINGS, TASKS, Task, tasks_of
+from autotune.catalogue.tasks import EMBEDDINGS, PICTURES, SEEING, TASKS, Task, tasks_of
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.worker.build.embedder import embedder
 from autotune.worker.build.model import CrashedStep, UnsupportedModel, build_base, load_config
+from autotune.worker.build.pictures import FAMILIES
 from autotune.worker.build.quantize import quantize
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
@@ -47,7 +48,14 @@ def test_it_says_what_the_model_is(config: dict[str, Any], task: str, said: str)
         build_base(load_config(config), task, TraceSpec.of(PLAIN))
 
 
-@pytest.mark.parametrize("row", [row for row in TASKS.values() if not row.families])
+def test_types_that_see_are_those_that_have_pictures() -> None:
+    assert set(SEEING) == set(FAMILIES)
+
+
+ANY_TYPE = [row for row in TASKS.values() if not row.families and row.name != PICTURES]
+
+
+@pytest.mark.parametrize("row", ANY_TYPE)
 def test_tasks_of_a_type_are_those_that_transformers_has_classes_for(row: Task) -> None:
     classes = set(getattr(transformers, row.model_class)._model_mapping.keys())
     known = {kind for kind in CONFIG_MAPPING_NAMES if tasks_of(kind) is not None}

@@ -926,6 +926,13 @@ def test_a_sound_may_be_too_short(length: int, said: str, monkeypatch: pytest.Mo
     assert not isinstance(refused.value, models.CrashedStep)
 
 
+def test_a_convolution_may_take_pictures_in_its_own_dtype_alone() -> None:
+    case = dataclasses.replace(CASES["swin"], precision="bf16-true")
+    with pytest.raises(models.UnsupportedModel, match="--precision bf16-autocast") as refused:
+        traced(case)
+    assert not isinstance(refused.value, models.CrashedStep)
+
+
 @pytest.mark.parametrize("kind", TASKS[CTC].families)
 def test_moments_of_a_sound_are_counted_as_models_count_them(kind: str) -> None:
     is_of_frames = kind == "wav2vec2-bert"

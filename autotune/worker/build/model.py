@@ -106,6 +106,8 @@ CHARACTERS = 32
 """Vocabulary of a model of CTC whose configuration leaves it open, as that of Wav2Vec2-BERT does: Wav2Vec2's
 default, of a tokenizer of English (transformers 5.23 Wav2Vec2Config)."""
 
+_LACKS = re.compile(r"requires the (\S+) library but it was not found")
+"""Part of transformers 5.23's message for a model that is made of another library's parts."""
 _CAST_IN_FIRST_STEP = {"ctrl": ("pos_encoding",)}
 """Buffers that the first forward pass casts to the weights' dtype for good, by `model_type`: they are so from
 the start here."""
@@ -392,6 +394,10 @@ _REFUSALS = {
     "to out tensor with dtype torch.uint8": (
         "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
     ),
+    ") and bias type (": (
+        "what reads its samples takes them in the dtype of its weights alone, and they come in another "
+        "(--precision bf16-autocast)"
+    ),
     "Unsupported dtype BFloat16": "its Fourier transforms take no bfloat16 (--precision fp32)",
     "You have to specify bbox": "it reads where each token stands on a page, which no sample here has",
     "`visual_feats` cannot be `None`": "it reads what is seen on a picture, which no sample here has",
@@ -420,19 +426,10 @@ def asks_for_values(error: Exception) -> bool:
     return any(part in str(error) for part in _ASKS_FOR_VALUES)
 
 
-_READS_ITS_DTYPE = re.compile(r"Input type \(.+\) and bias type")
-"""Part of torch 2.13's message where a convolution is given another dtype than its own, such as the float32
-that a collator makes."""
-
-
 def is_refused(error: Exception) -> bool:
     """Whether an error says that no such step can be traced, and is no mistake."""
     said = _said(error)
-    return (
-        asks_for_values(error)
-        or any(part in said for part in _REFUSALS)
-        or _READS_ITS_DTYPE.search(said) is not None
-    )
+    return asks_for_values(error) or any(part in said for part in _REFUSALS)
 
 
 def refusal_of(error: Exception) -> str:
@@ -446,8 +443,6 @@ def refusal_of(error: Exception) -> str:
 
 def reason_of(error: Exception) -> str:
     """The reason why a library could not do it without data, short enough for a message."""
-    if _READS_ITS_DTYPE.search(str(error)):
-        return "what reads its samples takes them in the dtype of its weights alone, and they come in another"
     if asks_for_values(error):
         return (
             "it looks at values of weights or of what they make, and a prediction has shapes alone"
