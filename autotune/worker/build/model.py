@@ -399,6 +399,7 @@ _REFUSALS = {
         "(--precision bf16-autocast)"
     ),
     "Unsupported dtype BFloat16": "its Fourier transforms take no bfloat16 (--precision fp32)",
+    "input_ids or inputs_embeds": "it reads tokens, which samples of this task do not have",
     "You have to specify bbox": "it reads where each token stands on a page, which no sample here has",
     "`visual_feats` cannot be `None`": "it reads what is seen on a picture, which no sample here has",
     "Autograd not support dtype: Byte": (
