@@ -180,6 +180,8 @@ def test_the_base_that_never_fits_is_said() -> None:
     size = answer.base.micro_batch_size
     assert f"settings (full, bf16-true, adamw_torch_fused, micro-batch {size}) do not fit" in shown
     assert "at any micro-batch" not in shown
+    untraced = dataclasses.replace(answer, base_refused="its router returns more")
+    assert ") cannot be traced: its router returns more" in words.against_baseline(untraced)
     short = dataclasses.replace(answer, base_lacks_on_host_bytes=GIB)
     assert f"micro-batch {size}) lack 1.00 GiB of host memory (--host-mem)" in one_line(
         drawn(short)
