@@ -9,7 +9,8 @@
     arguments = result.training_arguments(output_dir="out", learning_rate=1e-4)
     trainer = Trainer(model, arguments, callbacks=[result.callback()], ...)
 
-Whatever cannot be answered is an exception of autotune.errors, with the command line's words. torch and
+Whatever cannot be answered is an exception of autotune.errors, whose words name arguments instead of the
+command line's options. torch and
 Transformers are imported by the methods that make their objects, and by nothing else.
 """
 
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import io
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 
 from autotune import export
 from autotune.catalogue import models
-from autotune.errors import ConfigError, nearest
+from autotune.errors import AutotuneError, ConfigError, nearest
 from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
-from autotune.records.question import ARGUMENTS, Question, check_text
+from autotune.records.question import ARGUMENTS, CHOICES, Question, check_text
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
 from autotune.report.data import ReportData
@@ -45,6 +47,7 @@ from autotune.search.find import Finding
 from autotune.search.find import find as search
 from autotune.search.fleet import Where
 from autotune.search.listener import SILENT, Listener
+from autotune.space import space_file
 from autotune.space.adapters import read_peft
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import KNOBS
@@ -254,13 +257,27 @@ class Result:
 
     def __repr__(self) -> str:
         """The screen that `autotune find` shows."""
-        drawn = io.StringIO()
-        terminal.draw_answer(self.answer, drawn)
-        lines = [*drawn.getvalue().splitlines(), *(f"note     {note}" for note in self.notes)]
-        return "\n".join(line.rstrip() for line in lines)
+        lines = _drawn(functools.partial(terminal.draw_answer, self.answer))
+        return "\n".join([*lines, *(f"note     {note}".rstrip() for note in self.notes)])
 
     def _repr_html_(self) -> str:
         return notebook.html(self.answer, self.notes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class _Priced(Estimate):
+    """An Estimate that reads as the screen of `autotune estimate`."""
+
+    _draw: Callable[..., None] = field(compare=False)
+
+    def __repr__(self) -> str:
+        return "\n".join(_drawn(self._draw))
+
+
+def _drawn(draw: Callable[..., None]) -> list[str]:
+    drawn = io.StringIO()
+    draw(file=drawn)
+    return [line.rstrip() for line in drawn.getvalue().splitlines()]
 
 
 def find(
@@ -322,7 +339,7 @@ def find(
     question = _question(given)
     command = _command(given)
     notes: list[str] = []
-    with _kept_in(storage) as database:
+    with _named_as_arguments(), _kept_in(storage) as database:
         finding = search(
             question,
             storage=database,
@@ -382,7 +399,22 @@ def estimate(
     are the base's where they are None. Raises ConfigError for what is unknown or cannot work, HardwareError
     and WorkerError.
     """
-    return estimating.estimate(_question(locals() | {"settings": _settings(settings)})).estimate
+    question = _question(locals() | {"settings": _settings(settings)})
+    with _named_as_arguments():
+        made = estimating.estimate(question)
+        priced, source, workload = made.estimate, made.asked.source, made.asked.workload
+    draw = functools.partial(
+        terminal.draw_estimate,
+        priced,
+        model=source.name,
+        gpu_reason=made.asked.card.why,
+        budget_bytes=workload.memory_budget_bytes,
+        host_memory_bytes=workload.host_memory_bytes,
+        sees=workload.pictures,
+        teacher=workload.teacher,
+    )
+    fields = {each.name: getattr(priced, each.name) for each in dataclasses.fields(priced)}
+    return _Priced(**fields, _draw=draw)
 
 
 def limits(
@@ -423,7 +455,58 @@ def limits(
         raise ConfigError(f"{what} needs a model", remedy="Give the model")
     peft = settings.pop("peft", None)
     question = _question(locals() | {"peft": peft, "settings": _settings(settings)})
-    return find_limit(question, what, multiple_of=multiple_of)
+    with _named_as_arguments():
+        return find_limit(question, what, multiple_of=multiple_of)
+
+
+@contextlib.contextmanager
+def _named_as_arguments() -> Iterator[None]:
+    """Let errors name the arguments that a caller gives, where they name options of the command line."""
+    try:
+        yield
+    except AutotuneError as error:
+        error.what, error.why, error.remedy = map(
+            _with_arguments, (error.what, error.why, error.remedy)
+        )
+        error.args = error.what, error.why, error.remedy
+        raise
+
+
+_OPTION = re.compile(r"--(?P<no>no-)?(?P<name>[a-z][a-z-]*)(?: (?P<value>[\w.,:/-]*\w))?")
+"""An option in a text, and the word behind it."""
+
+
+def _with_arguments(text: str) -> str:
+    """Return the text with `gpu_mem="12GB"` for `--gpu-mem 12GB`, and `gpu_mem` where no value follows."""
+    return _OPTION.sub(_as_argument, text)
+
+
+def _as_argument(option: re.Match[str]) -> str:
+    name, value = _arguments().get(option["name"]), option["value"] or ""
+    if name is None:
+        return option[0]
+    if option["no"]:
+        return f"{name}=False{value and f' {value}'}"
+    if value.isdecimal():
+        return f"{name}={value}"
+    is_value = re.search(r"\d", value) or value in _VALUES.get(name, ())
+    return f'{name}="{value}"' if is_value else f"{name} {value}".rstrip()
+
+
+@functools.cache
+def _arguments() -> dict[str, str]:
+    """Arguments of find, estimate and limits, by the options that they are."""
+    names = {name: name for each in (find, estimate, limits) for name in each.__annotations__}
+    of_knobs = {knob.flag.removeprefix("--"): name for name, knob in KNOBS.items()}
+    return of_knobs | {name.replace("_", "-"): name for name in names}
+
+
+_VALUES: dict[str, Iterable[str]] = {
+    **{name: [str(each) for each in knob.choices] for name, knob in KNOBS.items()},
+    **{ARGUMENTS.get(name, name): choices for name, choices in CHOICES.items()},
+    "space": space_file.names(),
+}
+"""Words that are values of an argument."""
 
 
 def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -532,6 +615,7 @@ def _noting(notes: list[str], progress: bool) -> Listener:
     listener = on_stderr(quiet=False) if progress else SILENT
 
     def note(text: str) -> None:
+        text = _with_arguments(text)
         notes.append(text)
         listener.note(text)
 

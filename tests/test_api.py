@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import pickle
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -418,6 +419,9 @@ def test_an_estimate_is_the_commands(tmp_path: Path) -> None:
     assert made.peak_device_bytes == told["peak_device_bytes"]
     assert made.tokens_per_second == told["tokens_per_second"]
     assert made.config.to_dict() == told["config"]
+    assert pickle.loads(pickle.dumps(made)) == made
+    screen = here.command("estimate", *arguments, cwd=tmp_path).stdout
+    assert str(made).splitlines() == [line.rstrip() for line in screen.splitlines()]
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -442,8 +446,34 @@ def test_a_limit_is_the_commands(tmp_path: Path) -> None:
         (lambda: autotune.estimate(TINY, gpu="t4", sequence_length=64), "Give seq_len"),
         (lambda: autotune.limits("speed", TINY, gpu="t4"), "what is 'speed'"),
         (lambda: autotune.limits("micro-batch", gpu="t4"), "needs a model"),
+        (
+            lambda: autotune.estimate(TINY, gpu="t4", task="ctc"),
+            'Give task="causal-lm", sequence-classification',
+        ),
+        (
+            lambda: autotune.find("gpt2", gpu="t4", seq_len=5000),
+            "Give seq_len=1024 or less.$",
+        ),
+        (
+            lambda: autotune.limits("micro-batch", TINY, gpu="t4", task="masked-lm"),
+            'Give task="causal-lm", sequence-classification',
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_said(ask: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         ask()
+
+
+@pytest.mark.parametrize(
+    ("typed", "called"),
+    [
+        ("Give --gpu-mem 12GB, or --no-liger", 'Give gpu_mem="12GB", or liger=False'),
+        ("--method qlora; --image-size says", 'method="qlora"; image_size says'),
+        ("--micro-batch 4 (--targets attention)", 'micro_batch_size=4 (lora_targets="attention")'),
+        ("with autotune gpus --json or --model", "with autotune gpus --json or model"),
+        ("with --compile and --space everything.", 'with compile and space="everything".'),
+    ],
+)
+def test_messages_name_arguments(typed: str, called: str) -> None:
+    assert api._with_arguments(typed) == called

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from autotune.catalogue import liger
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
-from autotune.catalogue.tasks import CAUSAL, CTC, EMBEDDINGS, SPEECH, TASKS
+from autotune.catalogue.tasks import CAUSAL, CTC, EMBEDDINGS, PICTURES, SPEECH, TASKS, tasks_of
 from autotune.common import user_text
 from autotune.common.units import MIB, format_bytes
 from autotune.errors import ConfigError, first_line, nearest
@@ -99,7 +99,13 @@ _ENCODER_DECODERS = frozenset(
 # Whose checkpoints are float32 where the configuration does not say: it has the dtype since
 # huggingface/transformers PR 12316 (2021), and the models of these that lack it are older. So is ViT's:
 # google/vit-base-patch16-224-in21k says none, and checkpoints of its 85.8 M parameters take 343 MB.
-_FLOAT32_WHEN_UNSAID = _ENCODERS | _ENCODER_DECODERS | {"gpt2", "gpt_neo", "vit"}
+_FLOAT32_WHEN_UNSAID = (
+    _ENCODERS
+    | _ENCODER_DECODERS
+    | {"gpt2", "gpt_neo", "vit"}
+    | {"convbert", "flaubert", "fsmt", "funnel", "ibert", "layoutlm", "led", "longformer", "lxmert"}
+    | {"mobilebert", "mpnet", "reformer", "squeezebert", "tapas", "xlm", "xlnet"}
+)
 
 # Rows before the first position, by model_type, of the architectures for text that transformers 5.23 cannot
 # run beyond their table of positions: found with tiny models of all of them, longer and longer, on a CPU
@@ -209,7 +215,12 @@ class ModelSource:
             return of_family[0].name
         if self.has_encoder_and_decoder:
             return "seq2seq-lm"
-        return "masked-lm" if self.reads_both_ways else CAUSAL
+        usual = "masked-lm" if self.reads_both_ways else CAUSAL
+        fits = tasks_of(self.config["model_type"]) or ()
+        if PICTURES in fits:  # Whether it is to see is said by its pictures.
+            return usual
+        first = (usual, "masked-lm", "seq2seq-lm", *fits)
+        return next((task for task in first if task in fits), usual)
 
     def own_task(self, task: str) -> str:
         """Return the row of TASKS for a task: models that write down what is said do so in two ways."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 CAUSAL = "causal-lm"
@@ -26,6 +30,17 @@ _ENCODERS_OF_SOUND = (
     "wav2vec2-bert",
     "wavlm",
 )
+SEEING = (
+    "gemma3",
+    "idefics3",
+    "llava",
+    "paligemma",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "smolvlm",
+)
+"""Types of the models that are trained on pictures: those of autotune.worker.build.pictures.FAMILIES."""
 FEATURES = "feature-extraction"
 """The task of a model without a head, which has no loss of its own."""
 
@@ -202,3 +217,48 @@ TASKS: dict[str, Task] = {
         ),
     )
 }
+
+
+@functools.cache
+def tasks_of(model_type: str) -> tuple[str, ...] | None:
+    """Return the tasks that the installed Transformers has a class of models of this type for.
+
+    None where it does not know the type, or is not installed.
+    """
+    classes = _types_by_class()
+    kind = _CONFIGURED_AS.get(model_type, model_type)
+    if not any(kind in types for types in classes.values()):
+        return None
+    return tuple(
+        row.name
+        for row in TASKS.values()
+        if row.has_loss
+        and kind in classes.get(row.model_class, ())
+        and (not row.families or kind in row.families)
+        and (row.name != PICTURES or kind in SEEING)
+    )
+
+
+_CONFIGURED_AS = {"gpt-sw3": "gpt2"}
+"""Types whose configuration is another one's class, and which so have that one's models."""
+
+
+@functools.cache
+def _types_by_class() -> dict[str, frozenset[str]]:
+    """Return the types of models by Transformers' auto class, from its code, which is not imported."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return {}
+    file = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    text = file.read_text(encoding="utf-8")
+    lists = dict(re.findall(r"^(\w+) = OrderedDict\((.*?)^\)", text, re.DOTALL | re.MULTILINE))
+    names = dict(
+        re.findall(
+            r"^(\w+) = _LazyAutoMapping\(\s*CONFIG_MAPPING_NAMES,\s*(\w+)", text, re.MULTILINE
+        )
+    )
+    classes = re.findall(r"^class (\w+)\(\w+\):\s+_model_mapping = (\w+)$", text, re.MULTILINE)
+    return {
+        name: frozenset(re.findall(r'\(\s*"([^"]+)",', lists.get(names.get(mapping, ""), "")))
+        for name, mapping in classes
+    }

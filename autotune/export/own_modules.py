@@ -36,7 +36,9 @@ def attention_modules(model: str) -> tuple[str, ...]:
         kind = models.resolve(model, asks_hub=False).config["model_type"]
     except AutotuneError:
         return ()
-    return tuple(name for name in ATTENTION_PROJECTIONS if name in _made_by(kind))
+    return tuple(
+        name for name in ATTENTION_PROJECTIONS if _made_by(kind).issuperset(name.split("."))
+    )
 
 
 @functools.cache

@@ -6,9 +6,11 @@ more: they run until one does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, takewhile
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -140,9 +142,9 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     row = UPDATERS[config.updater]
     if row.updates:
         assert isinstance(trace, Trace)  # A rule: on one GPU only.
-        of_card = update.tape
-        tape = Tape(multiprocessors=of_card.multiprocessors, product_bytes=of_card.product_bytes)
-        parts = _updating_in_backward(trace, row, tape, _LAST_NUMBERS, config)
+        card = update.tape.multiprocessors, update.tape.product_bytes
+        every = config.torch_empty_cache_steps
+        tape, parts = _written_in_backward(trace, config.updater, rank, every, card)
     else:
         tape, parts = update.tape, _updating_after(trace, update, config)
     behind = len(sizes)
@@ -185,7 +187,7 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
             else part
             for part in parts
         ],
-        sure_step=_sure_step(config),
+        sure_step=_sure_step(config.torch_empty_cache_steps),
     )
 
 
@@ -300,27 +302,25 @@ class _KeptByTrainer:
         return events
 
 
-def _emptied(config: TrainConfig, step: int) -> list[int]:
+def _emptied(every: int, step: int) -> list[int]:
     """Events of the Trainer's emptying the cache between forward and backward (training_step)."""
-    every = config.torch_empty_cache_steps
     return [EMPTY_CACHE] if every and not step % every else []
 
 
-def _sure_step(config: TrainConfig) -> int:
+def _sure_step(every: int) -> int:
     """Number of the last step that is sure to run.
 
     It is the first; where the cache is emptied now and then, one that does so with state there.
     """
-    every = config.torch_empty_cache_steps
     return every if every > 1 else 0
 
 
-def _later_steps(config: TrainConfig) -> tuple[int, ...]:
+def _later_steps(every: int) -> tuple[int, ...]:
     """Numbers of the steps after the first.
 
     Those between the second and the one that empties the cache are like the second, and left out.
     """
-    sure = _sure_step(config)
+    sure = _sure_step(every)
     numbers = (1, *range(max(sure, 2), sure + MOST_STEPS))
     return numbers[: MOST_STEPS - 1]
 
@@ -341,7 +341,7 @@ def _updating_after(
         middle = trace.num_forward_events
         if is_first:
             middle += trace.num_forward_workspaces
-        emptied = _emptied(config, step)
+        emptied = _emptied(config.torch_empty_cache_steps, step)
         return [
             StepPart(step, forward, events[:middle]),
             StepPart(step, backward, _joined(emptied, events[middle:])),
@@ -368,7 +368,9 @@ def _updating_after(
         optimizer_step(update.first, 0),
     ]
     behind_first = trace.behind_first if isinstance(trace, SharedTrace) else ()
-    for step, events in zip(_later_steps(config), update.later, strict=True):
+    for step, events in zip(
+        _later_steps(config.torch_empty_cache_steps), update.later, strict=True
+    ):
         parts += [
             *micro_step(_joined(behind_first, again) if step == 1 else again, step),
             *further(step),
@@ -377,11 +379,27 @@ def _updating_after(
     return parts
 
 
+@functools.lru_cache(maxsize=64)
+def _written_in_backward(
+    trace: Trace, updater: str, rank: int, every: int, card: tuple[Any, ...]
+) -> tuple[Tape, list[StepPart]]:
+    """Return the steps that update in the backward pass, and the tape that they are written on.
+
+    They are the same at every micro-batch, and a search asks for them at many.
+    """
+    multiprocessors, product_bytes = card
+    tape = Tape(multiprocessors=multiprocessors, product_bytes=product_bytes)
+    row = UPDATERS[updater]
+    return tape, _updating_in_backward(trace, row, tape, _LAST_NUMBERS, rank=rank, every=every)
+
+
 def _updating_in_backward(
-    trace: Trace, row: Optimizer, tape: Tape, num_tensors: int, config: TrainConfig
+    trace: Trace, row: Optimizer, tape: Tape, num_tensors: int, *, rank: int, every: int = 0
 ) -> list[StepPart]:
-    """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped."""
-    rank = config.lora_rank or 0
+    """The steps of an optimizer that updates each weight where it gets its gradient: nothing is clipped.
+
+    `every`: the cache is emptied once in so many steps; 0: never.
+    """
     write = row.writer_of_one(tape)
     states: dict[int, States] = {}
     gradients = frozenset(trace.gradients)
@@ -399,10 +417,10 @@ def _updating_in_backward(
         return [*shifted[:end], ~gradient, *shifted[end:]]
 
     parts = list[StepPart]()
-    for step in (0, *_later_steps(config)):
+    for step in (0, *_later_steps(every)):
         micro_step = trace.released if step else trace.released_first
         middle = trace.num_forward_events + (0 if step else trace.num_forward_workspaces)
-        events = _emptied(config, step)
+        events = _emptied(every, step)
         waiting: int | None = None
         for event in micro_step[middle:]:
             if ~event not in gradients:

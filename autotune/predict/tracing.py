@@ -284,8 +284,6 @@ def _refusal(
         remedy = "Give another --audio-seconds, model, method or precision"
     elif _is_resized(model, pictures):
         remedy = "Leave --image-size out: the model's own is read then"
-    elif pictures is not None and not pictures.is_in_text and all(map(_has_half_weights, specs)):
-        remedy = "Give --precision bf16-autocast"
     why = reason[:1].upper() + reason[1:]
     return ConfigError(f"{model.name} cannot be traced", why=why, remedy=remedy)
 
@@ -296,11 +294,6 @@ def _is_resized(model: ModelSource, pictures: Media | None) -> bool:
     if pictures is None or pictures.is_in_text or not isinstance(side, int):
         return False
     return (pictures.width, pictures.height) != (side, side)
-
-
-def _has_half_weights(spec: TraceSpec) -> bool:
-    """Whether the model's weights are kept in 16 bits, as its pictures are not."""
-    return spec.precision in ("bf16-true", "fp16-true")
 
 
 def of_card(gpu: Gpu) -> dict[str, Any]:

@@ -286,6 +286,8 @@ class Answer:
     """Name of the base in messages, in the plural."""
     is_base_offered: bool = True
     """Whether the base is a point of the space that was searched; where not, the answer may be slower."""
+    base_refused: str = ""
+    """Reason why the base's step cannot be traced; empty where it can, or where there is a baseline."""
     base_lacks_on_host_bytes: int = 0
     """Host memory that a base without a `baseline` lacks, where the card has room for it."""
     sureness: Sureness | None = None
@@ -406,6 +408,7 @@ class Answer:
             "space_changes": list(self.space_changes),
             "base_name": self.base_name,
             "base_lacks_on_host_bytes": self.base_lacks_on_host_bytes,
+            "base_refused": self.base_refused,
             "compilation": None if self.compilation is None else self.compilation.to_dict(budget),
             "loader": None if self.loader is None else self.loader.to_dict(),
             "learning_rate": self.learning_rate,

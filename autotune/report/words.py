@@ -287,6 +287,8 @@ def against_baseline(answer: Answer) -> str:
     baseline = answer.baseline
     if baseline is None:
         said = describe_base(answer.base)
+        if answer.base_refused:
+            return f"{answer.base_name} ({said}) cannot be traced: {answer.base_refused}"
         if lacking_bytes := answer.base_lacks_on_host_bytes:
             lack = f"lack {format_bytes(lacking_bytes)} of host memory (--host-mem)"
             return f"{answer.base_name} ({said}, micro-batch {answer.base.micro_batch_size}) {lack}"
@@ -397,7 +399,7 @@ def _odds(odds: float) -> str:
 
 
 def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
-    """Rows on what several GPUs share out, gather and send; none where there is one GPU."""
+    """Rows on what several GPUs share out, gather and send, or one keeps that offloads; else none."""
     share = estimate.per_gpu
     if share is None:
         return []
@@ -413,6 +415,8 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
     )
     parts += [f"{name} {format_bytes(size_bytes)}" for name, size_bytes in others if size_bytes]
     held = ", ".join(parts)
+    if share.num_gpus == 1:
+        return [("keeps", held)]
     rows = [("per GPU", f"all figures of memory are of each GPU. It keeps {held}")]
     if share.layers:
         counts = " + ".join(map(str, share.layers))
@@ -705,5 +709,6 @@ def widened(answer: Answer) -> str:
         return ""
     lower = TRADEOFF_CLASSES[: TRADEOFF_CLASSES.index(answer.best_class)]
     is_there = not set(lower) <= set(answer.classes_outside)
-    nothing = "Nothing of a lower class fits" if is_there else "The space has no lower class"
+    fits = "is traced and fits" if answer.base_refused else "fits"
+    nothing = f"Nothing of a lower class {fits}" if is_there else "The space has no lower class"
     return f"{nothing}, so another recipe was allowed."

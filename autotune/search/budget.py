@@ -17,7 +17,7 @@ from autotune.catalogue import gpus, nvml
 from autotune.catalogue.embeddings import with_modules_behind
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.catalogue.tasks import CAUSAL, CTC
+from autotune.catalogue.tasks import CAUSAL, CTC, PICTURES, tasks_of
 from autotune.common import files
 from autotune.common.units import MIB, format_bytes, parse_bytes
 from autotune.errors import ConfigError, HardwareError
@@ -279,13 +279,7 @@ def for_task(source: ModelSource, task: str) -> ModelSource:
     Raises ConfigError where the task is for models of other types, where it learns nothing by foretelling
     words, or would lose a part.
     """
-    families, kind = row_of(task).families, source.config["model_type"]
-    if families and kind not in families:
-        raise ConfigError(
-            f"{source.short_name} cannot be trained for the task {task}",
-            why=f"Here models of the type {', '.join(families)} are, and it is of the type {kind}",
-            remedy="Name a model of one of those types, or another task",
-        )
+    _check_type(source, task)
     if task in EMBEDDERS:
         return with_modules_behind(source)
     if model_task(task) != CAUSAL:
@@ -300,6 +294,30 @@ def for_task(source: ModelSource, task: str) -> ModelSource:
         f"{source.short_name} cannot be trained for the task {task}",
         why=why,
         remedy=f"Name a model that writes, or ask for --task {source.task}",
+    )
+
+
+def _check_type(source: ModelSource, task: str) -> None:
+    """Raise ConfigError where a model's type is none of a task's, with the tasks that it has.
+
+    Of models that see, a worker says which are trained on pictures.
+    """
+    row, kind = row_of(task), source.config["model_type"]
+    fits = tasks_of(kind)
+    if row.families and kind not in row.families:
+        why = f"Here models of the type {', '.join(row.families)} are, and it is of the type {kind}"
+    elif fits is not None and row.has_loss and row.name not in (*fits, PICTURES):
+        why = f"Transformers has no {row.model_class} of the type {kind}"
+    else:
+        return
+    own = [source.task, *(each for each in fits or () if each not in (source.task, CAUSAL))]
+    remedy = f"Give --task {' or '.join([*filter(None, [', '.join(own[:-1])]), own[-1]])}"
+    if fits == ():
+        remedy = "Name another model: none of the tasks here is for its type"
+    elif PICTURES in (fits or ()):
+        remedy = "Say which pictures each sample has (--images, --image-size)"
+    raise ConfigError(
+        f"{source.short_name} cannot be trained for the task {task}", why=why, remedy=remedy
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from autotune.catalogue import models
 from autotune.catalogue.models import ModelSource
-from autotune.catalogue.tasks import PICTURES
+from autotune.catalogue.tasks import CAUSAL, PICTURES, tasks_of
 from autotune.common import json_records
 from autotune.common.units import counted
 from autotune.errors import ConfigError
@@ -96,7 +96,9 @@ def read_pictures(
         raise ConfigError(
             f"{source.name} cannot be trained on pictures",
             why=reason[0].upper() + reason[1:],
-            remedy="Name another model, or train it on text alone: leave --images out",
+            remedy="Name another model, or train it on text alone: leave --images out"
+            if CAUSAL in (tasks_of(source.config["model_type"]) or ())
+            else "Name another model",
         )
     measured, texts = answer.pop("measured", None), answer.pop("texts", None)
     answer["sizes"] = answer.get("sizes") or []

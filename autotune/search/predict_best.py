@@ -471,6 +471,7 @@ def find(
         elapsed_seconds=time.monotonic() - started,
         base_name=TRAINER_DEFAULTS if base is None else USERS_BASE,
         is_base_offered=is_offered,
+        base_refused="" if baseline else refused.get(TraceSpec.of(baselines[-1]), ""),
         base_lacks_on_host_bytes=0 if baseline else _lacks_on_host(estimator, baselines[-1]),
         sureness=candidates.sureness(
             best, lambda c: is_in_form(c) and candidates.at_most(chosen)(c)

@@ -137,6 +137,7 @@ def resolve(
         _note_overflow(source, note)
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
+    source = budget.for_task(source, task)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):
         length = 1
@@ -154,7 +155,6 @@ def resolve(
     _check_pictures(question, run, task)
     length = _possible_length(source, length, note)
     _note_unpacked(source, note)
-    source = budget.for_task(source, task)
     budget.check_length(task, length)
     teacher = read_teacher(question, source, task, None if run is None else run.teacher)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
@@ -271,6 +271,7 @@ def resolve_configuration(
     budget.methods_for(source, (method,))
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
+    source = budget.for_task(source, task)
     _check_pictures(question, run, task)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
     of_file = None if base is None else base.sequence_length
@@ -279,7 +280,6 @@ def resolve_configuration(
         asked = 1
     is_given = question.seq_len is not None or of_file is not None
     length = budget.possible_length(source, asked, is_given=is_given)
-    source = budget.for_task(source, task)
     budget.check_length(task, length)
     _note_unpacked(source, note)
     teacher = read_teacher(question, source, task, None if run is None else run.teacher)

@@ -20,8 +20,13 @@ ATTENTION_PROJECTIONS = (
     "query", "key", "value", "q", "k", "v", "o", "dense",
     "Wqkv", "query_proj", "key_proj", "value_proj", "q_lin", "k_lin", "v_lin", "out_lin",
     "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj",
+    "self.in_proj", "self.pos_proj", "self.pos_q_proj", "q_head", "k_head", "v_head", "post_proj",
+    "Wq", "Wk", "Wv", "self_attention.project_q", "self_attention.project_k",
+    "self_attention.project_v", "self_attention.attention_out",
 )  # fmt: skip
 """Modules that `attention` means as targets of an adapter, as far as a model has them.
+
+A name with the module that it lies in is for what other models call something else (Mamba's in_proj).
 
 Names are added at the end alone: files have the whole list as it was (`is_attention`).
 """

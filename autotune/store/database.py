@@ -121,7 +121,8 @@ def parse_url(url: str) -> URL:
     import sqlalchemy
 
     # What follows the scheme may hold a password, so it is not repeated.
-    what = f'The database address "{url.partition(":")[0][:80]}..."'
+    shown = url.partition(":")[0][:80]
+    what = f'The database address "{shown}{"" if shown == url else "..."}"'
     try:
         url.encode()
         parsed = sqlalchemy.make_url(url)
@@ -135,7 +136,9 @@ def parse_url(url: str) -> URL:
     except (sqlalchemy.exc.ArgumentError, ValueError):
         raise StorageError(
             f"{what} cannot be read",
-            remedy="Write it as SQLAlchemy does, such as sqlite:///studies/autotune.db",
+            remedy=f"Write it as SQLAlchemy does: sqlite:///{url}"
+            if shown == url != ""
+            else "Write it as SQLAlchemy does, such as sqlite:///studies/autotune.db",
         ) from None
     return parsed
 

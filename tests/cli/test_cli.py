@@ -648,10 +648,12 @@ def test_a_base_lends_what_was_not_typed(
     assert asked[0]["workload"].sequence_length == 2048
     assert asked[0]["workload"].effective_batch_size == 16
     text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace("task: causal-lm", "task: masked-lm"), encoding="utf-8")
+    path.write_text(
+        text.replace("task: causal-lm", "task: sequence-classification"), encoding="utf-8"
+    )
     assert main("find", "--gpu-mem", "12GB", "--base", str(path)).code == 0
     assert asked[1]["workload"].model == answers.WORKLOAD.model
-    assert asked[1]["workload"].task == "masked-lm"
+    assert asked[1]["workload"].task == "sequence-classification"
 
 
 def test_what_the_base_sets_beside_goes_through(

@@ -13,7 +13,7 @@ from test_extrapolation import ADA, LORA, assert_same_traces, spec_of
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
-from autotune.worker.build.alike_layers import StandIn
+from autotune.worker.build.alike_layers import NoStandIn, StandIn
 from autotune.worker.trace import step as trace_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*checkpointing.* is deprecated:FutureWarning")
@@ -144,6 +144,16 @@ def test_few_layers_tell_of_plans_of_all(
     derived = Trace(few).with_lean_layers(count)
     planned = dataclasses.replace(spec, checkpoint_layers=count)
     assert_same_traces(derived, Trace(traced(name, planned, whole=True)), spec)
+
+
+def test_layers_that_are_run_out_of_sight_have_no_stand_ins() -> None:
+    """SqueezeBERT calls its layers' `forward`, so that no hook sees where one begins."""
+    small = {"num_hidden_layers": 4, "vocab_size": 64, "hidden_size": 64, "embedding_size": 64}
+    config = models.load_config({"model_type": "squeezebert", "num_attention_heads": 4, **small})
+    with pytest.raises(NoStandIn, match="run out of sight"):
+        trace_module.trace_step(
+            config, "masked-lm", spec_of(attention="eager"), sequence_length=8, device=ADA
+        )
 
 
 def test_a_stand_in_says_of_itself_what_its_layer_does() -> None:

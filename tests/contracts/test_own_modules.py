@@ -51,9 +51,19 @@ def test_attention_is_what_the_model_has_of_it(family: str) -> None:
         ("deberta-v2", {"query_proj", "key_proj", "value_proj"}),
         ("distilbert", {"q_lin", "k_lin", "v_lin", "out_lin"}),
         ("deepseek_v3", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+        ("deberta", {"self.in_proj", "self.pos_proj", "self.pos_q_proj", "dense"}),
+        ("funnel", {"q_head", "k_head", "v_head", "post_proj"}),
+        ("ctrl", {"Wq", "Wk", "Wv", "dense"}),
+        ("cpmant", {"self_attention.project_q", "self_attention.attention_out"}),
     ],
 )
 def test_names_of_few_families_are_known(family: str, names: set[str], tmp_path: Path) -> None:
     """A list without them had one layer of ModernBERT trained, and none of DistilBERT."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
     assert names <= set(attention_modules(str(tmp_path)))
+
+
+@pytest.mark.parametrize("family", ["mamba", "jamba", "wav2vec2"])
+def test_what_other_models_call_so_is_no_attention(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    assert not [name for name in attention_modules(str(tmp_path)) if "." in name]

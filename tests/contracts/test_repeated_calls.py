@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.worker.trace.meta_values import result_instead
 from autotune.worker.trace.repeated_calls import call_of
 from autotune.worker.trace.repeated_calls import result_of as result_of_call
 from autotune.worker.trace.tracker import Tracker
@@ -57,6 +58,16 @@ def test_a_remembered_result_is_pytorchs(call: Callable[[], Any]) -> None:
     second = result_of(func, args, kwargs)
     assert whole(first) == whole(second) == expected
     assert first is not second
+
+
+@pytest.mark.parametrize("stride", [1, 3])
+def test_what_columns_add_up_to_has_a_kernels_bytes(stride: int) -> None:
+    """A CPU's kernel makes it as CUDA's does, and `meta` otherwise."""
+    num_columns = 30 // stride
+    settings = [30, 1], [3, 1], [1, 1], [1, 0], [stride, 1]
+    there, here = (torch.empty(2, 3 * 4, num_columns, device=place) for place in ("meta", "cpu"))
+    made = result_instead(aten.col2im.default, (there, *settings), {})
+    assert whole(made) == whole(aten.col2im.default(here, *settings))
 
 
 def test_it_follows_the_default_dtype() -> None:

@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_traced_is_an_error_with_the_reason(
     seen = Media(num_images=1, width=384, height=384, num_tokens=0, tensors=())
     own = dataclasses.replace(seen, width=224, height=224)
     spec = TraceSpec.of(dataclasses.replace(FULL, precision="bf16-true"))
-    for sees, remedy in ((seen, "Leave --image-size out"), (own, "Give --precision bf16-autocast")):
+    for sees, remedy in ((seen, "Leave --image-size out"), (own, "Name another model, method")):
         with pytest.raises(ConfigError, match=remedy):
             trace_all(vit, "image-classification", 1, find_gpu("t4"), {spec}, pictures=sees)
 
@@ -126,7 +126,7 @@ def of(**changes: Any) -> TraceSpec:
         ({}, {}, "Leave --image-size out"),
         # The size that the model was made for, along both sides, or pictures within a text.
         ({}, {"width": 224}, "Leave --image-size out"),
-        ({}, {"width": 224, "height": 224}, "Give --precision bf16-autocast"),
+        ({}, {"width": 224, "height": 224}, "Name another model, method or precision"),
         ({}, {"num_tokens": 9}, "Name another model, method or precision"),
         ({"precision": "fp32"}, {"width": 224, "height": 224}, "Name another model"),
     ],

@@ -180,6 +180,8 @@ def test_the_base_that_never_fits_is_said() -> None:
     size = answer.base.micro_batch_size
     assert f"settings (full, bf16-true, adamw_torch_fused, micro-batch {size}) do not fit" in shown
     assert "at any micro-batch" not in shown
+    untraced = dataclasses.replace(answer, base_refused="its router returns more")
+    assert ") cannot be traced: its router returns more" in words.against_baseline(untraced)
     short = dataclasses.replace(answer, base_lacks_on_host_bytes=GIB)
     assert f"micro-batch {size}) lack 1.00 GiB of host memory (--host-mem)" in one_line(
         drawn(short)
@@ -1345,6 +1347,10 @@ def test_layers_that_are_dealt_out_leave_gpus_idle(
     sent = dataclasses.replace(share, communication_seconds=0.5)
     told = dict(words.of_each_gpu(answers.estimate(config, per_gpu=sent)))["sends"]
     assert told == "1.00 GiB a step: 500 ms of the step, in which kernels wait for all of it"
+    alone = dataclasses.replace(sent, num_gpus=1, layers=(), sent_bytes_per_step=0)
+    (row,) = words.of_each_gpu(answers.estimate(config, per_gpu=alone))
+    assert row[0] == "keeps"
+    assert row[1].startswith("weights 1.00 GiB, gradients 1.00 GiB")
 
 
 def timed_loader(num_workers: int, seconds: float, **changed: Any) -> LoaderTime:

@@ -1149,11 +1149,19 @@ def test_a_method_that_cannot_be_traced_is_counted(
     traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some = {spec: trace for spec, trace in traces.items() if spec.method == "lora"}
-    monkeypatch.setattr(predict_best, "trace_all", lambda *_, found, **__: found.update(some))
+    others = dict.fromkeys(traces.keys() - some.keys(), "its weights are shared")
+
+    def trace_all(
+        *_: object, found: dict[TraceSpec, Trace], refused: dict[TraceSpec, str], **__: object
+    ) -> None:
+        found.update(some)
+        refused.update(others)
+
+    monkeypatch.setattr(predict_best, "trace_all", trace_all)
     answer = search(12_000 * MB)
     assert answer.best.config.method == "lora"
     assert answer.counts.unsupported == 160 - 48
-    assert answer.baseline is None
+    assert (answer.baseline, answer.base_refused) == (None, "its weights are shared")
 
 
 def test_a_first_answer_is_told_while_others_are_traced(

@@ -28,6 +28,7 @@ from autotune.space.trainers import TASK_NAMES, TRAINERS, row_of, trainers_of
         ("t5", {"torch_dtype": None}, True),
         ("gpt2", {}, True),
         ("vit", {}, True),
+        ("longformer", {}, True),
         ("modernbert", {"torch_dtype": "bfloat16"}, False),
     ],
 )

@@ -19,7 +19,8 @@ from autotune.store.database import parse_url
     ("url", "says"),
     [
         ("", "cannot be read"),
-        ("nothing", "cannot be read"),
+        ("studies.db", "cannot be read. Write it as SQLAlchemy does: sqlite:///studies.db"),
+        ("a" * 81, "cannot be read"),
         ("sqlite:///a\0b.db", "cannot be read"),
         ("sqlite:///\ud800.db", "cannot be read. It is not UTF-8 text"),
         ("sqlite:///" + "a" * 300, "cannot be used. File name too long"),
@@ -29,8 +30,9 @@ from autotune.store.database import parse_url
 def test_an_address_that_no_database_can_have(url: str, says: str) -> None:
     with pytest.raises(StorageError) as raised:
         parse_url(url)
-    scheme = url.partition(":")[0]
-    assert str(raised.value).startswith(f'The database address "{scheme}..." {says}')
+    scheme, rest, _ = url.partition(":")
+    shown = f"{scheme[:80]}..." if rest or len(url) > 80 else url
+    assert str(raised.value).startswith(f'The database address "{shown}" {says}')
     assert "secret" not in str(raised.value)
 
 

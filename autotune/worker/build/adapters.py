@@ -186,13 +186,13 @@ def _present(model: nn.Module, wanted: list[str]) -> list[str]:
 
     All must be there but for `attention`. Raises UnsupportedModel.
     """
-    names = {name.rpartition(".")[2] for name, m in model.named_modules() if _is_projection(m)}
-    found = [name for name in wanted if name in names]
-    missing = [name for name in wanted if name not in names]
+    projections = [f".{name}" for name, m in model.named_modules() if _is_projection(m)]
+    found = [name for name in wanted if any(each.endswith(f".{name}") for each in projections)]
+    missing = [name for name in wanted if name not in found]
     if missing and wanted != list(ATTENTION_PROJECTIONS):
         raise UnsupportedModel(
             f"LoRA targets {', '.join(missing)} are no linear layers of this model: it has "
-            f"{', '.join(sorted(names))}"
+            f"{', '.join(sorted({each.rpartition('.')[2] for each in projections}))}"
         )
     if not found:
         raise UnsupportedModel(

@@ -28,7 +28,7 @@ NUM_OWN = 2
 
 
 class NoStandIn(UnsupportedModel):
-    """Layers that hand on more than one tensor cannot be left out."""
+    """Layers that hand on more than one tensor, or are run out of sight, cannot be left out."""
 
 
 class StandIn(GradientCheckpointingLayer):

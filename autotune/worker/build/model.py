@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+import traceback
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import AutoConfig, PretrainedConfig
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from autotune.catalogue.attention import EXPANDED
@@ -106,29 +106,11 @@ CHARACTERS = 32
 """Vocabulary of a model of CTC whose configuration leaves it open, as that of Wav2Vec2-BERT does: Wav2Vec2's
 default, of a tokenizer of English (transformers 5.23 Wav2Vec2Config)."""
 
-PICTURED = "images and text"
-_OF_KIND: dict[str, Any] = {
-    PICTURED: modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    "audio": modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
-    "images": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-}
-"""Transformers' models by what they read beside text."""
-_REMEDIES = {
-    PICTURED: "say which pictures each sample has (--images, --image-size)",
-    "speech": "say what it is trained for (--task automatic-speech-recognition)",
-    "audio": "say what it is trained for (--task audio-classification)",
-    "images": "say what it is trained for (--task image-classification)",
-}
-
-
-def _kind_of(model_type: str) -> str:
-    """Say what a model is that has no class for the task."""
-    kind = next((kind for kind, names in _OF_KIND.items() if model_type in names), "")
-    if not kind:
-        return "another task may be its own (--task)"
-    remedy = _REMEDIES.get(kind)
-    return f"it is a model for {kind}{f': {remedy}' if remedy else ', which is not trained here'}"
+_LACKS = re.compile(r"requires the (\S+) library but it was not found")
+"""Part of transformers 5.23's message for a model that is made of another library's parts."""
+_CAST_IN_FIRST_STEP = {"ctrl": ("pos_encoding",)}
+"""Buffers that the first forward pass casts to the weights' dtype for good, by `model_type`: they are so from
+the start here."""
 
 
 def build_base(
@@ -143,6 +125,12 @@ def build_base(
     row = row_of(task)
     auto = getattr(transformers, row.model_class)
     config = copy.deepcopy(config)
+    if row.has_two_stacks and not config.is_encoder_decoder:
+        raise UnsupportedModel(
+            "it is no encoder with a decoder: what it writes goes on from what it reads"
+        )
+    # Where a type has several classes for a task, Transformers looks for its own among these.
+    config.architectures = config.architectures or []
     if task in BY_TASK and row.has_classes:
         config.num_labels = 1  # the reward (trl 1.16 RewardTrainer.__init__)
     config.use_cache = False  # TrainingArguments.use_cache's default
@@ -160,9 +148,11 @@ def build_base(
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModel(
                 f"transformers {transformers.__version__} has no {auto.__name__} of the type "
-                f"{config.model_type}: {_kind_of(config.model_type)}"
+                f"{config.model_type}: another task may be its own (--task)"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
+    for buffer in _CAST_IN_FIRST_STEP.get(config.model_type, ()):
+        setattr(model.base_model, buffer, getattr(model.base_model, buffer).to(dtype))
     if any(not parameter.is_meta for parameter in model.parameters()):
         model.to("meta")  # Models that hear make one by `torch.Tensor`, which heeds no device.
     if row.reads in ("pixels", "waves") and any(
@@ -179,7 +169,7 @@ def build_base(
     ):  # As the exported train.py has it: PEFT asks when it saves, and they know no answer.
         model.get_input_embeddings = model.get_output_embeddings = nothing
     of_text = model.config.get_text_config()
-    if row.reads_to_end and of_text.pad_token_id is None:
+    if row.reads_to_end and getattr(of_text, "pad_token_id", None) is None:
         # A decoder asks where a row ends. Trainer gives it the tokenizer's padding token (transformers
         # 5.23 trainer_utils.py, align_special_tokens); which one it is changes nothing here.
         of_text.pad_token_id = 0
@@ -388,20 +378,48 @@ def shifts_labels(model: Any) -> bool:
 
 _ASKS_FOR_VALUES = (
     "Cannot copy out of meta tensor",
+    "the model reads a number from a tensor, which a trace does not have",
     "register_meta function for torch.nonzero()",
     "cannot be called on meta tensors",
     "aten::unique_consecutive: attempted to run this operator with Meta tensors",
 )
-"""Parts of torch 2.13's messages where a tensor on `meta` would have to know its values."""
+"""Parts of messages of torch 2.13, and of a tracker, where a tensor on `meta` would need values."""
 
 
-_IS_TOO_SHORT = "Kernel size can't be greater than actual input size"
-"""Part of torch 2.13's message where a convolution's input is shorter than its kernel."""
+_REFUSALS = {
+    "Kernel size can't be greater than actual input size": (
+        "its samples are shorter than what its convolutions take"
+    ),
+    # With weights it refuses that, too. Gemma 3n clamps some of its own so.
+    "to out tensor with dtype torch.uint8": (
+        "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
+    ),
+    ") and bias type (": (
+        "what reads its samples takes them in the dtype of its weights alone, and they come in another "
+        "(--precision bf16-autocast)"
+    ),
+    "Unsupported dtype BFloat16": "its Fourier transforms take no bfloat16 (--precision fp32)",
+    "input_ids or inputs_embeds": "it reads tokens, which samples of this task do not have",
+    "You have to specify bbox": "it reads where each token stands on a page, which no sample here has",
+    "`visual_feats` cannot be `None`": "it reads what is seen on a picture, which no sample here has",
+    "Autograd not support dtype: Byte": (
+        "it casts what it makes to the dtype of weights, which are packed: it is trained without quantisation"
+    ),
+    "does not support activation checkpointing": "Transformers checkpoints none of its layers",
+    # PEFT 0.21 asks it of what the layer below an adapter returns: the routers of PhiMoE and Llama 4.
+    "'tuple' object has no attribute 'dtype' in peft.": (
+        "PEFT adapts layers that return their product alone, and one of these returns more, as a router of "
+        "experts does (--targets attention leaves it out)"
+    ),
+}
+"""Reasons why no such step can be run, by the part of a library's message that says it: torch 2.13's, where
+none is named."""
 
 
-_CHANGES_CODES = "to out tensor with dtype torch.uint8"
-"""Part of torch 2.13's message where arithmetic in floating point would end in packed 4-bit weights: with
-weights it refuses that, too. Gemma 3n clamps some of its own so."""
+def _said(error: Exception) -> str:
+    """The message, and the module that it comes from."""
+    last = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1:]
+    return " in ".join([str(error), *(frame.f_globals["__name__"] for frame in last)])
 
 
 def asks_for_values(error: Exception) -> bool:
@@ -409,35 +427,23 @@ def asks_for_values(error: Exception) -> bool:
     return any(part in str(error) for part in _ASKS_FOR_VALUES)
 
 
-_READS_ITS_DTYPE = re.compile(r"Input type \(.+\) and bias type")
-"""Part of torch 2.13's message where a convolution is given another dtype than its own, such as the float32
-that a collator makes."""
-
-
 def is_refused(error: Exception) -> bool:
     """Whether an error says that no such step can be traced, and is no mistake."""
-    said = str(error)
-    return (
-        asks_for_values(error)
-        or _CHANGES_CODES in said
-        or _IS_TOO_SHORT in said
-        or _READS_ITS_DTYPE.search(said) is not None
-    )
+    said = _said(error)
+    return asks_for_values(error) or any(part in said for part in _REFUSALS)
 
 
 def refusal_of(error: Exception) -> str:
     """Say why a training step cannot be run, short enough for a message."""
-    if _CHANGES_CODES in str(error):
-        return "its training step changes weights that are stored in 4 bits, which PyTorch refuses"
-    if _IS_TOO_SHORT in str(error):
-        return "its samples are shorter than what its convolutions take"
+    said = _said(error)
+    for part, reason in _REFUSALS.items():
+        if part in said:
+            return reason
     return f"its training step cannot be run without data ({reason_of(error)})"
 
 
 def reason_of(error: Exception) -> str:
     """The reason why a library could not do it without data, short enough for a message."""
-    if _READS_ITS_DTYPE.search(str(error)):
-        return "what reads its samples takes them in the dtype of its weights alone, and they come in another"
     if asks_for_values(error):
         return (
             "it looks at values of weights or of what they make, and a prediction has shapes alone"

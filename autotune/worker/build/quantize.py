@@ -17,9 +17,10 @@ from autotune.worker.build.model import UnsupportedModel
 LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
-_TAKE_WEIGHTS = ("wavlm",)
-"""Families that hand weights of linear layers to a function of torch (transformers 5.23
-models/wavlm/modeling_wavlm.py, torch_multi_head_self_attention), which ends in an error of packed ones."""
+_TAKE_WEIGHTS = ("layoutlmv3", "wavlm")
+"""Families that hand weights of linear layers to a function of torch or pick rows of them (transformers 5.23
+models/wavlm/modeling_wavlm.py, torch_multi_head_self_attention, and models/layoutlmv3/modeling_layoutlmv3.py,
+_cal_1d_pos_emb), which ends in an error of packed ones."""
 
 
 def quantize(model: Any, task: str, spec: TraceSpec) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from autotune.worker.trace.meta_values import channels_lie_last
+
 aten = torch.ops.aten
 
 
@@ -108,10 +110,10 @@ class KernelCost:
 def _weight_first_by_depth(args: tuple[Any, ...], out: Any) -> Any:
     """Order a convolution's gradients: the weight's first where each channel is convolved by itself.
 
-    PyTorch's own kernels run there; else cuDNN's.
+    PyTorch's own kernels run there, where channels do not lie last; else cuDNN's.
     """
     gradient_of_input, gradient_of_weight, gradient_of_bias = out
-    if args[1].shape[1] == args[9] > 1:
+    if args[1].shape[1] == args[9] > 1 and not channels_lie_last(*args[1:3]):
         return gradient_of_weight, gradient_of_input, gradient_of_bias
     return out
 

@@ -115,6 +115,8 @@ class MetaStep:
         self._passes_begun: Counter[Phase] = Counter()
         """How many passes of each kind have begun."""
         self._is_in_pass = False
+        self._not_entered: set[Place] = set()
+        """Layers that no pass has come to yet."""
         self._embeds = TRAINERS[spec.trainer].passes_apart
         self.tracker = tracker
         self.sees = sees
@@ -354,6 +356,7 @@ class MetaStep:
         """Run Trainer.training_step: loss under autocast, scaled, backward."""
         handles = self._hook_gradients()
         model: Any = self.model
+        num_before = len(self.tracker.recording.tensors)
         self.mark(Phase.BATCH)
         inputs = self.batch(micro_batch, sequence_length)
         accepts = models.accepts_loss_kwargs(model) and "labels" in inputs
@@ -373,9 +376,40 @@ class MetaStep:
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
             self._loss_and_gradients(inputs, accepts=accepts)
         del inputs
+        self._let_go_of_states(num_before)
         # Hooks in C++ keep what they refer to from ever being collected.
         for handle in handles:
             handle.remove()
+
+    def _let_go_of_states(self, num_before: int) -> None:
+        """End what layers keep for the next step's forward pass with this step (RecurrentGemma's states).
+
+        They are a row of numbers per sample and layer, and left out while weights are updated.
+        Raises UnsupportedModel under checkpointing, where they hold much more, and for buffers that are made
+        anew (I-BERT's ranges and whole numbers).
+        """
+        tracker = self.tracker
+        for name, tensor in self.model.named_buffers():
+            buffer = local(tensor)
+            if tracker.knows(buffer) and tracker.index_of(buffer) >= num_before:
+                raise UnsupportedModel(
+                    f"its step makes its buffer {name} anew, which is not modelled"
+                )
+        for module in self.model.modules():
+            for name, value in vars(module).items():
+                if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+                    continue
+                if self.spec.activation_checkpointing:
+                    raise UnsupportedModel(
+                        "its layers keep a state until the next step, and with it all that checkpointing "
+                        "computes again: train it without checkpointing"
+                    )
+                setattr(module, name, None)
+
+    @property
+    def calls_every_layer(self) -> bool:
+        """Whether the step has come to each layer by a call, which SqueezeBERT's `layer.forward` is not."""
+        return not self._not_entered
 
     def _loss_and_gradients(self, inputs: dict[str, Any], *, accepts: bool) -> None:
         precision = PRECISIONS[self.spec.precision]
@@ -482,6 +516,7 @@ class MetaStep:
         """Mark where layers begin and end; older versions recompute a layer with its hooks."""
         handles = []
         here = built(layers)
+        self._not_entered |= {(stack, number) for number in range(len(here))}
         last = len(here) - 1
         for number, layer in enumerate(here):
             place = (stack, number)
@@ -525,6 +560,7 @@ class MetaStep:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._is_recomputing:
                 return
+            self._not_entered.discard(own_place)
             place = self._of_pass(own_place)
             self.mark(self._pass.before if place[0] == TOWER else self._pass.layers, place)
             if not torch.is_grad_enabled():

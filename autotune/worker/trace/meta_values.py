@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -16,12 +17,45 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _grouped_product(*args, **kwargs)
     if func is aten.native_layer_norm_backward.default:
         return _layer_norm_gradients(*args, **kwargs)
+    if func is aten.convolution.default and channels_lie_last(*args[:2]):
+        return _channels_last(func(*args, **kwargs))
+    if func is aten.convolution_backward.default and channels_lie_last(*args[1:3]):
+        *gradients, of_bias = func(*args, **kwargs)
+        return *map(_channels_last, gradients), of_bias
+    if func is aten.col2im.default:
+        return _folded(func, *args, **kwargs)
     if (make := _OF_CTC.get(func)) is not None:
         return make(*args)
     if func is aten.cumsum.default and args[0].is_meta:  # what has values is added up
         return _running_sums(*args, **kwargs)
     # Before 2.13 PyTorch has none for it; nothing is computed there.
     return kwargs["out"] if func is aten.addmm.dtype_out else None
+
+
+def channels_lie_last(*tensors: torch.Tensor) -> bool:
+    """Whether cuDNN takes the channels of a convolution's tensors for the last dimension; `meta` never does.
+
+    Source: torch 2.13 aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format.
+    """
+    return any(
+        tensor.dim() == 4 and suggest_memory_format(tensor) is torch.channels_last
+        for tensor in tensors
+    )
+
+
+def _channels_last(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.channels_last)
+
+
+def _folded(func: Any, columns: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Make what columns add up to (ConvBERT's gradient of nn.functional.unfold), as a part of as many bytes.
+
+    Kernels resize what is like the columns. Source: torch 2.13 aten/src/ATen/native/cuda/Col2Im.cu.
+    """
+    made: torch.Tensor = func(columns, *args, **kwargs)
+    if made.numel() >= columns.numel():
+        return made
+    return columns.new_empty(columns.numel())[: made.numel()].view(made.shape)
 
 
 def _selected(labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -370,6 +370,9 @@ def trace_step(
             raise kind(models.refusal_of(error)) from error
     if not step.gradients:
         raise UnsupportedModel("nothing that trains gets a gradient")
+    has_all = whole or spec.is_compiled or Stacks.of_answer(base.layers).are_whole
+    if not has_all and not step.calls_every_layer:
+        raise NoStandIn("its layers are run out of sight")
     # What is generated at a time is of many rows, even where it is trained on one by one.
     rows = micro_batch if spec.max_completion_length is None else MICRO_BATCH
     symbols = Symbols(spec, micro_batch=rows, rank=RANK, sequence_length=sequence_length)
