@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.catalogue.checkpoint import NOT_MODELLED
 from autotune.export import dataset_entries
 from autotune.export.mapping import (
     Row,
@@ -227,7 +228,7 @@ TARGET = TrainerFile(
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
         "fp8": FP8_IS_OURS,
-        "gptq": "is a base that is not predicted",
+        "gptq": NOT_MODELLED,
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",
         "layer_offloading": "moves weights from and to host memory",

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import loaders
 import pytest
@@ -307,6 +308,15 @@ def test_packed_weights_are_stored_in_bytes_unless_it_says_otherwise() -> None:
 
     stored = BitsAndBytesConfig(load_in_4bit=True).bnb_4bit_quant_storage
     assert stored == getattr(torch, KNOBS["quantization_storage"].default)
+
+
+def test_a_quantised_model_that_is_prepared_checkpoints() -> None:
+    peft = pytest.importorskip("peft")
+    model = mock.MagicMock(is_loaded_in_4bit=True)
+    peft.prepare_model_for_kbit_training(model)
+    model.gradient_checkpointing_enable.assert_called_once()
+    peft.prepare_model_for_kbit_training(model, False)
+    model.gradient_checkpointing_enable.assert_called_once()
 
 
 def test_every_default_of_a_section_has_its_test() -> None:

@@ -169,12 +169,48 @@ def test_checkpointing_that_a_function_switches_on_is_not_switched_off(tmp_path:
     assert run.target is not None
     assert not mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
     assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 2)
-    text = run.parts[0].text.replace(
-        "training(model)", "training(model, use_gradient_checkpointing=False)"
-    )
-    run = read_base(written(tmp_path, text))
+
+
+ENABLE = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "layers"),
+    [
+        ("prepare(model)", "", 1),
+        ("prepare(model, gradient_checkpointing_kwargs={'use_reentrant': True})", "", 1),
+        ("prepare(model)", "gradient_checkpointing=False,", 1),
+        ("prepare(model, use_gradient_checkpointing=False)", "", 0),
+        ("prepare(model, False)", "", 0),
+        ("prepare(model, use_gradient_checkpointing=TA.gradient_checkpointing)", "", 0),
+        ("prepare(model, other)", "", None),
+        ("prepare(model) if torch.cuda.is_available() else model", "", 1),
+        ("model if BATCH else prepare(model)", "", 0),
+        ("prepare(model) if other else model", "", None),
+        ("prepare(model) if other else model", "gradient_checkpointing=True,", 1),
+        (f"model.{ENABLE}", "", 1),
+        ("model.activation_checkpointing_enable(every_n_layers=2)", "", None),
+    ],
+)
+def test_a_function_switches_checkpointing_on(
+    tmp_path: Path, call: str, said: str, layers: int | None
+) -> None:
+    text = (BASES / "qlora.py.txt").read_text(encoding="utf-8")
+    text = text.replace("_for_kbit_training\n", "_for_kbit_training as prepare\n")
+    text = text.replace("prepare_model_for_kbit_training(model)", call)
+    text = text.replace("gradient_checkpointing=True,", said)
+    path = written(tmp_path, text)
+    if layers is None:
+        with pytest.raises(ConfigError, match=r"line 26: only running tells how .*switches"):
+            read_base(path)
+        return
+    run = read_base(path)
     assert run.target is not None
-    assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
+    assert run.config.activation_checkpointing == layers
+    assert run.config.kbit_preparation is ("prepare(" in call and not call.startswith("model if"))
+    may_be_off = mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
+    assert may_be_off is (layers == 0)
+    changed(run, activation_checkpointing=2)
 
 
 def test_a_constant_with_two_uses_stays(tmp_path: Path) -> None:
@@ -332,8 +368,6 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         ("a = TrainingArguments()\na_args = a\na_args.bf16 = True", "line 3: a_args.bf16 is set later"),
         ("a = HfArgumentParser(TrainingArguments)\nTrainingArguments()", "HfArgumentParser"),
         ("TrainingArguments(deepspeed='z.json')", "deepspeed: shares the run among GPUs"),
-        ("TrainingArguments()\nmodel.gradient_checkpointing_enable()",
-         "line 2: gradient_checkpointing_enable switches checkpointing on"),
         ("TrainingArguments(optim='adamw_tortch')", "unknown optimizer 'adamw_tortch'. Did you mean"),
         ("LoraConfig(r=8)", "adapter target_modules is missing"),
         ("m = AutoModelForCausalLM.from_pretrained('m')\nm = get_peft_model(m, mine)",
@@ -342,6 +376,8 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
          "line 1: SFTTrainer has an adapter that is not made here"),
         ("AutoModelForCausalLM.from_pretrained('m', quantization_config=made())\nTrainingArguments()",
          "line 1: quantization_config is not made here by BitsAndBytesConfig"),
+        ("q = GPTQConfig(4)\nAutoModelForCausalLM.from_pretrained('m', quantization_config=q)\nSFTConfig()",
+         "line 2: GPTQConfig: how such weights are trained is not modelled: name the model that it was made"),
         ("a = TrlParser((ScriptArguments, SFTConfig))", "line 1: TrlParser takes settings from the command"),
         ("LoraConfig(r=8, target_modules='.*proj')", "is a pattern of more than whole names: name"),
         ("AutoModelForCausalLM.from_pretrained('m', load_in_4bit=True)\nTrainingArguments()",

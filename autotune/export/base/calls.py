@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.catalogue.checkpoint import NOT_MODELLED, OTHER_QUANTIZERS, UNPACKED_BY
 from autotune.catalogue.tasks import TASKS
 from autotune.export.base.literals import Program, name_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
 from autotune.export.base.sections import Shape
+from autotune.export.mapping import NotLiteral
 from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
@@ -89,9 +91,13 @@ _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_k
 _PREPARATION = "prepare_model_for_kbit_training"
 _CHECKPOINTS = {
     "gradient_checkpointing_enable": "",
+    "activation_checkpointing_enable": "",
     _PREPARATION: "use_gradient_checkpointing",
 }
-"""Functions that switch checkpointing on by themselves, with the keyword that keeps them from it."""
+"""Functions that switch checkpointing on by themselves, with the argument that keeps them from it: PEFT's has
+it on by default (peft 0.21 utils/other.py)."""
+_OF_LAYERS = ("every_n_layers", "offload")
+"""Keywords of theirs that say more than whether."""
 _SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
 """Trainers that Unsloth's programs are read with: those of a causal language model."""
 _PLAN = "checkpoint_layers"
@@ -106,20 +112,22 @@ class _Found:
 
     lines: dict[str, list[int]] = field(default_factory=dict)
     """Lines at which the calls of a section stand, by the prefix of its keys."""
-    switches: list[tuple[str, int]] = field(default_factory=list)
-    """Functions that switch checkpointing on, and where they are called."""
+    switches: list[tuple[ast.Call, str, bool | None]] = field(default_factory=list)
+    """Calls of _CHECKPOINTS that are made, by what, and whether that switches it on; None: only running would
+    tell."""
     trainer: str = ""
     """The one of TRL's; empty where there is none."""
     has_trl_defaults: bool = False
     loads_by_name: bool = False
     is_unsloth: bool = False
     task: str | None = None
-    kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
     adapted: tuple[str, int] | None = None
     """The call that takes an adapter, PEFT's get_peft_model or a trainer's, and its line."""
     unpacks: bool = False
-    """Whether a checkpoint in MXFP4 is given its class: it is unpacked as it is loaded."""
+    """Whether a checkpoint is given the class that unpacks it as it is loaded."""
+    quantizer: str = ""
+    """The class of OTHER_QUANTIZERS that is made."""
     others: dict[str, int] = field(default_factory=dict)
     """Other trainers than _SFT_TRAINERS, and where they are made."""
     plan: tuple[str, int] | None = None
@@ -138,6 +146,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             _take_in(program, found, node, aliases)
+    found.switches = _switches(program, tree, aliases)
     for prefix, places in found.lines.items():
         if len(places) > 1:
             what = prefix.removesuffix(":") or "TrainingArguments, SFTConfig or its like"
@@ -152,9 +161,11 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         )
     is_quantized = program.content.get(f"{MODEL}quantization_config") is not None
     if is_quantized and not found.unpacks and QUANTIZATION not in found.lines:
+        line = program.homes[f"{MODEL}quantization_config"].lineno
         program.problems.append(
-            f"line {program.homes[f'{MODEL}quantization_config'].lineno}: quantization_config is not made "
-            "here by BitsAndBytesConfig: write it out"
+            f"line {line}: {found.quantizer}: {NOT_MODELLED}"
+            if found.quantizer
+            else f"line {line}: quantization_config is not made here by BitsAndBytesConfig: write it out"
         )
     if found.is_unsloth:
         program.problems.extend(
@@ -177,14 +188,14 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         expandable_segments=any(
             name in VARIABLES and is_expandable(value) for name, value in variables
         ),
-        keeps_checkpointing=bool(found.switches),
-        kbit_preparation=found.kbit_preparation,
+        keeps_checkpointing=any(is_on is not False for *_, is_on in found.switches),
+        kbit_preparation=any(function == _PREPARATION for _, function, _ in found.switches),
         adapter_in_base_dtype=found.adapter_in_base_dtype,
         plan=found.plan,
         is_part=MODEL not in sections and not loads_by_name,
         task=found.task,
     )
-    _check_switches(program, found.switches)
+    _check_switches(program, found)
     _check_assignments(program, tree)
 
 
@@ -197,9 +208,8 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
     is_another = function.endswith("Trainer") and function not in _SFT_TRAINERS
     if is_another and any(each.arg == "model" for each in node.keywords):
         found.others[function] = node.lineno
-    # Unsloth's of that name is another function.
-    found.kbit_preparation |= function == _PREPARATION
-    found.unpacks |= function == "Mxfp4Config"
+    found.unpacks |= function in UNPACKED_BY.values()
+    found.quantizer = function if function in OTHER_QUANTIZERS else found.quantizer
     if function == "get_peft_model" and prefix is None:
         found.adapted = function, node.lineno
         found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
@@ -219,8 +229,6 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         found.loads_by_name = _take_trainer(program, node)
         if any(value is not None for value in _given(program, node, "peft_config")):
             found.adapted = function, node.lineno
-    elif function in _CHECKPOINTS and _switches_on(program, node, _CHECKPOINTS[function]):
-        found.switches.append((function, node.lineno))
     elif function == _PLAN:
         found.plan = _plan_of(program, node)
     elif function in ("HfArgumentParser", "TrlParser"):
@@ -287,8 +295,54 @@ def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:
     return None
 
 
-def _switches_on(program: Program, node: ast.Call, keyword: str) -> bool:
-    return not keyword or _given(program, node, keyword) != [False]
+def _switches(
+    program: Program, tree: ast.Module, aliases: Mapping[str, str]
+) -> list[tuple[ast.Call, str, bool | None]]:
+    """Return what _Found.switches are."""
+    functions = {
+        node: function
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (function := aliases.get(name_of(node.func), name_of(node.func))) in _CHECKPOINTS
+    }
+    made: dict[ast.Call, bool | None] = dict.fromkeys(functions, True)
+    for node in ast.walk(tree) if functions else ():
+        if not isinstance(node, ast.If | ast.IfExp):
+            continue
+        holds = _holds(program, node.test)
+        for branch, is_taken in ((node.body, holds), (node.orelse, _not(holds))):
+            statements = branch if isinstance(branch, list) else [branch]
+            for call in functions.keys() & {each for top in statements for each in ast.walk(top)}:
+                made[call] = _both(made[call], is_taken)
+    return [
+        (call, function, _both(made[call], _switches_on(program, call, _CHECKPOINTS[function])))
+        for call, function in functions.items()
+        if made[call] is not False
+    ]
+
+
+def _switches_on(program: Program, node: ast.Call, argument: str) -> bool | None:
+    given = [each.value for each in node.keywords if each.arg == argument] or node.args[1:2]
+    return _holds(program, given[0]) if argument and given else True
+
+
+def _holds(program: Program, condition: ast.expr) -> bool | None:
+    """Return what a condition comes to; None where only running would tell.
+
+    What asks TrainingArguments whether they checkpoint adds nothing to what they say.
+    """
+    value = program.value(condition)
+    if isinstance(value, NotLiteral):
+        return False if name_of(condition) in _CHECKPOINTING else None
+    return bool(value)
+
+
+def _not(value: bool | None) -> bool | None:
+    return None if value is None else not value
+
+
+def _both(one: bool | None, other: bool | None) -> bool | None:
+    return False if False in (one, other) else None if None in (one, other) else True
 
 
 def _given(program: Program, node: ast.Call, keyword: str) -> list[Any]:
@@ -296,20 +350,31 @@ def _given(program: Program, node: ast.Call, keyword: str) -> list[Any]:
     return [program.value(each.value) for each in node.keywords if each.arg == keyword]
 
 
-def _check_switches(program: Program, switches: list[tuple[str, int]]) -> None:
-    """Report calls that switch checkpointing on by themselves, whatever TrainingArguments say."""
-    said = (program.content.get(name) for name in _CHECKPOINTING)
-    is_on = any(value is True for value in said) or program.shape.is_unsloth
-    for function, line in switches:
+def _check_switches(program: Program, found: _Found) -> None:
+    """Note calls that switch checkpointing on by themselves, whatever TrainingArguments say.
+
+    Where only running would tell whether they do, that is a problem.
+    """
+    said = [program.content.get(name) for name in _CHECKPOINTING]
+    is_on = True in said or program.shape.is_unsloth
+    is_on |= found.has_trl_defaults and said == [None, None]
+    for node, function, switches_on in found.switches:
+        line = node.lineno
         if function == _PREPARATION:
             program.notes.append(
                 f"{function} (line {line}) keeps norms, embeddings and head in float32, and is kept: ask "
                 "again without that line to see what it costs"
             )
-        if not is_on:
+        if is_on or switches_on is False:
+            continue
+        if switches_on is None or any(each.arg in _OF_LAYERS for each in node.keywords):
             program.problems.append(
-                f"line {line}: {function} switches checkpointing on beside TrainingArguments: say "
-                "gradient_checkpointing=True there"
+                f"line {line}: only running tells how {function} switches checkpointing on: say "
+                "gradient_checkpointing=True in TrainingArguments"
+            )
+        else:
+            program.notes.append(
+                f"{function} (line {line}) switches checkpointing on, whatever TrainingArguments say"
             )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autotune.catalogue.checkpoint import NOT_MODELLED
 from autotune.catalogue.tasks import TASKS
 from autotune.export.base import unsloth
 from autotune.export.base.huggingface import (
@@ -148,6 +149,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
     elif is_quantized and "arguments" not in shape.sections:
         fixed["method"] = "qlora"
     if is_quantized:
+        kind = content.get(f"{QUANTIZATION}quant_method", "bitsandbytes")
+        if kind != "bitsandbytes":
+            raise ValueError(f"quant_method: {str(kind)[:40]}: {NOT_MODELLED}")
         rows.append(quantization_row())
     of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
     if "arguments" in shape.sections:
@@ -192,6 +196,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         fixed["update_in_backward"] = True
     if shape.expandable_segments:
         fixed["expandable_segments"] = True
+    if shape.keeps_checkpointing and "arguments" not in shape.sections:
+        fixed["activation_checkpointing"] = 1
     if shape.kbit_preparation:
         fixed["kbit_preparation"] = True
     if shape.adapter_in_base_dtype:
@@ -240,10 +246,12 @@ _REFUSED = {
 
 
 def _switched_on(row: Row) -> Row:
-    """Return the row without the choices that switch checkpointing off."""
+    """Return the row for a program that checkpoints every layer where its arguments leave it off."""
     if row.ours[0] != "activation_checkpointing":
         return row
-    return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
+    on = tuple(choice for choice in row.choices if choice.ours[0])
+    off = Spelling(ours=(1, False), theirs={"activation_checkpointing": False})
+    return dataclasses.replace(row, choices=(*on, off))
 
 
 def _fixed_plan(plan: str, num_layers: int) -> dict[str, Any]:
