@@ -223,7 +223,7 @@ TARGET = TrainerFile(
         "bnb_config_kwargs",
     ),
     refused={
-        "rl": "trains with another loss",
+        "rl": "trains with another loss: dpo, ipo, kto and grpo are predicted",
         "reward_model": "trains another kind of model",
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
@@ -397,21 +397,31 @@ GRPO = _of_task(
 Prompts are not cut off: sequence_len keeps the length that was planned.
 """
 _BY_RL = {"dpo": DPO, "kto": KTO, "grpo": GRPO}
-_REFUSED_RL = {
-    "orpo": "trains with a loss that has no reference: the nearest that is predicted is dpo with "
-    "precompute_ref_log_probs, whose steps have none either",
+_NO_REFERENCE = (
+    "trains with a loss that has no reference: the nearest that is predicted is dpo with "
+    "precompute_ref_log_probs, whose steps have none either"
+)
+_OFFLOADS = (
+    "parks what every layer keeps by TRL's own offloading, which is not predicted: the nearest that is "
+    "predicted is gradient_checkpointing: true with activation_offloading: hidden_states"
+)
+_REFUSED_VALUES = {
+    "rl": {"orpo": _NO_REFERENCE, "simpo": _NO_REFERENCE},
+    "gradient_checkpointing": {"offload": _OFFLOADS, "offload_disk": _OFFLOADS},
 }
-"""Values of `rl` that are not predicted, and what comes nearest."""
+"""Values of keys that are not predicted, and what comes nearest."""
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
-    if content.get("reward_model"):
-        return REWARD
-    loss = str(content.get("rl"))
-    if loss in _REFUSED_RL:
-        return dataclasses.replace(TARGET, refused={**TARGET.refused, "rl": _REFUSED_RL[loss]})
-    return IPO if loss == "ipo" else _BY_RL.get(loss, TARGET)
+    loss = "reward" if content.get("reward_model") else str(content.get("rl"))
+    target = {**_BY_RL, "ipo": IPO, "reward": REWARD}.get(loss, TARGET)
+    refused = {
+        key: whys[said]
+        for key, whys in _REFUSED_VALUES.items()
+        if (said := str(content.get(key))) in whys
+    }
+    return dataclasses.replace(target, refused={**target.refused, **refused}) if refused else target
 
 
 def _data_of(task: str) -> Mapping[str, Any]:

@@ -11,6 +11,7 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.lengths import SAME_STEPS
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
 LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
@@ -71,8 +72,13 @@ def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
 
 
 def trains_bfloat16(config: TrainConfig) -> bool:
-    """Whether the weights themselves train in bfloat16."""
-    return config.method == "full" and PRECISIONS[config.precision].parameter_dtype == "bfloat16"
+    """Whether the weights themselves train in bfloat16: DeepSpeed steps on float32 copies."""
+    is_bfloat16 = PRECISIONS[config.precision].parameter_dtype == "bfloat16"
+    return (
+        config.method == "full"
+        and is_bfloat16
+        and not PARALLELISMS[config.parallelism].is_deepspeed
+    )
 
 
 def loses_small_updates(config: TrainConfig) -> bool:

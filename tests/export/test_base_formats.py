@@ -510,6 +510,40 @@ def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
         read_base(path)
 
 
+ZERO3 = {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "bf16": {"enabled": "auto"}}
+ARGUMENTS_OF_3 = "per_device_train_batch_size: 2\nbf16: true\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "base_model: m\nmicro_batch_size: 2\ndeepspeed: ../ds/z3.json\n"),
+        ("l.yaml", f"model_name_or_path: m\nfinetuning_type: full\n{ARGUMENTS_OF_3}deepspeed: ds/z3.json\n"),
+        ("t.json", f'{{"per_device_train_batch_size": 2, "deepspeed": {json.dumps(ZERO3)}}}'),
+        ("t.py", f"DS = {ZERO3}\nTrainingArguments(per_device_train_batch_size=2, deepspeed=DS)\n"),
+    ],
+)  # fmt: skip
+def test_deepspeeds_file_is_read_where_arguments_name_it(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    path = tmp_path / "examples" / "train" / name
+    for folder in (path.parent, path.parents[1] / "ds"):
+        folder.mkdir(parents=True)
+    (path.parents[1] / "ds" / "z3.json").write_text(json.dumps(ZERO3))
+    path.write_text(text)
+    run, notes = read_run(path, num_gpus=2)
+    assert (run.config.num_gpus, run.config.parallelism) == (2, "zero3")
+    assert "stage3_prefetch_bucket_size" in " ".join(notes)
+    assert "sub_group_size" not in " ".join(notes)
+    assert not changes(run, run.config, run.config)
+    ddp = dataclasses.replace(run.config, parallelism="ddp")
+    assert "deepspeed" in {each.key for each in changes(run, run.config, ddp) if not each.value}
+    run, notes = read_run(path)
+    assert (run.config.num_gpus, run.config.parallelism) == (1, "none")
+    assert "zero3 shares nothing on one GPU" in " ".join(notes)
+    assert "deepspeed" in {each.key for each in changes(run, run.config, run.config)}
+
+
 def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
     zero = dataclasses.replace(DDP, parallelism="zero2")
     run, _ = read_run(file_of(tmp_path, "deepspeed", zero), num_gpus=4)

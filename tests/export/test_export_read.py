@@ -405,9 +405,10 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         "activation_offloading: false or activation_offloading: hidden_states would be",
     ):
         assert words in said
-    said = refusal(tmp_path, "base_model: x\ndeepspeed: deepspeed_configs/zero2.json\n")
-    assert "deepspeed: shares the run among GPUs" in said
-    assert "give --num-gpus instead, or that file as --base" in said
+    said = refusal(tmp_path, "base_model: x\nrl: simpo\ngradient_checkpointing: offload\n")
+    assert "rl: trains with a loss that has no reference" in said
+    assert "gradient_checkpointing: parks what every layer keeps by TRL's own offloading" in said
+    assert "activation_offloading: hidden_states" in said
 
 
 def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -17,10 +17,11 @@ from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.edit import parsed
+from autotune.export.base.mapping_read import notes, read
 from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
-from autotune.export.mapping import NotLiteral, TrainerFile
+from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
 from autotune.export.trainer_rows import fixed_of, without_fixed
 from autotune.export.training_args import installed_fields
 from autotune.space.config import OF_COMPLETIONS
@@ -158,7 +159,8 @@ def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened
     trainer = BY_TASK.get(task or "")
     if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
         target = _trained_by(target, trainer)
-    return Opened(parts=parts, target=target, content=content)
+    target, said = _shared_by_deepspeed(part.path, target, content)
+    return Opened(parts=parts, target=target, content=content, notes=said)
 
 
 def _trained_by(target: TrainerFile, trainer: Trainer) -> TrainerFile:
@@ -181,6 +183,49 @@ def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
     return () if name is None else (read_part(path.parent / name, launch.BESIDE),)
 
 
+def _shared_by_deepspeed(
+    path: Path, target: TrainerFile, content: Mapping[str, Any]
+) -> tuple[TrainerFile, tuple[str, ...]]:
+    """Return the table with the parallelism of DeepSpeed's file, where one is named, and notes on that file.
+
+    It is looked for here, beside the user's file and in the two folders above. Raises ConfigError.
+    """
+    named = content.get("deepspeed")
+    if "deepspeed" not in target.refused or not isinstance(named, str | Mapping) or not named:
+        return target, ()
+    said: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
+    if isinstance(named, str):
+        folders = (Path(), path.parent, *path.absolute().parents[1:3])
+        place = next((each / named for each in folders if os.path.isfile(each / named)), None)
+        if place is None:
+            raise ConfigError(
+                f"{path} cannot be used ({target.name})",
+                why=f"deepspeed: {named[:80]} is no file here or beside it",
+                remedy="Ask in the folder that it is named from, or take it out and give --num-gpus and "
+                "--parallelism",
+            )
+        said = all_of((read_part(place),))
+    fitted = launch.fitted_deepspeed(said, "")
+    values, problems = read(fitted, said)
+    if problems:
+        raise ConfigError(
+            f"{path} cannot be used ({target.name})", why=f"deepspeed: {'; '.join(problems)}"
+        )
+    name = values["parallelism"]
+    row = next(each for each in target.rows if each.ours == ("parallelism",))
+    others = (each for each in row.choices if each.ours != (name,))
+    known = Spelling(ours=(name,), theirs={"deepspeed": named})
+    read_row = dataclasses.replace(row, choices=(known, *others))
+    target = dataclasses.replace(
+        target,
+        rows=tuple(read_row if each is row else each for each in target.rows),
+        refused={key: why for key, why in target.refused.items() if key != "deepspeed"},
+    )
+    return target, tuple(
+        f"deepspeed: {note}" for note in (*notes(fitted, said), *launch.further(said, name))
+    )
+
+
 def _open_program(part: RunFile, method: str) -> Opened:
     program = part.program()
     shape, content = program.shape, program.content
@@ -192,6 +237,7 @@ def _open_program(part: RunFile, method: str) -> Opened:
             remedy="Name the file that makes them",
         )
     target = _fitted(part.path, None, lambda: target_for(shape, content, method))
+    target, said = _shared_by_deepspeed(part.path, target, content)
     if RECIPE not in shape.sections:
         # Ours is run anew: its plan B is of the earlier answer.
         target = dataclasses.replace(
@@ -206,15 +252,15 @@ def _open_program(part: RunFile, method: str) -> Opened:
         for key, value in content.items()
         if isinstance(value, NotLiteral) and key in others
     ]
-    notes = list(program.notes)
+    further = [*program.notes, *said]
     if left:
-        notes.append(f"not literal values, so not in the other files: {', '.join(left)}")
+        further.append(f"not literal values, so not in the other files: {', '.join(left)}")
     return Opened(
         parts=(part,),
         target=target,
         content=content,
         problems=tuple(program.problems),
-        notes=tuple(notes),
+        notes=tuple(further),
         task=shape.task,
     )
 
