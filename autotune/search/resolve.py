@@ -137,6 +137,7 @@ def resolve(
         _note_overflow(source, note)
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
+    base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):
         length = 1
@@ -272,6 +273,7 @@ def resolve_configuration(
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
     _check_pictures(question, run, task)
+    base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
     of_file = None if base is None else base.sequence_length
     asked = question.seq_len or of_file or SEQUENCE_LENGTH
@@ -411,6 +413,19 @@ def _model_of(question: Question, run: BaseRun | None) -> str:
             remedy="Give --model with a Hub id, a folder or a config.json (autotune models)",
         )
     return model
+
+
+def _no_longer_than_possible(
+    base: TrainConfig | None,
+    run: BaseRun | None,
+    question: Question,
+    source: ModelSource,
+    note: Callable[[str], None],
+) -> TrainConfig | None:
+    """Return the base, whose length is what the model is made for where neither it nor the question says."""
+    if base is None or run is None or run.has_length or question.seq_len is not None:
+        return base
+    return dataclasses.replace(base, sequence_length=_possible_length(source, None, note))
 
 
 def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:

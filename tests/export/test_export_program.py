@@ -20,6 +20,7 @@ from autotune.export.base.edit import KeyEdit
 from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.export.mapping import NotLiteral
 from autotune.space.config import TrainConfig
+from autotune.space.trainers import TRAINERS
 
 BASES = Path(__file__).parents[1] / "data" / "bases"
 QLORA = TrainConfig(
@@ -211,6 +212,52 @@ def test_a_function_switches_checkpointing_on(
     may_be_off = mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
     assert may_be_off is (layers == 0)
     changed(run, activation_checkpointing=2)
+
+
+EMBEDDING = """
+model = SentenceTransformer("m", model_kwargs={"torch_dtype": torch.bfloat16})
+model.max_seq_length = 256
+loss = losses.Cached(model, mini_batch_size=16)
+args = SentenceTransformerTrainingArguments("out", per_device_train_batch_size=64, bf16=True)
+trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=rows, loss=loss)
+"""
+CACHED = "CachedMultipleNegativesRankingLoss"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "task", "found"),
+    [
+        ("Cached", CACHED, None, ("sentence-similarity", 4)),
+        ("Cached", CACHED, "sentence-triplets", ("sentence-triplets", 4)),
+        ("Cached", "MultipleNegativesRankingLoss", None, ("sentence-similarity", 1)),
+        ("losses.Cached(model, mini_batch_size=16)", "None", None, ("sentence-ratings", 1)),
+        ("Cached", "CosineSimilarityLoss", None, "line 4: CosineSimilarityLoss is not predicted: CoSENT"),
+        ("losses.Cached(model", f"MatryoshkaLoss(model, {CACHED}(model)", None, "MatryoshkaLoss is not"),
+        ("Cached(model, mini_batch_size=16", f"{CACHED}(model, mini_batch_size=64", None, "a number below"),
+        ("SentenceTransformerTrainer(", "CrossEncoderTrainer(", None, "line 6: CrossEncoderTrainer trains"),
+    ],
+)  # fmt: skip
+def test_programs_that_embed_texts(
+    tmp_path: Path, old: str, new: str, task: str | None, found: tuple[str, int] | str
+) -> None:
+    path = written(tmp_path, EMBEDDING.replace(old, new, 1))
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=found):
+            read_base(path, task=task)
+        return
+    run = read_base(path, task=task)
+    config = run.config
+    assert (run.task, config.loss_mini_batches) == found
+    assert TRAINERS[config.trainer].task == run.task
+    assert (run.model, config.sequence_length, config.micro_batch_size) == ("m", 256, 64)
+    assert (config.method, config.precision, config.batching) == ("full", "bf16-autocast", "padded")
+    is_open = found[0] == "sentence-similarity"
+    assert ("--task sentence-triplets has triplets" in " ".join(run.notes)) is is_open
+    assert changes(run, config, config) == []
+    answer = dataclasses.replace(config, precision="bf16-mixed", activation_checkpointing=1)
+    text, _, left = run.parts[0].edited(changes(run, config, answer))
+    assert left == []
+    assert read_base(written(tmp_path, text), task=task).config == answer
 
 
 def test_a_constant_with_two_uses_stays(tmp_path: Path) -> None:

@@ -271,6 +271,10 @@ def test_what_is_to_be_compiled_is_a_change_of_the_space() -> None:
             {"base": "sft.yaml", "gpu": "t4"},
             ["sft.yaml cannot run on this card", "only its edited"],
         ),
+        (
+            {"base": "training_arguments.json", "model": "google-bert/bert-base-uncased"},
+            ["", "", "--seq-len 1024 is assumed", "positions for 512 tokens: --seq-len 512 is"],
+        ),
         ({"model": "google-t5/t5-base", "gpu": "t4"}, ["may leave float16's range"]),
         (
             {"model": "google-bert/bert-base-uncased"},
@@ -283,7 +287,7 @@ def test_what_is_to_be_compiled_is_a_change_of_the_space() -> None:
 def test_what_a_search_says_of_its_question(question: dict[str, Any], said: list[str]) -> None:
     notes: list[str] = []
     if "base" in question:
-        question = {**question, "base": BASES / question["base"], "model": None}
+        question = {"model": None, **question, "base": BASES / question["base"]}
     resolve(dataclasses.replace(QUESTION, accumulation=None, **question), note=notes.append)
     assert len(notes) == len(said)
     assert all(part in note for part, note in zip(said, notes, strict=True))

@@ -20,15 +20,30 @@ from autotune.export.mapping import NotLiteral
 from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
-from autotune.space.trainers import TRAINERS
+from autotune.space.trainers import EMBEDDERS, TRAINERS, Trainer
 
 _TRL = {row.class_name: row.name for row in TRAINERS.values() if row.is_trl}
 """TRL's trainers by their classes."""
 _TRL_ARGUMENTS = {row.arguments_class: row.name for row in TRAINERS.values() if row.is_trl}
+_EMBEDDER = next(iter(EMBEDDERS.values()))
+_OF_EMBEDDERS = (_EMBEDDER.class_name, _EMBEDDER.arguments_class)
+_LOSSES = {
+    name: row
+    for row in reversed(EMBEDDERS.values())
+    for name in (row.loss, row.cached_loss)
+    if name
+}
+"""Trainers of embeddings by the classes of their losses; of those for triplets the one for pairs."""
+_DEFAULT_LOSS = "CoSENTLoss"
+"""The loss of a SentenceTransformerTrainer that is given none (sentence-transformers 6.2)."""
+_MINI_BATCH, _BATCH = 32, 8
+"""Defaults of a cached loss's mini_batch_size and of per_device_train_batch_size."""
+_OTHER_ENCODERS = re.compile(r"(Cross|Sparse)EncoderTrain\w+")
 _ARGUMENTS = (
     "TrainingArguments",
     "Seq2SeqTrainingArguments",
     "UnslothTrainingArguments",
+    _EMBEDDER.arguments_class,
     *_TRL_ARGUMENTS,
 )
 PEFT_TYPES = {
@@ -103,7 +118,7 @@ _SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
 _PLAN = "checkpoint_layers"
 """The function that puts a plan of checkpointing into the model, in our own train_sft.py."""
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-_NAMES = ("pretrained_model_name_or_path", "model_name")
+_NAMES = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
 
 
 @dataclass(slots=True)
@@ -128,6 +143,10 @@ class _Found:
     """Whether a checkpoint is given the class that unpacks it as it is loaded."""
     quantizer: str = ""
     """The class of OTHER_QUANTIZERS that is made."""
+    embeds: bool = False
+    """Whether SentenceTransformerTrainer trains it."""
+    losses: dict[str, ast.Call] = field(default_factory=dict)
+    """Losses that are made for that trainer."""
     others: dict[str, int] = field(default_factory=dict)
     """Other trainers than _SFT_TRAINERS, and where they are made."""
     plan: tuple[str, int] | None = None
@@ -143,6 +162,9 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         if alias.asname
     }
     found = _Found()
+    found.embeds = any(
+        name_of(node.func) in _OF_EMBEDDERS for node in ast.walk(tree) if isinstance(node, ast.Call)
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             _take_in(program, found, node, aliases)
@@ -172,6 +194,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
             f"line {line}: {trainer} trains with Unsloth, whose programs are read with SFTTrainer or Trainer"
             for trainer, line in found.others.items()
         )
+    embedder = _embedder_of(program, found) if found.embeds else None
     sections = frozenset(prefix or "arguments" for prefix in found.lines)
     loads_by_name = MODEL not in sections and (
         found.loads_by_name or "model_init_kwargs" in program.content
@@ -180,7 +203,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     program.shape = Shape(
         name="a Python program",
         sections=sections,
-        trainer=found.trainer or "transformers",
+        trainer=found.trainer or ("transformers" if embedder is None else embedder.name),
         has_trl_defaults=found.has_trl_defaults,
         loads_by_name=loads_by_name,
         is_unsloth=found.is_unsloth,
@@ -193,7 +216,8 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         adapter_in_base_dtype=found.adapter_in_base_dtype,
         plan=found.plan,
         is_part=MODEL not in sections and not loads_by_name,
-        task=found.task,
+        task=found.task if embedder is None else embedder.task,
+        fixed={} if embedder is None else _fixed_of_embedder(program, found, tree),
     )
     _check_switches(program, found)
     _check_assignments(program, tree)
@@ -205,12 +229,21 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
     owner = name_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
     owner = aliases.get(owner, owner)
     prefix = _section(function, owner)
+    if found.embeds and function == "SentenceTransformer":
+        prefix = MODEL
+    if found.embeds and function.endswith("Loss"):
+        found.losses[function] = node
+    if _OTHER_ENCODERS.fullmatch(function):
+        program.problems.append(
+            f"line {node.lineno}: {function} trains another kind of model than is predicted: of "
+            f"sentence-transformers' trainers {_EMBEDDER.class_name} is"
+        )
     is_another = function.endswith("Trainer") and function not in _SFT_TRAINERS
     if is_another and any(each.arg == "model" for each in node.keywords):
         found.others[function] = node.lineno
     found.unpacks |= function in UNPACKED_BY.values()
     found.quantizer = function if function in OTHER_QUANTIZERS else found.quantizer
-    if function == "get_peft_model" and prefix is None:
+    if function in ("get_peft_model", "add_adapter") and prefix is None:
         found.adapted = function, node.lineno
         found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
     if prefix is not None:
@@ -259,6 +292,9 @@ def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> 
         names = [*node.args[:1], *(keywords[name] for name in _NAMES if name in keywords)]
         if names:
             program.content[f"{MODEL}name"] = program.value(names[0])
+        given = program.content.get(f"{MODEL}model_kwargs")
+        if isinstance(given, dict) and "torch_dtype" in given:
+            given.setdefault("dtype", given.pop("torch_dtype"))
     elif len(node.args) > 1 or any(isinstance(each, ast.Starred) for each in node.args):
         program.problems.append(
             f"line {node.lineno}: {function} is given values without their names"
@@ -282,6 +318,48 @@ def _take_trainer(program: Program, node: ast.Call) -> bool:
     if isinstance(teacher, str):
         program.content[TEACHER_KEY] = teacher
     return True
+
+
+def _embedder_of(program: Program, found: _Found) -> Trainer:
+    """Return the trainer of embeddings with the program's loss; one that is not predicted is a problem."""
+    others = [name for name in found.losses if name not in _LOSSES]
+    name = next(iter(found.losses), _DEFAULT_LOSS)
+    if len(found.losses) > 1 or others:
+        name = next(iter(others), name)
+        program.problems.append(
+            f"line {found.losses[name].lineno}: {name} is not predicted"
+            if others
+            else f"line {found.losses[name].lineno}: {', '.join(found.losses)}: leave the one that trains"
+        )
+        if others:
+            program.problems[-1] += f": {', '.join(_LOSSES)} are"
+    return _LOSSES.get(name, _EMBEDDER)
+
+
+def _fixed_of_embedder(program: Program, found: _Found, tree: ast.Module) -> dict[str, Any]:
+    """Return the settings that a program for SentenceTransformerTrainer says elsewhere than in arguments."""
+    fixed: dict[str, Any] = {}
+    lengths = [
+        program.value(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and name_of(node.targets[0]) == "max_seq_length"
+        if isinstance(node.targets[0], ast.Attribute)
+    ]
+    if len(lengths) == 1 and isinstance(lengths[0], int):
+        fixed["sequence_length"] = lengths[0]
+    batch = program.content.get("per_device_train_batch_size", _BATCH)
+    for name, node in found.losses.items():
+        mini, *_ = (*_given(program, node, "mini_batch_size"), _MINI_BATCH)
+        if name not in _LOSSES or name != _LOSSES[name].cached_loss or not isinstance(batch, int):
+            continue
+        if not isinstance(mini, int) or not 0 < mini < batch:
+            program.problems.append(
+                f"line {node.lineno}: {name} with mini_batch_size={mini} is not predicted: say a number "
+                f"below per_device_train_batch_size, which is {batch}, or take {_LOSSES[name].loss}"
+            )
+        else:
+            fixed["loss_mini_batches"] = -(-batch // mini)
+    return fixed
 
 
 def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:

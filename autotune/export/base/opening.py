@@ -26,7 +26,7 @@ from autotune.export.trainer_rows import fixed_of, without_fixed
 from autotune.export.training_args import installed_fields
 from autotune.space.config import OF_COMPLETIONS
 from autotune.space.knobs import KNOBS
-from autotune.space.trainers import BY_TASK, Trainer
+from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS, Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +125,8 @@ def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = Non
     if os.path.isdir(path):
         return _open_folder(path, method)
     part = read_part(path, has_bf16=has_bf16)
-    return _open_program(part, method) if part.is_program else _open_mapping(part, method, task)
+    read_part_of = _open_program if part.is_program else _open_mapping
+    return read_part_of(part, method, task)
 
 
 def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
@@ -226,9 +227,13 @@ def _shared_by_deepspeed(
     )
 
 
-def _open_program(part: RunFile, method: str) -> Opened:
+def _open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
     program = part.program()
     shape, content = program.shape, program.content
+    asked, read_as = EMBEDDERS.get(task or ""), TRAINERS[shape.trainer]
+    alike = [row for row in EMBEDDERS.values() if row.loss == read_as.loss]
+    if asked in alike:
+        shape = dataclasses.replace(shape, trainer=asked.name, task=asked.task)
     if not shape.sections:
         raise ConfigError(
             f"{part.path} has no settings that can be read",
@@ -253,6 +258,12 @@ def _open_program(part: RunFile, method: str) -> Opened:
         if isinstance(value, NotLiteral) and key in others
     ]
     further = [*program.notes, *said]
+    if asked is None:
+        further += [
+            f"its samples are taken for {read_as.format}: --task {row.task} has {row.format}"
+            for row in alike
+            if row is not read_as
+        ]
     if left:
         further.append(f"not literal values, so not in the other files: {', '.join(left)}")
     return Opened(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.catalogue.checkpoint import NOT_MODELLED
@@ -44,6 +44,7 @@ from autotune.export.trainer_rows import (
     MOST_LAYERS,
     attention,
     fixed_of,
+    without_fixed,
 )
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
@@ -98,6 +99,8 @@ class Shape:
     """Whether what is missing is made elsewhere, and open."""
     task: str | None = None
     """Task of the class that the model is loaded with; None: any class that it has."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that a program says where they are not changed."""
 
 
 def adapter_method(fields: Mapping[str, Any], *, is_quantized: bool) -> str:
@@ -164,7 +167,10 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             own = [row for row in own if row.ours[0] not in fixed]
         rows += own
         rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
-        if trainer.task:
+        if trainer.passes_apart:
+            rows = list(without_fixed(rows))
+            fixed |= fixed_of(trainer)
+        elif trainer.task:
             rows = [
                 *rows_beside(trainer, [*rows, of_sft["sequence_length"]]),
                 *rows_of_task(trainer),
@@ -178,6 +184,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         elif RECIPE not in shape.sections:
             rows.append(of_trainer["batching"])
     loading = "model_init_kwargs." if shape.loads_by_name else MODEL
+    if trainer.passes_apart:
+        loading = f"{MODEL}model_kwargs."
     if RECIPE in shape.sections:
         rows.append(_recipe_precision(is_quantized=is_quantized))
     elif shape.is_fp8:
@@ -198,6 +206,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         fixed["expandable_segments"] = True
     if shape.keeps_checkpointing and "arguments" not in shape.sections:
         fixed["activation_checkpointing"] = 1
+    fixed |= shape.fixed
     if shape.kbit_preparation:
         fixed["kbit_preparation"] = True
     if shape.adapter_in_base_dtype:
@@ -232,6 +241,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             },
             **_REFUSED,
             **(refused_of_task(trainer) if trainer.task else {}),
+            **(_REFUSED_OF_EMBEDDERS if trainer.passes_apart else {}),
         },
         unpredicted={**UNPREDICTED, **unpredicted_of_task(trainer)},
         caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
@@ -242,6 +252,11 @@ _REFUSED = {
     f"{MODEL}load_in_4bit": "says nothing to Transformers 5: BitsAndBytesConfig has it",
     f"{MODEL}load_in_8bit": "says nothing to Transformers 5: BitsAndBytesConfig has it",
     f"{QUANTIZATION}llm_int8_enable_fp32_cpu_offload": "keeps a part of the model in host memory",
+}
+
+
+_REFUSED_OF_EMBEDDERS = {
+    f"{ADAPTER}lora_dropout": "was not tried with embeddings of texts: take it out",
 }
 
 
