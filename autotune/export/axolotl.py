@@ -397,6 +397,8 @@ GRPO = _of_task(
 Prompts are not cut off: sequence_len keeps the length that was planned.
 """
 _BY_RL = {"dpo": DPO, "kto": KTO, "grpo": GRPO}
+_PADS = {"pad_to_sequence_len": "pads every sample to the whole length"}
+_UNPACKED = dataclasses.replace(TARGET, unpredicted={**TARGET.unpredicted, **_PADS})
 _NO_REFERENCE = (
     "trains with a loss that has no reference: the nearest that is predicted is dpo with "
     "precompute_ref_log_probs, whose steps have none either"
@@ -415,7 +417,8 @@ _REFUSED_VALUES = {
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
     loss = "reward" if content.get("reward_model") else str(content.get("rl"))
-    target = {**_BY_RL, "ipo": IPO, "reward": REWARD}.get(loss, TARGET)
+    usual = TARGET if content.get("sample_packing") else _UNPACKED
+    target = {**_BY_RL, "ipo": IPO, "reward": REWARD}.get(loss, usual)
     refused = {
         key: whys[said]
         for key, whys in _REFUSED_VALUES.items()

@@ -250,11 +250,18 @@ _LOSSES = {
 }
 """Other losses of pairs, by TRL's DPOTrainer (train/dpo/trainer.py); they differ by a number a pair."""
 _BY_STAGE = {"dpo": DPO, "kto": KTO}
+_OTHER_STAGES = {
+    "rm": "trains a head on values, which is not predicted: the nearest is --task reward, TRL's",
+    "ppo": "writes completions and trains a head on values, which is not predicted: pt, sft, dpo and kto are",
+}
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
     stage, loss = (str(content.get(key)) for key in ("stage", "pref_loss"))
+    if stage in _OTHER_STAGES:
+        refused = {**TARGET.refused, "stage": f"{stage} {_OTHER_STAGES[stage]}"}
+        return dataclasses.replace(TARGET, refused=refused)
     return _LOSSES[loss] if stage == "dpo" and loss in _LOSSES else _BY_STAGE.get(stage, TARGET)
 
 

@@ -510,6 +510,31 @@ def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
         read_base(path)
 
 
+@pytest.mark.parametrize(
+    ("more", "length"),
+    [({"block_size": 512}, 512), ({"task_name": "", "max_seq_length": 9}, 9), ({"train_file": "t"}, None)],
+)  # fmt: skip
+def test_an_example_scripts_arguments_are_not_sfts(
+    tmp_path: Path, more: dict[str, Any], length: int | None
+) -> None:
+    path = tmp_path / "clm.json"
+    said = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "fp16": True, **more}
+    path.write_text(json.dumps({**said, "per_device_train_batch_size": 4}))
+    run = read_base(path, sequence_length=2048)
+    assert run.target is not None
+    assert run.target.name == "Transformers' example script"
+    assert (run.model, run.config.trainer) == ("m", "transformers")
+    assert (run.config.precision, run.config.activation_checkpointing) == ("fp16-mixed", 0)
+    assert run.has_length is (length is not None)
+    assert run.config.sequence_length == (length or 2048)
+    answer = dataclasses.replace(run.config, micro_batch_size=8, precision="bf16-mixed")
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    assert json.loads(text).items() >= {**more, "per_device_train_batch_size": 8}.items()
+    path.write_text(text)
+    assert read_base(path, sequence_length=2048).config == answer
+
+
 ZERO3 = {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "bf16": {"enabled": "auto"}}
 ARGUMENTS_OF_3 = "per_device_train_batch_size: 2\nbf16: true\n"
 
@@ -579,6 +604,8 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
          "optimizer_in_bwd"),
         ("t.yaml", "model: {_component_: torchtune.x.lora_y, lora_attn_modules: [wte]}\n",
          "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
+        ("l.yaml", "model_name_or_path: a/b\nstage: rm\ntemplate: x\nbf16: true\n",
+         "stage: rm trains a head on values, which is not predicted: the nearest is --task reward"),
         ("l.yaml", "model_name_or_path: a/b\nfinetuning_type: full\nstage: sft\ntemplate: x\nbf16: 'true'\n",
          "bf16: 'true' is not predicted; bf16: true"),
     ],

@@ -260,6 +260,78 @@ def test_programs_that_embed_texts(
     assert read_base(written(tmp_path, text), task=task).config == answer
 
 
+LOOP = """
+model = AutoModelForCausalLM.from_pretrained("m", dtype=torch.bfloat16)
+accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
+loader = DataLoader(train, shuffle=True, batch_size=16)
+other = DataLoader(test, batch_size=64)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "settings"),
+    [
+        ("", "", {}),
+        ('mixed_precision="bf16", ', "", {"precision": "bf16-true"}),
+        ('mixed_precision="bf16"', 'mixed_precision="no"', {"precision": "bf16-true"}),
+        ("dtype=torch.bfloat16", "dtype=torch.float32", {"precision": "bf16-mixed"}),
+        (', fused=True', "", {"optimizer": "adamw_torch"}),
+        ("torch.optim.AdamW(", "bnb.optim.PagedAdamW8bit(", {"optimizer": "paged_adamw_8bit"}),
+        ("accelerator = Acc", "with torch.autocast('cuda', dtype=torch.bfloat16): ...\n# ",
+         {"gradient_accumulation_steps": 2}),
+        ("optimizer =", "model.gradient_checkpointing_enable()\noptimizer =",
+         {"activation_checkpointing": 1}),
+    ],
+)  # fmt: skip
+def test_a_loop_of_its_own(tmp_path: Path, old: str, new: str, settings: dict[str, Any]) -> None:
+    path = written(tmp_path, LOOP.replace(old, new, 1))
+    run = read_base(path, samples=32)
+    usual = {
+        "precision": "bf16-autocast",
+        "micro_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "optimizer": "adamw_torch_fused",
+    }
+    for name, value in {**usual, **settings}.items():
+        assert getattr(run.config, name) == value
+    assert "its loop is its own" in " ".join(run.notes)
+    target = run.target
+    assert target is not None
+    for name in ("optimizer", "liger", "batching", "attention"):
+        assert mapping_write.allows(target, "full", name, getattr(run.config, name))
+    assert mapping_write.allows(target, "full", "optimizer", "adafactor")
+    if not settings:
+        answer = {"precision": "bf16-true", "micro_batch_size": 8, "gradient_accumulation_steps": 8}
+        assert diff(run, **answer) == [
+            '- accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)',
+            '+ accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=8)',
+            "- loader = DataLoader(train, shuffle=True, batch_size=16)",
+            "+ loader = DataLoader(train, shuffle=True, batch_size=8)",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings"),
+    [
+        ("SFTTrainer(model='m', train_dataset=d)",
+         {"trainer": "trl-sft", "activation_checkpointing": 1, "precision": "bf16-mixed"}),
+        ("Trainer(model=AutoModelForCausalLM.from_pretrained('m'))", {"precision": "bf16-true"}),
+        ("class Mine(Trainer): ...\nMine(AutoModelForCausalLM.from_pretrained('m'), args=None)", {}),
+    ],
+)  # fmt: skip
+def test_a_trainer_without_arguments_has_its_own(
+    tmp_path: Path, trainer: str, settings: dict[str, Any]
+) -> None:
+    run = read_base(written(tmp_path, f"t = 1\n{trainer}\n"))
+    assert run.config.micro_batch_size == 8
+    assert not run.taken
+    assert all(getattr(run.config, name) == value for name, value in settings.items())
+    assert ("what it overrides is not predicted" in " ".join(run.notes)) is ("Mine" in trainer)
+    _, left = changed(run, micro_batch_size=4)
+    assert [each.key for each in left] == ["per_device_train_batch_size"]
+
+
 def test_a_constant_with_two_uses_stays(tmp_path: Path) -> None:
     """RANK says something else too."""
     run = read_base(theirs(tmp_path, "qlora"))
@@ -433,6 +505,16 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         ("AutoModelForCausalLM.from_pretrained('m', load_in_4bit=True)\nTrainingArguments()",
          "BitsAndBytesConfig has it"),
         ("model = FastLanguageModel.from_pretrained('m')\nSFTConfig()", "nothing trains"),
+        ("pl.Trainer(max_epochs=3, precision='bf16-mixed')\nm = AutoModelForMaskedLM.from_pretrained('m')",
+         "line 1: Lightning's Trainer is not read: say what it trains in a train_config.yaml"),
+        ("a = ORPOConfig(output_dir='o')\nm = AutoModelForCausalLM.from_pretrained('m')",
+         "line 1: ORPOConfig is of no trainer that is predicted: of TRL's SFTTrainer, DPOTrainer"),
+        ("m = AutoModelForCausalLM.from_pretrained('m')\nTrainer(m, get_arguments())",
+         "line 2: Trainer has arguments that are not made here: write them out"),
+        ("m = AutoModelForCausalLM.from_pretrained('m')\nORPOTrainer(model=m, args=a)",
+         "line 2: ORPOTrainer has arguments that are not made here"),
+        ("l = DataLoader(d, batch_size=size, shuffle=True)\nm = AutoModelForCausalLM.from_pretrained('m')",
+         "loader batch_size: size (line 1) is not a literal"),
         ("print('no training here')", "has no settings that can be read"),
         ("x = (", "is not a Python program. line 1"),
     ],
@@ -464,6 +546,7 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
         ("NAME", "m"),
         ("other.bfloat16", NotLiteral("", 0)),
         ("16 // SIZE", 4),
+        ("SECOND", 2),
         ("2 * (SIZE + 1) - 1e-5", 9.99999),
         ("SIZE / 0", NotLiteral("", 0)),
         ("SIZE ** SIZE", NotLiteral("", 0)),
@@ -477,7 +560,7 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
 )
 def test_values(source: str, value: object) -> None:
     found = program.parsed(
-        "NAME = 'm'\nSIZE = 4\nITSELF = ITSELF + 1\nBF16 = is_bf16_supported()\n"
+        "NAME = 'm'\nSIZE = 4\nFIRST, SECOND = 1, 2\nITSELF = ITSELF + 1\nBF16 = is_bf16_supported()\n"
         f"TrainingArguments(x={source})\n"
     )
     assert found.content["x"] == value

@@ -409,6 +409,11 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
     assert "rl: trains with a loss that has no reference" in said
     assert "gradient_checkpointing: parks what every layer keeps by TRL's own offloading" in said
     assert "activation_offloading: hidden_states" in said
+    path = tmp_path / "padded.yaml"
+    for packed in ("true", "false"):
+        path.write_text(f"base_model: x\npad_to_sequence_len: true\nsample_packing: {packed}\n")
+        notes = " ".join(read_base(path).notes)
+        assert ("pads every sample to the whole length" in notes) is (packed == "false")
 
 
 def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None:

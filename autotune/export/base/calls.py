@@ -13,8 +13,9 @@ from typing import Any
 
 from autotune.catalogue.checkpoint import NOT_MODELLED, OTHER_QUANTIZERS, UNPACKED_BY
 from autotune.catalogue.tasks import TASKS
+from autotune.export.base import loops
 from autotune.export.base.literals import Program, name_of
-from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
+from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.base.sections import Shape
 from autotune.export.mapping import NotLiteral
 from autotune.export.trainer_rows import TEACHER_KEY
@@ -115,10 +116,17 @@ _OF_LAYERS = ("every_n_layers", "offload")
 """Keywords of theirs that say more than whether."""
 _SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
 """Trainers that Unsloth's programs are read with: those of a causal language model."""
+_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", _EMBEDDER.class_name)
+"""Trainers whose own arguments have defaults that are known here."""
+_OF_LIGHTNING = frozenset(
+    ("accelerator", "accumulate_grad_batches", "devices", "max_epochs", "precision", "strategy")
+)
+"""Keywords of Lightning's Trainer and Fabric that Transformers' lacks."""
+_OF_ARGUMENTS = frozenset(("num_train_epochs", "output_dir", "per_device_train_batch_size"))
+"""Keywords by which the arguments of an unknown trainer are known."""
 _PLAN = "checkpoint_layers"
 """The function that puts a plan of checkpointing into the model, in our own train_sft.py."""
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-_NAMES = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
 
 
 @dataclass(slots=True)
@@ -137,6 +145,8 @@ class _Found:
     is_unsloth: bool = False
     task: str | None = None
     adapter_in_base_dtype: bool = False
+    trains: ast.Call | None = None
+    """The call of a trainer whose arguments the program has to make."""
     adapted: tuple[str, int] | None = None
     """The call that takes an adapter, PEFT's get_peft_model or a trainer's, and its line."""
     unpacks: bool = False
@@ -161,6 +171,14 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         for alias in node.names
         if alias.asname
     }
+    own = {
+        node.name: aliases.get(name, name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for name in map(name_of, node.bases)
+        if aliases.get(name, name) in (*_ARGUMENTS, *_TRAINERS, *_TRL)
+    }
+    aliases |= own
     found = _Found()
     found.embeds = any(
         name_of(node.func) in _OF_EMBEDDERS for node in ast.walk(tree) if isinstance(node, ast.Call)
@@ -169,6 +187,9 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         if isinstance(node, ast.Call):
             _take_in(program, found, node, aliases)
     found.switches = _switches(program, tree, aliases)
+    _check_arguments(program, found, aliases)
+    if found.trains is not None and (name := name_of(found.trains.func)) in own:
+        program.notes.append(f"{name} is a trainer of its own: what it overrides is not predicted")
     for prefix, places in found.lines.items():
         if len(places) > 1:
             what = prefix.removesuffix(":") or "TrainingArguments, SFTConfig or its like"
@@ -195,7 +216,11 @@ def find_calls(program: Program, tree: ast.Module) -> None:
             for trainer, line in found.others.items()
         )
     embedder = _embedder_of(program, found) if found.embeds else None
-    sections = frozenset(prefix or "arguments" for prefix in found.lines)
+    fixed = {} if embedder is None else _fixed_of_embedder(program, found, tree)
+    of_loop: set[str] = set()
+    if MODEL in found.lines and "" not in found.lines:
+        of_loop, fixed = loops.read_loop(program, tree, aliases)
+    sections = frozenset(prefix or "arguments" for prefix in found.lines) | of_loop
     loads_by_name = MODEL not in sections and (
         found.loads_by_name or "model_init_kwargs" in program.content
     )
@@ -217,7 +242,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         plan=found.plan,
         is_part=MODEL not in sections and not loads_by_name,
         task=found.task if embedder is None else embedder.task,
-        fixed={} if embedder is None else _fixed_of_embedder(program, found, tree),
+        fixed=fixed,
     )
     _check_switches(program, found)
     _check_assignments(program, tree)
@@ -237,6 +262,21 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         program.problems.append(
             f"line {node.lineno}: {function} trains another kind of model than is predicted: of "
             f"sentence-transformers' trainers {_EMBEDDER.class_name} is"
+        )
+    keywords = {each.arg for each in node.keywords}
+    is_trainer = function in (*_TRAINERS, *_TRL)
+    if (is_trainer or function == "Fabric") and keywords & _OF_LIGHTNING:
+        program.problems.append(
+            f"line {node.lineno}: Lightning's {function} is not read: say what it trains in a "
+            "train_config.yaml, as examples/my-run.yaml does"
+        )
+    elif is_trainer or (function.endswith("Trainer") and "args" in keywords):
+        found.trains = node
+    is_arguments = function.endswith(("Arguments", "Args", "Config")) and prefix is None
+    if is_arguments and keywords & _OF_ARGUMENTS:
+        program.problems.append(
+            f"line {node.lineno}: {function} is of no trainer that is predicted: of TRL's "
+            f"{', '.join(_TRL)} are"
         )
     is_another = function.endswith("Trainer") and function not in _SFT_TRAINERS
     if is_another and any(each.arg == "model" for each in node.keywords):
@@ -289,7 +329,7 @@ def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> 
     keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
     program.take(prefix, node)
     if prefix == MODEL:
-        names = [*node.args[:1], *(keywords[name] for name in _NAMES if name in keywords)]
+        names = [*node.args[:1], *(keywords[name] for name in NAMES if name in keywords)]
         if names:
             program.content[f"{MODEL}name"] = program.value(names[0])
         given = program.content.get(f"{MODEL}model_kwargs")
@@ -318,6 +358,23 @@ def _take_trainer(program: Program, node: ast.Call) -> bool:
     if isinstance(teacher, str):
         program.content[TEACHER_KEY] = teacher
     return True
+
+
+def _check_arguments(program: Program, found: _Found, aliases: Mapping[str, str]) -> None:
+    """Take a trainer that is given no arguments to have its own; report those that are made elsewhere."""
+    made = found.trains
+    if made is None or "" in found.lines or program.problems:
+        return
+    function = aliases.get(name_of(made.func), name_of(made.func))
+    given = [each.value for each in made.keywords if each.arg in ("args", None)] or made.args[1:2]
+    if given and program.value(given[0]) is not None:
+        program.problems.append(
+            f"line {made.lineno}: {function} has arguments that are not made here: write them out, or "
+            "give the file that they are in"
+        )
+    elif function in (*_TRAINERS, *_TRL):
+        found.lines[""] = [made.lineno]
+        found.has_trl_defaults |= function in _TRL
 
 
 def _embedder_of(program: Program, found: _Found) -> Trainer:

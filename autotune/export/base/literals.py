@@ -169,17 +169,25 @@ def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
             for attribute in ("name", "arg", "asname", "rest"):
                 if isinstance(name := getattr(node, attribute, None), str):
                     num_bindings[name] += 1
-    for node in tree.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                pass
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                pass
-            case _:
-                continue
+    for name, value in (bound for node in tree.body for bound in _bound_by(node)):
         if num_bindings[name] == 1 and _is_followed(value, may_have_changed=name in changed):
             names[name] = value
     return names, num_uses
+
+
+def _bound_by(node: ast.stmt) -> list[tuple[str, ast.expr]]:
+    """Return the names that a statement binds to values: `a = 1`, `a: int = 1`, `a, b = 1, 2`."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return [(name, value)]
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            return [(name, value)]
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(
+            names
+        ) == len(values):
+            pairs = zip(names, values, strict=True)
+            return [(name.id, value) for name, value in pairs if isinstance(name, ast.Name)]
+    return []
 
 
 def options(tree: ast.Module) -> dict[str, ast.expr]:

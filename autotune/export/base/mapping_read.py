@@ -17,7 +17,7 @@ def read(target: TrainerFile, content: Mapping[str, Any]) -> tuple[dict[str, Any
     content = in_current_words(target, content)
     values: dict[str, Any] = dict(target.fixed)
     refused = {key for key in target.refused if _is_on(content, key)}
-    problems = [f"{key}: {why}" for key, why in target.refused.items() if key in refused]
+    problems = [f"{in_words(key)}: {why}" for key, why in target.refused.items() if key in refused]
     for row in target.rows:
         method = values.get("method")
         if method is None and row.methods != METHODS:

@@ -83,6 +83,11 @@ READERS: tuple[Reader, ...] = (
         fitted=llama_factory.fitted,
     ),
     Reader(
+        target=huggingface.EXAMPLE,
+        recognise=_has(*huggingface.OF_EXAMPLES),
+        fitted=huggingface.of_example,
+    ),
+    Reader(
         target=huggingface.SFT,
         recognise=_has("model_name_or_path", "max_length", "packing", "use_peft", "dataset_name"),
     ),

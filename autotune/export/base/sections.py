@@ -28,12 +28,15 @@ from autotune.export.base.huggingface import (
 )
 from autotune.export.base.section_rows import (
     ADAPTER,
+    DEFAULTS_OF_LOOPS,
     MODEL,
+    OWN_LOOP,
     QUANTIZATION,
     RECIPE,
     UNPREDICTED,
     adapter_rows,
     by_setting,
+    loop_rows,
     precision_row,
     quantization_row,
     with_products,
@@ -184,6 +187,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         elif RECIPE not in shape.sections:
             rows.append(of_trainer["batching"])
     loading = "model_init_kwargs." if shape.loads_by_name else MODEL
+    is_alone = shape.sections == {"arguments"} and not shape.loads_by_name
+    caveats = TRAINING_ARGUMENTS.caveats if is_alone else ()
+    is_loop = MODEL in shape.sections and "arguments" not in shape.sections
     if trainer.passes_apart:
         loading = f"{MODEL}model_kwargs."
     if RECIPE in shape.sections:
@@ -191,6 +197,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
     elif shape.is_fp8:
         dtype = value_at(content, f"{loading}dtype", "bfloat16")
         fixed["precision"] = "fp8-mixed" if dtype == "float32" else "fp8-autocast"
+    elif is_loop:
+        rows += loop_rows(shape.sections, f"{loading}dtype", is_quantized=is_quantized)
+        caveats = ((lambda _: True, OWN_LOOP),)
     elif shape.loads_by_name or MODEL in shape.sections:
         rows.append(precision_row(f"{loading}dtype", is_quantized=is_quantized))
     elif "arguments" in shape.sections:
@@ -226,7 +235,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         ),
         fixed=fixed,
         follows=_follows if RECIPE in shape.sections else None,
-        elsewhere=_elsewhere(shape, rows, fixed) if shape.is_part else (),
+        elsewhere=_elsewhere(shape, rows, fixed, is_loop=is_loop)
+        if shape.is_part or is_loop
+        else (),
         renamed={
             **TRAINING_ARGUMENTS.renamed,
             f"{MODEL}torch_dtype": f"{MODEL}dtype",
@@ -243,8 +254,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             **(refused_of_task(trainer) if trainer.task else {}),
             **(_REFUSED_OF_EMBEDDERS if trainer.passes_apart else {}),
         },
-        unpredicted={**UNPREDICTED, **unpredicted_of_task(trainer)},
-        caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
+        unpredicted={**UNPREDICTED, **_NOT_READ_BY_TRL, **unpredicted_of_task(trainer)},
+        caveats=caveats,
     )
 
 
@@ -255,6 +266,10 @@ _REFUSED = {
 }
 
 
+_NOT_READ_BY_TRL = {
+    # trl 1.16 create_model_from_path has a dtype of its own, which comes before the older name.
+    "model_init_kwargs.torch_dtype": "is not read: TRL loads weights in float32 where no dtype is named",
+}
 _REFUSED_OF_EMBEDDERS = {
     f"{ADAPTER}lora_dropout": "was not tried with embeddings of texts: take it out",
 }
@@ -275,8 +290,12 @@ def _fixed_plan(plan: str, num_layers: int) -> dict[str, Any]:
     return {"activation_offloading": False, **dict(zip(CHECKPOINTING, said, strict=True))}
 
 
-def _elsewhere(shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any]) -> tuple[str, ...]:
-    said = {*fixed, *(name for row in rows for name in row.ours)}
+def _elsewhere(
+    shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any], *, is_loop: bool
+) -> tuple[str, ...]:
+    """Return the settings that are open: those of a loop that are said once can be changed in it, too."""
+    changeable = shape.fixed if is_loop else ()
+    said = {*fixed, *(name for row in rows for name in row.ours)}.difference(changeable)
     names = TRAINING_ARGUMENTS.elsewhere if "arguments" in shape.sections else _ALL
     return tuple(name for name in names if name not in said)
 
@@ -300,6 +319,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{RECIPE}checkpoint_layers": 0,
         f"{RECIPE}update_in_backward": False,
         "max_length": SFT.defaults["max_length"],
+        **DEFAULTS_OF_LOOPS,
         **defaults_of_task(TRAINERS[shape.trainer]),
     }
     if shape.has_trl_defaults:
