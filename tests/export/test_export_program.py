@@ -48,6 +48,8 @@ UNSLOTH = dataclasses.replace(
     optimizer="adamw_8bit",
     activation_offloading=True,
 )
+LOADED = "m = AutoModelForCausalLM.from_pretrained('m', quantization_config=None)"
+TRAINED = "t = Trainer(m, args=TrainingArguments('o'))"
 SIZES = "per_device_train_batch_size=2, gradient_accumulation_steps=4"
 
 
@@ -258,6 +260,47 @@ def test_programs_that_embed_texts(
     text, _, left = run.parts[0].edited(changes(run, config, answer))
     assert left == []
     assert read_base(written(tmp_path, text), task=task).config == answer
+
+
+BITS = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')"
+ADAPTED = "m = get_peft_model(m, LoraConfig(r=8, lora_alpha=16, target_modules=['v_proj']))"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        (f"q = {BITS} if OFF else None\n{LOADED}", {"method": "full"}),
+        (f"if KIND == 'lora':\n  {ADAPTED}\n{LOADED}", {"method": "full"}),
+        (f"if not OFF and KIND != 'lora':\n  {LOADED}\n{ADAPTED}", {"method": "lora"}),
+        (f"if __name__ == '__main__':\n  {LOADED}\n  {ADAPTED}", {"method": "lora"}),
+        (f"q = {BITS}\n{LOADED}", {"method": "full", "quantization": "none"}),
+        (f"{LOADED}\nm.to('cuda').train()\nfor p in m.parameters():\n  p.requires_grad = False\n{ADAPTED}",
+         {"method": "lora", "precision": "bf16-true"}),
+        (f"{LOADED}\nAutoPeftModelForCausalLM", {"method": "full"}),
+        (f"from x import AutoLigerKernelForCausalLM\n{LOADED.replace('AutoModel', 'AutoLigerKernel')}",
+         {"liger": True}),
+        (f"apply_liger_kernel_to_qwen2()\n{LOADED}", {"liger": True}),
+        (LOADED.replace("quantization_config=None", "attn_implementation='kernels-community/flash-attn2'"),
+         {"attention": "flash_attention_2"}),
+    ],
+)  # fmt: skip
+def test_only_what_is_done_to_the_model_is_read(
+    tmp_path: Path, text: str, settings: dict[str, Any]
+) -> None:
+    after = f"t.train()\n{LOADED}\nm.half()\nq = {BITS}\n"
+    constants = "OFF = False\nKIND = 'qlora'\n"
+    run = read_base(written(tmp_path, f"{constants}{text}\n{TRAINED}\n{after}"))
+    assert {name: getattr(run.config, name) for name in settings} == settings
+    is_unused = text.startswith(f"q = {BITS}\n")
+    assert ("given to no model" in " ".join(run.notes)) is is_unused
+    assert changed(run) == (run.parts[0].text, [])
+
+
+def test_a_reference_is_not_the_model_that_trains(tmp_path: Path) -> None:
+    text = f"{LOADED}\nref = AutoModelForCausalLM.from_pretrained('other')\nref.requires_grad_(False)\n"
+    trainer = "DPOTrainer(m, ref_model=ref, args=DPOConfig(output_dir='o'))\n"
+    run = read_base(written(tmp_path, text + trainer))
+    assert (run.model, run.config.trainer, run.config.method) == ("m", "trl-dpo", "full")
 
 
 LOOP = """
@@ -515,6 +558,18 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
          "line 2: ORPOTrainer has arguments that are not made here"),
         ("l = DataLoader(d, batch_size=size, shuffle=True)\nm = AutoModelForCausalLM.from_pretrained('m')",
          "loader batch_size: size (line 1) is not a literal"),
+        (f"{LOADED}.half()\n{TRAINED}", "line 1: half casts the model: say dtype='float16' where it"),
+        (f"{LOADED}\nm.to(0, torch.bfloat16)\n{TRAINED}", "line 2: to casts the model: say dtype='bfloat16'"),
+        (f"{LOADED}\nm = torch.compile(m)\n{TRAINED}", "line 2: compile is not read: say torch_compile=True"),
+        (f"{LOADED}\nm.base.requires_grad_(False)\n{TRAINED}", "line 2: it freezes weights"),
+        (f"{LOADED}\nfor p in m.parameters():\n  p.requires_grad = False\n{TRAINED}", "line 3: it freezes"),
+        (f"apply_liger_kernel_to_llama(rope=False)\n{LOADED}\n{TRAINED}", "line 1: apply_liger_kernel_to_"),
+        (f"{LOADED}\n{TRAINED[:-1]}, optimizers=(o, None))", "optimizers=(o, None) is not read: say optim"),
+        (f"{LOADED}\nm = PeftModel.from_pretrained(m, 'a')\n{TRAINED}",
+         "line 2: PeftModel.from_pretrained has an adapter that is not made here"),
+        ("c = SFTConfig()\nc.packing = True\nSFTTrainer('m', c)", "line 2: c.packing is set later"),
+        (f"q = BitsAndBytesConfig(load_in_4bit=True) if other else None\n{LOADED}\n{TRAINED}",
+         "line 1: only running tells whether BitsAndBytesConfig is called: write it without the condition"),
         ("print('no training here')", "has no settings that can be read"),
         ("x = (", "is not a Python program. line 1"),
     ],

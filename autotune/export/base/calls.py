@@ -14,10 +14,11 @@ from typing import Any
 from autotune.catalogue.checkpoint import NOT_MODELLED, OTHER_QUANTIZERS, UNPACKED_BY
 from autotune.catalogue.tasks import TASKS
 from autotune.export.base import loops
+from autotune.export.base.conditions import CHECKPOINTING, both, calls_made, holds_in
 from autotune.export.base.literals import Program, name_of
+from autotune.export.base.model_changes import has_liger, models_of, problems_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.base.sections import Shape
-from autotune.export.mapping import NotLiteral
 from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
@@ -124,15 +125,18 @@ _OF_LIGHTNING = frozenset(
 """Keywords of Lightning's Trainer and Fabric that Transformers' lacks."""
 _OF_ARGUMENTS = frozenset(("num_train_epochs", "output_dir", "per_device_train_batch_size"))
 """Keywords by which the arguments of an unknown trainer are known."""
+_OF_PEFT = re.compile(r"(Auto)?PeftModel\w*")
 _PLAN = "checkpoint_layers"
 """The function that puts a plan of checkpointing into the model, in our own train_sft.py."""
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 @dataclass(slots=True)
 class _Found:
     """Findings of all calls together."""
 
+    loading: set[ast.Call] = field(default_factory=set)
+    """Calls that load the model."""
+    arguments: set[ast.Call] = field(default_factory=set)
     lines: dict[str, list[int]] = field(default_factory=dict)
     """Lines at which the calls of a section stand, by the prefix of its keys."""
     switches: list[tuple[ast.Call, str, bool | None]] = field(default_factory=list)
@@ -180,13 +184,18 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     }
     aliases |= own
     found = _Found()
-    found.embeds = any(
-        name_of(node.func) in _OF_EMBEDDERS for node in ast.walk(tree) if isinstance(node, ast.Call)
-    )
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            _take_in(program, found, node, aliases)
-    found.switches = _switches(program, tree, aliases)
+    made = calls_made(program, tree)
+    found.embeds = any(name_of(node.func) in _OF_EMBEDDERS for node in made)
+    beside = _beside_the_run(tree, made, aliases)
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and made[node] is not False and node not in beside
+    ]
+    for node in calls:
+        _take_in(program, found, node, aliases, is_sure=made[node] is True)
+    _drop_unused_quantization(program, found)
+    found.switches = _switches(program, made, aliases)
     _check_arguments(program, found, aliases)
     if found.trains is not None and (name := name_of(found.trains.func)) in own:
         program.notes.append(f"{name} is a trainer of its own: what it overrides is not predicted")
@@ -217,9 +226,14 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         )
     embedder = _embedder_of(program, found) if found.embeds else None
     fixed = {} if embedder is None else _fixed_of_embedder(program, found, tree)
+    if has_liger(calls):
+        fixed["liger"] = True
+    names = models_of(tree, found.loading)
+    program.problems += problems_of(program, tree, calls, names, is_full=ADAPTER not in found.lines)
     of_loop: set[str] = set()
     if MODEL in found.lines and "" not in found.lines:
-        of_loop, fixed = loops.read_loop(program, tree, aliases)
+        of_loop, of_optimizer = loops.read_loop(program, tree, aliases)
+        fixed |= of_optimizer
     sections = frozenset(prefix or "arguments" for prefix in found.lines) | of_loop
     loads_by_name = MODEL not in sections and (
         found.loads_by_name or "model_init_kwargs" in program.content
@@ -245,15 +259,74 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         fixed=fixed,
     )
     _check_switches(program, found)
-    _check_assignments(program, tree)
+    _check_assignments(program, tree, found)
 
 
-def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[str, str]) -> None:
+def _beside_the_run(
+    tree: ast.Module, made: Mapping[ast.Call, bool | None], aliases: Mapping[str, str]
+) -> set[ast.Call]:
+    """Return the calls that load a reference, or what was trained once training is over."""
+    references = {
+        each.value.id
+        for node in made
+        for each in node.keywords
+        if each.arg == "ref_model" and isinstance(each.value, ast.Name)
+    }
+    loading = {node for node in made if _section(*_named(node, aliases)) == MODEL}
+    beside = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and node.value in loading
+        if name_of(node.targets[0]) in references
+    }
+    trainers = {node for node in made if _named(node, aliases)[0].endswith("Trainer")}
+    names = models_of(tree, trainers)
+    ends = [
+        node.lineno
+        for node in made
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "train"
+        if node.func.value in trainers or name_of(node.func.value) in names
+    ]
+    if ends and any(node.lineno < min(ends) for node in loading):
+        beside |= {node for node in made if node.lineno > max(ends)}
+    return beside
+
+
+def _named(node: ast.Call, aliases: Mapping[str, str]) -> tuple[str, str]:
+    """Return the function and its owner: from_pretrained and AutoModelForCausalLM."""
     function = name_of(node.func)
-    function = aliases.get(function, function)
     owner = name_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    owner = aliases.get(owner, owner)
+    return aliases.get(function, function), aliases.get(owner, owner)
+
+
+def _drop_unused_quantization(program: Program, found: _Found) -> None:
+    """Leave out a BitsAndBytesConfig that the model is not loaded with."""
+    is_given = program.content.get(f"{MODEL}quantization_config") is not None
+    if is_given or MODEL not in found.lines or found.is_unsloth or found.embeds:
+        return
+    if found.lines.pop(QUANTIZATION, None):
+        program.notes.append("BitsAndBytesConfig is given to no model, which is loaded as it is")
+        for key in [each for each in program.content if each.startswith(QUANTIZATION)]:
+            del program.content[key]
+
+
+def _take_in(
+    program: Program,
+    found: _Found,
+    node: ast.Call,
+    aliases: Mapping[str, str],
+    *,
+    is_sure: bool,
+) -> None:
+    function, owner = _named(node, aliases)
     prefix = _section(function, owner)
+    if not is_sure and (prefix in (QUANTIZATION, ADAPTER) or function == "get_peft_model"):
+        program.problems.append(
+            f"line {node.lineno}: only running tells whether {function} is called: write it without the "
+            "condition"
+        )
+    if function == "from_pretrained" and _OF_PEFT.fullmatch(owner):
+        found.adapted = f"{owner}.{function}", node.lineno
     if found.embeds and function == "SentenceTransformer":
         prefix = MODEL
     if found.embeds and function.endswith("Loss"):
@@ -272,6 +345,7 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         )
     elif is_trainer or (function.endswith("Trainer") and "args" in keywords):
         found.trains = node
+        _check_optimizers(program, node)
     is_arguments = function.endswith(("Arguments", "Args", "Config")) and prefix is None
     if is_arguments and keywords & _OF_ARGUMENTS:
         program.problems.append(
@@ -289,6 +363,8 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
     if prefix is not None:
         found.lines.setdefault(prefix, []).append(node.lineno)
         program.boxes[prefix] = node
+        if prefix in ("", MODEL):
+            (found.loading if prefix else found.arguments).add(node)
         _take_call(program, prefix, node, function)
         if function in _TRL_ARGUMENTS:
             found.has_trl_defaults = True
@@ -431,53 +507,20 @@ def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:
 
 
 def _switches(
-    program: Program, tree: ast.Module, aliases: Mapping[str, str]
+    program: Program, made: Mapping[ast.Call, bool | None], aliases: Mapping[str, str]
 ) -> list[tuple[ast.Call, str, bool | None]]:
     """Return what _Found.switches are."""
-    functions = {
-        node: function
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and (function := aliases.get(name_of(node.func), name_of(node.func))) in _CHECKPOINTS
-    }
-    made: dict[ast.Call, bool | None] = dict.fromkeys(functions, True)
-    for node in ast.walk(tree) if functions else ():
-        if not isinstance(node, ast.If | ast.IfExp):
-            continue
-        holds = _holds(program, node.test)
-        for branch, is_taken in ((node.body, holds), (node.orelse, _not(holds))):
-            statements = branch if isinstance(branch, list) else [branch]
-            for call in functions.keys() & {each for top in statements for each in ast.walk(top)}:
-                made[call] = _both(made[call], is_taken)
+    named = {node: aliases.get(name_of(node.func), name_of(node.func)) for node in made}
     return [
-        (call, function, _both(made[call], _switches_on(program, call, _CHECKPOINTS[function])))
-        for call, function in functions.items()
-        if made[call] is not False
+        (node, named[node], both(is_made, _switches_on(program, node, _CHECKPOINTS[named[node]])))
+        for node, is_made in made.items()
+        if named[node] in _CHECKPOINTS and is_made is not False
     ]
 
 
 def _switches_on(program: Program, node: ast.Call, argument: str) -> bool | None:
     given = [each.value for each in node.keywords if each.arg == argument] or node.args[1:2]
-    return _holds(program, given[0]) if argument and given else True
-
-
-def _holds(program: Program, condition: ast.expr) -> bool | None:
-    """Return what a condition comes to; None where only running would tell.
-
-    What asks TrainingArguments whether they checkpoint adds nothing to what they say.
-    """
-    value = program.value(condition)
-    if isinstance(value, NotLiteral):
-        return False if name_of(condition) in _CHECKPOINTING else None
-    return bool(value)
-
-
-def _not(value: bool | None) -> bool | None:
-    return None if value is None else not value
-
-
-def _both(one: bool | None, other: bool | None) -> bool | None:
-    return False if False in (one, other) else None if None in (one, other) else True
+    return holds_in(program, given[0]) if argument and given else True
 
 
 def _given(program: Program, node: ast.Call, keyword: str) -> list[Any]:
@@ -490,7 +533,7 @@ def _check_switches(program: Program, found: _Found) -> None:
 
     Where only running would tell whether they do, that is a problem.
     """
-    said = [program.content.get(name) for name in _CHECKPOINTING]
+    said = [program.content.get(name) for name in CHECKPOINTING]
     is_on = True in said or program.shape.is_unsloth
     is_on |= found.has_trl_defaults and said == [None, None]
     for node, function, switches_on in found.switches:
@@ -513,18 +556,31 @@ def _check_switches(program: Program, found: _Found) -> None:
             )
 
 
-def _check_assignments(program: Program, tree: ast.Module) -> None:
+def _check_optimizers(program: Program, node: ast.Call) -> None:
+    """Report an optimizer that a trainer is given beside its arguments."""
+    given = [each.value for each in node.keywords if each.arg == "optimizers"]
+    for value in given:
+        first = value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
+        if program.value(first) is not None:
+            program.problems.append(
+                f"line {node.lineno}: optimizers={program.source(value)} is not read: say optim in "
+                "TrainingArguments"
+            )
+
+
+def _check_assignments(program: Program, tree: ast.Module, found: _Found) -> None:
     """Report arguments that are set after they were made."""
+    names = models_of(tree, found.arguments)
     known = {key for key in program.content if ":" not in key} | {
-        "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16",
-        *_CHECKPOINTING,
+        "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "tf32",
+        "max_length", "packing", "torch_compile", "use_liger_kernel", "deepspeed", *CHECKPOINTING,
     }  # fmt: skip
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
             and node.attr in known
-            and "arg" in name_of(node.value).lower()
+            and ("arg" in name_of(node.value).lower() or name_of(node.value) in names)
         ):
             program.problems.append(
                 f"line {node.lineno}: {program.source(node)} is set later: say it where it is made"

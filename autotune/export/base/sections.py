@@ -168,6 +168,7 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         if shape.plan is not None:
             fixed |= _fixed_plan(*shape.plan)
             own = [row for row in own if row.ours[0] not in fixed]
+        own = [row for row in own if row.ours[:1] not in [(name,) for name in shape.fixed]]
         rows += own
         rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
         if trainer.passes_apart:
