@@ -26,9 +26,18 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
 from autotune.export import axolotl, training_args
 from autotune.export.base import sections, unsloth
+from autotune.export.base.embedders import BATCH, DEFAULT_LOSS, LOSSES, MINI_BATCH
 from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.base.launch import ACCELERATE
-from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
+from autotune.export.base.section_rows import (
+    ACCELERATOR,
+    ADAPTER,
+    DEFAULTS_OF_LOOPS,
+    LOADER,
+    MODEL,
+    QUANTIZATION,
+    RECIPE,
+)
 from autotune.export.base.torchtune import TARGET as TORCHTUNE
 from autotune.export.mapping import TrainerFile, same
 from autotune.export.training_args import training_arguments
@@ -319,6 +328,30 @@ def test_a_quantised_model_that_is_prepared_checkpoints() -> None:
     model.gradient_checkpointing_enable.assert_called_once()
 
 
+def test_of_a_loop_of_its_own() -> None:
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    of_class = {ACCELERATOR: Accelerator, LOADER: DataLoader}
+    for key, ours in DEFAULTS_OF_LOOPS.items():
+        prefix, _, name = key.rpartition(":")
+        assert inspect.signature(of_class[f"{prefix}:"]).parameters[name].default == ours
+
+
+def test_of_a_trainer_of_embeddings() -> None:
+    models = pytest.importorskip("sentence_transformers")
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    for name in LOSSES:
+        mini = inspect.signature(getattr(losses, name)).parameters.get("mini_batch_size")
+        assert (mini is not None) is (name == LOSSES[name].cached_loss)
+        assert mini is None or mini.default == MINI_BATCH
+    usual = inspect.getsource(models.SentenceTransformerTrainer.get_default_loss)
+    assert f"loss = {DEFAULT_LOSS}(model)" in usual
+    of_class = {each.name: each.default for each in dataclasses.fields(
+        models.SentenceTransformerTrainingArguments)}  # fmt: skip
+    assert of_class["per_device_train_batch_size"] == BATCH
+
+
 def test_every_default_of_a_section_has_its_test() -> None:
     """And those of our own train.py, which no library has."""
     said = {key for key in of_sections("qlora") if ":" in key or "." in key}
@@ -328,6 +361,7 @@ def test_every_default_of_a_section_has_its_test() -> None:
         f"{ADAPTER}lora_dropout",
         f"{QUANTIZATION}bnb_4bit_quant_type",
         f"{MODEL}attn_implementation",
+        *DEFAULTS_OF_LOOPS,
         f"{RECIPE}num_processes",
         f"{RECIPE}layers_per_gpu",
         f"{RECIPE}parallelism",

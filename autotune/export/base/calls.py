@@ -15,6 +15,7 @@ from autotune.catalogue.checkpoint import NOT_MODELLED, OTHER_QUANTIZERS, UNPACK
 from autotune.catalogue.tasks import TASKS
 from autotune.export.base import loops
 from autotune.export.base.conditions import CHECKPOINTING, both, calls_made, holds_in
+from autotune.export.base.embedders import EMBEDDER, OF_EMBEDDERS, embedder_of, fixed_of_embedder
 from autotune.export.base.literals import Program, name_of
 from autotune.export.base.model_changes import has_liger, models_of, problems_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
@@ -22,30 +23,17 @@ from autotune.export.base.sections import Shape
 from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
-from autotune.space.trainers import EMBEDDERS, TRAINERS, Trainer
+from autotune.space.trainers import TRAINERS
 
 _TRL = {row.class_name: row.name for row in TRAINERS.values() if row.is_trl}
 """TRL's trainers by their classes."""
 _TRL_ARGUMENTS = {row.arguments_class: row.name for row in TRAINERS.values() if row.is_trl}
-_EMBEDDER = next(iter(EMBEDDERS.values()))
-_OF_EMBEDDERS = (_EMBEDDER.class_name, _EMBEDDER.arguments_class)
-_LOSSES = {
-    name: row
-    for row in reversed(EMBEDDERS.values())
-    for name in (row.loss, row.cached_loss)
-    if name
-}
-"""Trainers of embeddings by the classes of their losses; of those for triplets the one for pairs."""
-_DEFAULT_LOSS = "CoSENTLoss"
-"""The loss of a SentenceTransformerTrainer that is given none (sentence-transformers 6.2)."""
-_MINI_BATCH, _BATCH = 32, 8
-"""Defaults of a cached loss's mini_batch_size and of per_device_train_batch_size."""
 _OTHER_ENCODERS = re.compile(r"(Cross|Sparse)EncoderTrain\w+")
 _ARGUMENTS = (
     "TrainingArguments",
     "Seq2SeqTrainingArguments",
     "UnslothTrainingArguments",
-    _EMBEDDER.arguments_class,
+    EMBEDDER.arguments_class,
     *_TRL_ARGUMENTS,
 )
 PEFT_TYPES = {
@@ -117,7 +105,7 @@ _OF_LAYERS = ("every_n_layers", "offload")
 """Keywords of theirs that say more than whether."""
 _SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
 """Trainers that Unsloth's programs are read with: those of a causal language model."""
-_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", _EMBEDDER.class_name)
+_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", EMBEDDER.class_name)
 """Trainers whose own arguments have defaults that are known here."""
 _OF_LIGHTNING = frozenset(
     ("accelerator", "accumulate_grad_batches", "devices", "max_epochs", "precision", "strategy")
@@ -185,7 +173,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     aliases |= own
     found = _Found()
     made = calls_made(program, tree)
-    found.embeds = any(name_of(node.func) in _OF_EMBEDDERS for node in made)
+    found.embeds = any(name_of(node.func) in OF_EMBEDDERS for node in made)
     beside = _beside_the_run(tree, made, aliases)
     calls = [
         node
@@ -224,8 +212,8 @@ def find_calls(program: Program, tree: ast.Module) -> None:
             f"line {line}: {trainer} trains with Unsloth, whose programs are read with SFTTrainer or Trainer"
             for trainer, line in found.others.items()
         )
-    embedder = _embedder_of(program, found) if found.embeds else None
-    fixed = {} if embedder is None else _fixed_of_embedder(program, found, tree)
+    embedder = embedder_of(program, found.losses) if found.embeds else None
+    fixed = {} if embedder is None else fixed_of_embedder(program, found.losses, tree)
     if has_liger(calls):
         fixed["liger"] = True
     names = models_of(tree, found.loading)
@@ -334,7 +322,7 @@ def _take_in(
     if _OTHER_ENCODERS.fullmatch(function):
         program.problems.append(
             f"line {node.lineno}: {function} trains another kind of model than is predicted: of "
-            f"sentence-transformers' trainers {_EMBEDDER.class_name} is"
+            f"sentence-transformers' trainers {EMBEDDER.class_name} is"
         )
     keywords = {each.arg for each in node.keywords}
     is_trainer = function in (*_TRAINERS, *_TRL)
@@ -451,48 +439,6 @@ def _check_arguments(program: Program, found: _Found, aliases: Mapping[str, str]
     elif function in (*_TRAINERS, *_TRL):
         found.lines[""] = [made.lineno]
         found.has_trl_defaults |= function in _TRL
-
-
-def _embedder_of(program: Program, found: _Found) -> Trainer:
-    """Return the trainer of embeddings with the program's loss; one that is not predicted is a problem."""
-    others = [name for name in found.losses if name not in _LOSSES]
-    name = next(iter(found.losses), _DEFAULT_LOSS)
-    if len(found.losses) > 1 or others:
-        name = next(iter(others), name)
-        program.problems.append(
-            f"line {found.losses[name].lineno}: {name} is not predicted"
-            if others
-            else f"line {found.losses[name].lineno}: {', '.join(found.losses)}: leave the one that trains"
-        )
-        if others:
-            program.problems[-1] += f": {', '.join(_LOSSES)} are"
-    return _LOSSES.get(name, _EMBEDDER)
-
-
-def _fixed_of_embedder(program: Program, found: _Found, tree: ast.Module) -> dict[str, Any]:
-    """Return the settings that a program for SentenceTransformerTrainer says elsewhere than in arguments."""
-    fixed: dict[str, Any] = {}
-    lengths = [
-        program.value(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and name_of(node.targets[0]) == "max_seq_length"
-        if isinstance(node.targets[0], ast.Attribute)
-    ]
-    if len(lengths) == 1 and isinstance(lengths[0], int):
-        fixed["sequence_length"] = lengths[0]
-    batch = program.content.get("per_device_train_batch_size", _BATCH)
-    for name, node in found.losses.items():
-        mini, *_ = (*_given(program, node, "mini_batch_size"), _MINI_BATCH)
-        if name not in _LOSSES or name != _LOSSES[name].cached_loss or not isinstance(batch, int):
-            continue
-        if not isinstance(mini, int) or not 0 < mini < batch:
-            program.problems.append(
-                f"line {node.lineno}: {name} with mini_batch_size={mini} is not predicted: say a number "
-                f"below per_device_train_batch_size, which is {batch}, or take {_LOSSES[name].loss}"
-            )
-        else:
-            fixed["loss_mini_batches"] = -(-batch // mini)
-    return fixed
 
 
 def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:
