@@ -262,6 +262,17 @@ def test_programs_that_embed_texts(
     assert read_base(written(tmp_path, text), task=task).config == answer
 
 
+def test_a_checkpoint_in_float32_embeds_in_it(tmp_path: Path) -> None:
+    text = EMBEDDING.replace("Cached", "CoSENTLoss")
+    text = text.replace('"torch_dtype": torch.bfloat16', '"attn_implementation": "eager"')
+    for model, precision in (
+        ("google-bert/bert-base-uncased", "bf16-mixed"),
+        (None, "bf16-autocast"),
+    ):
+        run = read_base(written(tmp_path, text), model=model)
+        assert (run.config.precision, run.config.attention) == (precision, "eager")
+
+
 BITS = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')"
 ADAPTED = "m = get_peft_model(m, LoraConfig(r=8, lora_alpha=16, target_modules=['v_proj']))"
 
@@ -303,9 +314,10 @@ def test_a_reference_is_not_the_model_that_trains(tmp_path: Path) -> None:
     assert (run.model, run.config.trainer, run.config.method) == ("m", "trl-dpo", "full")
 
 
-LOOP = """
+ACCELERATOR = 'accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)'
+LOOP = f"""
 model = AutoModelForCausalLM.from_pretrained("m", dtype=torch.bfloat16)
-accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
+{ACCELERATOR}
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
 loader = DataLoader(train, shuffle=True, batch_size=16)
 other = DataLoader(test, batch_size=64)
@@ -321,8 +333,9 @@ other = DataLoader(test, batch_size=64)
         ("dtype=torch.bfloat16", "dtype=torch.float32", {"precision": "bf16-mixed"}),
         (', fused=True', "", {"optimizer": "adamw_torch"}),
         ("torch.optim.AdamW(", "bnb.optim.PagedAdamW8bit(", {"optimizer": "paged_adamw_8bit"}),
-        ("accelerator = Acc", "with torch.autocast('cuda', dtype=torch.bfloat16): ...\n# ",
-         {"gradient_accumulation_steps": 2}),
+        (ACCELERATOR, "with torch.autocast('cuda', dtype=torch.bfloat16): ...",
+         {"gradient_accumulation_steps": 1}),
+        (ACCELERATOR, "accumulate = 2", {"precision": "bf16-true", "gradient_accumulation_steps": 2}),
         ("optimizer =", "model.gradient_checkpointing_enable()\noptimizer =",
          {"activation_checkpointing": 1}),
     ],
@@ -347,7 +360,7 @@ def test_a_loop_of_its_own(tmp_path: Path, old: str, new: str, settings: dict[st
     if not settings:
         answer = {"precision": "bf16-true", "micro_batch_size": 8, "gradient_accumulation_steps": 8}
         assert diff(run, **answer) == [
-            '- accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)',
+            f"- {ACCELERATOR}",
             '+ accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=8)',
             "- loader = DataLoader(train, shuffle=True, batch_size=16)",
             "+ loader = DataLoader(train, shuffle=True, batch_size=8)",

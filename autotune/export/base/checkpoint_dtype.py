@@ -49,7 +49,9 @@ def with_checkpoint_dtype(
         return target, content
     named = next((old for old, new in target.renamed.items() if new == key and old in content), key)
     if value_at(content, named, target.defaults.get(key)) in (None, "auto"):
-        return target, {**content, named: "float32"}
+        first, _, below = named.partition(".")
+        value = {**(content.get(first) or {}), below: "float32"} if below else "float32"
+        return target, {**content, first: value}
     return target, content
 
 

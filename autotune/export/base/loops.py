@@ -51,7 +51,10 @@ def read_loop(
     made = [
         _with_fused(name, each) for name in _OPTIMIZERS for each in calls.get(name, []) if each.args
     ]
-    return {*boxes}, {"optimizer": made[0]} if len(made) == 1 else {}
+    said: dict[str, Any] = {"optimizer": made[0]} if len(made) == 1 else {}
+    if LOADER in boxes and ACCELERATOR not in boxes and b"accum" not in program.text.lower():
+        said["gradient_accumulation_steps"] = 1
+    return {*boxes}, said
 
 
 def _shuffles(program: Program, loader: ast.Call) -> bool:
