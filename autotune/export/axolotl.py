@@ -47,6 +47,7 @@ from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.trainers import BY_TASK
+from autotune.space.values import positive
 
 _DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
 _CODES = "bnb_config_kwargs.bnb_4bit_quant_type"
@@ -79,6 +80,12 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     if said["lora_target_modules"] is None:
         raise ValueError("is off: name lora_target_modules, or switch it on")
     return targets_of(said["lora_target_modules"])
+
+
+def _hear_steps(said: Mapping[str, Any]) -> Any:
+    """Read the accumulation, which a file may say by the samples of all its micro-batches on one GPU."""
+    steps, samples, micro = said.values()
+    return positive(samples) // positive(micro) if samples else steps
 
 
 _OF_OPTIMIZERS = {
@@ -122,7 +129,13 @@ TARGET = TrainerFile(
         ),
         of_key("sequence_length", "sequence_len"),
         of_key("micro_batch_size"),
-        of_key("gradient_accumulation_steps"),
+        Row(
+            ours=("gradient_accumulation_steps",),
+            keys=("gradient_accumulation_steps", "batch_size", "micro_batch_size"),
+            say=lambda steps: {"gradient_accumulation_steps": steps, "batch_size": None},
+            hear=_hear_steps,
+            unheard=("micro_batch_size",),
+        ),
         Row(
             ours=("optimizer",),
             keys=("optimizer", "optim_args", "optim_target_modules", "lr_scheduler"),
@@ -211,6 +224,7 @@ TARGET = TrainerFile(
         "noisy_embedding_alpha": "neftune_noise_alpha",
     },
     flags={
+        "bfloat16": ("bf16", True),
         "eager_attention": ("attn_implementation", "eager"),
         "sdp_attention": ("attn_implementation", "sdpa"),
         "flash_attention": ("attn_implementation", "flash_attention_2"),
@@ -227,6 +241,9 @@ TARGET = TrainerFile(
         "reward_model": "trains another kind of model",
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
+        "lisa_n_layers": "trains a part of the layers at a time",
+        "expert_parallel_size": NOT_PREDICTED,
+        "sequence_parallel_degree": NOT_PREDICTED,
         "fp8": FP8_IS_OURS,
         "gptq": NOT_MODELLED,
         "qat": "adds quantisation to the step",
@@ -246,6 +263,10 @@ TARGET = TrainerFile(
         "cut_cross_entropy": "makes the loss without logits, with kernels of its own",
         "chunked_cross_entropy": "makes the loss in pieces",
         "flash_attn_cross_entropy": "is another kernel for the loss",
+        "quantize_moe_experts": "quantises experts, too",
+        "flash_attn_fuse_mlp": "is another kernel",
+        "flash_attn_rms_norm": "is another kernel",
+        "fused_attn_kernel": "is another kernel",
         "tiled_mlp": "computes the MLP in pieces",
         "selective_checkpointing": "keeps attention's outputs",
     },

@@ -17,7 +17,7 @@ from autotune.export.base import loops
 from autotune.export.base.conditions import CHECKPOINTING, both, calls_made, holds_in
 from autotune.export.base.embedders import EMBEDDER, OF_EMBEDDERS, embedder_of, fixed_of_embedder
 from autotune.export.base.literals import Program, name_of
-from autotune.export.base.model_changes import has_liger, models_of, problems_of
+from autotune.export.base.model_changes import has_liger, models_of, notes_of, problems_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.base.sections import Shape
 from autotune.export.trainer_rows import TEACHER_KEY
@@ -28,7 +28,7 @@ from autotune.space.trainers import TRAINERS
 _TRL = {row.class_name: row.name for row in TRAINERS.values() if row.is_trl}
 """TRL's trainers by their classes."""
 _TRL_ARGUMENTS = {row.arguments_class: row.name for row in TRAINERS.values() if row.is_trl}
-_OTHER_ENCODERS = re.compile(r"(Cross|Sparse)EncoderTrain\w+")
+_OTHER_ENCODERS = re.compile(r"(Cross|Sparse)EncoderTrain(er|ingArguments)")
 _ARGUMENTS = (
     "TrainingArguments",
     "Seq2SeqTrainingArguments",
@@ -217,10 +217,16 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     if has_liger(calls):
         fixed["liger"] = True
     names = models_of(tree, found.loading)
+    program.notes += notes_of(program, tree)
     program.problems += problems_of(program, tree, calls, names, is_full=ADAPTER not in found.lines)
     of_loop: set[str] = set()
     if MODEL in found.lines and "" not in found.lines:
         of_loop, of_optimizer = loops.read_loop(program, tree, aliases)
+        steps = any(name_of(node.func) in ("backward", "step") for node in calls)
+        if not (steps or of_loop or of_optimizer or ADAPTER in found.lines):
+            program.problems.append(
+                "nothing in it trains: name the program that makes TrainingArguments, or has the loop"
+            )
         fixed |= of_optimizer
     sections = frozenset(prefix or "arguments" for prefix in found.lines) | of_loop
     loads_by_name = MODEL not in sections and (
@@ -319,7 +325,8 @@ def _take_in(
         prefix = MODEL
     if found.embeds and function.endswith("Loss"):
         found.losses[function] = node
-    if _OTHER_ENCODERS.fullmatch(function):
+    is_other = _OTHER_ENCODERS.fullmatch(function) is not None
+    if is_other and function.endswith("Trainer"):
         program.problems.append(
             f"line {node.lineno}: {function} trains another kind of model than is predicted: of "
             f"sentence-transformers' trainers {EMBEDDER.class_name} is"
@@ -335,7 +342,7 @@ def _take_in(
         found.trains = node
         _check_optimizers(program, node)
     is_arguments = function.endswith(("Arguments", "Args", "Config")) and prefix is None
-    if is_arguments and keywords & _OF_ARGUMENTS:
+    if is_arguments and not is_other and keywords & _OF_ARGUMENTS:
         program.problems.append(
             f"line {node.lineno}: {function} is of no trainer that is predicted: of TRL's "
             f"{', '.join(_TRL)} are"

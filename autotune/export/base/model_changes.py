@@ -62,6 +62,19 @@ def problems_of(
             )
 
 
+def notes_of(program: Program, tree: ast.Module) -> list[str]:
+    """Return notes on weights that are cast one by one: `param.data = param.data.to(torch.float32)`."""
+    return [
+        f"line {node.lineno}: it casts some weights to {dtype}, which is not predicted"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Attribute)
+        and node.targets[0].attr == "data"
+        and isinstance(node.value, ast.Call)
+        and (dtype := _cast_to(program, name_of(node.value.func), node.value))
+    ]
+
+
 def has_liger(calls: Iterable[ast.Call]) -> bool:
     """Return whether the program puts Liger's kernels into the model itself."""
     return any(

@@ -41,7 +41,17 @@ from autotune.export.base.section_rows import (
     quantization_row,
     with_products,
 )
-from autotune.export.mapping import Row, Spelling, TrainerFile, of_key, of_values, table, value_at
+from autotune.export.mapping import (
+    NotLiteral,
+    Row,
+    Spelling,
+    TrainerFile,
+    not_literal,
+    of_key,
+    of_values,
+    table,
+    value_at,
+)
 from autotune.export.trainer_rows import (
     LORA,
     MOST_LAYERS,
@@ -149,6 +159,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             # What follows from the task is no choice.
             if fields.get("task_type") in [row.peft_type for row in TASKS.values()]:
                 fields = {key: value for key, value in fields.items() if key != "task_type"}
+            unread = [key for key, value in fields.items() if isinstance(value, NotLiteral)]
+            if unread:
+                raise ValueError(not_literal(f"adapter {unread[0]}", fields[unread[0]]))
             fixed["peft"] = read_peft(fields)
     elif not shape.is_part:
         fixed["method"] = "full"
