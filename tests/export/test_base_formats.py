@@ -604,6 +604,8 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
          "optimizer_in_bwd"),
         ("t.yaml", "model: {_component_: torchtune.x.lora_y, lora_attn_modules: [wte]}\n",
          "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
+        ("l.yaml", "model: a/b\ntemplate: x\ncutoff_len: 64\npeft_config: {name: lora}\nbf16: true\n",
+         "it is a file of LLaMA-Factory's v1, which is not read: say the run in a train_config.yaml"),
         ("l.yaml", "model_name_or_path: a/b\nstage: rm\ntemplate: x\nbf16: true\n",
          "stage: rm trains a head on values, which is not predicted: the nearest is --task reward"),
         ("l.yaml", "model_name_or_path: a/b\nfinetuning_type: full\nstage: sft\ntemplate: x\nbf16: 'true'\n",

@@ -425,6 +425,33 @@ def test_unsloths_notebook(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "settings"),
+    [
+        ("max_seq_length = max_seq_length,\n    packing", "max_seq_length = 512,\n    packing",
+         {"sequence_length": 512}),
+        ("max_seq_length = max_seq_length,\n    packing", "max_seq_length = 9000,\n    packing", {}),
+        ("max_seq_length = max_seq_length,\n    packing", "max_length = 512,\n    packing", {}),
+        ("fp16 = not is_bfloat16_supported(),", "", {}),
+        ("bf16 = is_bfloat16_supported(),", "", {}),
+        ("dtype = dtype,", "dtype = dtype, fast_inference = True,", "shares the card with vLLM"),
+        ("random_state = 3407", "qat_scheme = 'int4'", "adds quantisation"),
+        ("FastLanguageModel", "FastSentenceTransformer", "FastSentenceTransformer is not"),
+    ],
+)  # fmt: skip
+def test_unsloths_own_defaults(
+    tmp_path: Path, old: str, new: str, settings: dict[str, Any] | str
+) -> None:
+    text = (BASES / "unsloth.py.txt").read_text(encoding="utf-8")
+    assert old in text
+    path = written(tmp_path, text.replace(old, new))
+    if isinstance(settings, str):
+        with pytest.raises(ConfigError, match=settings):
+            read_base(path)
+    else:
+        assert read_base(path).config == dataclasses.replace(UNSLOTH, **settings)
+
+
 NEVER_RUN = """
 if False:
     model, tokenizer = FastLanguageModel.from_pretrained("lora_model", load_in_4bit=False)
@@ -535,6 +562,8 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
          "per_device_train_batch_size: args.batch (line 1) is not a literal"),
         ("TrainingArguments(bf16=torch.cuda.get_device_capability()[0] >= 8)", "is not a literal"),
         ("B = 2\nB += 2\nTrainingArguments(per_device_train_batch_size=B)", "B (line 3) is not a literal"),
+        ("def f():\n  B = 2\ndef g():\n  B = 3\n  TrainingArguments(per_device_train_batch_size=B)",
+         "is not a literal"),
         ("def f(B=2):\n  TrainingArguments(per_device_train_batch_size=B)", "is not a literal"),
         ("TrainingArguments(**options)", "line 1: what **options spreads is not a literal"),
         ("o = {'bf16': True}\no['bf16'] = x\nTrainingArguments(**o)", "**o spreads is not a literal"),

@@ -409,6 +409,19 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
     assert "rl: trains with a loss that has no reference" in said
     assert "gradient_checkpointing: parks what every layer keeps by TRL's own offloading" in said
     assert "activation_offloading: hidden_states" in said
+    said = refusal(tmp_path, "base_model: x\nlisa_n_layers: 4\nexpert_parallel_size: 2\n")
+    assert "lisa_n_layers: trains a part" in said
+    assert "expert_parallel_size: shares the run" in said
+    path = tmp_path / "batch.yaml"
+    path.write_text(
+        "base_model: x\nbatch_size: 8\nmicro_batch_size: 2\nbf16: false\nbfloat16: true\n"
+    )
+    run = read_base(path)
+    assert (run.config.gradient_accumulation_steps, run.config.precision) == (4, "bf16-autocast")
+    answer = dataclasses.replace(run.config, micro_batch_size=4, gradient_accumulation_steps=2)
+    path.write_text(run.parts[0].edited(changes(run, run.config, answer))[0])
+    assert "batch_size: 8" not in path.read_text()
+    assert read_base(path).config == answer
     path = tmp_path / "padded.yaml"
     for packed in ("true", "false"):
         path.write_text(f"base_model: x\npad_to_sequence_len: true\nsample_packing: {packed}\n")

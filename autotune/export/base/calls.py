@@ -319,7 +319,12 @@ def _take_in(
             f"line {node.lineno}: only running tells whether {function} is called: write it without the "
             "condition"
         )
-    if function == "from_pretrained" and _OF_PEFT.fullmatch(owner):
+    if function == "get_peft_model" and prefix is None and owner.startswith("Fast"):
+        program.problems.append(
+            f"line {node.lineno}: Unsloth's {owner} is not read: FastLanguageModel, FastVisionModel and "
+            "FastModel are"
+        )
+    elif function == "from_pretrained" and _OF_PEFT.fullmatch(owner):
         found.adapted = f"{owner}.{function}", node.lineno
     if found.embeds and function == "SentenceTransformer":
         prefix = MODEL
@@ -352,7 +357,11 @@ def _take_in(
         found.others[function] = node.lineno
     found.unpacks |= function in UNPACKED_BY.values()
     found.quantizer = function if function in OTHER_QUANTIZERS else found.quantizer
-    if function in ("get_peft_model", "add_adapter") and prefix is None:
+    if (
+        function in ("get_peft_model", "add_adapter")
+        and prefix is None
+        and not owner.startswith("Fast")
+    ):
         found.adapted = function, node.lineno
         found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
     if prefix is not None:
