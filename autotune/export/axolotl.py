@@ -132,7 +132,8 @@ TARGET = TrainerFile(
         Row(
             ours=("gradient_accumulation_steps",),
             keys=("gradient_accumulation_steps", "batch_size", "micro_batch_size"),
-            say=lambda steps: {"gradient_accumulation_steps": steps, "batch_size": None},
+            also=("micro_batch_size",),
+            say=lambda steps, _: {"gradient_accumulation_steps": steps, "batch_size": None},
             hear=_hear_steps,
             unheard=("micro_batch_size",),
         ),
