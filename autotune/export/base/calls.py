@@ -89,6 +89,10 @@ _OF_TASKS = {row.architecture: row.name for row in TASKS.values() if row.archite
 """Tasks by the end of a class's name; the class that has none has no loss."""
 _HEADS = "|".join((*_OF_TASKS, "LMHeadModel", "ForConditionalGeneration"))
 _MODELS = re.compile(rf"AutoModel\w*|\w+({_HEADS})")
+_AUTO = {f"AutoModel{end}" for end in _OF_TASKS} | {
+    "AutoModelForMultimodalLM", "AutoModelForVision2Seq"
+}  # fmt: skip
+"""Classes that load a model by its task, of the tasks that are predicted."""
 OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
 """Keywords that TrainingArguments lack: SFTConfig's, or those of an older SFTTrainer."""
 _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
@@ -107,6 +111,8 @@ _SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
 """Trainers that Unsloth's programs are read with: those of a causal language model."""
 _TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", EMBEDDER.class_name)
 """Trainers whose own arguments have defaults that are known here."""
+_LIBRARIES = ("peft", "sentence_transformers", "transformers", "trl", "unsloth")
+"""Libraries whose classes are read."""
 _OF_LIGHTNING = frozenset(
     ("accelerator", "accumulate_grad_batches", "devices", "max_epochs", "precision", "strategy")
 )
@@ -171,6 +177,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         if aliases.get(name, name) in (*_ARGUMENTS, *_TRAINERS, *_TRL)
     }
     aliases |= own
+    program.problems += _from_elsewhere(tree)
     found = _Found()
     made = calls_made(program, tree)
     found.embeds = any(name_of(node.func) in OF_EMBEDDERS for node in made)
@@ -256,6 +263,18 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     _check_assignments(program, tree, found)
 
 
+def _from_elsewhere(tree: ast.Module) -> list[str]:
+    """Return the problem with each class that another library has by the name of a known one."""
+    names = (*_ARGUMENTS, *_TRAINERS, *_TRL)
+    return [
+        f"line {node.lineno}: {alias.name} is that of {node.module}, which is not read"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+        if alias.name in names and node.module.partition(".")[0] not in _LIBRARIES
+    ]
+
+
 def _beside_the_run(
     tree: ast.Module, made: Mapping[ast.Call, bool | None], aliases: Mapping[str, str]
 ) -> set[ast.Call]:
@@ -338,7 +357,8 @@ def _take_in(
         )
     keywords = {each.arg for each in node.keywords}
     is_trainer = function in (*_TRAINERS, *_TRL)
-    if (is_trainer or function == "Fabric") and keywords & _OF_LIGHTNING:
+    is_lightning = keywords & _OF_LIGHTNING or owner in ("lightning", "pytorch_lightning")
+    if (is_trainer or function == "Fabric") and is_lightning:
         program.problems.append(
             f"line {node.lineno}: Lightning's {function} is not read: say what it trains in a "
             "train_config.yaml, as examples/my-run.yaml does"
@@ -375,6 +395,11 @@ def _take_in(
             found.trainer = found.trainer or _TRL_ARGUMENTS[function]
         found.is_unsloth |= bool(_UNSLOTH.fullmatch(owner))
         if prefix == MODEL:
+            if owner.startswith("AutoModelFor") and owner not in _AUTO:
+                program.problems.append(
+                    f"line {node.lineno}: {owner} is for a task that is not predicted: "
+                    f"{', '.join(sorted(_AUTO))} are for others"
+                )
             ends = (task for end, task in _OF_TASKS.items() if owner.endswith(end))
             found.task = next(ends, None)
     elif function in _TRL:
