@@ -5,6 +5,7 @@ A question that has come from another machine brings what only that one could re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,9 +19,9 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.models import resolve as find_model
 from autotune.catalogue.tasks import PICTURES
-from autotune.errors import ConfigError
+from autotune.errors import AutotuneError, ConfigError
 from autotune.export.base import own_run
-from autotune.export.base.read import BaseRun
+from autotune.export.base.read import BaseRun, model_in
 from autotune.probe import compiled
 from autotune.records.question import BACKENDS, EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
 from autotune.search import budget, nearest_base
@@ -377,10 +378,17 @@ def read_run(question: Question, card: Gpu, *, note: Callable[[str], None]) -> B
     """The run of the question' base; None where they name none. Raises ConfigError."""
     if question.base is None:
         return None
+    methods = _methods(question)
+    with contextlib.suppress(AutotuneError):  # It is said below.
+        method = methods[0] if len(methods) == 1 else "full"
+        named = question.model or model_in(question.base, method=method, task=question.task)
+        if named is not None:
+            # The Hub is asked now: dtype and targets that a file leaves to the model depend on it.
+            find_model(named)
     run = own_run.read_run(
         question.base,
         seq_len=question.seq_len,
-        methods=_methods(question),
+        methods=methods,
         num_gpus=question.num_gpus or 1,
         effective_batch=question.effective_batch or EFFECTIVE_BATCH_SIZE,
         has_bf16=card.has_bfloat16,

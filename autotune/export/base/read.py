@@ -79,6 +79,14 @@ class BaseRun:
     """Values that the file says and the card cannot have: `config` has others."""
 
 
+def model_in(path: Path, *, method: str, task: str | None) -> str | None:
+    """Return the model that a file names. Raises ConfigError for one that cannot be opened."""
+    opened = open_base(path, method, has_bf16=True, task=task)
+    if opened.target is None:
+        return None if opened.ours is None else opened.ours.model
+    return _model_of(opened.target, opened.content)
+
+
 def read_base(
     path: Path,
     *,
