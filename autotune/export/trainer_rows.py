@@ -16,7 +16,9 @@ from autotune.space.trainers import FIXED_BY_A_TEACHER, Trainer
 LORA = ("lora", "qlora")
 MOST_LAYERS = 128
 """Longest interval of checkpointed layers that a file is read with."""
-NOT_FROM_FILES = "shares the run among GPUs, which is not read from files: give --num-gpus instead"
+NOT_FROM_FILES = (
+    "shares the run among GPUs, which is not read from files: take it out, and give --num-gpus"
+)
 NOT_PREDICTED = "shares the run among GPUs as no prediction does"
 FP8_IS_OURS = "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)"
 

@@ -262,6 +262,18 @@ def test_programs_that_embed_texts(
     assert read_base(written(tmp_path, text), task=task).config == answer
 
 
+@pytest.mark.parametrize(
+    ("said", "precision"),
+    [("bf16=True", "bf16-mixed"), ("fp16=True", "fp16-mixed"), ("", "fp32"), ("tf32=True", "tf32")],
+)
+def test_a_model_that_is_made_anew_is_in_float32(tmp_path: Path, said: str, precision: str) -> None:
+    text = f"m = LlamaForCausalLM(LlamaConfig(hidden_size=64))\nTrainer(m, TrainingArguments('o', {said}))\n"
+    run = read_base(written(tmp_path, text))
+    assert (run.config.precision, run.model) == (precision, None)
+    _, left = changed(run, micro_batch_size=2, precision="bf16-mixed")
+    assert left == []
+
+
 def test_a_checkpoint_in_float32_embeds_in_it(tmp_path: Path) -> None:
     text = EMBEDDING.replace("Cached", "CoSENTLoss")
     text = text.replace('"torch_dtype": torch.bfloat16', '"attn_implementation": "eager"')
@@ -615,6 +627,7 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         (f"{LOADED}\n{TRAINED[:-1]}, optimizers=(o, None))", "optimizers=(o, None) is not read: say optim"),
         (f"{LOADED}\nm = PeftModel.from_pretrained(m, 'a')\n{TRAINED}",
          "line 2: PeftModel.from_pretrained has an adapter that is not made here"),
+        ("a = TrainingArguments()\na = a.set_training(batch_size=4)", "line 2: a.set_training is set later"),
         ("c = SFTConfig()\nc.packing = True\nSFTTrainer('m', c)", "line 2: c.packing is set later"),
         (f"q = BitsAndBytesConfig(load_in_4bit=True) if other else None\n{LOADED}\n{TRAINED}",
          "line 1: only running tells whether BitsAndBytesConfig is called: write it without the condition"),

@@ -88,6 +88,8 @@ _UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
 _OF_TASKS = {row.architecture: row.name for row in TASKS.values() if row.architecture}
 """Tasks by the end of a class's name; the class that has none has no loss."""
 _HEADS = "|".join((*_OF_TASKS, "LMHeadModel", "ForConditionalGeneration"))
+_NEW = re.compile(rf"[A-Z]\w+({_HEADS})")
+"""Classes whose call makes a model from a configuration."""
 _MODELS = re.compile(rf"AutoModel\w*|\w+({_HEADS})")
 _AUTO = {f"AutoModel{end}" for end in _OF_TASKS} | {
     "AutoModelForMultimodalLM", "AutoModelForVision2Seq"
@@ -105,6 +107,8 @@ _CHECKPOINTS = {
 }
 """Functions that switch checkpointing on by themselves, with the argument that keeps them from it: PEFT's has
 it on by default (peft 0.21 utils/other.py)."""
+_SETTERS = ("set_dataloader", "set_optimizer", "set_training")
+"""Methods of TrainingArguments that change several of them."""
 _OF_LAYERS = ("every_n_layers", "offload")
 """Keywords of theirs that say more than whether."""
 _SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
@@ -147,6 +151,7 @@ class _Found:
     """The call of a trainer whose arguments the program has to make."""
     adapted: tuple[str, int] | None = None
     """The call that takes an adapter, PEFT's get_peft_model or a trainer's, and its line."""
+    is_new: bool = False
     unpacks: bool = False
     """Whether a checkpoint is given the class that unpacks it as it is loaded."""
     quantizer: str = ""
@@ -258,6 +263,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         is_part=MODEL not in sections and not loads_by_name,
         task=found.task if embedder is None else embedder.task,
         fixed=fixed,
+        is_new=found.is_new,
     )
     _check_switches(program, found)
     _check_assignments(program, tree, found)
@@ -375,6 +381,7 @@ def _take_in(
     is_another = function.endswith("Trainer") and function not in _SFT_TRAINERS
     if is_another and any(each.arg == "model" for each in node.keywords):
         found.others[function] = node.lineno
+    found.is_new |= _NEW.fullmatch(function) is not None
     found.unpacks |= function in UNPACKED_BY.values()
     found.quantizer = function if function in OTHER_QUANTIZERS else found.quantizer
     if (
@@ -565,8 +572,7 @@ def _check_assignments(program: Program, tree: ast.Module, found: _Found) -> Non
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and node.attr in known
+            and (node.attr in _SETTERS or (isinstance(node.ctx, ast.Store) and node.attr in known))
             and ("arg" in name_of(node.value).lower() or name_of(node.value) in names)
         ):
             program.problems.append(

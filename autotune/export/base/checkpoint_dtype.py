@@ -11,7 +11,7 @@ from autotune.errors import AutotuneError
 from autotune.export.mapping import Row, TrainerFile, table, value_at
 
 _SWITCHES = {"bf16", "fp16", "tf32"}
-_OF_FLOAT32 = table(
+OF_FLOAT32 = table(
     "precision",
     "bf16 fp16 tf32",
     ("bf16-mixed", True, False),
@@ -41,7 +41,7 @@ def with_checkpoint_dtype(
     if not _is_float32(model):
         return target, content
     if set(row.keys) == _SWITCHES:
-        rows = tuple(_OF_FLOAT32 if each is row else each for each in target.rows)
+        rows = tuple(OF_FLOAT32 if each is row else each for each in target.rows)
         caveats = (*target.caveats, (lambda _: True, _LOADED))
         return dataclasses.replace(target, rows=rows, caveats=caveats), content
     key = _dtype_key(row)

@@ -17,6 +17,7 @@ from typing import Any
 from autotune.catalogue.checkpoint import NOT_MODELLED
 from autotune.catalogue.tasks import TASKS
 from autotune.export.base import unsloth
+from autotune.export.base.checkpoint_dtype import OF_FLOAT32
 from autotune.export.base.huggingface import (
     SFT,
     TRAINING_ARGUMENTS,
@@ -110,6 +111,8 @@ class Shape:
     """Whether the program can update weights in the backward pass; without RECIPE, whether it does."""
     is_part: bool = False
     """Whether what is missing is made elsewhere, and open."""
+    is_new: bool = False
+    """Whether a program makes its model from a configuration, with weights in float32."""
     task: str | None = None
     """Task of the class that the model is loaded with; None: any class that it has."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -216,6 +219,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         caveats = ((lambda _: True, OWN_LOOP),)
     elif shape.loads_by_name or MODEL in shape.sections:
         rows.append(precision_row(f"{loading}dtype", is_quantized=is_quantized))
+    elif "arguments" in shape.sections and shape.is_new:
+        rows.append(OF_FLOAT32)
     elif "arguments" in shape.sections:
         switches = list(of_trainer["precision"].choices)
         rows.append(with_products(switches, is_quantized=is_quantized))
