@@ -436,11 +436,72 @@ _REFUSED_VALUES = {
 """Values of keys that are not predicted, and what comes nearest."""
 
 
+_OF_FSDP = ("fsdp", "fsdp_version", "fsdp_config")
+
+
+def _shared_by_fsdp2(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with FSDP2 as the file has it; as it is where that is not predicted, or not there.
+
+    Its keys go with FSDP2; older files have them with fsdp_ before. Its own checkpointing is every layer's.
+    """
+    config = content.get("fsdp_config")
+    if not isinstance(config, Mapping):
+        return target
+    said = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
+    versions = (content.get("fsdp_version"), said.get("version"))
+    wraps = said.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    if 2 not in versions or said.get("reshard_after_forward") is False:
+        return target
+    if wraps != "TRANSFORMER_BASED_WRAP":
+        return target
+    keys = {key: content[key] for key in _OF_FSDP if content.get(key)}
+    name = "fsdp2-offload" if said.get("offload_params") else "fsdp2"
+    ways = [
+        Spelling(ours=(name,), theirs={"deepspeed": None, **keys}),
+        *(
+            dataclasses.replace(each, theirs={**each.theirs, **dict.fromkeys(keys)})
+            for each in PARALLELISM.choices
+            if each.ours != (name,)
+        ),
+    ]
+    rows = [row for row in target.rows if row is not PARALLELISM]
+    shared = choices(PARALLELISM.ours, *ways, nearest=PARALLELISM.nearest)
+    if said.get("activation_checkpointing"):
+        checkpointing = next(row for row in rows if row.ours[0] == "activation_checkpointing")
+        rows.remove(checkpointing)
+        shared = _together(ways, checkpointing)
+    return dataclasses.replace(
+        target,
+        rows=(*rows, shared),
+        refused={key: why for key, why in target.refused.items() if key not in _OF_FSDP},
+    )
+
+
+def _together(ways: list[Spelling], checkpointing: Row) -> Row:
+    """Return the row of both, where the first way checkpoints every layer itself, and leaves no other."""
+    own, *others = ways
+    every = (1, False)
+    alone = {**own.theirs, "gradient_checkpointing": False, "activation_offloading": False}
+    return choices(
+        (*PARALLELISM.ours, *checkpointing.ours),
+        Spelling(ours=(*own.ours, *every), theirs=alone),
+        *(
+            dataclasses.replace(
+                how, ours=(*way.ours, *how.ours), theirs={**way.theirs, **how.theirs}
+            )
+            for way in others
+            for how in checkpointing.choices
+        ),
+        nearest={(): ("ddp", *every)},
+    )
+
+
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
     loss = "reward" if content.get("reward_model") else str(content.get("rl"))
     usual = TARGET if content.get("sample_packing") else _UNPACKED
     target = {**_BY_RL, "ipo": IPO, "reward": REWARD}.get(loss, usual)
+    target = _shared_by_fsdp2(target, content)
     refused = {
         key: whys[said]
         for key, whys in _REFUSED_VALUES.items()

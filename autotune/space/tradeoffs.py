@@ -72,13 +72,13 @@ def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
 
 
 def trains_bfloat16(config: TrainConfig) -> bool:
-    """Whether the weights themselves train in bfloat16: DeepSpeed steps on float32 copies."""
-    is_bfloat16 = PRECISIONS[config.precision].parameter_dtype == "bfloat16"
-    return (
-        config.method == "full"
-        and is_bfloat16
-        and not PARALLELISMS[config.parallelism].is_deepspeed
-    )
+    """Whether the weights themselves train in bfloat16.
+
+    DeepSpeed, and FSDP2 beside autocast, step on float32 ones (accelerate 1.15 fsdp2_prepare_model).
+    """
+    precision, row = PRECISIONS[config.precision], PARALLELISMS[config.parallelism]
+    is_float32 = row.is_deepspeed or (row.is_fsdp and precision.autocast)
+    return config.method == "full" and precision.parameter_dtype == "bfloat16" and not is_float32
 
 
 def loses_small_updates(config: TrainConfig) -> bool:

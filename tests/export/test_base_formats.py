@@ -569,6 +569,56 @@ def test_deepspeeds_file_is_read_where_arguments_name_it(
     assert "deepspeed" in {each.key for each in changes(run, run.config, run.config)}
 
 
+FSDP2 = """base_model: m
+micro_batch_size: 2
+fsdp_version: 2
+fsdp_config:
+  offload_params: false
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  reshard_after_forward: true
+  activation_checkpointing: true
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "meant"),
+    [
+        ("", "", "fsdp2"),
+        ("  ", "  fsdp_", "fsdp2"),
+        ("params: false", "params: true", "fsdp2-offload"),
+        ("fsdp_version: 2\nfsdp_config:\n", "fsdp_config:\n  fsdp_version: 2\n", "fsdp2"),
+        ("checkpointing: true", "checkpointing: false", "fsdp2"),
+        ("version: 2", "version: 1", None),
+        ("forward: true", "forward: false", None),
+        ("TRANSFORMER", "SIZE", None),
+    ],
+)
+def test_axolotls_fsdp2_is_read(tmp_path: Path, old: str, new: str, meant: str | None) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(FSDP2.replace(old, new))
+    if meant is None:
+        with pytest.raises(ConfigError, match="fsdp_config: shares the run"):
+            read_base(path)
+        return
+    run, _ = read_run(path, num_gpus=4)
+    assert (run.config.num_gpus, run.config.parallelism) == (4, meant)
+    checkpointed = int("checkpointing: true" in path.read_text())
+    assert run.config.activation_checkpointing == checkpointed
+    ddp = dataclasses.replace(run.config, parallelism="ddp")
+    texts = {parallelism: run.parts[0].edited(changes(run, run.config, answer))[0]
+             for parallelism, answer in (("ddp", ddp), (meant, run.config))}  # fmt: skip
+    assert "fsdp" not in texts["ddp"]
+    assert texts[meant] == path.read_text()
+    copy = path.with_stem("copy")
+    copy.write_text(texts["ddp"])
+    assert read_run(copy, num_gpus=4)[0].config == ddp
+    run, notes = read_run(path)
+    assert (run.config.parallelism, run.config.activation_checkpointing) == ("none", checkpointed)
+    copy.write_text(run.parts[0].edited(changes(run, run.config, run.config))[0])
+    assert read_run(copy)[0].config == run.config
+    assert f"{meant} shares nothing on one GPU" in " ".join(notes)
+
+
 def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
     zero = dataclasses.replace(DDP, parallelism="zero2")
     run, _ = read_run(file_of(tmp_path, "deepspeed", zero), num_gpus=4)

@@ -16,7 +16,7 @@ from autotune.export.base.parts import RunFile
 from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig
-from autotune.space.parallelisms import ON_ONE_GPU_TOO, PARALLELISMS
+from autotune.space.parallelisms import ON_ONE_GPU_TOO
 from autotune.space.search_space import SearchSpace, around, usual_batching
 
 YOURS = "yours"
@@ -67,7 +67,7 @@ def read_run(
         return run
     parallelism = run.config.parallelism
     replaced = dict(run.replaced)
-    if num_gpus == 1 and PARALLELISMS[parallelism].library == "torch":
+    if num_gpus == 1 and parallelism == "ddp":
         parallelism = "none"
     is_idle = num_gpus == 1 and parallelism not in ("none", *ON_ONE_GPU_TOO)
     if is_idle and mapping_write.allows(run.target, run.config.method, "parallelism", "none"):
