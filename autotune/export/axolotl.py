@@ -8,6 +8,7 @@ utils/config/__init__.py (resolve_dtype). tests/contracts/test_axolotl.py asks i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from autotune.export.mapping import (
     said_only,
     table,
     targets_of,
+    value_at,
 )
 from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
@@ -442,34 +444,34 @@ _OF_FSDP = ("fsdp", "fsdp_version", "fsdp_config")
 def _shared_by_fsdp2(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
     """Return the table with FSDP2 as the file has it; as it is where that is not predicted, or not there.
 
-    Its keys go with FSDP2; older files have them with fsdp_ before. Its own checkpointing is every layer's.
+    Its keys go with FSDP2; older files have them with fsdp_ before.
     """
     config = content.get("fsdp_config")
     if not isinstance(config, Mapping):
         return target
-    said = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
-    versions = (content.get("fsdp_version"), said.get("version"))
-    wraps = said.get("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    if 2 not in versions or said.get("reshard_after_forward") is False:
+    keys = {str(key).removeprefix("fsdp_"): f"fsdp_config.{key}" for key in config}
+    said = {name: value_at(content, key) for name, key in keys.items()}
+    wraps = said.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP"
+    is_second = 2 in (content.get("fsdp_version"), said.get("version"))
+    if not is_second or said.get("reshard_after_forward") is False:
         return target
     if wraps != "TRANSFORMER_BASED_WRAP":
         return target
-    keys = {key: content[key] for key in _OF_FSDP if content.get(key)}
-    name = "fsdp2-offload" if said.get("offload_params") else "fsdp2"
-    ways = [
-        Spelling(ours=(name,), theirs={"deepspeed": None, **keys}),
-        *(
-            dataclasses.replace(each, theirs={**each.theirs, **dict.fromkeys(keys)})
-            for each in PARALLELISM.choices
-            if each.ours != (name,)
-        ),
+    offload = keys.get("offload_params", "fsdp_config.offload_params")
+    within = [
+        Spelling(ours=(name,), theirs={"deepspeed": None, offload: is_offloaded})
+        for name, is_offloaded in (("fsdp2", False), ("fsdp2-offload", True))
+    ]
+    gone = {key: None for key in _OF_FSDP if content.get(key)}
+    without = [
+        dataclasses.replace(each, theirs={**each.theirs, **gone}) for each in PARALLELISM.choices
     ]
     rows = [row for row in target.rows if row is not PARALLELISM]
-    shared = choices(PARALLELISM.ours, *ways, nearest=PARALLELISM.nearest)
+    shared = choices(PARALLELISM.ours, *within, *without, nearest=PARALLELISM.nearest)
     if said.get("activation_checkpointing"):
         checkpointing = next(row for row in rows if row.ours[0] == "activation_checkpointing")
         rows.remove(checkpointing)
-        shared = _together(ways, checkpointing)
+        shared = _together(within, without, checkpointing, keys["activation_checkpointing"])
     return dataclasses.replace(
         target,
         rows=(*rows, shared),
@@ -477,22 +479,26 @@ def _shared_by_fsdp2(target: TrainerFile, content: Mapping[str, Any]) -> Trainer
     )
 
 
-def _together(ways: list[Spelling], checkpointing: Row) -> Row:
-    """Return the row of both, where the first way checkpoints every layer itself, and leaves no other."""
-    own, *others = ways
-    every = (1, False)
-    alone = {**own.theirs, "gradient_checkpointing": False, "activation_offloading": False}
+def _together(within: list[Spelling], without: list[Spelling], checkpointing: Row, own: str) -> Row:
+    """Return the row of both, where FSDP2 checkpoints every layer itself: the key `own`."""
+    off = dict.fromkeys(checkpointing.keys, False)
+    every = Spelling(ours=(1, False), theirs={own: True, **off})
+    others = [
+        dataclasses.replace(how, theirs={own: False, **how.theirs}) for how in checkpointing.choices
+    ]
+    pairs = [
+        *itertools.product(within, (every, *others)),
+        *itertools.product(without, checkpointing.choices),
+    ]
     return choices(
         (*PARALLELISM.ours, *checkpointing.ours),
-        Spelling(ours=(*own.ours, *every), theirs=alone),
         *(
             dataclasses.replace(
                 how, ours=(*way.ours, *how.ours), theirs={**way.theirs, **how.theirs}
             )
-            for way in others
-            for how in checkpointing.choices
+            for way, how in pairs
         ),
-        nearest={(): ("ddp", *every)},
+        nearest={(): ("ddp", 1, False)},
     )
 
 

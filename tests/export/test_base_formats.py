@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -604,14 +605,22 @@ def test_axolotls_fsdp2_is_read(tmp_path: Path, old: str, new: str, meant: str |
     assert (run.config.num_gpus, run.config.parallelism) == (4, meant)
     checkpointed = int("checkpointing: true" in path.read_text())
     assert run.config.activation_checkpointing == checkpointed
-    ddp = dataclasses.replace(run.config, parallelism="ddp")
-    texts = {parallelism: run.parts[0].edited(changes(run, run.config, answer))[0]
-             for parallelism, answer in (("ddp", ddp), (meant, run.config))}  # fmt: skip
-    assert "fsdp" not in texts["ddp"]
-    assert texts[meant] == path.read_text()
+    assert changes(run, run.config, run.config) == []
     copy = path.with_stem("copy")
-    copy.write_text(texts["ddp"])
-    assert read_run(copy, num_gpus=4)[0].config == ddp
+    for parallelism, checkpoints, offloads in itertools.product(
+        ("ddp", "fsdp2", "fsdp2-offload"), (0, 1), (False, True)
+    ):
+        if offloads > checkpoints:
+            continue
+        answer = dataclasses.replace(
+            run.config,
+            parallelism=parallelism,
+            activation_checkpointing=checkpoints,
+            activation_offloading=offloads,
+        )
+        copy.write_text(run.parts[0].edited(changes(run, run.config, answer))[0])
+        assert read_run(copy, num_gpus=4)[0].config == answer
+        assert ("fsdp_config" in copy.read_text()) is (parallelism != "ddp")
     run, notes = read_run(path)
     assert (run.config.parallelism, run.config.activation_checkpointing) == ("none", checkpointed)
     copy.write_text(run.parts[0].edited(changes(run, run.config, run.config))[0])
