@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,15 +231,8 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     names = models_of(tree, found.loading)
     program.notes += notes_of(program, tree)
     program.problems += problems_of(program, tree, calls, names, is_full=ADAPTER not in found.lines)
-    of_loop: set[str] = set()
-    if MODEL in found.lines and "" not in found.lines:
-        of_loop, of_optimizer = loops.read_loop(program, tree, aliases)
-        steps = any(name_of(node.func) in ("backward", "step") for node in calls)
-        if not (steps or of_loop or of_optimizer or ADAPTER in found.lines):
-            program.problems.append(
-                "nothing in it trains: name the program that makes TrainingArguments, or has the loop"
-            )
-        fixed |= of_optimizer
+    of_loop, of_optimizer = _read_loop(program, found, tree, aliases, calls)
+    fixed |= of_optimizer
     sections = frozenset(prefix or "arguments" for prefix in found.lines) | of_loop
     loads_by_name = MODEL not in sections and (
         found.loads_by_name or "model_init_kwargs" in program.content
@@ -267,6 +260,35 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     )
     _check_switches(program, found)
     _check_assignments(program, tree, found)
+
+
+def _read_loop(
+    program: Program,
+    found: _Found,
+    tree: ast.Module,
+    aliases: Mapping[str, str],
+    calls: Iterable[ast.Call],
+) -> tuple[set[str], dict[str, Any]]:
+    """Return what loops.read_loop does where a program has no trainer; nothing where it has one.
+
+    A program that trains nothing is a problem.
+    """
+    if "" in found.lines:
+        return set(), {}
+    by_fit = [node.lineno for node in calls if name_of(node.func) == "SentenceTransformer"]
+    if by_fit and not found.embeds:
+        program.problems.append(
+            f"line {by_fit[0]}: SentenceTransformer's own fit is not read: {EMBEDDER.class_name} is"
+        )
+    if MODEL not in found.lines:
+        return set(), {}
+    of_loop, fixed = loops.read_loop(program, tree, aliases)
+    steps = any(name_of(node.func) in ("backward", "step") for node in calls)
+    if not (steps or of_loop or fixed or ADAPTER in found.lines):
+        program.problems.append(
+            "nothing in it trains: name the program that makes TrainingArguments, or has the loop"
+        )
+    return of_loop, fixed
 
 
 def _from_elsewhere(tree: ast.Module) -> list[str]:
