@@ -319,6 +319,24 @@ def test_only_what_is_done_to_the_model_is_read(
     assert changed(run) == (run.parts[0].text, [])
 
 
+@pytest.mark.parametrize("kind", ["mine.py", "mine.yaml"])
+def test_an_adapter_over_a_checkpoint_that_is_quantised_is_qlora(tmp_path: Path, kind: str) -> None:
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = {"model_type": "llama", "quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    program = f"{LOADED}\n{ADAPTED}\n{TRAINED}".replace("'m'", repr(str(tmp_path)))
+    axolotl = f"base_model: {tmp_path}\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
+    path = tmp_path / kind
+    path.write_text(program if kind == "mine.py" else axolotl, encoding="utf-8")
+    run = read_base(path)
+    assert (run.config.method, run.config.quantization) == ("qlora", "nf4")
+    assert "are stored in nf4, and an adapter trains over that" in " ".join(run.notes)
+    assert mapping_write.allows(run.target, "qlora", "quantization", "nf4")
+    assert changes(run, run.config, run.config) == []
+    path.write_text(path.read_text().replace(str(tmp_path), "elsewhere"))
+    assert read_base(path).config.method == "lora"
+
+
 def test_a_reference_is_not_the_model_that_trains(tmp_path: Path) -> None:
     text = f"{LOADED}\nref = AutoModelForCausalLM.from_pretrained('other')\nref.requires_grad_(False)\n"
     trainer = "DPOTrainer(m, ref_model=ref, args=DPOConfig(output_dir='o'))\n"
