@@ -17,6 +17,19 @@ UNPACKED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 """Classes of Transformers that unpack a method's weights into 16 bits as they are loaded, and what is loaded
 trains as if it had never been quantised."""
 
+OTHER_QUANTIZERS = frozenset(
+    (
+        "AqlmConfig", "AutoRoundConfig", "AwqConfig", "BitNetQuantConfig", "CompressedTensorsConfig",
+        "EetqConfig", "FPQuantConfig", "FbgemmFp8Config", "FourOverSixConfig", "GPTQConfig",
+        "GemmaQuantizationConfig", "GgufConfig", "HiggsConfig", "HqqConfig", "MetalConfig", "NVFP4Config",
+        "QuantoConfig", "QuarkConfig", "SinqConfig", "SpQRConfig", "TorchAoConfig", "VptqConfig",
+    )
+)  # fmt: skip
+"""Classes of Transformers that quantise in other ways than bitsandbytes."""
+_WHY = "how such weights are trained is not modelled"
+_REMEDY = "name the model that it was made from, whose weights have 16 bits; --method qlora packs them into 4"
+NOT_MODELLED = f"{_WHY}: {_REMEDY}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
@@ -47,7 +60,6 @@ def checkpoint_of(name: str, config: Mapping[str, Any]) -> Checkpoint | None:
         return Checkpoint(quantization=f"{codes}{double}")
     raise ConfigError(
         f"The weights of {name[:200]} are quantised by {str(method)[:40]}",
-        why="How such weights are trained is not modelled",
-        remedy="Name the model that it was made from, whose weights have 16 bits; --method qlora packs "
-        "them into 4",
+        why=f"{_WHY[0].upper()}{_WHY[1:]}",
+        remedy=f"{_REMEDY[0].upper()}{_REMEDY[1:]}",
     )

@@ -8,9 +8,11 @@ utils/config/__init__.py (resolve_dtype). tests/contracts/test_axolotl.py asks i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.catalogue.checkpoint import NOT_MODELLED
 from autotune.export import dataset_entries
 from autotune.export.mapping import (
     Row,
@@ -23,6 +25,7 @@ from autotune.export.mapping import (
     said_only,
     table,
     targets_of,
+    value_at,
 )
 from autotune.export.text import exporter_of
 from autotune.export.trainer_rows import (
@@ -46,6 +49,7 @@ from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.trainers import BY_TASK
+from autotune.space.values import positive
 
 _DOUBLE = "bnb_config_kwargs.bnb_4bit_use_double_quant"
 _CODES = "bnb_config_kwargs.bnb_4bit_quant_type"
@@ -78,6 +82,12 @@ def _hear_targets(said: Mapping[str, Any]) -> str:
     if said["lora_target_modules"] is None:
         raise ValueError("is off: name lora_target_modules, or switch it on")
     return targets_of(said["lora_target_modules"])
+
+
+def _hear_steps(said: Mapping[str, Any]) -> Any:
+    """Read the accumulation, which a file may say by the samples of all its micro-batches on one GPU."""
+    steps, samples, micro = said.values()
+    return positive(samples) // positive(micro) if samples else steps
 
 
 _OF_OPTIMIZERS = {
@@ -121,7 +131,14 @@ TARGET = TrainerFile(
         ),
         of_key("sequence_length", "sequence_len"),
         of_key("micro_batch_size"),
-        of_key("gradient_accumulation_steps"),
+        Row(
+            ours=("gradient_accumulation_steps",),
+            keys=("gradient_accumulation_steps", "batch_size", "micro_batch_size"),
+            also=("micro_batch_size",),
+            say=lambda steps, _: {"gradient_accumulation_steps": steps, "batch_size": None},
+            hear=_hear_steps,
+            unheard=("micro_batch_size",),
+        ),
         Row(
             ours=("optimizer",),
             keys=("optimizer", "optim_args", "optim_target_modules", "lr_scheduler"),
@@ -210,6 +227,7 @@ TARGET = TrainerFile(
         "noisy_embedding_alpha": "neftune_noise_alpha",
     },
     flags={
+        "bfloat16": ("bf16", True),
         "eager_attention": ("attn_implementation", "eager"),
         "sdp_attention": ("attn_implementation", "sdpa"),
         "flash_attention": ("attn_implementation", "flash_attention_2"),
@@ -222,12 +240,15 @@ TARGET = TrainerFile(
         "bnb_config_kwargs",
     ),
     refused={
-        "rl": "trains with another loss",
+        "rl": "trains with another loss: dpo, ipo, kto and grpo are predicted",
         "reward_model": "trains another kind of model",
         "process_reward_model": "trains another kind of model",
         "relora": "restarts the adapter",
+        "lisa_n_layers": "trains a part of the layers at a time",
+        "expert_parallel_size": NOT_PREDICTED,
+        "sequence_parallel_degree": NOT_PREDICTED,
         "fp8": FP8_IS_OURS,
-        "gptq": "is a base that is not predicted",
+        "gptq": NOT_MODELLED,
         "qat": "adds quantisation to the step",
         "unfrozen_parameters": "trains a part of the weights",
         "layer_offloading": "moves weights from and to host memory",
@@ -245,6 +266,10 @@ TARGET = TrainerFile(
         "cut_cross_entropy": "makes the loss without logits, with kernels of its own",
         "chunked_cross_entropy": "makes the loss in pieces",
         "flash_attn_cross_entropy": "is another kernel for the loss",
+        "quantize_moe_experts": "quantises experts, too",
+        "flash_attn_fuse_mlp": "is another kernel",
+        "flash_attn_rms_norm": "is another kernel",
+        "fused_attn_kernel": "is another kernel",
         "tiled_mlp": "computes the MLP in pieces",
         "selective_checkpointing": "keeps attention's outputs",
     },
@@ -396,21 +421,99 @@ GRPO = _of_task(
 Prompts are not cut off: sequence_len keeps the length that was planned.
 """
 _BY_RL = {"dpo": DPO, "kto": KTO, "grpo": GRPO}
-_REFUSED_RL = {
-    "orpo": "trains with a loss that has no reference: the nearest that is predicted is dpo with "
-    "precompute_ref_log_probs, whose steps have none either",
+_PADS = {"pad_to_sequence_len": "pads every sample to the whole length"}
+_UNPACKED = dataclasses.replace(TARGET, unpredicted={**TARGET.unpredicted, **_PADS})
+_NO_REFERENCE = (
+    "trains with a loss that has no reference: the nearest that is predicted is dpo with "
+    "precompute_ref_log_probs, whose steps have none either"
+)
+_OFFLOADS = (
+    "parks what every layer keeps by TRL's own offloading, which is not predicted: the nearest that is "
+    "predicted is gradient_checkpointing: true with activation_offloading: hidden_states"
+)
+_REFUSED_VALUES = {
+    "rl": {"orpo": _NO_REFERENCE, "simpo": _NO_REFERENCE},
+    "gradient_checkpointing": {"offload": _OFFLOADS, "offload_disk": _OFFLOADS},
 }
-"""Values of `rl` that are not predicted, and what comes nearest."""
+"""Values of keys that are not predicted, and what comes nearest."""
+
+
+_OF_FSDP = ("fsdp", "fsdp_version", "fsdp_config")
+
+
+def _shared_by_fsdp2(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with FSDP2 as the file has it; as it is where that is not predicted, or not there.
+
+    Its keys go with FSDP2; older files have them with fsdp_ before.
+    """
+    config = content.get("fsdp_config")
+    if not isinstance(config, Mapping):
+        return target
+    keys = {str(key).removeprefix("fsdp_"): f"fsdp_config.{key}" for key in config}
+    said = {name: value_at(content, key) for name, key in keys.items()}
+    wraps = said.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP"
+    is_second = 2 in (content.get("fsdp_version"), said.get("version"))
+    if not is_second or said.get("reshard_after_forward") is False:
+        return target
+    if wraps != "TRANSFORMER_BASED_WRAP":
+        return target
+    offload = keys.get("offload_params", "fsdp_config.offload_params")
+    within = [
+        Spelling(ours=(name,), theirs={"deepspeed": None, offload: is_offloaded})
+        for name, is_offloaded in (("fsdp2", False), ("fsdp2-offload", True))
+    ]
+    gone = {key: None for key in _OF_FSDP if content.get(key)}
+    without = [
+        dataclasses.replace(each, theirs={**each.theirs, **gone}) for each in PARALLELISM.choices
+    ]
+    rows = [row for row in target.rows if row is not PARALLELISM]
+    shared = choices(PARALLELISM.ours, *within, *without, nearest=PARALLELISM.nearest)
+    if said.get("activation_checkpointing"):
+        checkpointing = next(row for row in rows if row.ours[0] == "activation_checkpointing")
+        rows.remove(checkpointing)
+        shared = _together(within, without, checkpointing, keys["activation_checkpointing"])
+    return dataclasses.replace(
+        target,
+        rows=(*rows, shared),
+        refused={key: why for key, why in target.refused.items() if key not in _OF_FSDP},
+    )
+
+
+def _together(within: list[Spelling], without: list[Spelling], checkpointing: Row, own: str) -> Row:
+    """Return the row of both, where FSDP2 checkpoints every layer itself: the key `own`."""
+    off = dict.fromkeys(checkpointing.keys, False)
+    every = Spelling(ours=(1, False), theirs={own: True, **off})
+    others = [
+        dataclasses.replace(how, theirs={own: False, **how.theirs}) for how in checkpointing.choices
+    ]
+    pairs = [
+        *itertools.product(within, (every, *others)),
+        *itertools.product(without, checkpointing.choices),
+    ]
+    return choices(
+        (*PARALLELISM.ours, *checkpointing.ours),
+        *(
+            dataclasses.replace(
+                how, ours=(*way.ours, *how.ours), theirs={**way.theirs, **how.theirs}
+            )
+            for way, how in pairs
+        ),
+        nearest={(): ("ddp", 1, False)},
+    )
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
-    if content.get("reward_model"):
-        return REWARD
-    loss = str(content.get("rl"))
-    if loss in _REFUSED_RL:
-        return dataclasses.replace(TARGET, refused={**TARGET.refused, "rl": _REFUSED_RL[loss]})
-    return IPO if loss == "ipo" else _BY_RL.get(loss, TARGET)
+    loss = "reward" if content.get("reward_model") else str(content.get("rl"))
+    usual = TARGET if content.get("sample_packing") else _UNPACKED
+    target = {**_BY_RL, "ipo": IPO, "reward": REWARD}.get(loss, usual)
+    target = _shared_by_fsdp2(target, content)
+    refused = {
+        key: whys[said]
+        for key, whys in _REFUSED_VALUES.items()
+        if (said := str(content.get(key))) in whys
+    }
+    return dataclasses.replace(target, refused={**target.refused, **refused}) if refused else target
 
 
 def _data_of(task: str) -> Mapping[str, Any]:

@@ -181,6 +181,7 @@ TARGET = TrainerFile(
         "use_badam": "trains a block at a time, which is not predicted",
         "use_adam_mini": "is not predicted",
         "use_muon": "is not predicted",
+        "use_asft_loss": "compares with a frozen reference, which is not predicted",
         "use_llama_pro": "trains further blocks",
         "use_mca": "trains with Megatron",
         "use_kt": "trains with KTransformers",
@@ -250,11 +251,25 @@ _LOSSES = {
 }
 """Other losses of pairs, by TRL's DPOTrainer (train/dpo/trainer.py); they differ by a number a pair."""
 _BY_STAGE = {"dpo": DPO, "kto": KTO}
+_OF_V1 = {"dist_config", "init_config", "kernel_config", "peft_config", "train_dataset"}
+"""Keys of its other trainer, whose files say a batch and an adapter in words of their own."""
+_OTHER_STAGES = {
+    "rm": "trains a head on values, which is not predicted: the nearest is --task reward, TRL's",
+    "ppo": "writes completions and trains a head on values, which is not predicted: pt, sft, dpo and kto are",
+}
 
 
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
     stage, loss = (str(content.get(key)) for key in ("stage", "pref_loss"))
+    if not _OF_V1.isdisjoint(content):
+        raise ValueError(
+            "it is a file of LLaMA-Factory's v1, which is not read: say the run in a train_config.yaml, as "
+            "examples/my-run.yaml does"
+        )
+    if stage in _OTHER_STAGES:
+        refused = {**TARGET.refused, "stage": f"{stage} {_OTHER_STAGES[stage]}"}
+        return dataclasses.replace(TARGET, refused=refused)
     return _LOSSES[loss] if stage == "dpo" and loss in _LOSSES else _BY_STAGE.get(stage, TARGET)
 
 

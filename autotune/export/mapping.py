@@ -30,6 +30,11 @@ class NotLiteral:
         return f"{self.source} (line {self.line})"
 
 
+def not_literal(key: str, value: NotLiteral) -> str:
+    """Return the problem with a key of such a value."""
+    return f"{key}: {value} is not a literal, and nothing is run: write its value"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spelling:
     """A way to say some of our settings."""

@@ -96,6 +96,12 @@ def from_yaml(text: str, *, source: str = filename) -> SavedRun:
             why="Its code is read as a Python program",
             remedy="Write it as one: jupyter nbconvert --to script",
         )
+    if isinstance(content, dict) and "model_type" in content:
+        raise ConfigError(
+            f"{source} is a model's configuration",
+            why="It does not say how the model is trained",
+            remedy="Give its folder as --model",
+        )
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
         raise ConfigError(
             f"{source} is of no kind that is read here",

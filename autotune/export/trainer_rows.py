@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED
 from autotune.export.deepspeed_json import filename as deepspeed_filename
-from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, of_values, table
+from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, table
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
@@ -16,7 +16,9 @@ from autotune.space.trainers import FIXED_BY_A_TEACHER, Trainer
 LORA = ("lora", "qlora")
 MOST_LAYERS = 128
 """Longest interval of checkpointed layers that a file is read with."""
-NOT_FROM_FILES = "shares the run among GPUs, which is not read from files: give --num-gpus instead"
+NOT_FROM_FILES = (
+    "shares the run among GPUs, which is not read from files: take it out, and give --num-gpus"
+)
 NOT_PREDICTED = "shares the run among GPUs as no prediction does"
 FP8_IS_OURS = "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)"
 
@@ -62,13 +64,21 @@ OPTIMIZER = Row(
 )
 
 
+_OF_HUB = (
+    ("flash_attention_2", "kernels-community/flash-attn2"),
+    ("flash_attention_3", "kernels-community/flash-attn3"),
+    ("flash_attention_3", "kernels-community/vllm-flash-attn3"),
+)
+"""The same kernels as the Hub has them, which Transformers loads by these names."""
+
+
 def attention(key: str = "attn_implementation", *, expands: bool = False) -> Row:
     """Return the row of a key that takes Transformers' own names.
 
     `expands`: whether EXPANDED is one of them, since the program lets Transformers know it.
     """
-    named = {name: name for name in ATTENTIONS if expands or name != EXPANDED}
-    return of_values("attention", key, named, nearest={(EXPANDED,): ("sdpa",)})
+    named = [(name, name) for name in ATTENTIONS if expands or name != EXPANDED]
+    return table("attention", key, *named, *_OF_HUB, nearest={(EXPANDED,): ("sdpa",)})
 
 
 TEACHER_KEY = "teacher_model_name_or_path"

@@ -5,6 +5,7 @@ A question that has come from another machine brings what only that one could re
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,9 +19,9 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.models import resolve as find_model
 from autotune.catalogue.tasks import PICTURES
-from autotune.errors import ConfigError
+from autotune.errors import AutotuneError, ConfigError
 from autotune.export.base import own_run
-from autotune.export.base.read import BaseRun
+from autotune.export.base.read import BaseRun, model_in
 from autotune.probe import compiled
 from autotune.records.question import BACKENDS, EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH, Question
 from autotune.search import budget, nearest_base
@@ -138,6 +139,7 @@ def resolve(
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
     source = budget.for_task(source, task)
+    base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):
         length = 1
@@ -273,6 +275,7 @@ def resolve_configuration(
     task = source.own_task(task_of(question, of_base or source.task))
     source = budget.for_task(source, task)
     _check_pictures(question, run, task)
+    base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
     of_file = None if base is None else base.sequence_length
     asked = question.seq_len or of_file or SEQUENCE_LENGTH
@@ -375,10 +378,17 @@ def read_run(question: Question, card: Gpu, *, note: Callable[[str], None]) -> B
     """The run of the question' base; None where they name none. Raises ConfigError."""
     if question.base is None:
         return None
+    methods = _methods(question)
+    with contextlib.suppress(AutotuneError):  # It is said below.
+        method = methods[0] if len(methods) == 1 else "full"
+        named = question.model or model_in(question.base, method=method, task=question.task)
+        if named is not None:
+            # The Hub is asked now: dtype and targets that a file leaves to the model depend on it.
+            find_model(named)
     run = own_run.read_run(
         question.base,
         seq_len=question.seq_len,
-        methods=_methods(question),
+        methods=methods,
         num_gpus=question.num_gpus or 1,
         effective_batch=question.effective_batch or EFFECTIVE_BATCH_SIZE,
         has_bf16=card.has_bfloat16,
@@ -411,6 +421,19 @@ def _model_of(question: Question, run: BaseRun | None) -> str:
             remedy="Give --model with a Hub id, a folder or a config.json (autotune models)",
         )
     return model
+
+
+def _no_longer_than_possible(
+    base: TrainConfig | None,
+    run: BaseRun | None,
+    question: Question,
+    source: ModelSource,
+    note: Callable[[str], None],
+) -> TrainConfig | None:
+    """Return the base, whose length is what the model is made for where neither it nor the question says."""
+    if base is None or run is None or run.has_length or question.seq_len is not None:
+        return base
+    return dataclasses.replace(base, sequence_length=_possible_length(source, None, note))
 
 
 def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:

@@ -11,6 +11,7 @@ from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS, REQUIRED
 from autotune.space.lengths import SAME_STEPS
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 
 LEVEL = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
@@ -71,8 +72,13 @@ def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
 
 
 def trains_bfloat16(config: TrainConfig) -> bool:
-    """Whether the weights themselves train in bfloat16."""
-    return config.method == "full" and PRECISIONS[config.precision].parameter_dtype == "bfloat16"
+    """Whether the weights themselves train in bfloat16.
+
+    DeepSpeed, and FSDP2 beside autocast, step on float32 ones (accelerate 1.15 fsdp2_prepare_model).
+    """
+    precision, row = PRECISIONS[config.precision], PARALLELISMS[config.parallelism]
+    is_float32 = row.is_deepspeed or (row.is_fsdp and precision.autocast)
+    return config.method == "full" and precision.parameter_dtype == "bfloat16" and not is_float32
 
 
 def loses_small_updates(config: TrainConfig) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autotune.catalogue.checkpoint import UNPACKED_BY, Checkpoint, checkpoint_of
+from autotune.catalogue.checkpoint import OTHER_QUANTIZERS, UNPACKED_BY, Checkpoint, checkpoint_of
 from autotune.catalogue.models import resolve
 from autotune.errors import ConfigError
 from autotune.search.budget import methods_for
@@ -67,6 +67,8 @@ def test_transformers_unpacks_what_is_said_to_be_unpacked() -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+    made_by = {each.__name__ for each in AUTO_QUANTIZATION_CONFIG_MAPPING.values()}
+    assert made_by - {*UNPACKED_BY.values(), "BitsAndBytesConfig"} == OTHER_QUANTIZERS
     for method, name in UNPACKED_BY.items():
         made = getattr(transformers, name)(dequantize=True)
         assert type(made) is AUTO_QUANTIZATION_CONFIG_MAPPING[method]

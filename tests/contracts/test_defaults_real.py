@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import loaders
 import pytest
@@ -25,9 +26,18 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
 from autotune.export import axolotl, training_args
 from autotune.export.base import sections, unsloth
+from autotune.export.base.embedders import BATCH, DEFAULT_LOSS, LOSSES, MINI_BATCH
 from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.base.launch import ACCELERATE
-from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
+from autotune.export.base.section_rows import (
+    ACCELERATOR,
+    ADAPTER,
+    DEFAULTS_OF_LOOPS,
+    LOADER,
+    MODEL,
+    QUANTIZATION,
+    RECIPE,
+)
 from autotune.export.base.torchtune import TARGET as TORCHTUNE
 from autotune.export.mapping import TrainerFile, same
 from autotune.export.training_args import training_arguments
@@ -309,6 +319,39 @@ def test_packed_weights_are_stored_in_bytes_unless_it_says_otherwise() -> None:
     assert stored == getattr(torch, KNOBS["quantization_storage"].default)
 
 
+def test_a_quantised_model_that_is_prepared_checkpoints() -> None:
+    peft = pytest.importorskip("peft")
+    model = mock.MagicMock(is_loaded_in_4bit=True)
+    peft.prepare_model_for_kbit_training(model)
+    model.gradient_checkpointing_enable.assert_called_once()
+    peft.prepare_model_for_kbit_training(model, False)
+    model.gradient_checkpointing_enable.assert_called_once()
+
+
+def test_of_a_loop_of_its_own() -> None:
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
+    of_class = {ACCELERATOR: Accelerator, LOADER: DataLoader}
+    for key, ours in DEFAULTS_OF_LOOPS.items():
+        prefix, _, name = key.rpartition(":")
+        assert inspect.signature(of_class[f"{prefix}:"]).parameters[name].default == ours
+
+
+def test_of_a_trainer_of_embeddings() -> None:
+    models = pytest.importorskip("sentence_transformers")
+    losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
+    for name in LOSSES:
+        mini = inspect.signature(getattr(losses, name)).parameters.get("mini_batch_size")
+        assert (mini is not None) is (name == LOSSES[name].cached_loss)
+        assert mini is None or mini.default == MINI_BATCH
+    usual = inspect.getsource(models.SentenceTransformerTrainer.get_default_loss)
+    assert f"loss = {DEFAULT_LOSS}(model)" in usual
+    of_class = {each.name: each.default for each in dataclasses.fields(
+        models.SentenceTransformerTrainingArguments)}  # fmt: skip
+    assert of_class["per_device_train_batch_size"] == BATCH
+
+
 def test_every_default_of_a_section_has_its_test() -> None:
     """And those of our own train.py, which no library has."""
     said = {key for key in of_sections("qlora") if ":" in key or "." in key}
@@ -318,6 +361,7 @@ def test_every_default_of_a_section_has_its_test() -> None:
         f"{ADAPTER}lora_dropout",
         f"{QUANTIZATION}bnb_4bit_quant_type",
         f"{MODEL}attn_implementation",
+        *DEFAULTS_OF_LOOPS,
         f"{RECIPE}num_processes",
         f"{RECIPE}layers_per_gpu",
         f"{RECIPE}parallelism",

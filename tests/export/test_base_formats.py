@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -510,6 +511,123 @@ def test_accelerate_names_deepspeeds_file(tmp_path: Path) -> None:
         read_base(path)
 
 
+@pytest.mark.parametrize(
+    ("more", "length"),
+    [({"block_size": 512}, 512), ({"task_name": "", "max_seq_length": 9}, 9), ({"train_file": "t"}, None)],
+)  # fmt: skip
+def test_an_example_scripts_arguments_are_not_sfts(
+    tmp_path: Path, more: dict[str, Any], length: int | None
+) -> None:
+    path = tmp_path / "clm.json"
+    said = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "fp16": True, **more}
+    path.write_text(json.dumps({**said, "per_device_train_batch_size": 4}))
+    run = read_base(path, sequence_length=2048)
+    assert run.target is not None
+    assert run.target.name == "Transformers' example script"
+    assert (run.model, run.config.trainer) == ("m", "transformers")
+    assert (run.config.precision, run.config.activation_checkpointing) == ("fp16-mixed", 0)
+    assert run.has_length is (length is not None)
+    assert run.config.sequence_length == (length or 2048)
+    answer = dataclasses.replace(run.config, micro_batch_size=8, precision="bf16-mixed")
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    assert json.loads(text).items() >= {**more, "per_device_train_batch_size": 8}.items()
+    path.write_text(text)
+    assert read_base(path, sequence_length=2048).config == answer
+
+
+ZERO3 = {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "bf16": {"enabled": "auto"}}
+ARGUMENTS_OF_3 = "per_device_train_batch_size: 2\nbf16: true\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "base_model: m\nmicro_batch_size: 2\ndeepspeed: ../ds/z3.json\n"),
+        ("l.yaml", f"model_name_or_path: m\nfinetuning_type: full\n{ARGUMENTS_OF_3}deepspeed: ds/z3.json\n"),
+        ("t.json", f'{{"per_device_train_batch_size": 2, "deepspeed": {json.dumps(ZERO3)}}}'),
+        ("t.py", f"DS = {ZERO3}\nTrainingArguments(per_device_train_batch_size=2, deepspeed=DS)\n"),
+    ],
+)  # fmt: skip
+def test_deepspeeds_file_is_read_where_arguments_name_it(
+    tmp_path: Path, name: str, text: str
+) -> None:
+    path = tmp_path / "examples" / "train" / name
+    for folder in (path.parent, path.parents[1] / "ds"):
+        folder.mkdir(parents=True)
+    (path.parents[1] / "ds" / "z3.json").write_text(json.dumps(ZERO3))
+    path.write_text(text)
+    run, notes = read_run(path, num_gpus=2)
+    assert (run.config.num_gpus, run.config.parallelism) == (2, "zero3")
+    assert "stage3_prefetch_bucket_size" in " ".join(notes)
+    assert "sub_group_size" not in " ".join(notes)
+    assert not changes(run, run.config, run.config)
+    ddp = dataclasses.replace(run.config, parallelism="ddp")
+    assert "deepspeed" in {each.key for each in changes(run, run.config, ddp) if not each.value}
+    run, notes = read_run(path)
+    assert (run.config.num_gpus, run.config.parallelism) == (1, "none")
+    assert "zero3 shares nothing on one GPU" in " ".join(notes)
+    assert "deepspeed" in {each.key for each in changes(run, run.config, run.config)}
+
+
+FSDP2 = """base_model: m
+micro_batch_size: 2
+fsdp_version: 2
+fsdp_config:
+  offload_params: false
+  auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  reshard_after_forward: true
+  activation_checkpointing: true
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "meant"),
+    [
+        ("", "", "fsdp2"),
+        ("  ", "  fsdp_", "fsdp2"),
+        ("params: false", "params: true", "fsdp2-offload"),
+        ("fsdp_version: 2\nfsdp_config:\n", "fsdp_config:\n  fsdp_version: 2\n", "fsdp2"),
+        ("checkpointing: true", "checkpointing: false", "fsdp2"),
+        ("version: 2", "version: 1", None),
+        ("forward: true", "forward: false", None),
+        ("TRANSFORMER", "SIZE", None),
+    ],
+)
+def test_axolotls_fsdp2_is_read(tmp_path: Path, old: str, new: str, meant: str | None) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(FSDP2.replace(old, new))
+    if meant is None:
+        with pytest.raises(ConfigError, match="fsdp_config: shares the run"):
+            read_base(path)
+        return
+    run, _ = read_run(path, num_gpus=4)
+    assert (run.config.num_gpus, run.config.parallelism) == (4, meant)
+    checkpointed = int("checkpointing: true" in path.read_text())
+    assert run.config.activation_checkpointing == checkpointed
+    assert changes(run, run.config, run.config) == []
+    copy = path.with_stem("copy")
+    for parallelism, checkpoints, offloads in itertools.product(
+        ("ddp", "fsdp2", "fsdp2-offload"), (0, 1), (False, True)
+    ):
+        if offloads > checkpoints:
+            continue
+        answer = dataclasses.replace(
+            run.config,
+            parallelism=parallelism,
+            activation_checkpointing=checkpoints,
+            activation_offloading=offloads,
+        )
+        copy.write_text(run.parts[0].edited(changes(run, run.config, answer))[0])
+        assert read_run(copy, num_gpus=4)[0].config == answer
+        assert ("fsdp_config" in copy.read_text()) is (parallelism != "ddp")
+    run, notes = read_run(path)
+    assert (run.config.parallelism, run.config.activation_checkpointing) == ("none", checkpointed)
+    copy.write_text(run.parts[0].edited(changes(run, run.config, run.config))[0])
+    assert read_run(copy)[0].config == run.config
+    assert f"{meant} shares nothing on one GPU" in " ".join(notes)
+
+
 def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
     zero = dataclasses.replace(DDP, parallelism="zero2")
     run, _ = read_run(file_of(tmp_path, "deepspeed", zero), num_gpus=4)
@@ -531,7 +649,9 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
         ("q.json", '{"load_in_4bit": false}',
          "quantization load_in_4bit: false is not predicted; quantization load_in_8bit: true or "),
         ("q.json", '{"quant_method": "gptq", "bits": 4}',
-         "quantization load_in_8bit: true or quantization load_in_4bit: true is missing"),
+         "quant_method: gptq: how such weights are trained is not modelled: name the model that it was made"),
+        ("config.json", '{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}',
+         "is a model's configuration. It does not say how the model is trained. Give its folder as --model"),
         ("p.json", '{"peft_type": "LORA", "r": "x", "target_modules": ["q"]}',
          "adapter r must be a whole number, not the text 'x'"),
         ("p.json", '{"peft_type": ["LORA"]}', "must be a mapping with a peft_type"),
@@ -543,6 +663,12 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
          "optimizer_in_bwd"),
         ("t.yaml", "model: {_component_: torchtune.x.lora_y, lora_attn_modules: [wte]}\n",
          "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
+        ("t.yaml", "model: {_component_: torchtune.models.llama3.lora_llama3_8b}\nbatch_size: 2\n"
+         "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "loss: trains on preferences or rewards"),
+        ("l.yaml", "model: a/b\ntemplate: x\ncutoff_len: 64\npeft_config: {name: lora}\nbf16: true\n",
+         "it is a file of LLaMA-Factory's v1, which is not read: say the run in a train_config.yaml"),
+        ("l.yaml", "model_name_or_path: a/b\nstage: rm\ntemplate: x\nbf16: true\n",
+         "stage: rm trains a head on values, which is not predicted: the nearest is --task reward"),
         ("l.yaml", "model_name_or_path: a/b\nfinetuning_type: full\nstage: sft\ntemplate: x\nbf16: 'true'\n",
          "bf16: 'true' is not predicted; bf16: true"),
     ],

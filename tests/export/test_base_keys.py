@@ -150,7 +150,8 @@ FORMATS = {
 def test_no_key_of_a_file_vanishes(name: str, tmp_path: Path) -> None:
     base, package, places = FORMATS[name]
     lost = sweep(base, classes(package, *places), tmp_path / "base.yaml")
-    assert lost == (["sdp_attention"] if package == "axolotl" else [])  # sdpa is its default
+    # They say what axolotl does by default: sdpa, and bf16 on a card that has it.
+    assert lost == (["bfloat16", "sdp_attention"] if package == "axolotl" else [])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from autotune.export.base.edit import KeyEdit
 from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.export.mapping import NotLiteral
 from autotune.space.config import TrainConfig
+from autotune.space.trainers import TRAINERS
 
 BASES = Path(__file__).parents[1] / "data" / "bases"
 QLORA = TrainConfig(
@@ -47,6 +48,8 @@ UNSLOTH = dataclasses.replace(
     optimizer="adamw_8bit",
     activation_offloading=True,
 )
+LOADED = "m = AutoModelForCausalLM.from_pretrained('m', quantization_config=None)"
+TRAINED = "t = Trainer(m, args=TrainingArguments('o'))"
 SIZES = "per_device_train_batch_size=2, gradient_accumulation_steps=4"
 
 
@@ -169,12 +172,250 @@ def test_checkpointing_that_a_function_switches_on_is_not_switched_off(tmp_path:
     assert run.target is not None
     assert not mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
     assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 2)
-    text = run.parts[0].text.replace(
-        "training(model)", "training(model, use_gradient_checkpointing=False)"
-    )
-    run = read_base(written(tmp_path, text))
+
+
+ENABLE = "gradient_checkpointing_enable(gradient_checkpointing_kwargs={'use_reentrant': False})"
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "layers"),
+    [
+        ("prepare(model)", "", 1),
+        ("prepare(model, gradient_checkpointing_kwargs={'use_reentrant': True})", "", 1),
+        ("prepare(model)", "gradient_checkpointing=False,", 1),
+        ("prepare(model, use_gradient_checkpointing=False)", "", 0),
+        ("prepare(model, False)", "", 0),
+        ("prepare(model, use_gradient_checkpointing=TA.gradient_checkpointing)", "", 0),
+        ("prepare(model, other)", "", None),
+        ("prepare(model) if torch.cuda.is_available() else model", "", 1),
+        ("model if BATCH else prepare(model)", "", 0),
+        ("prepare(model) if other else model", "", None),
+        ("prepare(model) if other else model", "gradient_checkpointing=True,", 1),
+        (f"model.{ENABLE}", "", 1),
+        ("model.activation_checkpointing_enable(every_n_layers=2)", "", None),
+    ],
+)
+def test_a_function_switches_checkpointing_on(
+    tmp_path: Path, call: str, said: str, layers: int | None
+) -> None:
+    text = (BASES / "qlora.py.txt").read_text(encoding="utf-8")
+    text = text.replace("_for_kbit_training\n", "_for_kbit_training as prepare\n")
+    text = text.replace("prepare_model_for_kbit_training(model)", call)
+    text = text.replace("gradient_checkpointing=True,", said)
+    path = written(tmp_path, text)
+    if layers is None:
+        with pytest.raises(ConfigError, match=r"line 26: only running tells how .*switches"):
+            read_base(path)
+        return
+    run = read_base(path)
     assert run.target is not None
-    assert mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
+    assert run.config.activation_checkpointing == layers
+    assert run.config.kbit_preparation is ("prepare(" in call and not call.startswith("model if"))
+    may_be_off = mapping_write.allows(run.target, "qlora", "activation_checkpointing", 0)
+    assert may_be_off is (layers == 0)
+    changed(run, activation_checkpointing=2)
+
+
+EMBEDDING = """
+model = SentenceTransformer("m", model_kwargs={"torch_dtype": torch.bfloat16})
+model.max_seq_length = 256
+loss = losses.Cached(model, mini_batch_size=16)
+args = SentenceTransformerTrainingArguments("out", per_device_train_batch_size=64, bf16=True)
+trainer = SentenceTransformerTrainer(model=model, args=args, train_dataset=rows, loss=loss)
+"""
+CACHED = "CachedMultipleNegativesRankingLoss"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "task", "found"),
+    [
+        ("Cached", CACHED, None, ("sentence-similarity", 4)),
+        ("Cached", CACHED, "sentence-triplets", ("sentence-triplets", 4)),
+        ("Cached", "MultipleNegativesRankingLoss", None, ("sentence-similarity", 1)),
+        ("losses.Cached(model, mini_batch_size=16)", "None", None, ("sentence-ratings", 1)),
+        ("Cached", "CosineSimilarityLoss", None, "line 4: CosineSimilarityLoss is not predicted: CoSENT"),
+        ("losses.Cached(model", f"MatryoshkaLoss(model, {CACHED}(model)", None, "MatryoshkaLoss is not"),
+        ("Cached(model, mini_batch_size=16", f"{CACHED}(model, mini_batch_size=64", None, "a number below"),
+        ("SentenceTransformerTrainer(", "CrossEncoderTrainer(", None, "line 6: CrossEncoderTrainer trains"),
+    ],
+)  # fmt: skip
+def test_programs_that_embed_texts(
+    tmp_path: Path, old: str, new: str, task: str | None, found: tuple[str, int] | str
+) -> None:
+    path = written(tmp_path, EMBEDDING.replace(old, new, 1))
+    if isinstance(found, str):
+        with pytest.raises(ConfigError, match=found):
+            read_base(path, task=task)
+        return
+    run = read_base(path, task=task)
+    config = run.config
+    assert (run.task, config.loss_mini_batches) == found
+    assert TRAINERS[config.trainer].task == run.task
+    assert (run.model, config.sequence_length, config.micro_batch_size) == ("m", 256, 64)
+    assert (config.method, config.precision, config.batching) == ("full", "bf16-autocast", "padded")
+    is_open = found[0] == "sentence-similarity"
+    assert ("--task sentence-triplets has triplets" in " ".join(run.notes)) is is_open
+    assert changes(run, config, config) == []
+    answer = dataclasses.replace(config, precision="bf16-mixed", activation_checkpointing=1)
+    text, _, left = run.parts[0].edited(changes(run, config, answer))
+    assert left == []
+    assert read_base(written(tmp_path, text), task=task).config == answer
+
+
+@pytest.mark.parametrize(
+    ("said", "precision"),
+    [("bf16=True", "bf16-mixed"), ("fp16=True", "fp16-mixed"), ("", "fp32"), ("tf32=True", "tf32")],
+)
+def test_a_model_that_is_made_anew_is_in_float32(tmp_path: Path, said: str, precision: str) -> None:
+    text = f"m = LlamaForCausalLM(LlamaConfig(hidden_size=64))\nTrainer(m, TrainingArguments('o', {said}))\n"
+    run = read_base(written(tmp_path, text))
+    assert (run.config.precision, run.model) == (precision, None)
+    _, left = changed(run, micro_batch_size=2, precision="bf16-mixed")
+    assert left == []
+
+
+def test_a_checkpoint_in_float32_embeds_in_it(tmp_path: Path) -> None:
+    text = EMBEDDING.replace("Cached", "CoSENTLoss")
+    text = text.replace('"torch_dtype": torch.bfloat16', '"attn_implementation": "eager"')
+    for model, precision in (
+        ("google-bert/bert-base-uncased", "bf16-mixed"),
+        (None, "bf16-autocast"),
+    ):
+        run = read_base(written(tmp_path, text), model=model)
+        assert (run.config.precision, run.config.attention) == (precision, "eager")
+
+
+BITS = "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4')"
+ADAPTED = "m = get_peft_model(m, LoraConfig(r=8, lora_alpha=16, target_modules=['v_proj']))"
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        (f"q = {BITS} if OFF else None\n{LOADED}", {"method": "full"}),
+        (f"if KIND == 'lora':\n  {ADAPTED}\n{LOADED}", {"method": "full"}),
+        (f"if not OFF and KIND != 'lora':\n  {LOADED}\n{ADAPTED}", {"method": "lora"}),
+        (f"if __name__ == '__main__':\n  {LOADED}\n  {ADAPTED}", {"method": "lora"}),
+        (f"q = {BITS}\n{LOADED}", {"method": "full", "quantization": "none"}),
+        (f"{LOADED}\nm.to('cuda').train()\nfor p in m.parameters():\n  p.requires_grad = False\n{ADAPTED}",
+         {"method": "lora", "precision": "bf16-true"}),
+        (f"{LOADED}\nAutoPeftModelForCausalLM", {"method": "full"}),
+        (f"from x import AutoLigerKernelForCausalLM\n{LOADED.replace('AutoModel', 'AutoLigerKernel')}",
+         {"liger": True}),
+        (f"apply_liger_kernel_to_qwen2()\n{LOADED}", {"liger": True}),
+        (LOADED.replace("quantization_config=None", "attn_implementation='kernels-community/flash-attn2'"),
+         {"attention": "flash_attention_2"}),
+    ],
+)  # fmt: skip
+def test_only_what_is_done_to_the_model_is_read(
+    tmp_path: Path, text: str, settings: dict[str, Any]
+) -> None:
+    after = f"t.train()\n{LOADED}\nm.half()\nq = {BITS}\n"
+    constants = "OFF = False\nKIND = 'qlora'\n"
+    run = read_base(written(tmp_path, f"{constants}{text}\n{TRAINED}\n{after}"))
+    assert {name: getattr(run.config, name) for name in settings} == settings
+    is_unused = text.startswith(f"q = {BITS}\n")
+    assert ("given to no model" in " ".join(run.notes)) is is_unused
+    assert changed(run) == (run.parts[0].text, [])
+
+
+@pytest.mark.parametrize("kind", ["mine.py", "mine.yaml"])
+def test_an_adapter_over_a_checkpoint_that_is_quantised_is_qlora(tmp_path: Path, kind: str) -> None:
+    stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    config = {"model_type": "llama", "quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    program = f"{LOADED}\n{ADAPTED}\n{TRAINED}".replace("'m'", repr(str(tmp_path)))
+    axolotl = f"base_model: {tmp_path}\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\n"
+    path = tmp_path / kind
+    path.write_text(program if kind == "mine.py" else axolotl, encoding="utf-8")
+    run = read_base(path)
+    assert (run.config.method, run.config.quantization) == ("qlora", "nf4")
+    assert "are stored in nf4, and an adapter trains over that" in " ".join(run.notes)
+    assert mapping_write.allows(run.target, "qlora", "quantization", "nf4")
+    assert changes(run, run.config, run.config) == []
+    path.write_text(path.read_text().replace(str(tmp_path), "elsewhere"))
+    assert read_base(path).config.method == "lora"
+
+
+def test_a_reference_is_not_the_model_that_trains(tmp_path: Path) -> None:
+    text = f"{LOADED}\nref = AutoModelForCausalLM.from_pretrained('other')\nref.requires_grad_(False)\n"
+    trainer = "DPOTrainer(m, ref_model=ref, args=DPOConfig(output_dir='o'))\n"
+    run = read_base(written(tmp_path, text + trainer))
+    assert (run.model, run.config.trainer, run.config.method) == ("m", "trl-dpo", "full")
+
+
+ACCELERATOR = 'accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)'
+LOOP = f"""
+model = AutoModelForCausalLM.from_pretrained("m", dtype=torch.bfloat16)
+{ACCELERATOR}
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
+loader = DataLoader(train, shuffle=True, batch_size=16)
+other = DataLoader(test, batch_size=64)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "settings"),
+    [
+        ("", "", {}),
+        ('mixed_precision="bf16", ', "", {"precision": "bf16-true"}),
+        ('mixed_precision="bf16"', 'mixed_precision="no"', {"precision": "bf16-true"}),
+        ("dtype=torch.bfloat16", "dtype=torch.float32", {"precision": "bf16-mixed"}),
+        (', fused=True', "", {"optimizer": "adamw_torch"}),
+        ("torch.optim.AdamW(", "bnb.optim.PagedAdamW8bit(", {"optimizer": "paged_adamw_8bit"}),
+        (ACCELERATOR, "with torch.autocast('cuda', dtype=torch.bfloat16): ...",
+         {"gradient_accumulation_steps": 1}),
+        (ACCELERATOR, "accumulate = 2", {"precision": "bf16-true", "gradient_accumulation_steps": 2}),
+        ("optimizer =", "model.gradient_checkpointing_enable()\noptimizer =",
+         {"activation_checkpointing": 1}),
+    ],
+)  # fmt: skip
+def test_a_loop_of_its_own(tmp_path: Path, old: str, new: str, settings: dict[str, Any]) -> None:
+    path = written(tmp_path, LOOP.replace(old, new, 1))
+    run = read_base(path, samples=32)
+    usual = {
+        "precision": "bf16-autocast",
+        "micro_batch_size": 16,
+        "gradient_accumulation_steps": 4,
+        "optimizer": "adamw_torch_fused",
+    }
+    for name, value in {**usual, **settings}.items():
+        assert getattr(run.config, name) == value
+    assert "its loop is its own" in " ".join(run.notes)
+    target = run.target
+    assert target is not None
+    for name in ("optimizer", "liger", "batching", "attention"):
+        assert mapping_write.allows(target, "full", name, getattr(run.config, name))
+    assert mapping_write.allows(target, "full", "optimizer", "adafactor")
+    if not settings:
+        answer = {"precision": "bf16-true", "micro_batch_size": 8, "gradient_accumulation_steps": 8}
+        assert diff(run, **answer) == [
+            f"- {ACCELERATOR}",
+            '+ accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=8)',
+            "- loader = DataLoader(train, shuffle=True, batch_size=16)",
+            "+ loader = DataLoader(train, shuffle=True, batch_size=8)",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "settings"),
+    [
+        ("SFTTrainer(model='m', train_dataset=d)",
+         {"trainer": "trl-sft", "activation_checkpointing": 1, "precision": "bf16-mixed"}),
+        ("Trainer(model=AutoModelForCausalLM.from_pretrained('m'))", {"precision": "bf16-true"}),
+        ("class Mine(Trainer): ...\nMine(AutoModelForCausalLM.from_pretrained('m'), args=None)", {}),
+    ],
+)  # fmt: skip
+def test_a_trainer_without_arguments_has_its_own(
+    tmp_path: Path, trainer: str, settings: dict[str, Any]
+) -> None:
+    run = read_base(written(tmp_path, f"t = 1\n{trainer}\n"))
+    assert run.config.micro_batch_size == 8
+    assert not run.taken
+    assert all(getattr(run.config, name) == value for name, value in settings.items())
+    assert ("what it overrides is not predicted" in " ".join(run.notes)) is ("Mine" in trainer)
+    _, left = changed(run, micro_batch_size=4)
+    assert [each.key for each in left] == ["per_device_train_batch_size"]
 
 
 def test_a_constant_with_two_uses_stays(tmp_path: Path) -> None:
@@ -212,6 +453,33 @@ def test_unsloths_notebook(tmp_path: Path) -> None:
         "- packing = False,",
         "+ packing = True,",
     ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "settings"),
+    [
+        ("max_seq_length = max_seq_length,\n    packing", "max_seq_length = 512,\n    packing",
+         {"sequence_length": 512}),
+        ("max_seq_length = max_seq_length,\n    packing", "max_seq_length = 9000,\n    packing", {}),
+        ("max_seq_length = max_seq_length,\n    packing", "max_length = 512,\n    packing", {}),
+        ("fp16 = not is_bfloat16_supported(),", "", {}),
+        ("bf16 = is_bfloat16_supported(),", "", {}),
+        ("dtype = dtype,", "dtype = dtype, fast_inference = True,", "shares the card with vLLM"),
+        ("random_state = 3407", "qat_scheme = 'int4'", "adds quantisation"),
+        ("FastLanguageModel", "FastSentenceTransformer", "FastSentenceTransformer is not"),
+    ],
+)  # fmt: skip
+def test_unsloths_own_defaults(
+    tmp_path: Path, old: str, new: str, settings: dict[str, Any] | str
+) -> None:
+    text = (BASES / "unsloth.py.txt").read_text(encoding="utf-8")
+    assert old in text
+    path = written(tmp_path, text.replace(old, new))
+    if isinstance(settings, str):
+        with pytest.raises(ConfigError, match=settings):
+            read_base(path)
+    else:
+        assert read_base(path).config == dataclasses.replace(UNSLOTH, **settings)
 
 
 NEVER_RUN = """
@@ -324,6 +592,8 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
          "per_device_train_batch_size: args.batch (line 1) is not a literal"),
         ("TrainingArguments(bf16=torch.cuda.get_device_capability()[0] >= 8)", "is not a literal"),
         ("B = 2\nB += 2\nTrainingArguments(per_device_train_batch_size=B)", "B (line 3) is not a literal"),
+        ("def f():\n  B = 2\ndef g():\n  B = 3\n  TrainingArguments(per_device_train_batch_size=B)",
+         "is not a literal"),
         ("def f(B=2):\n  TrainingArguments(per_device_train_batch_size=B)", "is not a literal"),
         ("TrainingArguments(**options)", "line 1: what **options spreads is not a literal"),
         ("o = {'bf16': True}\no['bf16'] = x\nTrainingArguments(**o)", "**o spreads is not a literal"),
@@ -331,9 +601,10 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         ("TrainingArguments('out', False)", "TrainingArguments is given values without their names"),
         ("a = TrainingArguments()\na_args = a\na_args.bf16 = True", "line 3: a_args.bf16 is set later"),
         ("a = HfArgumentParser(TrainingArguments)\nTrainingArguments()", "HfArgumentParser"),
-        ("TrainingArguments(deepspeed='z.json')", "deepspeed: shares the run among GPUs"),
-        ("TrainingArguments()\nmodel.gradient_checkpointing_enable()",
-         "line 2: gradient_checkpointing_enable switches checkpointing on"),
+        ("TrainingArguments(deepspeed='z.json')", "deepspeed: z.json is no file here or beside it"),
+        ("TrainingArguments(deepspeed=True)", "deepspeed: shares the run among GPUs"),
+        ("Z = {'zero_optimization': {'stage': 4}}\nTrainingArguments(deepspeed=Z)",
+         "deepspeed: zero_optimization.stage: 4 is not predicted"),
         ("TrainingArguments(optim='adamw_tortch')", "unknown optimizer 'adamw_tortch'. Did you mean"),
         ("LoraConfig(r=8)", "adapter target_modules is missing"),
         ("m = AutoModelForCausalLM.from_pretrained('m')\nm = get_peft_model(m, mine)",
@@ -342,11 +613,45 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
          "line 1: SFTTrainer has an adapter that is not made here"),
         ("AutoModelForCausalLM.from_pretrained('m', quantization_config=made())\nTrainingArguments()",
          "line 1: quantization_config is not made here by BitsAndBytesConfig"),
+        ("q = GPTQConfig(4)\nAutoModelForCausalLM.from_pretrained('m', quantization_config=q)\nSFTConfig()",
+         "line 2: GPTQConfig: how such weights are trained is not modelled: name the model that it was made"),
         ("a = TrlParser((ScriptArguments, SFTConfig))", "line 1: TrlParser takes settings from the command"),
         ("LoraConfig(r=8, target_modules='.*proj')", "is a pattern of more than whole names: name"),
         ("AutoModelForCausalLM.from_pretrained('m', load_in_4bit=True)\nTrainingArguments()",
          "BitsAndBytesConfig has it"),
         ("model = FastLanguageModel.from_pretrained('m')\nSFTConfig()", "nothing trains"),
+        ("pl.Trainer(max_epochs=3, precision='bf16-mixed')\nm = AutoModelForMaskedLM.from_pretrained('m')",
+         "line 1: Lightning's Trainer is not read: say what it trains in a train_config.yaml"),
+        ("m = SentenceTransformer('m')\nm.fit(train_objectives=[(loader, loss)])",
+         "line 1: SentenceTransformer's own fit is not read: SentenceTransformerTrainer is"),
+        ("AutoModelForCausalLM.from_pretrained('m').generate()", "nothing in it trains: name the program"),
+        ("AutoModelForMultipleChoice.from_pretrained('m')\nTrainingArguments()",
+         "line 1: AutoModelForMultipleChoice is for a task that is not predicted: AutoModelForAudioClass"),
+        ("import lightning as L\nL.Trainer(max_steps=3)\nm = AutoModelForMaskedLM.from_pretrained('m')",
+         "line 2: Lightning's Trainer is not read"),
+        ("from setfit import TrainingArguments\nTrainingArguments(batch_size=4)",
+         "line 1: TrainingArguments is that of setfit, which is not read"),
+        ("a = ORPOConfig(output_dir='o')\nm = AutoModelForCausalLM.from_pretrained('m')",
+         "line 1: ORPOConfig is of no trainer that is predicted: of TRL's SFTTrainer, DPOTrainer"),
+        ("m = AutoModelForCausalLM.from_pretrained('m')\nTrainer(m, get_arguments())",
+         "line 2: Trainer has arguments that are not made here: write them out"),
+        ("m = AutoModelForCausalLM.from_pretrained('m')\nORPOTrainer(model=m, args=a)",
+         "line 2: ORPOTrainer has arguments that are not made here"),
+        ("l = DataLoader(d, batch_size=size, shuffle=True)\nm = AutoModelForCausalLM.from_pretrained('m')",
+         "loader batch_size: size (line 1) is not a literal"),
+        (f"{LOADED}.half()\n{TRAINED}", "line 1: half casts the model: say dtype='float16' where it"),
+        (f"{LOADED}\nm.to(0, torch.bfloat16)\n{TRAINED}", "line 2: to casts the model: say dtype='bfloat16'"),
+        (f"{LOADED}\nm = torch.compile(m)\n{TRAINED}", "line 2: compile is not read: say torch_compile=True"),
+        (f"{LOADED}\nm.base.requires_grad_(False)\n{TRAINED}", "line 2: it freezes weights"),
+        (f"{LOADED}\nfor p in m.parameters():\n  p.requires_grad = False\n{TRAINED}", "line 3: it freezes"),
+        (f"apply_liger_kernel_to_llama(rope=False)\n{LOADED}\n{TRAINED}", "line 1: apply_liger_kernel_to_"),
+        (f"{LOADED}\n{TRAINED[:-1]}, optimizers=(o, None))", "optimizers=(o, None) is not read: say optim"),
+        (f"{LOADED}\nm = PeftModel.from_pretrained(m, 'a')\n{TRAINED}",
+         "line 2: PeftModel.from_pretrained has an adapter that is not made here"),
+        ("a = TrainingArguments()\na = a.set_training(batch_size=4)", "line 2: a.set_training is set later"),
+        ("c = SFTConfig()\nc.packing = True\nSFTTrainer('m', c)", "line 2: c.packing is set later"),
+        (f"q = BitsAndBytesConfig(load_in_4bit=True) if other else None\n{LOADED}\n{TRAINED}",
+         "line 1: only running tells whether BitsAndBytesConfig is called: write it without the condition"),
         ("print('no training here')", "has no settings that can be read"),
         ("x = (", "is not a Python program. line 1"),
     ],
@@ -378,6 +683,7 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
         ("NAME", "m"),
         ("other.bfloat16", NotLiteral("", 0)),
         ("16 // SIZE", 4),
+        ("SECOND", 2),
         ("2 * (SIZE + 1) - 1e-5", 9.99999),
         ("SIZE / 0", NotLiteral("", 0)),
         ("SIZE ** SIZE", NotLiteral("", 0)),
@@ -391,7 +697,7 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
 )
 def test_values(source: str, value: object) -> None:
     found = program.parsed(
-        "NAME = 'm'\nSIZE = 4\nITSELF = ITSELF + 1\nBF16 = is_bf16_supported()\n"
+        "NAME = 'm'\nSIZE = 4\nFIRST, SECOND = 1, 2\nITSELF = ITSELF + 1\nBF16 = is_bf16_supported()\n"
         f"TrainingArguments(x={source})\n"
     )
     assert found.content["x"] == value

@@ -405,9 +405,31 @@ def test_every_problem_is_said_with_its_key(tmp_path: Path) -> None:
         "activation_offloading: false or activation_offloading: hidden_states would be",
     ):
         assert words in said
-    said = refusal(tmp_path, "base_model: x\ndeepspeed: deepspeed_configs/zero2.json\n")
-    assert "deepspeed: shares the run among GPUs" in said
-    assert "give --num-gpus instead, or that file as --base" in said
+    said = refusal(tmp_path, "base_model: x\nrl: simpo\ngradient_checkpointing: offload\n")
+    assert "rl: trains with a loss that has no reference" in said
+    assert "gradient_checkpointing: parks what every layer keeps by TRL's own offloading" in said
+    assert "activation_offloading: hidden_states" in said
+    said = refusal(tmp_path, "base_model: x\nlisa_n_layers: 4\nexpert_parallel_size: 2\n")
+    assert "lisa_n_layers: trains a part" in said
+    assert "expert_parallel_size: shares the run" in said
+    path = tmp_path / "batch.yaml"
+    path.write_text(
+        "base_model: x\nbatch_size: 8\nmicro_batch_size: 2\nbf16: false\nbfloat16: true\n"
+    )
+    run = read_base(path)
+    assert (run.config.gradient_accumulation_steps, run.config.precision) == (4, "bf16-autocast")
+    for steps in (2, 4):
+        answer = dataclasses.replace(
+            run.config, micro_batch_size=4, gradient_accumulation_steps=steps
+        )
+        edited = tmp_path / "edited.yaml"
+        edited.write_text(run.parts[0].edited(changes(run, run.config, answer))[0])
+        assert read_base(edited).config == answer
+    path = tmp_path / "padded.yaml"
+    for packed in ("true", "false"):
+        path.write_text(f"base_model: x\npad_to_sequence_len: true\nsample_packing: {packed}\n")
+        notes = " ".join(read_base(path).notes)
+        assert ("pads every sample to the whole length" in notes) is (packed == "false")
 
 
 def test_a_value_that_looks_like_a_key_is_shown_as_it_is(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import answers
 import pytest
 import yaml
 
+from autotune.catalogue import models
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
@@ -25,7 +26,7 @@ from autotune.search import find as find_module
 from autotune.search import resolve as resolve_module
 from autotune.search.budget import CardSource, ChosenCard
 from autotune.search.listener import SILENT
-from autotune.search.resolve import resolve, resolve_configuration
+from autotune.search.resolve import Problem, resolve, resolve_configuration
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import TrainConfig
 from autotune.space.dataset import Dataset
@@ -271,6 +272,10 @@ def test_what_is_to_be_compiled_is_a_change_of_the_space() -> None:
             {"base": "sft.yaml", "gpu": "t4"},
             ["sft.yaml cannot run on this card", "only its edited"],
         ),
+        (
+            {"base": "training_arguments.json", "model": "google-bert/bert-base-uncased"},
+            ["", "", "--seq-len 1024 is assumed", "positions for 512 tokens: --seq-len 512 is"],
+        ),
         ({"model": "google-t5/t5-base", "gpu": "t4"}, ["may leave float16's range"]),
         (
             {"model": "google-bert/bert-base-uncased"},
@@ -283,10 +288,42 @@ def test_what_is_to_be_compiled_is_a_change_of_the_space() -> None:
 def test_what_a_search_says_of_its_question(question: dict[str, Any], said: list[str]) -> None:
     notes: list[str] = []
     if "base" in question:
-        question = {**question, "base": BASES / question["base"], "model": None}
+        question = {"model": None, **question, "base": BASES / question["base"]}
     resolve(dataclasses.replace(QUESTION, accumulation=None, **question), note=notes.append)
     assert len(notes) == len(said)
     assert all(part in note for part, note in zip(said, notes, strict=True))
+
+
+@pytest.mark.parametrize("asks", [resolve, resolve_configuration])
+def test_a_base_waits_for_what_the_hub_says_of_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: Callable[[Question], Any]
+) -> None:
+    """Modules of an adapter and the dtype of weights follow from it."""
+    config = tmp_path / "config.json"
+
+    def download(_: str) -> Path:
+        said = {"model_type": "roberta", "vocab_size": 99, "max_position_embeddings": 130}
+        config.write_text(json.dumps(said), encoding="utf-8")
+        return config
+
+    def cached(_: str) -> Path:
+        if config.exists():
+            return config
+        raise ConfigError("not here")
+
+    monkeypatch.setattr(models, "_download", download)
+    monkeypatch.setattr(models, "_cached", cached)
+    base = tmp_path / "mine.py"
+    base.write_text(
+        "m = AutoModelForSequenceClassification.from_pretrained('some/roberta')\n"
+        "m = get_peft_model(m, LoraConfig(r=8))\n"
+        "t = Trainer(m, TrainingArguments('o', bf16=True, per_device_train_batch_size=4))\n"
+    )
+    found = asks(
+        dataclasses.replace(QUESTION, model=None, accumulation=None, base=base, seq_len=64)
+    )
+    config_read = found.base if isinstance(found, Problem) else found.config
+    assert (config_read.lora_targets, config_read.precision) == ("query,value", "bf16-mixed")
 
 
 def test_a_run_of_another_trainer_that_is_only_predicted_needs_nothing_here(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 from autotune.space.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS
 from autotune.space.optimizers import OPTIMIZERS, Optimizer
-from autotune.space.tradeoffs import form, further_trades, gives_up, tradeoff_class
+from autotune.space.tradeoffs import (
+    form,
+    further_trades,
+    gives_up,
+    loses_small_updates,
+    tradeoff_class,
+)
 
 FULL = TrainConfig(
     method="full",
@@ -121,6 +127,14 @@ def test_of_one_class_fewer_settings_give_up_less() -> None:
     kept = dataclasses.replace(half, optimizer="adamw_torch_8bit")
     assert tradeoff_class(kept, base) == "numerics"
     assert gives_up(kept, base) < gives_up(half, base)
+    # DeepSpeed and FSDP2 step on float32 copies.
+    zero = dataclasses.replace(half, precision="bf16-autocast", parallelism="zero2", num_gpus=2)
+    alone = dataclasses.replace(zero, parallelism="ddp")
+    assert loses_small_updates(alone)
+    assert not loses_small_updates(zero)
+    assert not loses_small_updates(dataclasses.replace(zero, parallelism="fsdp2"))
+    pure = dataclasses.replace(zero, parallelism="fsdp2", precision="bf16-true")
+    assert loses_small_updates(pure)
     # Nor is a lower class nothing beside a higher one.
     eight = dataclasses.replace(LORA, optimizer="adamw_bnb_8bit")
     assert tradeoff_class(eight, FULL) == tradeoff_class(LORA, FULL) == "recipe"

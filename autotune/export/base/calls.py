@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.catalogue.checkpoint import NOT_MODELLED, OTHER_QUANTIZERS, UNPACKED_BY
 from autotune.catalogue.tasks import TASKS
+from autotune.export.base import loops
+from autotune.export.base.conditions import CHECKPOINTING, both, calls_made, holds_in
+from autotune.export.base.embedders import EMBEDDER, OF_EMBEDDERS, embedder_of, fixed_of_embedder
 from autotune.export.base.literals import Program, name_of
-from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
+from autotune.export.base.model_changes import has_liger, models_of, notes_of, problems_of
+from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.base.sections import Shape
 from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
@@ -23,10 +28,12 @@ from autotune.space.trainers import TRAINERS
 _TRL = {row.class_name: row.name for row in TRAINERS.values() if row.is_trl}
 """TRL's trainers by their classes."""
 _TRL_ARGUMENTS = {row.arguments_class: row.name for row in TRAINERS.values() if row.is_trl}
+_OTHER_ENCODERS = re.compile(r"(Cross|Sparse)EncoderTrain(er|ingArguments)")
 _ARGUMENTS = (
     "TrainingArguments",
     "Seq2SeqTrainingArguments",
     "UnslothTrainingArguments",
+    EMBEDDER.arguments_class,
     *_TRL_ARGUMENTS,
 )
 PEFT_TYPES = {
@@ -81,7 +88,13 @@ _UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
 _OF_TASKS = {row.architecture: row.name for row in TASKS.values() if row.architecture}
 """Tasks by the end of a class's name; the class that has none has no loss."""
 _HEADS = "|".join((*_OF_TASKS, "LMHeadModel", "ForConditionalGeneration"))
+_NEW = re.compile(rf"[A-Z]\w+({_HEADS})")
+"""Classes whose call makes a model from a configuration."""
 _MODELS = re.compile(rf"AutoModel\w*|\w+({_HEADS})")
+_AUTO = {f"AutoModel{end}" for end in _OF_TASKS} | {
+    "AutoModelForMultimodalLM", "AutoModelForVision2Seq"
+}  # fmt: skip
+"""Classes that load a model by its task, of the tasks that are predicted."""
 OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
 """Keywords that TrainingArguments lack: SFTConfig's, or those of an older SFTTrainer."""
 _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
@@ -89,37 +102,64 @@ _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_k
 _PREPARATION = "prepare_model_for_kbit_training"
 _CHECKPOINTS = {
     "gradient_checkpointing_enable": "",
+    "activation_checkpointing_enable": "",
     _PREPARATION: "use_gradient_checkpointing",
 }
-"""Functions that switch checkpointing on by themselves, with the keyword that keeps them from it."""
+"""Functions that switch checkpointing on by themselves, with the argument that keeps them from it: PEFT's has
+it on by default (peft 0.21 utils/other.py)."""
+_SETTERS = ("set_dataloader", "set_optimizer", "set_training")
+"""Methods of TrainingArguments that change several of them."""
+_OF_LAYERS = ("every_n_layers", "offload")
+"""Keywords of theirs that say more than whether."""
 _SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
 """Trainers that Unsloth's programs are read with: those of a causal language model."""
+_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", EMBEDDER.class_name)
+"""Trainers whose own arguments have defaults that are known here."""
+_LIBRARIES = ("peft", "sentence_transformers", "transformers", "trl", "unsloth")
+"""Libraries whose classes are read."""
+_OF_LIGHTNING = frozenset(
+    ("accelerator", "accumulate_grad_batches", "devices", "max_epochs", "precision", "strategy")
+)
+"""Keywords of Lightning's Trainer and Fabric that Transformers' lacks."""
+_OF_ARGUMENTS = frozenset(("num_train_epochs", "output_dir", "per_device_train_batch_size"))
+"""Keywords by which the arguments of an unknown trainer are known."""
+_OF_PEFT = re.compile(r"(Auto)?PeftModel\w*")
 _PLAN = "checkpoint_layers"
 """The function that puts a plan of checkpointing into the model, in our own train_sft.py."""
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
-_NAMES = ("pretrained_model_name_or_path", "model_name")
 
 
 @dataclass(slots=True)
 class _Found:
     """Findings of all calls together."""
 
+    loading: set[ast.Call] = field(default_factory=set)
+    """Calls that load the model."""
+    arguments: set[ast.Call] = field(default_factory=set)
     lines: dict[str, list[int]] = field(default_factory=dict)
     """Lines at which the calls of a section stand, by the prefix of its keys."""
-    switches: list[tuple[str, int]] = field(default_factory=list)
-    """Functions that switch checkpointing on, and where they are called."""
+    switches: list[tuple[ast.Call, str, bool | None]] = field(default_factory=list)
+    """Calls of _CHECKPOINTS that are made, by what, and whether that switches it on; None: only running would
+    tell."""
     trainer: str = ""
     """The one of TRL's; empty where there is none."""
     has_trl_defaults: bool = False
     loads_by_name: bool = False
     is_unsloth: bool = False
     task: str | None = None
-    kbit_preparation: bool = False
     adapter_in_base_dtype: bool = False
+    trains: ast.Call | None = None
+    """The call of a trainer whose arguments the program has to make."""
     adapted: tuple[str, int] | None = None
     """The call that takes an adapter, PEFT's get_peft_model or a trainer's, and its line."""
+    is_new: bool = False
     unpacks: bool = False
-    """Whether a checkpoint in MXFP4 is given its class: it is unpacked as it is loaded."""
+    """Whether a checkpoint is given the class that unpacks it as it is loaded."""
+    quantizer: str = ""
+    """The class of OTHER_QUANTIZERS that is made."""
+    embeds: bool = False
+    """Whether SentenceTransformerTrainer trains it."""
+    losses: dict[str, ast.Call] = field(default_factory=dict)
+    """Losses that are made for that trainer."""
     others: dict[str, int] = field(default_factory=dict)
     """Other trainers than _SFT_TRAINERS, and where they are made."""
     plan: tuple[str, int] | None = None
@@ -134,10 +174,31 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         for alias in node.names
         if alias.asname
     }
+    own = {
+        node.name: aliases.get(name, name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for name in map(name_of, node.bases)
+        if aliases.get(name, name) in (*_ARGUMENTS, *_TRAINERS, *_TRL)
+    }
+    aliases |= own
+    program.problems += _from_elsewhere(tree)
     found = _Found()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            _take_in(program, found, node, aliases)
+    made = calls_made(program, tree)
+    found.embeds = any(name_of(node.func) in OF_EMBEDDERS for node in made)
+    beside = _beside_the_run(tree, made, aliases)
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and made[node] is not False and node not in beside
+    ]
+    for node in calls:
+        _take_in(program, found, node, aliases, is_sure=made[node] is True)
+    _drop_unused_quantization(program, found)
+    found.switches = _switches(program, made, aliases)
+    _check_arguments(program, found, aliases)
+    if found.trains is not None and (name := name_of(found.trains.func)) in own:
+        program.notes.append(f"{name} is a trainer of its own: what it overrides is not predicted")
     for prefix, places in found.lines.items():
         if len(places) > 1:
             what = prefix.removesuffix(":") or "TrainingArguments, SFTConfig or its like"
@@ -152,16 +213,27 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         )
     is_quantized = program.content.get(f"{MODEL}quantization_config") is not None
     if is_quantized and not found.unpacks and QUANTIZATION not in found.lines:
+        line = program.homes[f"{MODEL}quantization_config"].lineno
         program.problems.append(
-            f"line {program.homes[f'{MODEL}quantization_config'].lineno}: quantization_config is not made "
-            "here by BitsAndBytesConfig: write it out"
+            f"line {line}: {found.quantizer}: {NOT_MODELLED}"
+            if found.quantizer
+            else f"line {line}: quantization_config is not made here by BitsAndBytesConfig: write it out"
         )
     if found.is_unsloth:
         program.problems.extend(
             f"line {line}: {trainer} trains with Unsloth, whose programs are read with SFTTrainer or Trainer"
             for trainer, line in found.others.items()
         )
-    sections = frozenset(prefix or "arguments" for prefix in found.lines)
+    embedder = embedder_of(program, found.losses) if found.embeds else None
+    fixed = {} if embedder is None else fixed_of_embedder(program, found.losses, tree)
+    if has_liger(calls):
+        fixed["liger"] = True
+    names = models_of(tree, found.loading)
+    program.notes += notes_of(program, tree)
+    program.problems += problems_of(program, tree, calls, names, is_full=ADAPTER not in found.lines)
+    of_loop, of_optimizer = _read_loop(program, found, tree, aliases, calls)
+    fixed |= of_optimizer
+    sections = frozenset(prefix or "arguments" for prefix in found.lines) | of_loop
     loads_by_name = MODEL not in sections and (
         found.loads_by_name or "model_init_kwargs" in program.content
     )
@@ -169,7 +241,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     program.shape = Shape(
         name="a Python program",
         sections=sections,
-        trainer=found.trainer or "transformers",
+        trainer=found.trainer or ("transformers" if embedder is None else embedder.name),
         has_trl_defaults=found.has_trl_defaults,
         loads_by_name=loads_by_name,
         is_unsloth=found.is_unsloth,
@@ -177,41 +249,186 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         expandable_segments=any(
             name in VARIABLES and is_expandable(value) for name, value in variables
         ),
-        keeps_checkpointing=bool(found.switches),
-        kbit_preparation=found.kbit_preparation,
+        keeps_checkpointing=any(is_on is not False for *_, is_on in found.switches),
+        kbit_preparation=any(function == _PREPARATION for _, function, _ in found.switches),
         adapter_in_base_dtype=found.adapter_in_base_dtype,
         plan=found.plan,
         is_part=MODEL not in sections and not loads_by_name,
-        task=found.task,
+        task=found.task if embedder is None else embedder.task,
+        fixed=fixed,
+        is_new=found.is_new,
     )
-    _check_switches(program, found.switches)
-    _check_assignments(program, tree)
+    _check_switches(program, found)
+    _check_assignments(program, tree, found)
 
 
-def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[str, str]) -> None:
+def _read_loop(
+    program: Program,
+    found: _Found,
+    tree: ast.Module,
+    aliases: Mapping[str, str],
+    calls: Iterable[ast.Call],
+) -> tuple[set[str], dict[str, Any]]:
+    """Return what loops.read_loop does where a program has no trainer; nothing where it has one.
+
+    A program that trains nothing is a problem.
+    """
+    if "" in found.lines:
+        return set(), {}
+    by_fit = [node.lineno for node in calls if name_of(node.func) == "SentenceTransformer"]
+    if by_fit and not found.embeds:
+        program.problems.append(
+            f"line {by_fit[0]}: SentenceTransformer's own fit is not read: {EMBEDDER.class_name} is"
+        )
+    if MODEL not in found.lines:
+        return set(), {}
+    of_loop, fixed = loops.read_loop(program, tree, aliases)
+    steps = any(name_of(node.func) in ("backward", "step") for node in calls)
+    if not (steps or of_loop or fixed or ADAPTER in found.lines):
+        program.problems.append(
+            "nothing in it trains: name the program that makes TrainingArguments, or has the loop"
+        )
+    return of_loop, fixed
+
+
+def _from_elsewhere(tree: ast.Module) -> list[str]:
+    """Return the problem with each class that another library has by the name of a known one."""
+    names = (*_ARGUMENTS, *_TRAINERS, *_TRL)
+    return [
+        f"line {node.lineno}: {alias.name} is that of {node.module}, which is not read"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for alias in node.names
+        if alias.name in names and node.module.partition(".")[0] not in _LIBRARIES
+    ]
+
+
+def _beside_the_run(
+    tree: ast.Module, made: Mapping[ast.Call, bool | None], aliases: Mapping[str, str]
+) -> set[ast.Call]:
+    """Return the calls that load a reference, or what was trained once training is over."""
+    references = {
+        each.value.id
+        for node in made
+        for each in node.keywords
+        if each.arg == "ref_model" and isinstance(each.value, ast.Name)
+    }
+    loading = {node for node in made if _section(*_named(node, aliases)) == MODEL}
+    beside = {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and node.value in loading
+        if name_of(node.targets[0]) in references
+    }
+    trainers = {node for node in made if _named(node, aliases)[0].endswith("Trainer")}
+    names = models_of(tree, trainers)
+    ends = [
+        node.lineno
+        for node in made
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "train"
+        if node.func.value in trainers or name_of(node.func.value) in names
+    ]
+    if ends and any(node.lineno < min(ends) for node in loading):
+        beside |= {node for node in made if node.lineno > max(ends)}
+    return beside
+
+
+def _named(node: ast.Call, aliases: Mapping[str, str]) -> tuple[str, str]:
+    """Return the function and its owner: from_pretrained and AutoModelForCausalLM."""
     function = name_of(node.func)
-    function = aliases.get(function, function)
     owner = name_of(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    owner = aliases.get(owner, owner)
+    return aliases.get(function, function), aliases.get(owner, owner)
+
+
+def _drop_unused_quantization(program: Program, found: _Found) -> None:
+    """Leave out a BitsAndBytesConfig that the model is not loaded with."""
+    is_given = program.content.get(f"{MODEL}quantization_config") is not None
+    if is_given or MODEL not in found.lines or found.is_unsloth or found.embeds:
+        return
+    if found.lines.pop(QUANTIZATION, None):
+        program.notes.append("BitsAndBytesConfig is given to no model, which is loaded as it is")
+        for key in [each for each in program.content if each.startswith(QUANTIZATION)]:
+            del program.content[key]
+
+
+def _take_in(
+    program: Program,
+    found: _Found,
+    node: ast.Call,
+    aliases: Mapping[str, str],
+    *,
+    is_sure: bool,
+) -> None:
+    function, owner = _named(node, aliases)
     prefix = _section(function, owner)
+    if not is_sure and (prefix in (QUANTIZATION, ADAPTER) or function == "get_peft_model"):
+        program.problems.append(
+            f"line {node.lineno}: only running tells whether {function} is called: write it without the "
+            "condition"
+        )
+    if function == "get_peft_model" and prefix is None and owner.startswith("Fast"):
+        program.problems.append(
+            f"line {node.lineno}: Unsloth's {owner} is not read: FastLanguageModel, FastVisionModel and "
+            "FastModel are"
+        )
+    elif function == "from_pretrained" and _OF_PEFT.fullmatch(owner):
+        found.adapted = f"{owner}.{function}", node.lineno
+    if found.embeds and function == "SentenceTransformer":
+        prefix = MODEL
+    if found.embeds and function.endswith("Loss"):
+        found.losses[function] = node
+    is_other = _OTHER_ENCODERS.fullmatch(function) is not None
+    if is_other and function.endswith("Trainer"):
+        program.problems.append(
+            f"line {node.lineno}: {function} trains another kind of model than is predicted: of "
+            f"sentence-transformers' trainers {EMBEDDER.class_name} is"
+        )
+    keywords = {each.arg for each in node.keywords}
+    is_trainer = function in (*_TRAINERS, *_TRL)
+    is_lightning = keywords & _OF_LIGHTNING or owner in ("lightning", "pytorch_lightning")
+    if (is_trainer or function == "Fabric") and is_lightning:
+        program.problems.append(
+            f"line {node.lineno}: Lightning's {function} is not read: say what it trains in a "
+            "train_config.yaml, as examples/my-run.yaml does"
+        )
+    elif is_trainer or (function.endswith("Trainer") and "args" in keywords):
+        found.trains = node
+        _check_optimizers(program, node)
+    is_arguments = function.endswith(("Arguments", "Args", "Config")) and prefix is None
+    if is_arguments and not is_other and keywords & _OF_ARGUMENTS:
+        program.problems.append(
+            f"line {node.lineno}: {function} is of no trainer that is predicted: of TRL's "
+            f"{', '.join(_TRL)} are"
+        )
     is_another = function.endswith("Trainer") and function not in _SFT_TRAINERS
     if is_another and any(each.arg == "model" for each in node.keywords):
         found.others[function] = node.lineno
-    # Unsloth's of that name is another function.
-    found.kbit_preparation |= function == _PREPARATION
-    found.unpacks |= function == "Mxfp4Config"
-    if function == "get_peft_model" and prefix is None:
+    found.is_new |= _NEW.fullmatch(function) is not None
+    found.unpacks |= function in UNPACKED_BY.values()
+    found.quantizer = function if function in OTHER_QUANTIZERS else found.quantizer
+    if (
+        function in ("get_peft_model", "add_adapter")
+        and prefix is None
+        and not owner.startswith("Fast")
+    ):
         found.adapted = function, node.lineno
         found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
     if prefix is not None:
         found.lines.setdefault(prefix, []).append(node.lineno)
         program.boxes[prefix] = node
+        if prefix in ("", MODEL):
+            (found.loading if prefix else found.arguments).add(node)
         _take_call(program, prefix, node, function)
         if function in _TRL_ARGUMENTS:
             found.has_trl_defaults = True
             found.trainer = found.trainer or _TRL_ARGUMENTS[function]
         found.is_unsloth |= bool(_UNSLOTH.fullmatch(owner))
         if prefix == MODEL:
+            if owner.startswith("AutoModelFor") and owner not in _AUTO:
+                program.problems.append(
+                    f"line {node.lineno}: {owner} is for a task that is not predicted: "
+                    f"{', '.join(sorted(_AUTO))} are for others"
+                )
             ends = (task for end, task in _OF_TASKS.items() if owner.endswith(end))
             found.task = next(ends, None)
     elif function in _TRL:
@@ -219,8 +436,6 @@ def _take_in(program: Program, found: _Found, node: ast.Call, aliases: Mapping[s
         found.loads_by_name = _take_trainer(program, node)
         if any(value is not None for value in _given(program, node, "peft_config")):
             found.adapted = function, node.lineno
-    elif function in _CHECKPOINTS and _switches_on(program, node, _CHECKPOINTS[function]):
-        found.switches.append((function, node.lineno))
     elif function == _PLAN:
         found.plan = _plan_of(program, node)
     elif function in ("HfArgumentParser", "TrlParser"):
@@ -248,9 +463,12 @@ def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> 
     keywords: dict[str | None, ast.expr] = {each.arg: each.value for each in node.keywords}
     program.take(prefix, node)
     if prefix == MODEL:
-        names = [*node.args[:1], *(keywords[name] for name in _NAMES if name in keywords)]
+        names = [*node.args[:1], *(keywords[name] for name in NAMES if name in keywords)]
         if names:
             program.content[f"{MODEL}name"] = program.value(names[0])
+        given = program.content.get(f"{MODEL}model_kwargs")
+        if isinstance(given, dict) and "torch_dtype" in given:
+            given.setdefault("dtype", given.pop("torch_dtype"))
     elif len(node.args) > 1 or any(isinstance(each, ast.Starred) for each in node.args):
         program.problems.append(
             f"line {node.lineno}: {function} is given values without their names"
@@ -276,6 +494,23 @@ def _take_trainer(program: Program, node: ast.Call) -> bool:
     return True
 
 
+def _check_arguments(program: Program, found: _Found, aliases: Mapping[str, str]) -> None:
+    """Take a trainer that is given no arguments to have its own; report those that are made elsewhere."""
+    made = found.trains
+    if made is None or "" in found.lines or program.problems:
+        return
+    function = aliases.get(name_of(made.func), name_of(made.func))
+    given = [each.value for each in made.keywords if each.arg in ("args", None)] or made.args[1:2]
+    if given and program.value(given[0]) is not None:
+        program.problems.append(
+            f"line {made.lineno}: {function} has arguments that are not made here: write them out, or "
+            "give the file that they are in"
+        )
+    elif function in (*_TRAINERS, *_TRL):
+        found.lines[""] = [made.lineno]
+        found.has_trl_defaults |= function in _TRL
+
+
 def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:
     """Return the plan of checkpointing that our train_sft.py's call is for, and its number of layers."""
     kept = [_given(program, node, name) for name in ("first_keep", "others_keep")]
@@ -287,8 +522,21 @@ def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:
     return None
 
 
-def _switches_on(program: Program, node: ast.Call, keyword: str) -> bool:
-    return not keyword or _given(program, node, keyword) != [False]
+def _switches(
+    program: Program, made: Mapping[ast.Call, bool | None], aliases: Mapping[str, str]
+) -> list[tuple[ast.Call, str, bool | None]]:
+    """Return what _Found.switches are."""
+    named = {node: aliases.get(name_of(node.func), name_of(node.func)) for node in made}
+    return [
+        (node, named[node], both(is_made, _switches_on(program, node, _CHECKPOINTS[named[node]])))
+        for node, is_made in made.items()
+        if named[node] in _CHECKPOINTS and is_made is not False
+    ]
+
+
+def _switches_on(program: Program, node: ast.Call, argument: str) -> bool | None:
+    given = [each.value for each in node.keywords if each.arg == argument] or node.args[1:2]
+    return holds_in(program, given[0]) if argument and given else True
 
 
 def _given(program: Program, node: ast.Call, keyword: str) -> list[Any]:
@@ -296,35 +544,58 @@ def _given(program: Program, node: ast.Call, keyword: str) -> list[Any]:
     return [program.value(each.value) for each in node.keywords if each.arg == keyword]
 
 
-def _check_switches(program: Program, switches: list[tuple[str, int]]) -> None:
-    """Report calls that switch checkpointing on by themselves, whatever TrainingArguments say."""
-    said = (program.content.get(name) for name in _CHECKPOINTING)
-    is_on = any(value is True for value in said) or program.shape.is_unsloth
-    for function, line in switches:
+def _check_switches(program: Program, found: _Found) -> None:
+    """Note calls that switch checkpointing on by themselves, whatever TrainingArguments say.
+
+    Where only running would tell whether they do, that is a problem.
+    """
+    said = [program.content.get(name) for name in CHECKPOINTING]
+    is_on = True in said or program.shape.is_unsloth
+    is_on |= found.has_trl_defaults and said == [None, None]
+    for node, function, switches_on in found.switches:
+        line = node.lineno
         if function == _PREPARATION:
             program.notes.append(
                 f"{function} (line {line}) keeps norms, embeddings and head in float32, and is kept: ask "
                 "again without that line to see what it costs"
             )
-        if not is_on:
+        if is_on or switches_on is False:
+            continue
+        if switches_on is None or any(each.arg in _OF_LAYERS for each in node.keywords):
             program.problems.append(
-                f"line {line}: {function} switches checkpointing on beside TrainingArguments: say "
-                "gradient_checkpointing=True there"
+                f"line {line}: only running tells how {function} switches checkpointing on: say "
+                "gradient_checkpointing=True in TrainingArguments"
+            )
+        else:
+            program.notes.append(
+                f"{function} (line {line}) switches checkpointing on, whatever TrainingArguments say"
             )
 
 
-def _check_assignments(program: Program, tree: ast.Module) -> None:
+def _check_optimizers(program: Program, node: ast.Call) -> None:
+    """Report an optimizer that a trainer is given beside its arguments."""
+    given = [each.value for each in node.keywords if each.arg == "optimizers"]
+    for value in given:
+        first = value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
+        if program.value(first) is not None:
+            program.problems.append(
+                f"line {node.lineno}: optimizers={program.source(value)} is not read: say optim in "
+                "TrainingArguments"
+            )
+
+
+def _check_assignments(program: Program, tree: ast.Module, found: _Found) -> None:
     """Report arguments that are set after they were made."""
+    names = models_of(tree, found.arguments)
     known = {key for key in program.content if ":" not in key} | {
-        "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16",
-        *_CHECKPOINTING,
+        "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "tf32",
+        "max_length", "packing", "torch_compile", "use_liger_kernel", "deepspeed", *CHECKPOINTING,
     }  # fmt: skip
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and node.attr in known
-            and "arg" in name_of(node.value).lower()
+            and (node.attr in _SETTERS or (isinstance(node.ctx, ast.Store) and node.attr in known))
+            and ("arg" in name_of(node.value).lower() or name_of(node.value) in names)
         ):
             program.problems.append(
                 f"line {node.lineno}: {program.source(node)} is set later: say it where it is made"

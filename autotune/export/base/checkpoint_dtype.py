@@ -1,4 +1,4 @@
-"""The dtype of weights that a file leaves to the checkpoint, where that is float32."""
+"""Weights as the checkpoint has them: in float32 where a file leaves it open, quantised whatever it says."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 from autotune.catalogue import models
 from autotune.errors import AutotuneError
 from autotune.export.mapping import Row, TrainerFile, table, value_at
+from autotune.export.trainer_rows import LORA
 
 _SWITCHES = {"bf16", "fp16", "tf32"}
-_OF_FLOAT32 = table(
+OF_FLOAT32 = table(
     "precision",
     "bf16 fp16 tf32",
     ("bf16-mixed", True, False),
@@ -41,7 +42,7 @@ def with_checkpoint_dtype(
     if not _is_float32(model):
         return target, content
     if set(row.keys) == _SWITCHES:
-        rows = tuple(_OF_FLOAT32 if each is row else each for each in target.rows)
+        rows = tuple(OF_FLOAT32 if each is row else each for each in target.rows)
         caveats = (*target.caveats, (lambda _: True, _LOADED))
         return dataclasses.replace(target, rows=rows, caveats=caveats), content
     key = _dtype_key(row)
@@ -49,14 +50,45 @@ def with_checkpoint_dtype(
         return target, content
     named = next((old for old, new in target.renamed.items() if new == key and old in content), key)
     if value_at(content, named, target.defaults.get(key)) in (None, "auto"):
-        return target, {**content, named: "float32"}
+        first, _, below = named.partition(".")
+        value = {**(content.get(first) or {}), below: "float32"} if below else "float32"
+        return target, {**content, first: value}
     return target, content
+
+
+def as_stored(
+    target: TrainerFile, values: Mapping[str, Any], model: str | None
+) -> tuple[TrainerFile, dict[str, Any], tuple[str, ...]]:
+    """Return the table, the settings and notes with the quantisation of the checkpoint beneath LoRA.
+
+    A checkpoint's own wins over the one that is asked for (transformers 5.23 merge_quantization_configs).
+    """
+    stored = _stored(model)
+    if stored in ("none", values.get("quantization", "none")) or values.get("method") not in LORA:
+        return target, dict(values), ()
+    said = {name for row in target.rows for name in row.ours}
+    beneath = {"method": "qlora", "quantization": stored}
+    fixed = {name: value for name, value in beneath.items() if name not in said}
+    target = dataclasses.replace(target, fixed={**target.fixed, **fixed})
+    note = f"the weights of {model} are stored in {stored}, and an adapter trains over that"
+    return target, {**values, **beneath}, (note,)
 
 
 def _dtype_key(row: Row) -> str | None:
     """The key of the weights' dtype; bitsandbytes' is of products."""
     dtypes = (key for key in row.keys if key.endswith("dtype"))
     return next((key for key in dtypes if "bnb" not in key), None)
+
+
+def _stored(model: str | None) -> str:
+    """Return the quantisation that a run of the checkpoint has; `none` where that is open."""
+    if model is None:
+        return "none"
+    try:
+        checkpoint = models.resolve(model, asks_hub=False).checkpoint
+    except AutotuneError:
+        return "none"
+    return "none" if checkpoint is None else checkpoint.quantization
 
 
 def _is_float32(model: str | None) -> bool:

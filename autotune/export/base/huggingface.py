@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autotune.catalogue.tasks import CAUSAL, TASKS
+from autotune.export.base.section_rows import precision_row
 from autotune.export.carried import OF_LORA, QUANTIZED
 from autotune.export.mapping import (
     Row,
@@ -124,6 +125,36 @@ TRAINING_ARGUMENTS = TrainerFile(
         ),
     ),
 )
+
+_LENGTHS = ("block_size", "max_seq_length", "max_source_length")
+OF_EXAMPLES = (
+    "block_size", "dataset_config_name", "doc_stride", "line_by_line", "max_source_length",
+    "mlm_probability", "task_name", "train_file", "validation_file",
+)  # fmt: skip
+"""Arguments of Transformers' example scripts (examples/pytorch/*/run_*.py) that no other file here has."""
+EXAMPLE = dataclasses.replace(
+    TRAINING_ARGUMENTS,
+    name="Transformers' example script",
+    model_key="model_name_or_path",
+    rows=(
+        precision_row("dtype", is_quantized=False),
+        *TRAINING_ARGUMENTS.rows[1:],
+        Row(
+            ours=("sequence_length",),
+            keys=_LENGTHS,
+            say=lambda _: {},
+            hear=lambda said: next(filter(None, said.values()), None),
+        ),
+    ),
+    renamed={**_RENAMED, "torch_dtype": "dtype"},
+)
+
+
+def of_example(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
+    """Return the table for a file of an example script's arguments, whose length may be left to the model."""
+    if any(content.get(key) for key in _LENGTHS):
+        return EXAMPLE
+    return dataclasses.replace(EXAMPLE, rows=EXAMPLE.rows[:-1])
 
 
 def _say_targets(targets: str) -> dict[str, Any]:

@@ -56,6 +56,19 @@ def _beside(zero: str, name: str) -> dict[str, Any]:
     }
 
 
+def further(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return notes on a DeepSpeed file of the user's that stays as it is, for that parallelism."""
+    differing = [
+        key for key, value in _beside(_ZERO, name).items() if value_at(content, key) != value
+    ]
+    if not differing:
+        return ()
+    return (
+        f"{', '.join(differing)} may keep more weights than is predicted, which deepspeed.json of the answer "
+        "does not",
+    )
+
+
 def _launched(kind: str, **fsdp: Any) -> dict[str, Any]:
     return {"distributed_type": kind, **{f"{_FSDP}.{key}": value for key, value in fsdp.items()}}
 

@@ -46,7 +46,7 @@ class Program:
     homes: dict[str, Box] = field(default_factory=dict)
     """Place of each key."""
     names: dict[str, ast.expr] = field(default_factory=dict)
-    """Names bound once in the module, to a literal; options of the command line, to their defaults."""
+    """Names bound once, to a literal; options of the command line, to their defaults."""
     num_uses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -151,7 +151,7 @@ _BINDING_NOTHING = (ast.expr, ast.expr_context, ast.keyword)
 
 
 def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
-    """Return the module's names that mean one literal everywhere, and how often each is used."""
+    """Return the names that mean one literal wherever they stand, and how often each is used."""
     names: dict[str, ast.expr] = {}
     num_uses: Counter[str] = Counter()
     num_bindings: Counter[str] = Counter()
@@ -169,17 +169,32 @@ def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
             for attribute in ("name", "arg", "asname", "rest"):
                 if isinstance(name := getattr(node, attribute, None), str):
                     num_bindings[name] += 1
-    for node in tree.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                pass
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                pass
-            case _:
-                continue
+        if isinstance(node, ast.FunctionDef) and any(map(_is_cell, node.decorator_list)):
+            num_bindings.subtract(each.arg for each in node.args.args)
+    for name, value in (bound for node in ast.walk(tree) for bound in _bound_by(node)):
         if num_bindings[name] == 1 and _is_followed(value, may_have_changed=name in changed):
             names[name] = value
     return names, num_uses
+
+
+def _is_cell(decorator: ast.expr) -> bool:
+    """Return whether a function is a cell of marimo's, whose parameters are names of other cells."""
+    return name_of(decorator.func if isinstance(decorator, ast.Call) else decorator) == "cell"
+
+
+def _bound_by(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """Return the names that a statement binds to values: `a = 1`, `a: int = 1`, `a, b = 1, 2`."""
+    match node:
+        case ast.Assign(targets=[ast.Name(id=name)], value=value):
+            return [(name, value)]
+        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+            return [(name, value)]
+        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(
+            names
+        ) == len(values):
+            pairs = zip(names, values, strict=True)
+            return [(name.id, value) for name, value in pairs if isinstance(name, ast.Name)]
+    return []
 
 
 def options(tree: ast.Module) -> dict[str, ast.expr]:

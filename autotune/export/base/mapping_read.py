@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from autotune.errors import nearest
-from autotune.export.mapping import NotLiteral, Row, Spelling, TrainerFile, entries, same, value_at
+from autotune.export.mapping import (
+    NotLiteral,
+    Row,
+    Spelling,
+    TrainerFile,
+    entries,
+    not_literal,
+    same,
+    value_at,
+)
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS
 from autotune.space.values import positive
@@ -17,7 +26,7 @@ def read(target: TrainerFile, content: Mapping[str, Any]) -> tuple[dict[str, Any
     content = in_current_words(target, content)
     values: dict[str, Any] = dict(target.fixed)
     refused = {key for key in target.refused if _is_on(content, key)}
-    problems = [f"{key}: {why}" for key, why in target.refused.items() if key in refused]
+    problems = [f"{in_words(key)}: {why}" for key, why in target.refused.items() if key in refused]
     for row in target.rows:
         method = values.get("method")
         if method is None and row.methods != METHODS:
@@ -123,9 +132,7 @@ def _check_kind(key: str, content: Mapping[str, Any], value: object) -> None:
         raise ValueError(f"{in_words(folder)} must be a mapping of settings to values")
     for each in (above, value):
         if isinstance(each, NotLiteral):
-            raise ValueError(
-                f"{in_words(key)}: {each} is not a literal, and nothing is run: write its value"
-            )
+            raise ValueError(not_literal(in_words(key), each))
 
 
 def in_words(key: str) -> str:

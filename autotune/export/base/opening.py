@@ -17,15 +17,16 @@ from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.edit import parsed
+from autotune.export.base.mapping_read import notes, read
 from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
-from autotune.export.mapping import NotLiteral, TrainerFile
+from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
 from autotune.export.trainer_rows import fixed_of, without_fixed
 from autotune.export.training_args import installed_fields
 from autotune.space.config import OF_COMPLETIONS
 from autotune.space.knobs import KNOBS
-from autotune.space.trainers import BY_TASK, Trainer
+from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS, Trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +83,11 @@ READERS: tuple[Reader, ...] = (
         fitted=llama_factory.fitted,
     ),
     Reader(
+        target=huggingface.EXAMPLE,
+        recognise=_has(*huggingface.OF_EXAMPLES),
+        fitted=huggingface.of_example,
+    ),
+    Reader(
         target=huggingface.SFT,
         recognise=_has("model_name_or_path", "max_length", "packing", "use_peft", "dataset_name"),
     ),
@@ -124,7 +130,8 @@ def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = Non
     if os.path.isdir(path):
         return _open_folder(path, method)
     part = read_part(path, has_bf16=has_bf16)
-    return _open_program(part, method) if part.is_program else _open_mapping(part, method, task)
+    read_part_of = _open_program if part.is_program else _open_mapping
+    return read_part_of(part, method, task)
 
 
 def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
@@ -158,7 +165,8 @@ def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened
     trainer = BY_TASK.get(task or "")
     if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
         target = _trained_by(target, trainer)
-    return Opened(parts=parts, target=target, content=content)
+    target, said = _shared_by_deepspeed(part.path, target, content)
+    return Opened(parts=parts, target=target, content=content, notes=said)
 
 
 def _trained_by(target: TrainerFile, trainer: Trainer) -> TrainerFile:
@@ -181,9 +189,56 @@ def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
     return () if name is None else (read_part(path.parent / name, launch.BESIDE),)
 
 
-def _open_program(part: RunFile, method: str) -> Opened:
+def _shared_by_deepspeed(
+    path: Path, target: TrainerFile, content: Mapping[str, Any]
+) -> tuple[TrainerFile, tuple[str, ...]]:
+    """Return the table with the parallelism of DeepSpeed's file, where one is named, and notes on that file.
+
+    It is looked for here, beside the user's file and in the two folders above. Raises ConfigError.
+    """
+    named = content.get("deepspeed")
+    if "deepspeed" not in target.refused or not isinstance(named, str | Mapping) or not named:
+        return target, ()
+    said: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
+    if isinstance(named, str):
+        folders = (Path(), path.parent, *path.absolute().parents[1:3])
+        place = next((each / named for each in folders if os.path.isfile(each / named)), None)
+        if place is None:
+            raise ConfigError(
+                f"{path} cannot be used ({target.name})",
+                why=f"deepspeed: {named[:80]} is no file here or beside it",
+                remedy="Ask in the folder that it is named from, or take it out and give --num-gpus and "
+                "--parallelism",
+            )
+        said = all_of((read_part(place),))
+    fitted = launch.fitted_deepspeed(said, "")
+    values, problems = read(fitted, said)
+    if problems:
+        raise ConfigError(
+            f"{path} cannot be used ({target.name})", why=f"deepspeed: {'; '.join(problems)}"
+        )
+    name = values["parallelism"]
+    row = next(each for each in target.rows if each.ours == ("parallelism",))
+    others = (each for each in row.choices if each.ours != (name,))
+    known = Spelling(ours=(name,), theirs={"deepspeed": named})
+    read_row = dataclasses.replace(row, choices=(known, *others))
+    target = dataclasses.replace(
+        target,
+        rows=tuple(read_row if each is row else each for each in target.rows),
+        refused={key: why for key, why in target.refused.items() if key != "deepspeed"},
+    )
+    return target, tuple(
+        f"deepspeed: {note}" for note in (*notes(fitted, said), *launch.further(said, name))
+    )
+
+
+def _open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
     program = part.program()
     shape, content = program.shape, program.content
+    asked, read_as = EMBEDDERS.get(task or ""), TRAINERS[shape.trainer]
+    alike = [row for row in EMBEDDERS.values() if row.loss == read_as.loss]
+    if asked in alike:
+        shape = dataclasses.replace(shape, trainer=asked.name, task=asked.task)
     if not shape.sections:
         raise ConfigError(
             f"{part.path} has no settings that can be read",
@@ -192,6 +247,7 @@ def _open_program(part: RunFile, method: str) -> Opened:
             remedy="Name the file that makes them",
         )
     target = _fitted(part.path, None, lambda: target_for(shape, content, method))
+    target, said = _shared_by_deepspeed(part.path, target, content)
     if RECIPE not in shape.sections:
         # Ours is run anew: its plan B is of the earlier answer.
         target = dataclasses.replace(
@@ -206,15 +262,21 @@ def _open_program(part: RunFile, method: str) -> Opened:
         for key, value in content.items()
         if isinstance(value, NotLiteral) and key in others
     ]
-    notes = list(program.notes)
+    further = [*program.notes, *said]
+    if asked is None:
+        further += [
+            f"its samples are taken for {read_as.format}: --task {row.task} has {row.format}"
+            for row in alike
+            if row is not read_as
+        ]
     if left:
-        notes.append(f"not literal values, so not in the other files: {', '.join(left)}")
+        further.append(f"not literal values, so not in the other files: {', '.join(left)}")
     return Opened(
         parts=(part,),
         target=target,
         content=content,
         problems=tuple(program.problems),
-        notes=tuple(notes),
+        notes=tuple(further),
         task=shape.task,
     )
 

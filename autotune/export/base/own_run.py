@@ -16,7 +16,7 @@ from autotune.export.base.parts import RunFile
 from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.exporter import Exporter
 from autotune.space.config import TrainConfig
-from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.parallelisms import ON_ONE_GPU_TOO
 from autotune.space.search_space import SearchSpace, around, usual_batching
 
 YOURS = "yours"
@@ -66,12 +66,21 @@ def read_run(
     if run.has_gpus:
         return run
     parallelism = run.config.parallelism
-    if num_gpus == 1 and PARALLELISMS[parallelism].library == "torch":
+    replaced = dict(run.replaced)
+    if num_gpus == 1 and parallelism == "ddp":
+        parallelism = "none"
+    is_idle = num_gpus == 1 and parallelism not in ("none", *ON_ONE_GPU_TOO)
+    if is_idle and mapping_write.allows(run.target, run.config.method, "parallelism", "none"):
+        note(
+            f"{path.name}: {parallelism} shares nothing on one GPU: the base is the run without it "
+            "(--num-gpus says how many GPUs there are)."
+        )
+        replaced["parallelism"] = parallelism
         parallelism = "none"
     if num_gpus > 1 and parallelism == "none":
         parallelism = run.target.several_gpus
     config = dataclasses.replace(run.config, num_gpus=num_gpus, parallelism=parallelism)
-    return dataclasses.replace(run, config=config)
+    return dataclasses.replace(run, config=config, replaced=replaced)
 
 
 def searched(

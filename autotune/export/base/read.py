@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import ConfigError
-from autotune.export.base.checkpoint_dtype import with_checkpoint_dtype
+from autotune.export.base.checkpoint_dtype import as_stored, with_checkpoint_dtype
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_current_words, notes, read
 from autotune.export.base.opening import open_base
@@ -79,6 +79,14 @@ class BaseRun:
     """Values that the file says and the card cannot have: `config` has others."""
 
 
+def model_in(path: Path, *, method: str, task: str | None) -> str | None:
+    """Return the model that a file names. Raises ConfigError for one that cannot be opened."""
+    opened = open_base(path, method, has_bf16=True, task=task)
+    if opened.target is None:
+        return None if opened.ours is None else opened.ours.model
+    return _model_of(opened.target, opened.content)
+
+
 def read_base(
     path: Path,
     *,
@@ -125,6 +133,7 @@ def read_base(
             why="; ".join(dict.fromkeys(problems)),
             remedy="Change or take out what is named",
         )
+    target, values, stored = as_stored(target, values, named)
     if ours is not None:
         values = _as_ours(target, content, values, ours.config)
     is_auto = target.auto_bf16 and value_at(content, target.auto_bf16, "auto") == "auto"
@@ -156,6 +165,7 @@ def read_base(
         notes=(
             *opened.notes,
             *chosen,
+            *stored,
             *notes(target, content),
             *caveats_of(target, config),
         ),

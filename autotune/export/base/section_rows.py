@@ -8,6 +8,7 @@ utils/quantization_config.py.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from autotune.export.mapping import (
@@ -27,6 +28,13 @@ from autotune.space.precisions import PRECISIONS
 
 ADAPTER, QUANTIZATION, MODEL, RECIPE = "adapter:", "quantization:", "model:", "recipe:"
 """Prefixes of the sections' keys. RECIPE: the table of our own train.py."""
+ACCELERATOR, LOADER = "accelerator:", "loader:"
+"""Prefixes of those of a program that trains by a loop of its own."""
+MIXED = f"{ACCELERATOR}mixed_precision"
+DEFAULTS_OF_LOOPS = {f"{ACCELERATOR}gradient_accumulation_steps": 1, f"{LOADER}batch_size": 1}
+OWN_LOOP = "its loop is its own: a step of Trainer's is predicted, with what could be read of it"
+NAMES = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
+"""Keywords that name the model, of the functions that load one."""
 _16_BITS = ("bfloat16", "auto", None)
 _COMPUTE = f"{QUANTIZATION}bnb_4bit_compute_dtype"
 
@@ -150,3 +158,24 @@ def with_products(rows: list[Spelling], *further: str, is_quantized: bool) -> Ro
         for row in rows
     ]
     return choices(ours, *written, *rows)
+
+
+def loop_rows(sections: Collection[str], dtype_key: str, *, is_quantized: bool) -> list[Row]:
+    """Return the rows of a loop: the precision, and what its Accelerator and its loader say."""
+    row = precision_row(dtype_key, is_quantized=is_quantized)
+    said = []
+    for each in row.choices:
+        theirs = dict(each.theirs)
+        bf16, fp16 = theirs.pop("bf16"), theirs.pop("fp16")
+        if not (bf16 and fp16) and not theirs.pop("tf32", False):
+            said += [
+                dataclasses.replace(each, theirs={**theirs, MIXED: mixed})
+                for mixed in (("bf16",) if bf16 else ("fp16",) if fp16 else ("no", None))
+            ]
+    rows = [choices(row.ours, *said)]
+    if ACCELERATOR in sections:
+        key = f"{ACCELERATOR}gradient_accumulation_steps"
+        rows.append(of_key("gradient_accumulation_steps", key))
+    if LOADER in sections:
+        rows.append(of_key("micro_batch_size", f"{LOADER}batch_size"))
+    return rows

@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from autotune.catalogue.checkpoint import NOT_MODELLED
 from autotune.catalogue.tasks import TASKS
 from autotune.export.base import unsloth
+from autotune.export.base.checkpoint_dtype import OF_FLOAT32
 from autotune.export.base.huggingface import (
     SFT,
     TRAINING_ARGUMENTS,
@@ -27,22 +29,36 @@ from autotune.export.base.huggingface import (
 )
 from autotune.export.base.section_rows import (
     ADAPTER,
+    DEFAULTS_OF_LOOPS,
     MODEL,
+    OWN_LOOP,
     QUANTIZATION,
     RECIPE,
     UNPREDICTED,
     adapter_rows,
     by_setting,
+    loop_rows,
     precision_row,
     quantization_row,
     with_products,
 )
-from autotune.export.mapping import Row, Spelling, TrainerFile, of_key, of_values, table, value_at
+from autotune.export.mapping import (
+    NotLiteral,
+    Row,
+    Spelling,
+    TrainerFile,
+    not_literal,
+    of_key,
+    of_values,
+    table,
+    value_at,
+)
 from autotune.export.trainer_rows import (
     LORA,
     MOST_LAYERS,
     attention,
     fixed_of,
+    without_fixed,
 )
 from autotune.export.training_args import environment, training_arguments
 from autotune.space.adapters import ADAPTERS, read_peft
@@ -95,8 +111,12 @@ class Shape:
     """Whether the program can update weights in the backward pass; without RECIPE, whether it does."""
     is_part: bool = False
     """Whether what is missing is made elsewhere, and open."""
+    is_new: bool = False
+    """Whether a program makes its model from a configuration, with weights in float32."""
     task: str | None = None
     """Task of the class that the model is loaded with; None: any class that it has."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that a program says where they are not changed."""
 
 
 def adapter_method(fields: Mapping[str, Any], *, is_quantized: bool) -> str:
@@ -142,12 +162,18 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             # What follows from the task is no choice.
             if fields.get("task_type") in [row.peft_type for row in TASKS.values()]:
                 fields = {key: value for key, value in fields.items() if key != "task_type"}
+            unread = [key for key, value in fields.items() if isinstance(value, NotLiteral)]
+            if unread:
+                raise ValueError(not_literal(f"adapter {unread[0]}", fields[unread[0]]))
             fixed["peft"] = read_peft(fields)
     elif not shape.is_part:
         fixed["method"] = "full"
     elif is_quantized and "arguments" not in shape.sections:
         fixed["method"] = "qlora"
     if is_quantized:
+        kind = content.get(f"{QUANTIZATION}quant_method", "bitsandbytes")
+        if kind != "bitsandbytes":
+            raise ValueError(f"quant_method: {str(kind)[:40]}: {NOT_MODELLED}")
         rows.append(quantization_row())
     of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
     if "arguments" in shape.sections:
@@ -158,9 +184,13 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         if shape.plan is not None:
             fixed |= _fixed_plan(*shape.plan)
             own = [row for row in own if row.ours[0] not in fixed]
+        own = [row for row in own if row.ours[:1] not in [(name,) for name in shape.fixed]]
         rows += own
         rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
-        if trainer.task:
+        if trainer.passes_apart:
+            rows = list(without_fixed(rows))
+            fixed |= fixed_of(trainer)
+        elif trainer.task:
             rows = [
                 *rows_beside(trainer, [*rows, of_sft["sequence_length"]]),
                 *rows_of_task(trainer),
@@ -174,13 +204,23 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         elif RECIPE not in shape.sections:
             rows.append(of_trainer["batching"])
     loading = "model_init_kwargs." if shape.loads_by_name else MODEL
+    is_alone = shape.sections == {"arguments"} and not shape.loads_by_name
+    caveats = TRAINING_ARGUMENTS.caveats if is_alone else ()
+    is_loop = MODEL in shape.sections and "arguments" not in shape.sections
+    if trainer.passes_apart:
+        loading = f"{MODEL}model_kwargs."
     if RECIPE in shape.sections:
         rows.append(_recipe_precision(is_quantized=is_quantized))
     elif shape.is_fp8:
         dtype = value_at(content, f"{loading}dtype", "bfloat16")
         fixed["precision"] = "fp8-mixed" if dtype == "float32" else "fp8-autocast"
+    elif is_loop:
+        rows += loop_rows(shape.sections, f"{loading}dtype", is_quantized=is_quantized)
+        caveats = ((lambda _: True, OWN_LOOP),)
     elif shape.loads_by_name or MODEL in shape.sections:
         rows.append(precision_row(f"{loading}dtype", is_quantized=is_quantized))
+    elif "arguments" in shape.sections and shape.is_new:
+        rows.append(OF_FLOAT32)
     elif "arguments" in shape.sections:
         switches = list(of_trainer["precision"].choices)
         rows.append(with_products(switches, is_quantized=is_quantized))
@@ -192,6 +232,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         fixed["update_in_backward"] = True
     if shape.expandable_segments:
         fixed["expandable_segments"] = True
+    if shape.keeps_checkpointing and "arguments" not in shape.sections:
+        fixed["activation_checkpointing"] = 1
+    fixed |= shape.fixed
     if shape.kbit_preparation:
         fixed["kbit_preparation"] = True
     if shape.adapter_in_base_dtype:
@@ -211,7 +254,9 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
         ),
         fixed=fixed,
         follows=_follows if RECIPE in shape.sections else None,
-        elsewhere=_elsewhere(shape, rows, fixed) if shape.is_part else (),
+        elsewhere=_elsewhere(shape, rows, fixed, is_loop=is_loop)
+        if shape.is_part or is_loop
+        else (),
         renamed={
             **TRAINING_ARGUMENTS.renamed,
             f"{MODEL}torch_dtype": f"{MODEL}dtype",
@@ -226,9 +271,10 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             },
             **_REFUSED,
             **(refused_of_task(trainer) if trainer.task else {}),
+            **(_REFUSED_OF_EMBEDDERS if trainer.passes_apart else {}),
         },
-        unpredicted={**UNPREDICTED, **unpredicted_of_task(trainer)},
-        caveats=TRAINING_ARGUMENTS.caveats if shape.sections == {"arguments"} else (),
+        unpredicted={**UNPREDICTED, **_NOT_READ_BY_TRL, **unpredicted_of_task(trainer)},
+        caveats=caveats,
     )
 
 
@@ -239,11 +285,22 @@ _REFUSED = {
 }
 
 
+_NOT_READ_BY_TRL = {
+    # trl 1.16 create_model_from_path has a dtype of its own, which comes before the older name.
+    "model_init_kwargs.torch_dtype": "is not read: TRL loads weights in float32 where no dtype is named",
+}
+_REFUSED_OF_EMBEDDERS = {
+    f"{ADAPTER}lora_dropout": "was not tried with embeddings of texts: take it out",
+}
+
+
 def _switched_on(row: Row) -> Row:
-    """Return the row without the choices that switch checkpointing off."""
+    """Return the row for a program that checkpoints every layer where its arguments leave it off."""
     if row.ours[0] != "activation_checkpointing":
         return row
-    return dataclasses.replace(row, choices=tuple(c for c in row.choices if c.ours[0]))
+    on = tuple(choice for choice in row.choices if choice.ours[0])
+    off = Spelling(ours=(1, False), theirs={"activation_checkpointing": False})
+    return dataclasses.replace(row, choices=(*on, off))
 
 
 def _fixed_plan(plan: str, num_layers: int) -> dict[str, Any]:
@@ -252,8 +309,12 @@ def _fixed_plan(plan: str, num_layers: int) -> dict[str, Any]:
     return {"activation_offloading": False, **dict(zip(CHECKPOINTING, said, strict=True))}
 
 
-def _elsewhere(shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any]) -> tuple[str, ...]:
-    said = {*fixed, *(name for row in rows for name in row.ours)}
+def _elsewhere(
+    shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any], *, is_loop: bool
+) -> tuple[str, ...]:
+    """Return the settings that are open: those of a loop that are said once can be changed in it, too."""
+    changeable = shape.fixed if is_loop else ()
+    said = {*fixed, *(name for row in rows for name in row.ours)}.difference(changeable)
     names = TRAINING_ARGUMENTS.elsewhere if "arguments" in shape.sections else _ALL
     return tuple(name for name in names if name not in said)
 
@@ -277,6 +338,7 @@ def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:
         f"{RECIPE}checkpoint_layers": 0,
         f"{RECIPE}update_in_backward": False,
         "max_length": SFT.defaults["max_length"],
+        **DEFAULTS_OF_LOOPS,
         **defaults_of_task(TRAINERS[shape.trainer]),
     }
     if shape.has_trl_defaults:

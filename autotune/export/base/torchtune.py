@@ -35,6 +35,10 @@ def is_torchtune(content: Mapping[str, Any]) -> bool:
     return isinstance(builder, str) and "torchtune" in builder
 
 
+_OTHER_LOSSES = {"rlhf", "grpo", "rl"}
+"""Modules of torchtune whose losses are of preferences and rewards."""
+
+
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for the builder that a file names."""
     builder = str(value_at(content, _BUILDER)).rpartition(".")[2]
@@ -52,6 +56,9 @@ def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG
         rows = [
             _every_layer(row) if "activation_checkpointing" in row.ours else row for row in rows
         ]
+    refused = dict(TARGET.refused)
+    if not _OTHER_LOSSES.isdisjoint(str(value_at(content, "loss._component_")).split(".")):
+        refused["loss"] = "trains on preferences or rewards, which is read from TRL's files alone"
     # A recipe for several GPUs alone has this key.
     is_offloaded = value_at(content, "fsdp_cpu_offload")
     recipe = "full" if fixed.get("method") == "full" else "lora"
@@ -60,6 +67,7 @@ def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG
         TARGET,
         rows=tuple(rows),
         fixed=fixed,
+        refused=refused,
         several_gpus="fsdp2-offload" if is_offloaded else "fsdp2",
         launch=f"tune run{{gpus}} {recipe}_finetune_{where} --config {{file}}",
         launch_several=" --nproc_per_node {number}",
@@ -185,6 +193,8 @@ TARGET = TrainerFile(
         "policy_model": "trains by reinforcement",
         "ref_checkpointer": "trains with a second model",
         "quantizer": "adds quantisation to the step",
+        "early_exit_loss": "adds losses of further layers",
+        "layer_dropout": "leaves layers out at random",
     },
     unpredicted={
         "model.apply_lora_to_output": "adapts the head as well",

@@ -7,7 +7,7 @@ from typing import Any
 
 from autotune.export import installed
 from autotune.export.base.mapping_read import choice_read, in_current_words, in_words
-from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION
+from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.mapping import Row, TrainerFile, entries, same, value_at
 from autotune.space.config import TrainConfig
 
@@ -19,7 +19,7 @@ _CLASSES = {
 _IMPLIED = (
     {f"{ADAPTER}{key}" for key in ("peft_type", "task_type", "peft_version")}
     | {f"{QUANTIZATION}{key}" for key in ("quant_method", "_load_in_4bit", "_load_in_8bit")}
-    | {f"{MODEL}quantization_config"}
+    | {f"{MODEL}{key}" for key in ("quantization_config", *NAMES)}
 )
 """Keys that say once more what others say."""
 

@@ -6,6 +6,7 @@ models/llama.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -20,8 +21,17 @@ from autotune.export.base.section_rows import (
     precision_row,
     quantization_row,
 )
-from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, table
+from autotune.export.mapping import Row, Spelling, TrainerFile, choices, table
 
+# Its trainer has max_seq_length as far as the model goes, and overwrites max_length with the model's (unsloth
+# models/rl.py).
+_LENGTH = Row(
+    ours=("sequence_length",),
+    keys=(f"{MODEL}max_seq_length", "max_seq_length"),
+    say=lambda length: {f"{MODEL}max_seq_length": length},
+    hear=lambda said: min(filter(None, said.values()), key=_as_number),
+    unheard=("max_seq_length",),
+)
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -37,6 +47,8 @@ def target_for(
     if not is_full and ADAPTER not in sections:
         raise ValueError("nothing trains: there is neither get_peft_model nor full_finetuning=True")
     bits = {f"{MODEL}load_in_4bit": "load_in_4bit", f"{MODEL}load_in_8bit": "load_in_8bit"}
+    # Where neither is said, it switches on what the weights are in; full fine-tuning in 16 bits has none.
+    is_mixed = has_trl_defaults or not is_full or content.get(f"{MODEL}dtype") == "float32"
     fixed: dict[str, Any] = {"trainer": "trl-sft"}
     rows: list[Row] = []
     if is_full:
@@ -61,7 +73,7 @@ def target_for(
            "torch_compile_backend")  # fmt: skip
     rows += [row for name, row in by_setting(TRAINING_ARGUMENTS).items() if name not in own]
     rows += [
-        of_key("sequence_length", f"{MODEL}max_seq_length"),
+        _LENGTH,
         table(
             "batching",
             "packing padding_free",
@@ -78,7 +90,7 @@ def target_for(
         rows=tuple(rows),
         defaults={
             **TRAINING_ARGUMENTS.defaults,
-            **({"bf16": True} if has_trl_defaults else {}),
+            **({"bf16": True} if is_mixed else {}),
             f"{ADAPTER}lora_alpha": 16,
             f"{ADAPTER}lora_dropout": 0.0,
             f"{QUANTIZATION}bnb_4bit_quant_type": "fp4",
@@ -91,19 +103,30 @@ def target_for(
         },
         model_key=f"{MODEL}name",
         fixed=fixed,
-        renamed={**TRAINING_ARGUMENTS.renamed, "max_seq_length": "max_length"},
+        renamed=TRAINING_ARGUMENTS.renamed,
         refused={
             **TRAINING_ARGUMENTS.refused,
             f"{MODEL}load_in_16bit": "is said by load_in_4bit=False, which is on by default",
             f"{MODEL}load_in_fp8": "is a base that is not predicted",
             f"{MODEL}auto_model": "loads another kind of model than a causal language model",
-            f"{MODEL}qat_scheme": "adds quantisation to the step",
+            **dict.fromkeys(
+                (f"{MODEL}qat_scheme", f"{ADAPTER}qat_scheme"), "adds quantisation to the step"
+            ),
+            f"{MODEL}fast_inference": "shares the card with vLLM, which is not predicted",
         },
-        unpredicted=UNPREDICTED,
+        unpredicted={
+            **UNPREDICTED,
+            f"{MODEL}offload_embedding": "keeps embeddings in host memory",
+            f"{MODEL}unsloth_tiled_mlp": "computes the MLP in pieces",
+        },
         caveats=(
             (lambda _: True, "Unsloth has a loss and kernels of its own, which are not predicted"),
         ),
     )
+
+
+def _as_number(length: object) -> float:
+    return length if isinstance(length, int) else -math.inf  # What is no number is refused.
 
 
 def _unsloth_checkpointing(*, is_full: bool) -> Row:

@@ -74,7 +74,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="parallelism-needs-gpus",
-        reason="one GPU has nobody to share with: only ZeRO's offloading makes sense on it",
+        reason="one GPU has nobody to share with: give --num-gpus, or ZeRO's offloading, which alone makes "
+        "sense on it",
         breaks=lambda c, _: c.num_gpus == 1 and c.parallelism not in ("none", *ON_ONE_GPU_TOO),
     ),
     Rule(
