@@ -62,6 +62,12 @@ _PLAN = """\
 """
 
 
+_CAST = """\
+    # GradScaler takes no gradients in 16 bits, in which a head may be, and adapters of a quantised base.
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
+"""
 _PICTURES = """\
     for column, kind in (("image", Image()), ("images", List(Image()))):
         if column in rows.column_names:  # paths of files, where they are no pictures yet
@@ -166,6 +172,8 @@ def write(
         plan = _PLAN.format(
             count=config.checkpoint_layers, first=kept.first_keep, others=kept.others_keep
         )
+    if config.method != "full" and PRECISIONS[config.precision].grad_scaler:
+        plan += _CAST
     if config.update_in_backward:
         plan += "    trainer.add_callback(UpdateInBackward())\n"
     values = tried_on_a_cpu(values)

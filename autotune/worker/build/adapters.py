@@ -68,12 +68,20 @@ def add_adapter(
     if on_meta and choice.adapter_in_base_dtype:
         _cast_as_beside(adapted)
     if PRECISIONS[choice.precision].grad_scaler:
-        # Its scaler refuses gradients in float16, in which PEFT leaves a head that trains whole: train.py
-        # casts it, too (torch 2.13 amp/grad_scaler.py, _unscale_grads_).
-        for parameter in adapted.parameters():
-            if parameter.requires_grad and parameter.dtype is torch.float16:
-                parameter.data = parameter.data.float()
+        cast_for_scaler(adapted)
     return adapted
+
+
+def cast_for_scaler(model: nn.Module) -> None:
+    """Cast what trains in 16 bits to float32, as the exported programs do where float16 is scaled.
+
+    The scaler takes no gradients in 16 bits. PEFT leaves a head that trains whole in the base's dtype, and
+    TRL casts adapters beside a quantised base to bfloat16. Sources: torch 2.13 amp/grad_scaler.py,
+    _unscale_grads_; trl 1.16 trainer/sft_trainer.py.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
 
 
 def _cast_as_beside(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from autotune.space.config import TrainConfig
 from autotune.space.lengths import BY_TOKENS, draw
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import EMBEDDERS, TRAINERS, row_of
+from autotune.worker.build.adapters import cast_for_scaler
 from autotune.worker.build.backward_update import UpdateInBackward
 from autotune.worker.build.by_tokens import by_tokens
 from autotune.worker.build.sound import shape_of
@@ -94,6 +95,8 @@ def build_trainer(
         trainer_class = by_tokens(trainer_class, config.sequence_length)
     trainer = trainer_class(args=arguments, train_dataset=made_with, **more)
     trainer.train_dataset = rows
+    if arguments.fp16:
+        cast_for_scaler(trainer.model)
     if reference is not None:
         trl_trainers.give_reference(trainer, reference, config)
     trainer.remove_callback(PrinterCallback)

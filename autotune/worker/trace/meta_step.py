@@ -298,7 +298,9 @@ class MetaStep:
         if not self.spec.adapter_in_base_dtype:
             made_so = {id(tensor) for tensor, _ in made}
             self._cast(Phase.ADAPTER_CAST, torch.float32, place_of, lambda _, p: id(p) in made_so)
-        if self._trl is not None or self.spec.trainer == "trl-sft":
+        is_trls = self._trl is not None or self.spec.trainer == "trl-sft"
+        # Where float16 is scaled the programs cast it to float32 again.
+        if is_trls and not PRECISIONS[self.spec.precision].grad_scaler:
             self._cast(Phase.ADAPTER_CAST_BACK, torch.bfloat16, place_of, sft.is_cast)
 
     def _cast(
