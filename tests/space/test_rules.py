@@ -292,6 +292,10 @@ BREAKERS = {
         dataclasses.replace(LORA, adapter_in_base_dtype=True, precision="fp16-autocast"),
         ADA,
     ),
+    "reward-head-needs-autocast": (
+        dataclasses.replace(QLORA, trainer="trl-reward", batching="padded", precision="fp32"),
+        dataclasses.replace(ADA, task="reward"),
+    ),
     "storage-needs-4-bits": (dataclasses.replace(LORA, quantization_storage="bfloat16"), ADA),
     "qlora-needs-quantization": (dataclasses.replace(QLORA, quantization="none"), ADA),
     "adapter-has-no-such-setting": (dataclasses.replace(LORA, num_virtual_tokens=8), ADA),
@@ -971,6 +975,7 @@ BORDERS: dict[str, list[dict[str, Any] | Context]] = {
         {"adapter_in_base_dtype": False},
         {"precision": "bf16-autocast"},
     ],
+    "reward-head-needs-autocast": [{"precision": "bf16-autocast"}],
     "qlora-needs-quantization": [{"quantization": "nf4"}, {"method": "lora"}],
     "quantization-needs-qlora": [{"quantization": "none"}, {"method": "qlora"}],
     "checkpoint-is-quantized": [UNKNOWN, {"quantization": "nf4"}],

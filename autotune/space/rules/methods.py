@@ -110,6 +110,15 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.adapter_in_base_dtype and PRECISIONS[c.precision].grad_scaler,
     ),
     Rule(
+        # trl 1.16 trainer/reward_trainer.py: its head is no adapter, and casts nothing that it gets.
+        name="reward-head-needs-autocast",
+        reason="beside a quantised base RewardTrainer makes the head bfloat16, which without autocast cannot "
+        "multiply float32",
+        breaks=lambda c, _: (
+            c.trainer == "trl-reward" and c.quantization != "none" and c.precision == "fp32"
+        ),
+    ),
+    Rule(
         name="qlora-needs-quantization",
         reason="qlora without quantised weights is lora",
         breaks=lambda c, _: c.method == "qlora" and c.quantization == "none",

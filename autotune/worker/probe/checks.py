@@ -85,9 +85,11 @@ def _adapter_dtype(config: TrainConfig) -> str:
     """The dtype that an adapter should have.
 
     float32 where PEFT casts it; else that of the weights beside it, where they are of a float one.
-    A trainer of preferences, which adds it, has cast it already where the base is quantised.
+    A trainer of preferences, which adds it, has cast it already where the base is quantised, unless float16
+    is scaled (adapters.cast_for_scaler).
     """
-    if TRAINERS[config.trainer].adds_adapter and config.quantization != "none":
+    is_cast = TRAINERS[config.trainer].adds_adapter and config.quantization != "none"
+    if is_cast and not PRECISIONS[config.precision].grad_scaler:
         return "bfloat16"
     if ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
         return "float32"
