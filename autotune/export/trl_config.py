@@ -97,13 +97,18 @@ def write(
 def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
     precision = PRECISIONS[config.precision]
     of_4_bits = QUANTIZATIONS[config.quantization].codes
-    lost = []
+    words = []
     if of_4_bits and precision.compute_dtype != precision.parameter_dtype:
-        words = (
+        words.append(
             f"products of the 4-bit weights in {precision.compute_dtype} "
             f"(trl takes {precision.parameter_dtype}, the dtype of the others)"
         )
-        lost.append(Unsaid("precision", words, in_part=True))
+    if config.quantization != "none" and precision.grad_scaler:
+        # trl 1.16 trainer/sft_trainer.py; torch 2.13 amp/grad_scaler.py, _unscale_grads_.
+        words.append(
+            "adapters in float32 (trl makes them bfloat16, whose gradients GradScaler refuses)"
+        )
+    lost = [Unsaid("precision", " and ".join(words), in_part=True)] if words else []
     if config.attention == EXPANDED:
         lost.append(Unsaid("attention", f"{EXPANDED} (trl takes sdpa)"))
     return (

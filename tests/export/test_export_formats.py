@@ -480,6 +480,7 @@ def test_the_products_of_4_bit_weights() -> None:
         o for o in trl_config.EXPORTERS[0].cannot_express(config) if o.setting == "precision"
     )
     assert "in float16 (trl takes float32" in lost.words
+    assert "adapters in float32 (trl makes them bfloat16" in lost.words
     assert "bnb_4bit_compute_dtype='float16'" in text_of(train_trl_py.EXPORTERS["sft"], config)
     assert "precision" not in {
         o.setting for o in train_trl_py.EXPORTERS["sft"].cannot_express(config)
