@@ -72,7 +72,7 @@ def add_adapter(
     return adapted
 
 
-def cast_for_scaler(model: nn.Module) -> None:
+def cast_for_scaler(model: Any) -> None:
     """Cast what trains in 16 bits to float32, as the exported programs do where float16 is scaled.
 
     The scaler takes no gradients in 16 bits. PEFT leaves a head that trains whole in the base's dtype, and
