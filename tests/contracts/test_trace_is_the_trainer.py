@@ -100,6 +100,7 @@ DIFFERENCES = {
     "(an allocator cannot tell either)",
     "einsum": "CUDA's autocast casts its operands, in their order; a CPU's the product within it, whose last "
     "goes first: the trace casts in the CPU's order",
+    "linalg norms": "CUDA's autocast casts what they get to float32, a CPU's does not (DoRA)",
     "norm's partial sums": "made by CUDA's _foreach_norm only: left out of the prediction",
     "empty tensors": "a literal of no elements is made on the CPU first: what has no bytes is left out",
     "strength of the noise": "five numbers that NEFTune makes on the CPU even when the model is on a "
@@ -645,6 +646,8 @@ def undo_differences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sdpa, "MaskAddedInPlace", contextlib.nullcontext)
     for function in (torch.einsum, torch.cat, torch.stack):
         patch.setitem(POLICIES["cuda"], function, POLICIES["cpu"][function])
+    for function in (torch.linalg.norm, torch.linalg.vector_norm):
+        patch.delitem(POLICIES["cuda"], function)
 
 
 @pytest.fixture(autouse=True)
