@@ -487,6 +487,19 @@ def test_the_products_of_4_bit_weights() -> None:
     }
 
 
+@pytest.mark.parametrize("precision", ["fp16-autocast", "fp16-mixed", "bf16-autocast"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_a_program_of_trls_leaves_nothing_in_16_bits_where_float16_is_scaled(
+    kind: str, precision: str
+) -> None:
+    """The trainer has cast the adapter by then: its line comes behind, and before training."""
+    config = dataclasses.replace(QLORA, precision=precision, trainer=f"trl-{kind}")
+    text = text_of(train_trl_py.EXPORTERS[kind], config)
+    made, trained = text.index("trainer = "), text.index("trainer.train(")
+    is_cast = "parameter.data = parameter.data.float()" in text[made:trained]
+    assert is_cast is precision.startswith("fp16")
+
+
 UNSLOTH = {
     # unsloth 2026.10.9 models/loader.py, FastLanguageModel.from_pretrained; quantization_config is
     # one of its **kwargs, and models/llama.py takes it in place of its own.
