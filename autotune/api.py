@@ -38,6 +38,7 @@ from autotune.records.estimate import Estimate
 from autotune.records.question import ARGUMENTS, CHOICES, Question, check_text
 from autotune.report import data, notebook, terminal
 from autotune.report import files as report_files
+from autotune.report import limits as limits_screen
 from autotune.report.data import ReportData
 from autotune.report.deliver import deliver
 from autotune.report.progress import on_stderr
@@ -46,6 +47,7 @@ from autotune.search import estimate as estimating
 from autotune.search.find import Finding
 from autotune.search.find import find as search
 from autotune.search.fleet import Where
+from autotune.search.inverse.questions import QUESTIONS, Limit
 from autotune.search.listener import SILENT, Listener
 from autotune.space import space_file
 from autotune.space.adapters import read_peft
@@ -55,7 +57,6 @@ from autotune.store import stored_answers
 from autotune.store.database import DEFAULT_URL
 
 if TYPE_CHECKING:
-    from autotune.search.inverse.questions import Limit
     from autotune.worker.given.callback import WatchCallback
     from autotune.worker.given.objects import (
         PeftConfig,
@@ -274,6 +275,16 @@ class _Priced(Estimate):
         return "\n".join(_drawn(self._draw))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class _Limited(Limit):
+    """A Limit that reads as the screen of `autotune max`."""
+
+    def __repr__(self) -> str:
+        return "\n".join(
+            _drawn(functools.partial(limits_screen.draw_answer, self, limits_screen.command(self)))
+        )
+
+
 def _drawn(draw: Callable[..., None]) -> list[str]:
     drawn = io.StringIO()
     draw(file=drawn)
@@ -413,8 +424,7 @@ def estimate(
         sees=workload.pictures,
         teacher=workload.teacher,
     )
-    fields = {each.name: getattr(priced, each.name) for each in dataclasses.fields(priced)}
-    return _Priced(**fields, _draw=draw)
+    return _Priced(**_fields(priced), _draw=draw)
 
 
 def limits(
@@ -447,7 +457,6 @@ def limits(
     not even the first value fits, and WorkerError.
     """
     from autotune.search.inverse.limits import limits as find_limit
-    from autotune.search.inverse.questions import QUESTIONS
 
     if what not in QUESTIONS:
         raise ConfigError(f"what is {str(what)[:40]!r}", remedy=nearest(str(what)[:40], QUESTIONS))
@@ -456,7 +465,12 @@ def limits(
     peft = settings.pop("peft", None)
     question = _question(locals() | {"peft": peft, "settings": _settings(settings)})
     with _named_as_arguments():
-        return find_limit(question, what, multiple_of=multiple_of)
+        found = find_limit(question, what, multiple_of=multiple_of)
+    return _Limited(**_fields(found))
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
 
 
 @contextlib.contextmanager

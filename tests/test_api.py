@@ -433,6 +433,9 @@ def test_a_limit_is_the_commands(tmp_path: Path) -> None:
     found = autotune.limits("micro-batch", TINY, gpu_mem="2GB", seq_len=64, method="full")
     assert found.value == told["value"]
     assert found.best.peak_device_bytes == told["best"]["peak_device_bytes"]
+    shown = dict(line.split(maxsplit=1) for line in str(found).splitlines() if line[:1].strip())
+    assert shown["answer"].startswith(f"micro-batch {told['value']:,} ")
+    assert shown["check"] == told["check"]
 
 
 @pytest.mark.parametrize(

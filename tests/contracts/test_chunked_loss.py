@@ -139,13 +139,13 @@ def test_parts_have_few_logits_but_not_few_tokens(
     model = model_of("llama")
     chunk_loss(model)
     seen = []
-    logarithms = torch.nn.functional.log_softmax
+    likelihoods = torch.nn.functional.softmax
 
-    def log_softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
+    def softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
         seen.append(logits.shape)
-        return logarithms(logits, dim)
+        return likelihoods(logits, dim)
 
-    monkeypatch.setattr(torch.nn.functional, "log_softmax", log_softmax)
+    monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
     labels = torch.zeros(samples, length, dtype=torch.long)
     hidden = torch.zeros(samples, length, TINY["hidden_size"], requires_grad=True)
     model.loss_function(logits=hidden, labels=labels).backward()
@@ -173,3 +173,19 @@ def test_an_adapter_over_the_head_has_no_parts() -> None:
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
     with pytest.raises(ValueError, match="no plain product"):
         chunk_loss(peft.get_peft_model(model_of("llama"), lora))
+
+
+def test_what_is_least_likely_has_a_most_of_loss_and_all_of_its_gradient() -> None:
+    """Its probability is below float32's least."""
+    model = model_of("llama")
+    head = model.get_output_embeddings()
+    head.weight.data = torch.zeros_like(head.weight)
+    head.weight.data[7] = 10.0
+    chunk_loss(model)
+    hidden = torch.ones(1, 2, TINY["hidden_size"], requires_grad=True)
+    loss = model.loss_function(logits=hidden, labels=torch.tensor([[5, 5]]))
+    loss.backward()
+    assert loss.item() == pytest.approx(87.3365, abs=1e-3)
+    torch.testing.assert_close(
+        hidden.grad[0], torch.stack([head.weight[7], head.weight[5]]).detach()
+    )
