@@ -141,9 +141,9 @@ def test_parts_have_few_logits_but_not_few_tokens(
     seen = []
     likelihoods = torch.nn.functional.softmax
 
-    def softmax(logits: torch.Tensor, dim: int) -> torch.Tensor:
+    def softmax(logits: torch.Tensor, dim: int, **dtype: torch.dtype) -> torch.Tensor:
         seen.append(logits.shape)
-        return likelihoods(logits, dim)
+        return likelihoods(logits, dim, **dtype)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", softmax)
     labels = torch.zeros(samples, length, dtype=torch.long)

@@ -56,7 +56,7 @@ def chunk_loss(model: Any) -> Any:
                 right = targets.clamp(min=0).unsqueeze(1)
                 logits = F.linear(part, weight, bias)
                 dtype = logits.dtype
-                likely = F.softmax(logits.float(), -1)
+                likely = F.softmax(logits, -1, dtype=torch.float32)
                 del logits
                 is_counted = (targets != -100).unsqueeze(1)
                 least = torch.finfo(torch.float32).tiny
