@@ -198,12 +198,17 @@ def _nearest_to_fit(
 def parts_may_pay(best: Estimate, configs: Iterable[TrainConfig], estimator: Estimator) -> bool:
     """Whether a loss in parts may make something faster than the best, by the bytes of its logits.
 
-    It may where they are a large share of the memory, or pay for layers that need not be checkpointed, and
-    one of `configs` that is like the best would be faster if memory had no limit.
+    It may by itself, since its kernels go over the logits less often. Or it may where they are a large share
+    of the memory, or pay for layers that need not be checkpointed, and one of `configs` that is like the best
+    would be faster if memory had no limit.
     """
     logits_bytes = best.breakdown.logits_bytes
-    if best.config.liger or not logits_bytes:
+    if best.config.liger or best.config.chunked_loss or not logits_bytes:
         return False
+    bandwidth, seconds = estimator.gpu.memory_bandwidth_bytes_per_second, best.micro_step_seconds
+    # It moves 26 bytes of each number of 16 bits where the loss at once moves 42, and 12 are in memory.
+    if bandwidth and seconds and logits_bytes / bandwidth > NOISE * seconds:
+        return True
     common = _common(best.config)
     alike = (config for config in configs if _common(config) == common)
     speeds = {config: estimator.tokens_per_second(config) or 0.0 for config in alike}

@@ -126,14 +126,34 @@ def test_few_logits_pay_where_they_free_enough_layers(logits_bytes: int, pays: b
     estimator: Any = SimpleNamespace(
         tokens_per_second={lean: 1 / 4, free: 1 / 3}.__getitem__,
         floor_bytes={lean: 1000, free: 1055}.__getitem__,
+        gpu=SimpleNamespace(memory_bandwidth_bytes_per_second=None),
     )
     best: Any = SimpleNamespace(
         config=lean,
         breakdown=SimpleNamespace(logits_bytes=logits_bytes),
         peak_device_bytes=1000,
         tokens_per_second=1 / 4,
+        micro_step_seconds=4.0,
     )
     assert tried_on_best.parts_may_pay(best, [lean, free], estimator) is pays
+
+
+@pytest.mark.parametrize(("bytes_per_second", "pays"), [(1, True), (12, True), (13, False)])
+def test_logits_pay_by_themselves_where_going_over_them_takes_long(
+    bytes_per_second: int, pays: bool
+) -> None:
+    """A 50th of a micro-step's 4 s is noise: of one byte at 12.5 bytes a second."""
+    estimator: Any = SimpleNamespace(
+        tokens_per_second=lambda _: 1 / 4,
+        gpu=SimpleNamespace(memory_bandwidth_bytes_per_second=bytes_per_second),
+    )
+    best: Any = SimpleNamespace(
+        config=answers.CONFIG,
+        breakdown=SimpleNamespace(logits_bytes=1),
+        tokens_per_second=1 / 4,
+        micro_step_seconds=4.0,
+    )
+    assert tried_on_best.parts_may_pay(best, [answers.CONFIG], estimator) is pays
 
 
 def test_what_less_memory_may_ask_for_is_traced_ahead() -> None:
