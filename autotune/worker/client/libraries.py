@@ -11,6 +11,7 @@ from autotune.space.trainers import TRAINERS
 _ASKED_BY: dict[str, Callable[[TraceSpec], bool]] = {
     "torchao": lambda spec: PRECISIONS[spec.precision].fp8,
     "triton": lambda spec: spec.liger or TRAINERS[spec.trainer].is_trl,
+    "scipy": lambda spec: TRAINERS[spec.trainer].library == "sentence-transformers",
     "torch.distributed": lambda spec: max(spec.num_splits, spec.sequence_parts) > 1,
 }
 """Libraries that a process which only traces does without, and which specs need them."""

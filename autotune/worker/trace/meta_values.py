@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -35,12 +34,21 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def channels_lie_last(*tensors: torch.Tensor) -> bool:
     """Whether cuDNN takes the channels of a convolution's tensors for the last dimension; `meta` never does.
 
-    Source: torch 2.13 aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format.
+    Source: torch 2.13 aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format; c10/core/MemoryFormat.h,
+    is_channels_last_strides_2d_s4.
     """
-    return any(
-        tensor.dim() == 4 and suggest_memory_format(tensor) is torch.channels_last
-        for tensor in tensors
-    )
+    return any(tensor.dim() == 4 and _has_channels_last(tensor) for tensor in tensors)
+
+
+def _has_channels_last(pictures: torch.Tensor) -> bool:
+    least = 0
+    for dim in (1, 3, 2, 0):  # From the innermost dimension out.
+        size, stride = pictures.shape[dim], pictures.stride(dim)
+        is_as_outer = dim == 0 and stride == pictures.stride(1)  # Of one channel and one pixel.
+        if not size or not stride or stride < least or is_as_outer:
+            return False
+        least = stride * max(size, 1)
+    return True
 
 
 def _channels_last(tensor: torch.Tensor | None) -> torch.Tensor | None:
