@@ -61,6 +61,14 @@ def test_a_part_is_copied_into_zeros(dim: int, shape: tuple[int, ...]) -> None:
     assert sum(into.tensor_bytes) == 4 * NUM_ELEMENTS + 2 * 4 * part.numel()
 
 
+def test_what_is_added_to_places_leaves_the_others() -> None:
+    """The numbers are read, with their places' own, which are written."""
+    numbers = torch.empty(4, 6, 1, device="meta")
+    places = torch.empty_like(numbers, dtype=torch.int64)
+    added = kernels(lambda: A.clone().scatter_add_(2, places, numbers))[-1]
+    assert sum(added.tensor_bytes) == (8 + 3 * 4) * numbers.numel()
+
+
 @pytest.mark.parametrize(
     ("run", "shape"),
     [

@@ -228,6 +228,8 @@ native/cuda/Indexing.cu, native/TensorAdvancedIndexing.cpp)."""
 _INTO_ZEROS = {aten.slice_backward.default, aten.select_backward.default}
 """Operations that make zeros, and copy their input into a part of them: two kernels by one call of the
 host, which count as one launch (torch 2.13 native/TensorShape.cpp)."""
+_INTO_PLACES = {aten.scatter_add_.default, aten.index_add_.default}
+"""Operations that read and write as many places of their first input as the last one has numbers."""
 _PATH_PASSES = 8
 """How often CTC's backward goes through as many bytes as it has sums over paths, beside reading them: sums
 from the end are filled and made, read with the others for labels, and for blanks added up by a row-wise
@@ -269,6 +271,8 @@ def tensor_bytes(
         return written
     if func is aten._ctc_loss_backward.Tensor:
         return 4 * written + tuple(map(moved_bytes, inputs)) + _PATH_PASSES * (inputs[-1].nbytes,)
+    if func in _INTO_PLACES:
+        return tuple(map(moved_bytes, (*inputs[1:], inputs[-1], inputs[-1])))
     if func in _INTO_ZEROS:
         return written + 2 * tuple(map(moved_bytes, inputs))
     if func in _NORMS_BACKWARD and len(outputs) > 1:

@@ -34,8 +34,8 @@ def result_instead(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def channels_lie_last(*tensors: torch.Tensor) -> bool:
     """Whether cuDNN takes the channels of a convolution's tensors for the last dimension; `meta` never does.
 
-    Source: torch 2.13 aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format; c10/core/MemoryFormat.h,
-    is_channels_last_strides_2d_s4.
+    Sources: torch 2.13 aten/src/ATen/native/ConvUtils.h, cudnn_conv_suggest_memory_format;
+    c10/core/MemoryFormat.h, is_channels_last_strides_2d_s4.
     """
     return any(tensor.dim() == 4 and _has_channels_last(tensor) for tensor in tensors)
 
