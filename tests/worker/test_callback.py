@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import answers
@@ -26,6 +27,7 @@ from autotune.catalogue.installed import cpu_name
 from autotune.common.units import GIB
 from autotune.records.estimate import Estimate
 from autotune.space.config import TrainConfig
+from autotune.worker.given import callback
 from autotune.worker.given.callback import WatchCallback
 from autotune.worker.given.pace import NUM_WARM_UP_STEPS, Pace
 from autotune.worker.probe.steps import CpuClock
@@ -210,6 +212,16 @@ def test_a_loss_in_parts_is_put_into_the_model(tmp_path: Path) -> None:
         assert not parts, "the model is as it was once it is trained"
         assert trainer.model(torch.tensor([[1, 2]])).logits.shape[-1] == trainer.model.vocab_size
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+@pytest.mark.parametrize(("fp16", "dtype"), [(True, torch.float32), (False, torch.float16)])
+def test_what_trains_is_cast_where_float16_is_scaled(fp16: bool, dtype: torch.dtype) -> None:
+    """GradScaler takes no gradients in 16 bits; what is frozen stays."""
+    half = model().half().requires_grad_(False)
+    half.lm_head.requires_grad_(True)
+    assert list(callback._put_in(half, None, SimpleNamespace(fp16=fp16), CONFIG)) == []
+    assert half.lm_head.weight.dtype == dtype
+    assert half.model.norm.weight.dtype == torch.float16
 
 
 def test_weights_are_updated_in_the_backward_pass(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ one line on stderr; the last line says how the run went. Tokens are those of the
 What the Trainer has no argument for is put into the model as training begins, and taken out as it ends: a
 loss in parts (`chunked_loss`), a plan of checkpointing (`checkpoint_plan`) in place of the Trainer's own
 checkpointing of every layer, which the arguments ask for, and the optimizer's step within the backward pass
-(`update_in_backward`), without clipping. ValueError where the model or the arguments do not let it.
+(`update_in_backward`), without clipping. ValueError where the model or the arguments do not let it. Where
+float16 is scaled, what trains in 16 bits is cast to float32, and stays so.
 
 The device is never waited for: steps are timed between events that it has passed already, peaks are
 torch's own counters, batches tell their shape. A step after an evaluation, a checkpoint or the beginning
@@ -47,6 +48,7 @@ from autotune.space.config import TrainConfig
 from autotune.space.lengths import vary
 from autotune.space.precisions import PRECISIONS
 from autotune.space.words import describe, difference
+from autotune.worker.build.adapters import cast_for_scaler
 from autotune.worker.build.backward_update import update_in_backward
 from autotune.worker.build.checkpoint_plan import checkpoint_layers
 from autotune.worker.build.chunked_loss import chunk_loss
@@ -386,6 +388,8 @@ def _put_in(
     model: Any, optimizer: Any, arguments: TrainingArguments, config: TrainConfig
 ) -> Iterator[Callable[[], None]]:
     """Put into the run what no argument says; yield functions that take it out again."""
+    if arguments.fp16:
+        cast_for_scaler(model)
     if config.update_in_backward:
         yield update_in_backward(model, optimizer, arguments)
     if config.chunked_loss:
