@@ -434,7 +434,7 @@ def test_a_limit_is_the_commands(tmp_path: Path) -> None:
     assert found.value == told["value"]
     assert found.best.peak_device_bytes == told["best"]["peak_device_bytes"]
     shown = dict(line.split(maxsplit=1) for line in str(found).splitlines() if line[:1].strip())
-    assert shown["answer"].startswith(f"micro-batch {told['value']:,} ")
+    assert shown["answer"].startswith(f"micro-batch {told['value']:,}:")
     assert shown["check"] == told["check"]
 
 
