@@ -43,8 +43,6 @@ def _has_padding(best: Estimate) -> bool:
     return best.config.batching == "padded" and 1 - best.useful_share >= LARGE_PADDING
 
 
-_CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Keys of models that cap or scale their logits, so that the loss has no parts."""
 _CANDIDATES = (
     _Candidate(
         tip=Tip.BY_TOKENS,
@@ -93,7 +91,8 @@ _CANDIDATES = (
             best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
             and not best.config.liger
         ),
-        model_has_it=lambda model: not any(map(model.text_config.get, _CHANGE_LOGITS)),
+        # Logits that are capped have no parts.
+        model_has_it=lambda model: not model.text_config.get("final_logit_softcapping"),
         tasks=(CAUSAL,),
     ),
     _Candidate(

@@ -112,11 +112,11 @@ def chunk_loss(model: Any) -> Any:
 
 
 def check_head(causal_lm: Any, head: Any) -> None:
-    """Raise ValueError where a head is more than a product, or the model changes its logits.
+    """Raise ValueError where a head is more than a product, or the model does more than scale its logits.
 
-    By the syntax tree of its class: what caps or scales logits (Gemma 2, Cohere, Granite) would change
-    something else where the loss makes them. A branch for a setting that the configuration leaves at None
-    (Gemma 3's cap) is never taken.
+    By the syntax tree of its class: what caps logits (Gemma 2) would change something else where the loss
+    makes them. A factor of theirs (Granite, Cohere) is as good on what the head is given, if it adds no bias.
+    A branch for a setting that the configuration leaves at None (Gemma 3's cap) is never taken.
     """
     import ast
     import inspect
@@ -141,16 +141,25 @@ def check_head(causal_lm: Any, head: Any) -> None:
         for child in filter(is_taken, ast.iter_child_nodes(node)):
             yield from walk(child)
 
+    def unscaled(value: Any) -> str:
+        while (
+            isinstance(value, ast.BinOp)
+            and isinstance(value.op, ast.Mult | ast.Div)
+            and isinstance(value.right, ast.Attribute)
+            and head.bias is None
+        ):
+            value = value.left
+        return ast.unparse(value.func if isinstance(value, ast.Call) else value)
+
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(causal_lm).forward))))
     nodes = list(walk(tree))
     changes = [
-        node.value
+        unscaled(node.value)
         for node in nodes
         if isinstance(node, ast.Assign | ast.AugAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name) and target.id == "logits"
     ]
-    is_made_once = [ast.unparse(value.func) for value in changes if isinstance(value, ast.Call)]
     asks = any(isinstance(n, ast.Attribute) and n.attr == "loss_function" for n in nodes)
-    if not asks or len(changes) != 1 or is_made_once != [f"self.{names[0]}"]:
+    if not asks or changes[:1] != [f"self.{names[0]}"] or {*changes[1:]} - {"logits"}:
         raise ValueError(f"{name} does more with its logits than take their loss: it has no parts")
