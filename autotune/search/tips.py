@@ -91,8 +91,6 @@ _CANDIDATES = (
             best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
             and not best.config.liger
         ),
-        # Logits that are capped have no parts.
-        model_has_it=lambda model: not model.text_config.get("final_logit_softcapping"),
         tasks=(CAUSAL,),
     ),
     _Candidate(

@@ -32,10 +32,16 @@ def chunk_loss(model: Any) -> Any:
 
     causal_lm = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = causal_lm.get_output_embeddings()
-    check_head(causal_lm, head)
+    cap = cap_of_logits(causal_lm, head)
     own_loss = causal_lm.loss_function
-    # What the model calls logits is what its head is given.
-    head.forward = lambda hidden: hidden
+    given: list[Any] = []
+
+    def give(hidden: Any) -> Any:
+        # What the model calls logits is what its head is given, and caps them in vain.
+        given[:] = [hidden]
+        return hidden
+
+    head.forward = give
 
     class LossInParts(torch.autograd.Function):
         @staticmethod
@@ -56,6 +62,9 @@ def chunk_loss(model: Any) -> Any:
                 right = targets.clamp(min=0).unsqueeze(1)
                 logits = F.linear(part, weight, bias)
                 dtype = logits.dtype
+                if cap is not None:
+                    share_of_cap = torch.tanh(logits / cap)
+                    logits = share_of_cap * cap
                 likely = F.softmax(logits, -1, dtype=torch.float32)
                 del logits
                 is_counted = (targets != -100).unsqueeze(1)
@@ -68,6 +77,8 @@ def chunk_loss(model: Any) -> Any:
                 likely.scatter_add_(1, right, torch.full(right.shape, -1.0, device=right.device))
                 of_logits = likely.to(dtype)
                 del likely
+                if cap is not None:
+                    of_logits = torch.ops.aten.tanh_backward(of_logits, share_of_cap)
                 of_part, of_weight, of_bias = gradients
                 if of_part is not None:
                     given = (of_logits @ weight).mul_(is_counted)
@@ -98,7 +109,9 @@ def chunk_loss(model: Any) -> Any:
     ) -> Any:
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
-        total = LossInParts.apply(logits, head.weight, head.bias, shift_labels)
+        hidden = logits if cap is None else given[0]
+        given.clear()
+        total = LossInParts.apply(hidden, head.weight, head.bias, shift_labels)
         if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != -100).sum()
         return total / num_items_in_batch
@@ -111,12 +124,12 @@ def chunk_loss(model: Any) -> Any:
     return undo
 
 
-def check_head(causal_lm: Any, head: Any) -> None:
-    """Raise ValueError where a head is more than a product, or the model does more than scale its logits.
+def cap_of_logits(causal_lm: Any, head: Any) -> Any:
+    """Return the number that a model caps its logits at (Gemma 2, 3n, 4: by tanh); None where it does not.
 
-    By the syntax tree of its class: what caps logits (Gemma 2) would change something else where the loss
-    makes them. A factor of theirs (Granite, Cohere) is as good on what the head is given, if it adds no bias.
-    A branch for a setting that the configuration leaves at None (Gemma 3's cap) is never taken.
+    By the syntax tree of its class. A factor of logits (Granite, Cohere) is as good on what the head is
+    given, if it adds no bias. A branch for a setting that the configuration leaves at None (Gemma 3's cap) is
+    never taken. ValueError where the head is more than a product, or the model does more with its logits.
     """
     import ast
     import inspect
@@ -154,12 +167,19 @@ def check_head(causal_lm: Any, head: Any) -> None:
     tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(causal_lm).forward))))
     nodes = list(walk(tree))
     changes = [
-        unscaled(node.value)
+        node.value
         for node in nodes
         if isinstance(node, ast.Assign | ast.AugAssign)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name) and target.id == "logits"
     ]
+    cap, number = None, "final_logit_softcapping"
+    for at in (f"self.config.{number}", number):
+        capping = [f"logits / {at}", "torch.tanh(logits)", f"logits * {at}"]
+        if list(map(ast.unparse, changes[1:])) == capping:
+            cap, changes = getattr(causal_lm.config.get_text_config(), number), changes[:1]
+    first, *others = map(unscaled, changes) if changes else [""]
     asks = any(isinstance(n, ast.Attribute) and n.attr == "loss_function" for n in nodes)
-    if not asks or changes[:1] != [f"self.{names[0]}"] or {*changes[1:]} - {"logits"}:
+    if not asks or first != f"self.{names[0]}" or {*others} - {"logits"}:
         raise ValueError(f"{name} does more with its logits than take their loss: it has no parts")
+    return cap
