@@ -88,5 +88,5 @@ OLD_ATTENTIONS = {
     "BERT 4.16, torch 1.10": (modeling_bert, "eager_attention_forward", _bert_attention),
     "DistilBERT 4.28": (DistilBertSelfAttention, "forward", _distilbert_attention),
     "Qwen 1, flash-attn": (modeling_qwen2, "apply_rotary_pos_emb", _fused_rotary),
-    "torch before CUDA 13": (sdpa, "_cudnn_can", lambda *_: False),
+    "torch before CUDA 13": (sdpa, "PREFERS_CUDNN", False),
 }
