@@ -49,11 +49,30 @@ from autotune.worker.trace.step import trace_step
 from validation.published.old_attention import OLD_ATTENTIONS
 from validation.published.plan import SPEED as STUDY
 from validation.published.plan import Plan, Timed, published
-from validation.published.runs import chosen_with, timed_runs, why_left_out
+from validation.published.runs import (
+    chosen_with,
+    held_out,
+    held_out_table,
+    timed_runs,
+    why_left_out,
+)
 from validation.published.tables import write_sections
 from validation.published_memory import describe
 
-TRAINERS = ("Qwen, A100", "BERT, V100")
+TRAINERS = (
+    "Qwen, A100",
+    "BERT, V100",
+    "optimum-benchmark, A100",
+    "optimum-benchmark of September, A100",
+    "optimum-benchmark of September, RTX 4090",
+    "GLUE, TITAN RTX",
+    "XNLI, V100",
+    "BERT, A10G",
+    "BERT, L4",
+    "LLaMA-Factory, RTX 5090",
+    "LLaMA-Factory, GB10",
+    "LLaMA-Factory, V100S",
+)
 """Groups whose program is Transformers' Trainer; what it does beside the passes costs the others nothing."""
 
 REENTRANT = replace(
@@ -133,6 +152,14 @@ def predict(ids: Collection[str] | None = None) -> list[Row]:
     rows = [row for row in found if row is not None]
     names = list(dict.fromkeys(row.group for row in rows))
     return sorted(rows, key=lambda row: names.index(row.group))
+
+
+def predict_held_out(ids: Collection[str] | None = None) -> list[Row]:
+    """All rows of held_out.csv, or those that are named."""
+    found = [row_of(name, timed) for name, timed in held_out().items() if not ids or name in ids]
+    rows = [row for row in found if row is not None]
+    assert len(rows) == len(found)
+    return rows
 
 
 def row_of(name: str, timed: Timed) -> Row | None:
@@ -234,8 +261,12 @@ def _trace(plan: Plan, gpu: Gpu) -> Trace:
         )
 
 
+def _timed_of(row: Row) -> Timed:
+    return held_out()[row.id] if row.id in held_out() else timed_runs()[row.id]
+
+
 def _tokens(row: Row) -> int:
-    return timed_runs()[row.id].plan.config.tokens_per_step
+    return _timed_of(row).plan.config.tokens_per_step
 
 
 def published_rate(row: Row) -> float:
@@ -273,7 +304,7 @@ def _told_apart(rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     """Pairs whose published throughputs differ, the faster one first."""
     for one, other in itertools.combinations(rows, 2):
         rates = [published_rate(row) for row in (one, other)]
-        noise = sum(timed_runs()[row.id].resolution for row in (one, other))
+        noise = sum(_timed_of(row).resolution for row in (one, other))
         if abs(rates[0] / rates[1] - 1) <= max(TIED, noise):
             continue
         yield (one, other) if rates[0] > rates[1] else (other, one)
@@ -410,6 +441,85 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def held_out_summary(rows: Sequence[Row]) -> str:
+    """Of held_out.csv: the predictions before a figure was compared, and today's."""
+    first = {row.id: first_ratio(row) for row in rows}
+    lines = [
+        f"- {len(rows)} runs of {len({row['source'] for row in held_out_table().values()})} pages and"
+        f" files, on {len({timed.plan.gpu for timed in held_out().values()})} cards"
+    ]
+    for name, ratios in (
+        ("first predicted", list(first.values())),
+        ("predicted today", [row.ratio for row in rows]),
+    ):
+        num_near = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
+        lines.append(
+            f"- {name}, over published: median {statistics.median(ratios):.2f}, from"
+            f" {min(ratios):.2f} to {max(ratios):.2f}; {num_near} within a quarter"
+        )
+    by_group = [list(members) for _, members in itertools.groupby(rows, lambda row: row.group)]
+    counts = [pairs(members) for members in by_group]
+    lines.append(
+        f"- within their 80 % interval today: {sum(row.is_within for row in rows)}, and"
+        f" {sum(all(row.is_within for row in members) for members in by_group)} of {len(by_group)}"
+        " groups whole; which of two is the faster one, within a group:"
+        f" {sum(right for _, right in counts)} of {sum(told for told, _ in counts)} pairs"
+    )
+    return "\n".join(lines)
+
+
+def markdown_held_out_groups(rows: Sequence[Row]) -> str:
+    lines = [
+        "| group | rows | predicted / published, median | from | to | within 80 % | pairs in the right"
+        " order |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, of_group in itertools.groupby(rows, lambda row: row.group):
+        members = list(of_group)
+        ratios = [row.ratio for row in members]
+        told, right = pairs(members)
+        lines.append(
+            f"| {name} | {len(members)} | {statistics.median(ratios):.2f} | {min(ratios):.2f}"
+            f" | {max(ratios):.2f} | {sum(row.is_within for row in members)} | {right} of {told} |"
+        )
+    return "\n".join(lines)
+
+
+def first_ratio(row: Row) -> float:
+    """Predicted over published, as a held-out row was first predicted."""
+    first = float(held_out_table()[row.id]["first_predicted_seconds"])
+    return first / row.published_seconds
+
+
+def markdown_held_out(rows: Sequence[Row]) -> str:
+    lines = [
+        "| row | run | published, ms | first predicted / published | predicted today, ms"
+        " | predicted / published | within 80 % | bound |",
+        "|---|---|---:|---:|---:|---:|---|---|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row.id} | {row.run} | {row.published_seconds * 1e3:.1f} | {first_ratio(row):.2f}"
+            f" | {row.predicted_seconds * 1e3:.1f} | {row.ratio:.2f}"
+            f" | {'yes' if row.is_within else 'no'} | {row.bound} |"
+        )
+    return "\n".join(lines)
+
+
+def markdown_held_out_assumed() -> str:
+    """Each source with what is assumed of its rows."""
+    by_source: dict[str, dict[str, list[str]]] = {}
+    for name, row in held_out_table().items():
+        for assumption in held_out()[name].assumed:
+            by_source.setdefault(row["source"], {}).setdefault(assumption, []).append(name)
+    lines = []
+    for source, assumptions in by_source.items():
+        names = list(dict.fromkeys(name for of_one in assumptions.values() for name in of_one))
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        lines.append(f"- {span}: <{source}>. {'; '.join(assumptions)}")
+    return "\n".join(lines)
+
+
 def markdown_assumed() -> str:
     names: dict[str, dict[str, int]] = {}
     for timed in timed_runs().values():
@@ -441,10 +551,15 @@ def markdown_left_out(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     rows = predict()
+    further = predict_held_out()
     record = {
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "rows": [{**asdict(row), "ratio": row.ratio} for row in rows],
         "groups": [asdict(group) for group in groups(rows)],
+        "held_out": [
+            {"id": row.id, "group": row.group, "ratio": row.ratio, "is_within": row.is_within}
+            for row in further
+        ],
     }
     (STUDY / "rows.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     sections = {
@@ -454,9 +569,14 @@ def main() -> None:
         "assumed": markdown_assumed(),
         "longer": markdown_longer(rows, with_longer_samples()),
         "left out": markdown_left_out(rows),
+        "held out": held_out_summary(further),
+        "held out groups": markdown_held_out_groups(further),
+        "held out rows": markdown_held_out(further),
+        "held out assumed": markdown_held_out_assumed(),
     }
     write_sections(STUDY / "README.md", sections)
-    print(sections["groups"], sections["summary"], sections["longer"], sep="\n\n")
+    for name in ("groups", "summary", "longer", "held out", "held out groups"):
+        print(sections[name], end="\n\n")
 
 
 if __name__ == "__main__":

@@ -271,6 +271,21 @@ def test_heads_of_odd_sizes_with_a_mask(
     assert attention_kernel(capability, call) == kernel
 
 
+@pytest.mark.parametrize(
+    ("prefers_cudnn", "plain", "masked"), [(True, "cudnn", "cudnn"), (False, "flash", "efficient")]
+)
+def test_builds_for_cuda_12_leave_cudnn_out(
+    monkeypatch: pytest.MonkeyPatch, prefers_cudnn: bool, plain: str, masked: str
+) -> None:
+    """Their cuDNN is too old (check_prefer_cudnn_attention)."""
+    monkeypatch.setattr(sdpa, "PREFERS_CUDNN", prefers_cudnn)
+    heads = torch.empty(2, 4, 16, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    call = Call(query=heads, key=heads, value=heads, is_causal=True)
+    assert attention_kernel((9, 0), call) == plain
+    mask = torch.empty(2, 1, 16, 16, dtype=torch.bfloat16, device="meta")
+    assert attention_kernel((9, 0), Call(query=heads, key=heads, value=heads, mask=mask)) == masked
+
+
 @pytest.mark.parametrize("config", [LLAMA, ODD_HEADS], ids=["heads of 64", "heads of 60"])
 @pytest.mark.parametrize("attention", FLASH_ATTENTIONS)
 @pytest.mark.parametrize("batching", ["padded", "padding-free"])

@@ -23,6 +23,8 @@ STUDY = ROOT / "studies" / "published-speed"
 
 AGAIN = ("peft-015", "peft-033", "rasbt-004", "hfperf-005", "litgpt-ch-010")
 """Predicted anew, with those of Qwen's table: full, LoRA, eager attention, checkpointing, QLoRA."""
+HELD_OUT = ("ob-015", "ljm-001", "glue-002", "spark-002")
+"""Held-out rows that are predicted anew: QLoRA, masked attention of its day, an encoder, a GB10."""
 RATIOS = {
     "peft, L40S": (0.70, 1.04),
     "Qwen, A100": (0.98, 1.11),
@@ -66,6 +68,17 @@ def test_what_is_recorded_is_what_is_predicted(rows: list[Any], recorded: dict[s
     assert len(rows) == 14
     for row in rows:
         assert row.ratio == pytest.approx(ratios[row.id], rel=0.01), row.id
+
+
+def test_held_out_runs(recorded: dict[str, Any]) -> None:
+    """Of 59 runs of which nothing was chosen all but those on an RTX PRO 6000 are within their interval."""
+    further = {row["id"]: row for row in recorded["held_out"]}
+    assert set(further) == set(published_speed.held_out())
+    for row in published_speed.predict_held_out(HELD_OUT):
+        assert row.ratio == pytest.approx(further[row.id]["ratio"], rel=0.01), row.id
+    outside = {row["group"] for row in further.values() if not row["is_within"]}
+    assert outside <= {"universal-llm-trainer, RTX PRO 6000"}
+    assert 0.85 <= statistics.median(row["ratio"] for row in further.values()) <= 1.1
 
 
 def test_times_of_the_published_runs(recorded: dict[str, Any]) -> None:

@@ -17,6 +17,8 @@ from transformers.models.bert import modeling_bert
 from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
 from transformers.models.qwen2 import modeling_qwen2
 
+from autotune.worker.trace import sdpa
+
 
 class _SoftmaxKeepingInput(torch.autograd.Function):
     """torch's before 1.11, whose backward pass took the input too, for its dtype."""
@@ -86,4 +88,5 @@ OLD_ATTENTIONS = {
     "BERT 4.16, torch 1.10": (modeling_bert, "eager_attention_forward", _bert_attention),
     "DistilBERT 4.28": (DistilBertSelfAttention, "forward", _distilbert_attention),
     "Qwen 1, flash-attn": (modeling_qwen2, "apply_rotary_pos_emb", _fused_rotary),
+    "torch before CUDA 13": (sdpa, "PREFERS_CUDNN", False),
 }

@@ -5,6 +5,7 @@ The figures of both studies are in studies/published-memory/published_memory.csv
 
 from __future__ import annotations
 
+import csv
 import functools
 import json
 import re
@@ -91,6 +92,19 @@ def plans() -> dict[str, Plan]:
 def timed_runs() -> dict[str, Timed]:
     """Every row whose time is predicted."""
     return {name: _timed(name, run) for name, run in _runs(SPEED)}
+
+
+@functools.cache
+def held_out() -> dict[str, Timed]:
+    """Every row of held_out.csv, of which none chose a constant."""
+    return {name: _timed_of(row) for name, row in held_out_table().items()}
+
+
+@functools.cache
+def held_out_table() -> dict[str, dict[str, str]]:
+    """The rows of held_out.csv as they stand."""
+    with (SPEED / "held_out.csv").open(newline="", encoding="utf-8") as file:
+        return {row["id"]: row for row in csv.DictReader(file)}
 
 
 def chosen_with() -> tuple[str, ...]:
@@ -216,6 +230,46 @@ def _timed(name: str, run: Fields) -> Timed:
         assumed=_texts(SPEED, facts["assumed"]),
         published_seconds=SECONDS[told["figure"]](figure, told, plan.config),
         resolution=facts["resolution"] if "resolution" in facts else told["half_digit"] / figure,
+    )
+
+
+def _timed_of(row: Mapping[str, str]) -> Timed:
+    """A row of held_out.csv."""
+    config = TrainConfig(
+        method=row["method"],
+        micro_batch_size=int(row["micro_batch"]),
+        gradient_accumulation_steps=int(row["accumulation"]),
+        sequence_length=int(row["sequence_length"]),
+        batching=row["packing"],
+        precision=row["precision"],
+        optimizer=row["optimizer"],
+        activation_checkpointing=int(row["checkpointing"]),
+        attention=row["attention"],
+        lora_rank=int(row["lora_rank"]) if row["lora_rank"] else None,
+        lora_targets=row["lora_targets"] or None,
+        lora_dropout=float(row["lora_dropout"] or 0),
+        adapter_in_base_dtype=row["adapter_dtype"] == "base",
+        quantization=row["quantization"],
+    )
+    figure = float(row["figure"])
+    if row["unit"] == "seconds":
+        seconds = figure / float(row["steps"])
+    else:
+        seconds = SECONDS[row["unit"]](figure, row, config)
+    return Timed(
+        plan=Plan(
+            model=model_of(row["model"], SPEED),
+            gpu=row["card"],
+            config=config,
+            metric="time",
+            program=Program(old_attention=row["old_attention"] or None),
+            task=row["task"],
+        ),
+        group=row["group"],
+        published_seconds=seconds,
+        evidence=row["evidence"],
+        assumed=tuple(row["assumed"].split("; ")),
+        resolution=float(row["half_digit"]) / figure,
     )
 
 

@@ -1,7 +1,7 @@
 """Runs scaled_dot_product_attention by the kernel that a CUDA device would choose, or a CPU.
 
-The choice is that of PyTorch built for CUDA 13: an older one comes with a cuDNN whose attention PyTorch does
-not prefer.
+The choice is that of the installed PyTorch where it is built for CUDA, else of one built for CUDA 13: older
+ones come with a cuDNN whose attention PyTorch does not prefer.
 
 Sources: pytorch v2.13 and v2.14 aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, sdp_utils_cpp.h and
 attention.cpp beside it; studies/attention-kernels, what PyTorch's CUDA build itself chose.
@@ -24,6 +24,9 @@ from autotune.worker.trace.autocast import HALF
 aten = torch.ops.aten
 
 TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+PREFERS_CUDNN = torch.version.cuda is None or int(torch.version.cuda.split(".")[0]) >= 13
+"""Whether cuDNN's attention comes first on the cards that have it: with the cuDNN before 9.15.1 that wheels
+for CUDA 12 ship with it comes last (check_prefer_cudnn_attention, pytorch/pytorch#169849)."""
 
 
 def attention(
@@ -191,7 +194,7 @@ def attention_kernel(
 
     The order is PyTorch's.
     """
-    if _cudnn_can(compute_capability, call, torch_version):
+    if PREFERS_CUDNN and _cudnn_can(compute_capability, call, torch_version):
         return "cudnn"
     if _flash_can(compute_capability, call, torch_version):
         return "flash"
