@@ -21,6 +21,7 @@ from typing import Any
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.installed import versions
+from autotune.catalogue.tasks import CAUSAL
 from autotune.export import train_py
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
@@ -28,6 +29,7 @@ from autotune.predict.sharding.dealt_layers import DealtTrace
 from autotune.predict.tracing import of_card, of_one_gpu
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.media import Media
 from validation.recorded_cases import recorded, run_script
 
 RECORD = Path(__file__).parents[1] / "studies" / "device-map" / "no_card.jsonl"
@@ -158,17 +160,17 @@ CASES: dict[str, Case] = {
 }
 
 
-def save_model(folder: Path, values: dict[str, Any]) -> None:
+def save_model(folder: Path, values: dict[str, Any], kind: str = "AutoModelForCausalLM") -> None:
     """Save a checkpoint of random weights, and a tokenizer of a few words."""
+    import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    config = AutoConfig.for_model(**values)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    config = transformers.AutoConfig.for_model(**values)
+    getattr(transformers, kind).from_config(config).save_pretrained(folder)
     words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[EOS]", "w"])}
     tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
+    transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
     ).save_pretrained(folder)
 
@@ -217,7 +219,13 @@ def predicted(case: Case) -> list[Estimate]:
 
 
 @functools.cache
-def trace_of(model: str, spec: TraceSpec) -> Trace:
+def trace_of(
+    model: str,
+    spec: TraceSpec,
+    task: str = CAUSAL,
+    length: int = LENGTH,
+    sees: Media | None = None,
+) -> Trace:
     from autotune.worker.build.model import load_config
     from autotune.worker.trace.cuda import Device
     from autotune.worker.trace.step import trace_step
@@ -227,10 +235,11 @@ def trace_of(model: str, spec: TraceSpec) -> Trace:
     capability = tuple(card.pop("compute_capability"))
     answer = trace_step(
         load_config(json.loads(model)),
-        "causal-lm",
+        task,
         of_one_gpu(spec),
-        sequence_length=LENGTH,
+        sequence_length=length,
         device=Device(compute_capability=capability, **card),
+        sees=sees,
     )
     return Trace(json.loads(json.dumps(answer)))
 

@@ -1,39 +1,55 @@
 """What exported programs hold of one GPU, by PyTorch's own allocator without a card.
 
-Run: python -m tools.no_card --gpu L40S -- CUDA_PYTHON -m validation.exported_programs (ten minutes)
+Run: python -m tools.no_card --gpu L40S -- CUDA_PYTHON -m validation.exported_programs (ten minutes), and
+again with --padded, which runs those with masks.
 
-Small models with checkpoints of random weights train for three steps by the exported train.py itself, which
-loads them as users do. Each case is a process of its own; what PyTorch's allocator held at its peaks goes
-into studies/exported-programs, a JSON line each. What is there already is not run again. With --compare it
-prints the table of its README.md instead, what is predicted beside that: with any build of torch.
+Small models with checkpoints of random weights train for three steps by the exported program itself,
+train.py or that of the task's own trainer, which loads them as users do. Each case is a process of its own;
+what PyTorch's allocator held at its peaks goes into studies/exported-programs, a JSON line each. What is
+there already is not run again. With --compare it prints the table of its README.md instead, what is
+predicted beside that: with any build of torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import os
+import random
+import runpy
+import sys
+import tempfile
+import wave
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from autotune import export
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.installed import versions
+from autotune.catalogue.tasks import CAUSAL
 from autotune.predict.estimator import Estimator
 from autotune.records.estimate import Estimate, TraceSpec
-from autotune.space.config import TrainConfig
+from autotune.space.config import TrainConfig, Workload
+from autotune.space.media import Media, MediaTensor
+from autotune.space.trainers import BY_TASK, TRAINERS, model_task, row_of
 from validation.device_map import (
     FULL,
     GEMMA_2,
     GPU,
+    LLAMA,
     LORA,
     MISTRAL,
+    MIXED,
     NEO_X,
+    NUM_STEPS,
     PHI_3,
     QLORA,
     QWEN,
     QWEN_3,
     WIDE,
-    Case,
-    measure,
+    save_model,
     trace_of,
 )
 from validation.recorded_cases import recorded, run_script
@@ -41,13 +57,103 @@ from validation.recorded_cases import recorded, run_script
 RECORD = Path(__file__).parents[1] / "studies" / "exported-programs" / "no_card.jsonl"
 
 
-def _case(model: dict[str, Any], of: TrainConfig, **changes: Any) -> Case:
-    config = dataclasses.replace(of, num_gpus=1, parallelism="none", **changes)
-    return Case(model=model, config=config, layers=(int(model["num_hidden_layers"]),))
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "vocab_size": 30522,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 512,
+}
+T5 = {
+    "model_type": "t5",
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 1024,
+    "num_layers": 6,
+    "num_heads": 8,
+    "vocab_size": 32128,
+    "decoder_start_token_id": 0,
+}
+VIT = {"model_type": "vit", "num_hidden_layers": 8, "image_size": 224}
+WHISPER = {
+    "model_type": "whisper",
+    "vocab_size": 260,
+    "d_model": 384,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_attention_heads": 6,
+    "decoder_attention_heads": 6,
+    "encoder_ffn_dim": 1536,
+    "decoder_ffn_dim": 1536,
+    "pad_token_id": 256,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+    "decoder_start_token_id": 257,
+    "begin_suppress_tokens": None,
+}
+WAV2VEC2 = {
+    "model_type": "wav2vec2",
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "intermediate_size": 2048,
+}
+RATE, SECONDS = 16_000, 3
 
 
-_ACCUMULATING = {"micro_batch_size": 4, "gradient_accumulation_steps": 2}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    model: dict[str, Any]
+    config: TrainConfig
+    task: str
 
+    @property
+    def length(self) -> int:
+        return self.config.sequence_length
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether places may be empty, which Transformers asks the mask for."""
+        return self.config.batching != "packed" and row_of(self.task).reads == "tokens"
+
+    @property
+    def sees(self) -> Media | None:
+        """What the model reads of each sample, where that is no text."""
+        side = self.model.get("image_size", 0)
+        shapes = {
+            "pixels": ("pixel_values", (1, 3, side, side)),
+            "waves": ("input_values", (1, SECONDS * RATE)),
+        }
+        reads = row_of(self.task).reads
+        if reads not in shapes:
+            return None
+        name, shape = shapes[reads]
+        return Media(
+            num_images=int(side > 0),
+            width=side,
+            height=side,
+            num_tokens=0,
+            tensors=(MediaTensor(name=name, shape=shape, dtype="float32"),),
+            seconds=0.0 if side else float(SECONDS),
+        )
+
+
+def _case(model: dict[str, Any], of: TrainConfig, task: str = CAUSAL, **changes: Any) -> Case:
+    """A case of one GPU; where samples are not packed, they are padded, and as long as can be."""
+    usual: dict[str, Any] = {"num_gpus": 1, "parallelism": "none"}
+    if task in BY_TASK:
+        usual["trainer"] = BY_TASK[task].name
+    if task in BY_TASK or not row_of(task).packs:
+        usual["batching"] = "padded"
+    if not row_of(task).has_lengths:
+        usual["sequence_length"] = 1
+    return Case(model=model, config=dataclasses.replace(of, **{**usual, **changes}), task=task)
+
+
+_ACCUMULATING: dict[str, Any] = {"micro_batch_size": 4, "gradient_accumulation_steps": 2}
+_FP16: dict[str, Any] = {"precision": "fp16-autocast", "optimizer": "adamw_torch_fused"}
 CASES: dict[str, Case] = {
     "Llama, full": _case(WIDE, FULL),
     "Qwen 2, full, mixed, fused": _case(
@@ -79,13 +185,178 @@ CASES: dict[str, Case] = {
     "Mistral, QLoRA of rank 64, paged": _case(
         MISTRAL, QLORA, lora_rank=64, optimizer="paged_adamw_8bit", quantization="nf4-double"
     ),
+    "Llama, LoRA, float16": _case(WIDE, LORA, **_FP16, **_ACCUMULATING),
+    "SFT: Llama, LoRA": _case(WIDE, LORA, trainer="trl-sft", **_ACCUMULATING),
+    "SFT: Llama, QLoRA, padded": _case(
+        WIDE, QLORA, trainer="trl-sft", batching="padded", **_ACCUMULATING
+    ),
+    "DPO: Llama, full": _case(LLAMA, FULL, "dpo"),
+    "DPO: Qwen 3, LoRA, float16": _case(
+        QWEN_3, LORA, "dpo", gradient_accumulation_steps=2, **_FP16
+    ),
+    "KTO: Llama, LoRA": _case(WIDE, LORA, "kto"),
+    "Reward: Llama, full, mixed": _case(LLAMA, MIXED, "reward"),
+    "Embeddings: BERT, rated pairs, LoRA, float16": _case(
+        BERT, LORA, "sentence-ratings", sequence_length=128, micro_batch_size=32, **_FP16
+    ),
+    "Classes: BERT, LoRA, float16": _case(
+        BERT, LORA, "sequence-classification", **_FP16, **_ACCUMULATING
+    ),
+    "Tokens: BERT, full, mixed": _case(BERT, MIXED, "token-classification", **_ACCUMULATING),
+    "Seq2seq: T5, LoRA": _case(T5, LORA, "seq2seq-lm", attention="eager"),
+    "Pictures: ViT, full, mixed": _case(VIT, MIXED, "image-classification", micro_batch_size=16),
+    "Sounds: Wav2Vec2, LoRA": _case(WAV2VEC2, LORA, "audio-classification", micro_batch_size=4),
+    "Speech: Whisper, full, mixed": _case(
+        WHISPER, MIXED, "automatic-speech-recognition", sequence_length=128, micro_batch_size=4
+    ),
 }
+
+
+def _words(count: int) -> str:
+    return " ".join(["w"] * count)
+
+
+def _picture(case: Case, folder: Path, name: str) -> str:
+    from PIL import Image
+
+    side = case.model["image_size"]
+    Image.new("RGB", (side, side)).save(folder / f"{name}.png")
+    return f"{name}.png"
+
+
+def _sound(folder: Path, name: str) -> str:
+    with wave.open(str(folder / f"{name}.wav"), "wb") as file:
+        file.setparams((1, 2, RATE, 0, "NONE", ""))
+        file.writeframes(random.Random(name).randbytes(2 * SECONDS * RATE))
+    return f"{name}.wav"
+
+
+_Make = Callable[[Case, int, Path], dict[str, Any]]
+_SAMPLES: dict[str, _Make] = {
+    CAUSAL: lambda case, _, __: {"text": _words(case.length)},
+    "dpo": lambda case, _, __: {
+        "prompt": f"{_words(case.length // 4)} ",
+        "chosen": _words(case.length),
+        "rejected": _words(case.length),
+    },
+    # RewardTrainer leaves longer ones out: with the end of a text they are as long as can be.
+    "reward": lambda case, _, __: {
+        "chosen": _words(case.length - 1),
+        "rejected": _words(case.length - 1),
+    },
+    "kto": lambda case, number, __: {
+        "prompt": f"{_words(case.length // 4)} ",
+        "completion": _words(case.length),
+        "label": number % 2 == 0,
+    },
+    "sentence-ratings": lambda case, number, __: {
+        "sentence1": _words(case.length),
+        "sentence2": _words(case.length),
+        "score": number / 100,
+    },
+    "sequence-classification": lambda case, number, __: {
+        "text": _words(case.length),
+        "label": number % 2,
+    },
+    "token-classification": lambda case, _, __: {
+        "tokens": ["w"] * case.length,
+        "ner_tags": ["O", "B"] * (case.length // 2),
+    },
+    "seq2seq-lm": lambda case, _, __: {
+        "source": _words(case.length),
+        "target": _words(case.length),
+    },
+    "image-classification": lambda case, number, folder: {
+        "image": _picture(case, folder, str(number)),
+        "label": number % 2,
+    },
+    "audio-classification": lambda _, number, folder: {
+        "audio": _sound(folder, str(number)),
+        "label": number % 2,
+    },
+    # A token for each letter, beside those that tell the decoder what to do.
+    "automatic-speech-recognition": lambda case, number, folder: {
+        "audio": _sound(folder, str(number)),
+        "text": "w" * (case.length - 2),
+    },
+}
+"""A sample by the task: (case, its number, the folder of the dataset)."""
+
+
+def _save(folder: Path, case: Case) -> None:
+    """Save the model with what reads its samples."""
+    transformers: Any = importlib.import_module("transformers")
+    # A reward model's head is new, as a language model has none.
+    task = CAUSAL if case.task == "reward" else model_task(case.task)
+    save_model(folder, case.model, row_of(task).model_class)
+    if row_of(task).reads == "pixels":
+        transformers.ViTImageProcessor().save_pretrained(folder)
+    elif row_of(task).reads == "waves":
+        transformers.Wav2Vec2FeatureExtractor().save_pretrained(folder)
+    elif row_of(task).reads == "sound":
+        from tokenizers import pre_tokenizers
+
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {each: number for number, each in enumerate(letters)}
+        tokenizer = transformers.WhisperTokenizer(vocab=vocabulary, merges=[])
+        marks = ["<|startoftranscript|>", "<|transcribe|>", "<|notimestamps|>"]
+        tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        extractor = transformers.WhisperFeatureExtractor()
+        transformers.WhisperProcessor(extractor, tokenizer).save_pretrained(folder)
+
+
+def _write_program(folder: Path, case: Case) -> Path:
+    extra = {"max_steps": NUM_STEPS, "save_strategy": "no", "report_to": "none"}
+    workload = Workload(
+        model=str(folder / "model"),
+        task=case.task,
+        memory_budget_bytes=10**9,
+        pictures=case.sees,
+        extra_arguments=json.dumps({**extra, "logging_strategy": "no"}),
+    )
+    command = TRAINERS[case.config.trainer].command
+    filename = f"train_{command}.py" if command else "train.py"
+    (exporter,) = (each for each in export.ALL.values() if each.filename == filename)
+    assert not export.why_not(exporter, workload, case.config)
+    program = folder / filename
+    result = {"evidence": "predicted"}
+    text = export.text_of(exporter, workload=workload, config=case.config, result=result)
+    program.write_text(text, encoding="utf-8")
+    return program
+
+
+def measure(case: Case) -> list[dict[str, int]]:
+    """Train, and return what the GPU's allocator held: peaks of bytes."""
+    import torch
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _save(folder / "model", case)
+        program = _write_program(folder, case)
+        num_samples = case.config.effective_batch_size * (NUM_STEPS + 1)
+        rows = [_SAMPLES[case.task](case, number, folder) for number in range(num_samples)]
+        data = folder / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        sys.argv = [str(program), str(data)]
+        if program.name == "train.py":
+            output = str(folder / "output")
+            sys.argv = [str(program), "--dataset", str(data), "--output-dir", output]
+        before = os.getcwd()
+        os.chdir(folder)  # where the other programs write
+        runpy.run_path(str(program), run_name="__main__")
+        os.chdir(before)
+    return [
+        {
+            "allocated_bytes": torch.cuda.max_memory_allocated(),
+            "reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
+    ]
 
 
 def predicted(case: Case) -> Estimate:
     """Return what is predicted of the one GPU."""
     spec, card = TraceSpec.of(case.config), find_gpu(GPU)
-    trace = trace_of(json.dumps(case.model), spec)
+    trace = trace_of(json.dumps(case.model), spec, case.task, case.length, case.sees)
     estimator = Estimator({spec: trace}, card, memory_budget_bytes=card.capacity_bytes)
     return estimator.estimate(case.config)
 
@@ -108,4 +379,6 @@ def _measured(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_script("validation.exported_programs", RECORD, CASES, _measured, compare)
+    padded = os.environ.get("NO_CARD_ALL") == "0"
+    here = [name for name, case in CASES.items() if case.has_mask is padded]
+    run_script("validation.exported_programs", RECORD, here, _measured, compare)

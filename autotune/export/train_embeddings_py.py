@@ -21,6 +21,7 @@ from autotune.export.training_args import (
     IN_ENVIRONMENT,
     attention_there,
     installed_fields,
+    see_one_card,
     set_environment,
     training_arguments,
     tried_on_a_cpu,
@@ -79,7 +80,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         renamed=f".rename_column({columns[-1]!a}, {trainer.rating!a})"
         if columns[-1] != trainer.rating != ""
         else "",
-        environment=set_environment(config),
+        environment=set_environment(config) + see_one_card(config),
         stop=STOP,
         reached=REACHED,
         reads=READS.read_text(encoding="utf-8"),

@@ -21,7 +21,7 @@ from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.samples import FORMATS_OF_TASKS
-from autotune.export.training_args import environment, training_arguments
+from autotune.export.training_args import environment, see_one_card, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.config import TrainConfig, Workload
@@ -49,6 +49,7 @@ _PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
 """Modules beside this one that are a part of the program."""
 _PLACE = "# {samples}\n"
 _PLACE_OF_STOP = "# {stop}\n"
+_PLACE_OF_CARD = "# {one card}\n"
 _PLACE_OF_LOSS = "    # {loss in parts}\n"
 _LOSS_IN_PARTS = """\
     if RECIPE["chunked_loss"]:
@@ -149,6 +150,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     ]
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_STOP, STOP)
+    program = program.replace(_PLACE_OF_CARD, see_one_card(config))
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
     program = program.replace(_PLACE_OF_SOUNDS, rows)

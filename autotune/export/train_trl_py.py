@@ -29,6 +29,7 @@ from autotune.export.train_py import (
 from autotune.export.training_args import (
     IN_ENVIRONMENT,
     attention_there,
+    see_one_card,
     set_environment,
     tried_on_a_cpu,
     without_checkpointing,
@@ -177,10 +178,7 @@ def write(
     if config.update_in_backward:
         plan += "    trainer.add_callback(UpdateInBackward())\n"
     values = tried_on_a_cpu(values)
-    values["model_init_kwargs"] = {
-        "dtype": PRECISIONS[config.precision].parameter_dtype,
-        "attn_implementation": attention_there(config.attention),
-    }
+    values["model_init_kwargs"] = _loading(config, PRECISIONS[config.precision].parameter_dtype)
     sees = _sees(row, workload)
     imports, adapter, quantization = [], "adapter = None", "quantization = None"
     if config.method != "full":
@@ -208,10 +206,8 @@ def write(
     if workload.teacher is not None:
         further = "        teacher_model=teacher,\n"
         taught = f"teacher = {model_reference(workload.teacher.name)!a}\n"
-        values["teacher_model_init_kwargs"] = {
-            "dtype": PRECISIONS[config.precision].compute_dtype,
-            "attn_implementation": attention_there(config.attention),
-        }
+        compute_dtype = PRECISIONS[config.precision].compute_dtype
+        values["teacher_model_init_kwargs"] = _loading(config, compute_dtype)
     makes_trainer = _MAKES_TRAINER.format(trainer=kind, further=further)
     if values.get("assistant_only_loss"):
         tried = textwrap.indent(makes_trainer, "    ")
@@ -235,7 +231,7 @@ def write(
         abstract="from collections.abc import Sequence\n" if cuts else "",
         plan=plan,
         imports="".join(imports),
-        environment=set_environment(config),
+        environment=set_environment(config) + see_one_card(config),
         stop=STOP,
         reached=REACHED,
         reads=READS.read_text(encoding="utf-8"),
@@ -245,6 +241,16 @@ def write(
         quantization=quantization,
         unpacked_by=UNPACKED_BY,
     )
+
+
+def _loading(config: TrainConfig, dtype: str) -> dict[str, object]:
+    """Return arguments of `from_pretrained`.
+
+    On one card the Trainer brings the model there, as is predicted: by TRL's default, `auto`, the loader
+    does, which lets blocks lie otherwise (trl 1.16 trainer/utils.py, create_model_from_path).
+    """
+    on_one = {"device_map": None} if config.num_gpus == 1 else {}
+    return {"dtype": dtype, "attn_implementation": attention_there(config.attention), **on_one}
 
 
 def _libraries(row: Trainer, *, cuts: bool) -> str:

@@ -321,6 +321,21 @@ def set_environment(config: TrainConfig) -> str:
     return f"# Before what follows is imported.\nos.environ |= {{\n{entries}}}\n\n"
 
 
+_ONE_CARD = """\
+if __name__ == "__main__" and "LOCAL_RANK" not in os.environ:
+    # The Trainer takes every card that it sees, and a batch for each.
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+"""
+
+
+def see_one_card(config: TrainConfig) -> str:
+    """Return code that lets a program of one GPU see the first alone; it stands as `set_environment`'s does.
+
+    Source: transformers 5.23 TrainingArguments.n_gpu, Trainer._wrap_model; TRL's trainers refuse several.
+    """
+    return _ONE_CARD if config.num_gpus == 1 else ""
+
+
 _OF_COMPLETIONS = {name: name for name in OF_COMPLETIONS} | {"kl_beta": "beta"}
 """TRL's names of settings that a trainer which writes completions has besides."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 import importlib.util
 import json
 import random
@@ -13,9 +15,11 @@ from typing import Any
 
 import here
 import pytest
+import torch
 from test_export_trains import make_models
 from test_find_preferences import RUN, SPACE, words
 
+from autotune import export
 from autotune.catalogue.tasks import EMBEDDINGS
 from autotune.space.trainers import EMBEDDERS
 
@@ -384,6 +388,22 @@ def test_what_is_longer_than_a_sample_is_left_out(
     assert row["input_features"].shape == (16, 100)
     letters = row["labels"][1:-1]
     assert len(letters) == len("hello"), "what the model begins with is no label"
+
+
+def test_what_a_class_does_not_train_is_frozen_when_it_is_loaded(models_here: Path) -> None:
+    """Whisper's positions of its sound, which Transformers 5.23 loads as weights that train."""
+    from transformers import WhisperForConditionalGeneration
+
+    model = WhisperForConditionalGeneration.from_pretrained(models_here / "whisper")
+    template = Path(export.__file__).with_name("train.py.template").read_text(encoding="utf-8")
+    (function,) = (
+        node for node in ast.parse(template).body if getattr(node, "name", "") == "freeze_as_made"
+    )
+    program: dict[str, Any] = {"torch": torch, "copy": copy, "Any": Any}
+    exec(ast.unparse(function), program)
+    program["freeze_as_made"](model)
+    fixed = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    assert fixed == ["model.encoder.embed_positions.weight"]
 
 
 def test_a_sound_is_read_as_numbers_from_minus_1_to_1(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import functools
 import itertools
 import json
 import re
-from types import CodeType
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -485,6 +485,41 @@ def test_the_products_of_4_bit_weights() -> None:
     assert "precision" not in {
         o.setting for o in train_trl_py.EXPORTERS["sft"].cannot_express(config)
     }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, "0"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-2,GPU-3"}, "GPU-2"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"LOCAL_RANK": "1"}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["train", "dpo-python", "embeddings-python"])
+def test_a_program_of_one_gpu_sees_one_before_torch_is_imported(
+    name: str, before: dict[str, str], after: str | None
+) -> None:
+    """The Trainer would split batches among all cards that it sees; TRL's trainers refuse several."""
+    chosen = "CUDA_VISIBLE_DEVICES"
+    first, torch, _ = text_of(export.ALL[name], LORA).partition("\nimport torch")
+    assert torch
+    (choice,) = (node for node in ast.parse(first).body if chosen in ast.unparse(node))
+    machine = SimpleNamespace(environ={**before})
+    exec(ast.unparse(choice), {"__name__": "__main__", "os": machine})
+    assert machine.environ.get(chosen) == after
+
+    shared = dataclasses.replace(LORA, parallelism="ddp", num_gpus=2)
+    assert chosen not in text_of(export.ALL[name], shared)
+
+
+def test_trls_trainer_brings_a_model_to_one_card_as_is_predicted() -> None:
+    """TRL's loader, `auto`, would lay blocks otherwise; of several processes TRL itself sets it to None."""
+    told = "'device_map': None"
+    exporter = train_trl_py.EXPORTERS["dpo"]
+    assert told in text_of(exporter, LORA)
+    shared = dataclasses.replace(LORA, parallelism="ddp", num_gpus=2)
+    assert told not in text_of(exporter, shared)
 
 
 @pytest.mark.parametrize("precision", ["fp16-autocast", "fp16-mixed", "bf16-autocast"])

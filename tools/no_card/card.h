@@ -52,6 +52,15 @@ inline bool is_hidden() {
     return visible && (!*visible || *visible == '-');
 }
 
+/* It shows as many as it names, the first ones, whichever they are. */
+inline int num_visible() {
+    const char *visible = getenv("CUDA_VISIBLE_DEVICES");
+    if (!visible) return num_cards;
+    int named = 1;
+    for (; *visible; ++visible) named += *visible == ',';
+    return named < num_cards ? named : num_cards;
+}
+
 struct Process {
     int pid;
     size_t bytes[MOST_CARDS];

@@ -353,7 +353,7 @@ RUNTIME cudaMemcpyToSymbol(const void *, const void *, size_t, size_t, cudaMemcp
 RUNTIME cudaGetDeviceCount(int *count) {
     *count = 0;
     INITIALIZED;
-    *count = card::num_cards;
+    *count = card::num_visible();
     return cudaSuccess;
 }
 
@@ -729,7 +729,7 @@ DRIVER cuDeviceGet(CUdevice *device, int number) {
 
 DRIVER cuDeviceGetCount(int *count) {
     DRIVER_INITIALIZED;
-    *count = card::num_cards;
+    *count = card::num_visible();
     return CUDA_SUCCESS;
 }
 

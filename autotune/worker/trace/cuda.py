@@ -238,7 +238,6 @@ _MATRIX_PRODUCTS = {
     aten.mm.out, aten.addmm.out, aten.addmm.dtype_out,
     aten.mv.default, aten.addmv.default, aten.dot.default,
 }  # fmt: skip
-_CONVOLUTIONS = {aten.convolution.default, aten.convolution_backward.default}
 _WITH_BIAS = {aten.addmm.default, aten.addmm.out, aten.addmm.dtype_out}
 """Products that go to cuBLASLt where what they add to is a vector (ATen/native/cuda/Blas.cpp)."""
 _OF_CUBLASLT = {aten._scaled_mm.default, aten._addmm_activation.default}
@@ -299,7 +298,7 @@ class Workspaces:
         if not self._are_kept:
             self._make_for_call(tracker, func, args, kwargs)
             return
-        if func not in _MATRIX_PRODUCTS and func not in _CONVOLUTIONS:
+        if func not in _MATRIX_PRODUCTS:
             return
         thread = engine_is_at_work() if in_backward is None else in_backward
         self._make(tracker, "cublas", thread)
