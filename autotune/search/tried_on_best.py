@@ -198,23 +198,33 @@ def _nearest_to_fit(
 def parts_may_pay(best: Estimate, configs: Iterable[TrainConfig], estimator: Estimator) -> bool:
     """Whether a loss in parts may make something faster than the best, by the bytes of its logits.
 
-    It may by itself, since its kernels go over the logits less often. Or it may where they are a large share
-    of the memory, or pay for layers that need not be checkpointed, and one of `configs` that is like the best
-    would be faster if memory had no limit.
+    One of `configs` that is like the best has to be faster if memory had no limit, by itself or as its loss
+    in parts goes over the logits less often. And it has to fit without its logits, or they have to be a large
+    share of the memory, or to pay for layers that need not be checkpointed.
     """
     logits_bytes = best.breakdown.logits_bytes
     if best.config.liger or best.config.chunked_loss or not logits_bytes:
         return False
     bandwidth, seconds = estimator.gpu.memory_bandwidth_bytes_per_second, best.micro_step_seconds
-    # 12 bytes of each logit are in memory at once, and its kernels move 16 to 22 bytes less in parts.
-    if bandwidth and seconds and 2 * logits_bytes / bandwidth > NOISE * seconds:
-        return True
+    share_saved = 0.0
+    if bandwidth and seconds:
+        # 12 bytes of each logit are in memory at once, and its kernels move 16 to 22 bytes less in parts.
+        share_saved = min(2 * logits_bytes / bandwidth / seconds, 0.5)
     common = _common(best.config)
     alike = (config for config in configs if _common(config) == common)
     speeds = {config: estimator.tokens_per_second(config) or 0.0 for config in alike}
-    if max(speeds.values(), default=0.0) <= speed_of(best) * (1 + NOISE):
+    slowest = speed_of(best) * (1 + NOISE) * (1 - share_saved)
+    faster = [config for config, speed in speeds.items() if speed > slowest]
+    if not faster:
         return False
     if logits_bytes >= LARGE_SHARE * best.peak_device_bytes:
+        return True
+    of_sample = logits_bytes / best.config.micro_batch_size
+    if any(
+        estimator.floor_bytes(config) - of_sample * config.micro_batch_size
+        <= estimator.room_for(config)
+        for config in faster
+    ):
         return True
     free = dataclasses.replace(
         best.config, activation_checkpointing=0, checkpoint_plan=INTERVAL, checkpoint_layers=0

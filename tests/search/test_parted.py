@@ -126,6 +126,7 @@ def test_few_logits_pay_where_they_free_enough_layers(logits_bytes: int, pays: b
     estimator: Any = SimpleNamespace(
         tokens_per_second={lean: 1 / 4, free: 1 / 3}.__getitem__,
         floor_bytes={lean: 1000, free: 1055}.__getitem__,
+        room_for=lambda _: 0,
         gpu=SimpleNamespace(memory_bandwidth_bytes_per_second=None),
     )
     best: Any = SimpleNamespace(
@@ -138,22 +139,43 @@ def test_few_logits_pay_where_they_free_enough_layers(logits_bytes: int, pays: b
     assert tried_on_best.parts_may_pay(best, [lean, free], estimator) is pays
 
 
-@pytest.mark.parametrize(("bytes_per_second", "pays"), [(1, True), (24, True), (26, False)])
-def test_logits_pay_by_themselves_where_going_over_them_takes_long(
-    bytes_per_second: int, pays: bool
+@pytest.mark.parametrize(
+    ("bytes_per_second", "room", "pays"),
+    [
+        (1, 40, True),
+        (24, 40, True),
+        (26, 40, False),
+        (24, 39, False),
+        (26, 79, False),
+        (26, 80, True),
+    ],
+)
+def test_logits_pay_where_going_over_them_takes_long(
+    bytes_per_second: int, room: int, pays: bool
 ) -> None:
-    """A 50th of a micro-step's 4 s is noise: of one byte twice at 25 bytes a second."""
+    """A 50th of a micro-step's 4 s is noise: of one byte twice at 25 bytes a second.
+
+    A micro-batch that is a 50th faster pays with less, if it fits without its logits.
+    """
+    larger = dataclasses.replace(
+        answers.CONFIG, micro_batch_size=2 * answers.CONFIG.micro_batch_size
+    )
+    floors = {answers.CONFIG: 41, larger: 82}
     estimator: Any = SimpleNamespace(
-        tokens_per_second=lambda _: 1 / 4,
+        tokens_per_second={answers.CONFIG: 1 / 4, larger: 1.019 / 4}.__getitem__,
+        floor_bytes=floors.__getitem__,
+        room_for=lambda _: room,
         gpu=SimpleNamespace(memory_bandwidth_bytes_per_second=bytes_per_second),
     )
     best: Any = SimpleNamespace(
         config=answers.CONFIG,
         breakdown=SimpleNamespace(logits_bytes=1),
+        peak_device_bytes=41,
         tokens_per_second=1 / 4,
         micro_step_seconds=4.0,
     )
-    assert tried_on_best.parts_may_pay(best, [answers.CONFIG], estimator) is pays
+    configs = [answers.CONFIG, larger]
+    assert tried_on_best.parts_may_pay(best, configs, estimator) is pays
 
 
 def test_what_less_memory_may_ask_for_is_traced_ahead() -> None:
