@@ -137,7 +137,7 @@ def cap_of_logits(causal_lm: Any, head: Any) -> Any:
 
     from torch import nn
 
-    name = type(causal_lm).__name__
+    name, adds_bias = type(causal_lm).__name__, getattr(head, "bias", None) is not None
     names = [name for name, module in causal_lm.named_children() if module is head]
     if type(head) is not nn.Linear or not names:
         raise ValueError(f"The head of {name} is no plain product, so that its loss has no parts")
@@ -159,7 +159,7 @@ def cap_of_logits(causal_lm: Any, head: Any) -> Any:
             isinstance(value, ast.BinOp)
             and isinstance(value.op, ast.Mult | ast.Div)
             and isinstance(value.right, ast.Attribute)
-            and head.bias is None
+            and not adds_bias
         ):
             value = value.left
         return ast.unparse(value.func if isinstance(value, ast.Call) else value)
@@ -173,7 +173,8 @@ def cap_of_logits(causal_lm: Any, head: Any) -> Any:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name) and target.id == "logits"
     ]
-    cap, number = None, "final_logit_softcapping"
+    number = "final_logit_softcapping"
+    cap: Any = None
     for at in (f"self.config.{number}", number):
         capping = [f"logits / {at}", "torch.tanh(logits)", f"logits * {at}"]
         if list(map(ast.unparse, changes[1:])) == capping:
