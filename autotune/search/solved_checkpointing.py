@@ -52,7 +52,7 @@ LEAST_LAYERS = 6
 MOST_FAMILIES = 24
 """Most families of each trade-off class whose plans are traced. [judgement] Most differ in what hardly
 changes speed, and share traces."""
-MOST_SOLVED = 3
+MOST_SOLVED = 4
 """Most of them that are solved: those that promise most, as long as they may be chosen before what is known.
 [judgement] On an 8B model each takes a third of a second or so."""
 _LEAST_COST = {False: 0.6, True: 0.25}
