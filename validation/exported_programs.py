@@ -99,6 +99,7 @@ WAV2VEC2 = {
     "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "intermediate_size": 2048,
+    "layerdrop": 0.0,  # else a step leaves layers out at random
 }
 RATE, SECONDS = 16_000, 3
 

@@ -46,6 +46,7 @@ def take(size):
 def run(folder: Path, script: str, *, num_cards: int = 1) -> Any:
     """What the script prints, as JSON, in a process that finds the card, or several like it."""
     environment = card.environment(folder, CARD, CONTEXT, num_cards=num_cards)
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # which some programs set
     if not (folder / "libcuda.so.1").exists():
         del environment["LD_PRELOAD"]
     command = [sys.executable, "-c", script]

@@ -82,13 +82,6 @@ def inner_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def as_moved(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name, module) in the order in which `Module.to` moves their own tensors: children first."""
-    for each, child in module.named_children():
-        yield from as_moved(child, f"{name}.{each}" if name else each)
-    yield name, module
-
-
 def layer_stacks(model: nn.Module) -> list[nn.ModuleList]:
     """The lists of repeated layers: one, or an encoder's and a decoder's; empty where it is unclear.
 

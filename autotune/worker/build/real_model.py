@@ -23,7 +23,6 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS
 from autotune.worker.build import adapters, loading, quantize, tensor_parallel
 from autotune.worker.build import model as models
-from autotune.worker.build.layers import as_moved
 
 STANDARD_DEVIATION = 0.02
 """Standard deviation of quantised weights. The others get what Transformers gives their architecture (mostly
@@ -111,7 +110,7 @@ def materialize(model: Any, dtype: torch.dtype, device: torch.device) -> None:
                 linear.weight._is_hf_initialized = True
             elif name in module._parameters:
                 _make(module, name, made, device)
-    for _, module in as_moved(model):
+    for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:
                 _make(module, name, made, device)

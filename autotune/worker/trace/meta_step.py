@@ -36,7 +36,7 @@ from autotune.worker.build import (
 from autotune.worker.build import model as models
 from autotune.worker.build.alike_layers import built
 from autotune.worker.build.embedder import embedder
-from autotune.worker.build.layers import as_moved, inner_of, layer_stacks, tower_layers
+from autotune.worker.build.layers import inner_of, layer_stacks, tower_layers
 from autotune.worker.build.model import UnsupportedModel
 from autotune.worker.build.pictures import GRIDS
 from autotune.worker.build.tensor_parallel import local
@@ -343,7 +343,7 @@ class MetaStep:
         self, phase: Phase, place_of: Callable[[str], Place], model: nn.Module | None = None
     ) -> None:
         """Record tensors of the model, or of the other one, that have come since the last time."""
-        for name, module in as_moved(model or self.model):
+        for name, module in (model or self.model).named_modules():
             for tensor in _tensors_of(module):
                 if not self.tracker.knows(local(tensor)):
                     self._mark_change(phase, place_of(name))
