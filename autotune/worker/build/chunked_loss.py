@@ -25,7 +25,7 @@ def chunk_loss(model: Any) -> Any:
 
     There are eight parts, more where they would have over 1,024 tokens, and fewer where a sample is alone in
     its micro-batch and they would have less than 256. Return a function that undoes it: meanwhile the model
-    answers no logits. Raises ValueError for a model that does more with its logits than take their loss.
+    answers no logits. Raises ValueError for a model that does more with its logits than cap or scale them.
     """
     import torch
     import torch.nn.functional as F
@@ -81,8 +81,8 @@ def chunk_loss(model: Any) -> Any:
                     of_logits = torch.ops.aten.tanh_backward(of_logits, share_of_cap)
                 of_part, of_weight, of_bias = gradients
                 if of_part is not None:
-                    given = (of_logits @ weight).mul_(is_counted)
-                    of_part[:, places] = given.view(of_part[:, places].shape)
+                    product = (of_logits @ weight).mul_(is_counted)
+                    of_part[:, places] = product.view(of_part[:, places].shape)
                 counted = part.to(dtype) * is_counted
                 if of_weight is not None and of_weight.dtype == dtype:
                     torch.addmm(of_weight, of_logits.t(), counted, out=of_weight)
