@@ -205,23 +205,24 @@ def parts_may_pay(best: Estimate, configs: Iterable[TrainConfig], estimator: Est
     logits_bytes = best.breakdown.logits_bytes
     if best.config.liger or best.config.chunked_loss or not logits_bytes:
         return False
-    bandwidth, seconds = estimator.gpu.memory_bandwidth_bytes_per_second, best.micro_step_seconds
+    bytes_per_second = estimator.gpu.memory_bandwidth_bytes_per_second
+    seconds = best.micro_step_seconds
     share_saved = 0.0
-    if bandwidth and seconds:
+    if bytes_per_second and seconds:
         # 12 bytes of each logit are in memory at once, and its kernels move 16 to 22 bytes less in parts.
-        share_saved = min(2 * logits_bytes / bandwidth / seconds, 0.5)
+        share_saved = min(2 * logits_bytes / bytes_per_second / seconds, 0.5)
     common = _common(best.config)
     alike = (config for config in configs if _common(config) == common)
     speeds = {config: estimator.tokens_per_second(config) or 0.0 for config in alike}
-    slowest = speed_of(best) * (1 + NOISE) * (1 - share_saved)
-    faster = [config for config, speed in speeds.items() if speed > slowest]
+    least = speed_of(best) * (1 + NOISE) * (1 - share_saved)
+    faster = [config for config, speed in speeds.items() if speed > least]
     if not faster:
         return False
     if logits_bytes >= LARGE_SHARE * best.peak_device_bytes:
         return True
-    of_sample = logits_bytes / best.config.micro_batch_size
+    bytes_per_sample = logits_bytes / best.config.micro_batch_size
     if any(
-        estimator.floor_bytes(config) - of_sample * config.micro_batch_size
+        estimator.floor_bytes(config) - bytes_per_sample * config.micro_batch_size
         <= estimator.room_for(config)
         for config in faster
     ):

@@ -39,7 +39,19 @@ OF_KIND: dict[str, dict[str, Any]] = {
     "gemma3_text": {},  # it caps its logits only where its configuration says so
     "gemma2": {"final_logit_softcapping": 0.5},
     "gemma4_text": {"final_logit_softcapping": 2.0, "hidden_size_per_layer_input": 0},
+    "gemma3n_text": {
+        "final_logit_softcapping": 2.0,
+        "intermediate_size": [64, 64],
+        "layer_types": ["full_attention", "full_attention"],
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+        "activation_sparsity_pattern": None,
+        "laurel_rank": 4,
+    },
     "granite": {"logits_scaling": 6.0},
+    "hyperclovax": {"logits_scaling": 0.5},
+    "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25},
     "falcon_h1": {
         "lm_head_multiplier": 0.5,

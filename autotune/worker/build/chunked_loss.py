@@ -173,14 +173,16 @@ def cap_of_logits(causal_lm: Any, head: Any) -> Any:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name) and target.id == "logits"
     ]
-    number = "final_logit_softcapping"
+    setting = "final_logit_softcapping"
     cap: Any = None
-    for at in (f"self.config.{number}", number):
+    for at in (f"self.config.{setting}", setting):
         capping = [f"logits / {at}", "torch.tanh(logits)", f"logits * {at}"]
         if list(map(ast.unparse, changes[1:])) == capping:
-            cap, changes = getattr(causal_lm.config.get_text_config(), number), changes[:1]
+            cap, changes = getattr(causal_lm.config.get_text_config(), setting), changes[:1]
     first, *others = map(unscaled, changes) if changes else [""]
     asks = any(isinstance(n, ast.Attribute) and n.attr == "loss_function" for n in nodes)
     if not asks or first != f"self.{names[0]}" or {*others} - {"logits"}:
-        raise ValueError(f"{name} does more with its logits than take their loss: it has no parts")
+        raise ValueError(
+            f"{name} does more with its logits than cap or scale them: it has no parts"
+        )
     return cap

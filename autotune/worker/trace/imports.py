@@ -1,8 +1,8 @@
 """Imports torch, Transformers and PEFT for a process that only traces: half of the modules are left out.
 
-A trace compiles nothing, belongs to no group of processes unless products are split, and asks for torchao and
-Triton only where a setting does. Transformers imports each all the same where it is installed, torch's
-compiler just for marks on functions.
+A trace compiles nothing, belongs to no group of processes unless products are split, and asks for torchao,
+Triton and scipy only where a setting does. Transformers imports each all the same where it is installed,
+torch's compiler just for marks on functions.
 
 Read from torch 2.13, transformers 5.23, peft 0.21. No trace changes by it: what is asked for after all is
 imported then, and a process that has the libraries already keeps them as they are.

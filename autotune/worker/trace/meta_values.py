@@ -47,7 +47,7 @@ def _has_channels_last(pictures: torch.Tensor) -> bool:
         is_as_outer = dim == 0 and stride == pictures.stride(1)  # Of one channel and one pixel.
         if not size or not stride or stride < least or is_as_outer:
             return False
-        least = stride * max(size, 1)
+        least = stride * size
     return True
 
 
