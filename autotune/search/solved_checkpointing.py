@@ -274,6 +274,8 @@ class Families:
 
     best: Estimate
     """The best of the class without them."""
+    answer: Estimate | None = None
+    """What would be chosen without them, of this class or another; None where this one may not be chosen."""
     leans: tuple[TrainConfig, ...]
     """Each family's configuration with all layers checkpointed."""
     host_memory_bytes: int | None = None
@@ -308,17 +310,25 @@ def families_of(
         and not (config.activation_offloading or config.is_compiled or config.has_plan)
     ]
     found = []
+    chosen = allow or "numerics"
     for name in TRADEOFF_CLASSES if leans else ():
         if allow is not None and LEVEL[name] > LEVEL[allow]:
             continue
         best = candidates.best(candidates.exactly(name))
         if best is not None:
+            may_be_chosen = LEVEL[name] <= LEVEL[chosen]
+            answer = candidates.best(candidates.at_most(chosen)) if may_be_chosen else None
             families = itertools.islice(
-                _families(candidates, leans, estimator, name, best), MOST_FAMILIES
+                _families(candidates, leans, estimator, name, best, answer), MOST_FAMILIES
             )
             if of_class := tuple(each.lean for each in families):
-                host_bytes = estimator.host_memory_bytes
-                found.append(Families(best=best, leans=of_class, host_memory_bytes=host_bytes))
+                of_one = Families(
+                    best=best,
+                    answer=answer,
+                    leans=of_class,
+                    host_memory_bytes=estimator.host_memory_bytes,
+                )
+                found.append(of_one)
     return found
 
 
@@ -338,12 +348,16 @@ def solved_configs(
         _log.info("no plan of checkpointing can be traced: %s", error)
         return []
     found = []
+    rivals = [families.best for families in by_class if families.answer is not None]
     for families in by_class:
         solver.learn(families.best)
         known = [families.best]
         leans: Sequence[TrainConfig] = families.leans
         for _ in range(MOST_SOLVED):
-            least = {lean: _least_to_win(candidates, lean, known) for lean in leans}
+            answer = families.answer
+            if answer is not None:
+                _, answer = _winner(candidates, [answer, *rivals])
+            least = {lean: _least_to_win(candidates, lean, known, answer) for lean in leans}
             promises = {
                 lean: promise for lean in leans if (promise := solver.promise(lean)) > least[lean]
             }
@@ -353,6 +367,8 @@ def solved_configs(
             leans = [other for other in promises if other != lean]
             if (solved := solver.solved(lean, least[lean])) is not None:
                 known.append(solved)
+                if answer is not None:
+                    rivals.append(solved)
                 found.append(solved.config)
     return found
 
@@ -372,21 +388,37 @@ def _first_to_solve(candidates: Candidates, promises: Mapping[TrainConfig, float
     return min((lean for lean, promise in promises.items() if promise >= least), key=order)
 
 
-def _least_to_win(candidates: Candidates, lean: TrainConfig, known: Sequence[Estimate]) -> float:
-    """Return the tokens per second above which a plan of a configuration is chosen before what is known.
+def _winner(candidates: Candidates, known: Sequence[Estimate]) -> tuple[float, Estimate]:
+    """Return the most tokens per second of what is known, and what is chosen of it.
 
     Among those within the noise of the fastest, the one that gives up least is chosen.
     """
     most = max(map(speed_of, known))
-    best = min(
-        (each for each in known if speed_of(each) >= most * (1 - NOISE)),
-        key=lambda each: (candidates.gives_up(each.config), -speed_of(each)),
-    )
+    as_fast = (each for each in known if speed_of(each) >= most * (1 - NOISE))
+    return most, min(as_fast, key=lambda e: (candidates.gives_up(e.config), -speed_of(e)))
+
+
+def _least_to_win(
+    candidates: Candidates,
+    lean: TrainConfig,
+    known: Sequence[Estimate],
+    answer: Estimate | None,
+) -> float:
+    """Return the tokens per second above which a plan of a configuration changes what is chosen.
+
+    Either it is chosen before the others of its class, which are `known`, or the answer is no longer within
+    the noise of it: what is then chosen in its place is faster, though it may be another.
+    """
+    most, best = _winner(candidates, known)
     plan = dataclasses.replace(lean, checkpoint_plan="recompute", checkpoint_layers=LEAST_LAYERS)
     gives_up, of_best = map(candidates.gives_up, (plan, best.config))
     if gives_up == of_best:
-        return speed_of(best)
-    return most * (1 - NOISE if gives_up < of_best else 1 + NOISE)
+        least = speed_of(best)
+    else:
+        least = most * (1 - NOISE if gives_up < of_best else 1 + NOISE)
+    if answer is None or candidates.form_of(lean) != candidates.form_of(answer.config):
+        return least
+    return min(least, speed_of(answer) / (1 - NOISE))
 
 
 def _families(
@@ -395,6 +427,7 @@ def _families(
     estimator: Estimator,
     name: str,
     anchor: Estimate,
+    answer: Estimate | None,
 ) -> Iterator[_Family]:
     """Yield the families of a class that may win against its best, the best promise first."""
     is_in_form = candidates.in_form_of(anchor.config)
@@ -404,7 +437,7 @@ def _families(
         if candidates.class_of(lean) == name
         and is_in_form(lean)
         and (family := _promise(lean, estimator)) is not None
-        and family.most_tokens_per_second > _least_to_win(candidates, lean, [anchor])
+        and family.most_tokens_per_second > _least_to_win(candidates, lean, [anchor], answer)
     ]
     for family in sorted(found, key=lambda f: (-f.most_tokens_per_second, repr(f.lean))):
         free = dataclasses.replace(family.lean, activation_checkpointing=0)

@@ -219,18 +219,23 @@ class Families(Table):
         return super().floor_bytes(config) + self.kept_bytes[config.optimizer]
 
     def gives_up(self, config: TrainConfig) -> int:
-        return [*self.kept_bytes].index(config.optimizer)
+        return [LEAN.optimizer, *self.kept_bytes].index(config.optimizer)
 
-    def solved(self, best: str, tokens_per_second: float) -> list[str]:
-        """The optimizers of what is found where the best so far has that speed."""
+    def solved(
+        self, best: str, tokens_per_second: float, answer_speed: float | None = None
+    ) -> list[str]:
+        """The optimizers of what is found where the best so far has that speed, and the answer its own."""
         leans = tuple(dataclasses.replace(LEAN, optimizer=name) for name in self.kept_bytes)
         known: Any = SimpleNamespace(
             config=dataclasses.replace(LEAN, optimizer=best, checkpoint_plan="recompute"),
             peak_device_bytes=0,
             tokens_per_second=tokens_per_second,
         )
-        families = solved_checkpointing.Families(best=known, leans=leans)
-        candidates: Any = SimpleNamespace(gives_up=self.gives_up)
+        answer: Any = answer_speed and SimpleNamespace(
+            config=LEAN, peak_device_bytes=0, tokens_per_second=answer_speed
+        )
+        families = solved_checkpointing.Families(best=known, leans=leans, answer=answer)
+        candidates: Any = SimpleNamespace(gives_up=self.gives_up, form_of=lambda _: 0)
         found = solved_checkpointing.solved_configs(
             candidates, [families], solver(self), lambda _: None
         )
@@ -249,6 +254,14 @@ def test_what_would_be_chosen_of_the_promises_is_solved_first() -> None:
     # Nothing is solved that would not be chosen before what is known.
     assert table.solved("adamw_torch", 0.99) == []
     assert table.solved("adafactor", 0.9905) == ["adamw_torch"]
+
+
+def test_a_plan_is_solved_that_makes_an_answer_of_another_class_too_slow() -> None:
+    """A plan of 1 token/s, within the noise of the best of its class, which is within that of the answer."""
+    table = Families(1000, adamw_torch=20, adafactor=0)
+    assert table.solved("adamw_torch", 0.99) == []
+    assert table.solved("adamw_torch", 0.99, answer_speed=0.985) == []
+    assert table.solved("adamw_torch", 0.99, answer_speed=0.975) == ["adafactor"]
 
 
 def test_what_grows_is_solved_before_what_is_of_fixed_size() -> None:
