@@ -259,6 +259,12 @@ _OTHER_STAGES = {
 }
 
 
+def is_llama_factory(content: Mapping[str, Any]) -> bool:
+    """Return whether it has keys that only a file of LLaMA-Factory's has."""
+    marks = ("finetuning_type", "cutoff_len", "stage", "template", "quantization_bit")
+    return any(key in content for key in marks)
+
+
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
     stage, loss = (str(content.get(key)) for key in ("stage", "pref_loss"))

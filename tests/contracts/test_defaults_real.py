@@ -13,6 +13,7 @@ import enum
 import functools
 import importlib.util
 import inspect
+import shlex
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ import pytest
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
 from autotune.export import axolotl, training_args
-from autotune.export.base import sections, unsloth
+from autotune.export.base import command_line, sections, unsloth
 from autotune.export.base.embedders import BATCH, DEFAULT_LOSS, LOSSES, MINI_BATCH
 from autotune.export.base.huggingface import SFT, TRAINING_ARGUMENTS
 from autotune.export.base.launch import ACCELERATE
@@ -490,3 +491,20 @@ OF_UNSLOTH: dict[str, Callable[[], Defaults]] = {
 def test_of_unsloth(key: str) -> None:
     section, _, name = key.partition(":")
     assert same(UNSLOTH[key], OF_UNSLOTH[f"{section}:"]()[name])
+
+
+OPTIONS = """--bf16 True --gradient_checkpointing false --learning_rate 1e-4 --run_name 7 --warmup_steps 0.1
+ --lora_target_modules q_proj v_proj --per_device_train_batch_size=4 --use_peft --lora_dropout 0 --packing yes
+ --optim "adamw_bnb_8bit" --max_length 512 --no_dataloader_pin_memory --use-liger-kernel --report_to none"""
+
+
+def test_options_of_a_command_line_are_those_of_the_libraries_own_parser() -> None:
+    """But for what is made of them later, when TrainingArguments parses JSON."""
+    trl = pytest.importorskip("trl")
+    transformers = pytest.importorskip("transformers")
+    parser = transformers.HfArgumentParser([trl.SFTConfig, trl.ModelConfig])
+    said = vars(parser.parse_args(shlex.split(OPTIONS)))
+    script = "trl sft " + OPTIONS.replace("\n", " \\\n")
+    content = command_line.parsed(script).content
+    assert len(content) == 15
+    assert {name: said[name] for name in content} == content

@@ -441,7 +441,7 @@ def _take_in(
     elif function in ("HfArgumentParser", "TrlParser"):
         program.problems.append(
             f"line {node.lineno}: {function} takes settings from the command line: give the "
-            "file that it reads instead"
+            "shell script that starts it, or the file that it reads"
         )
 
 

@@ -91,6 +91,14 @@ _REFUSED = {
     "auto_find_batch_size": "leaves the batch size open",
 }
 
+OF_ENVIRONMENT = Row(
+    ours=("expandable_segments",),
+    keys=tuple(f"env.{name}" for name in VARIABLES),
+    say=lambda on: dict.fromkeys((f"env.{name}" for name in VARIABLES), EXPANDABLE if on else None),
+    hear=lambda said: any(is_expandable(value) for value in said.values()),
+)
+"""Row of what the environment says, as `env`."""
+
 TRAINING_ARGUMENTS = TrainerFile(
     name="TrainingArguments",
     source="transformers 5.23",
@@ -126,7 +134,7 @@ TRAINING_ARGUMENTS = TrainerFile(
     ),
 )
 
-_LENGTHS = ("block_size", "max_seq_length", "max_source_length")
+_LENGTHS = ("block_size", "max_seq_length", "max_source_length", "model_max_length")
 OF_EXAMPLES = (
     "block_size", "dataset_config_name", "doc_stride", "line_by_line", "max_source_length",
     "mlm_probability", "task_name", "train_file", "validation_file",
@@ -148,6 +156,11 @@ EXAMPLE = dataclasses.replace(
     ),
     renamed={**_RENAMED, "torch_dtype": "dtype"},
 )
+
+
+def is_example(content: Mapping[str, Any]) -> bool:
+    """Return whether it has arguments that no other file here has."""
+    return any(key in content for key in OF_EXAMPLES)
 
 
 def of_example(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
@@ -224,14 +237,7 @@ SFT = TrainerFile(
         *_SHARED,
         # TrlParser sets the variables after TRL's imports (trl 1.16 scripts/utils.py): in time unless one of
         # them uses CUDA, as torchao does. So they are written, and said to be needed outside as well.
-        Row(
-            ours=("expandable_segments",),
-            keys=tuple(f"env.{name}" for name in VARIABLES),
-            say=lambda on: dict.fromkeys(
-                (f"env.{name}" for name in VARIABLES), EXPANDABLE if on else None
-            ),
-            hear=lambda said: any(is_expandable(value) for value in said.values()),
-        ),
+        OF_ENVIRONMENT,
     ),
     defaults={
         **_DEFAULTS,
@@ -259,6 +265,20 @@ SFT = TrainerFile(
         "lora_target_parameters": "adds adapters",
     },
 )  # fmt: skip
+
+
+def of_own_model(target: TrainerFile) -> TrainerFile:
+    """Return a table of TRL's for a program that makes the model and its adapter by options of its own."""
+    settings = ("method", *QUANTIZED, *OF_LORA)
+    return dataclasses.replace(
+        target,
+        rows=tuple(row for row in target.rows if set(settings).isdisjoint(row.ours)),
+        defaults={**target.defaults, "dtype": "auto"},
+        elsewhere=(*target.elsewhere, *settings),
+        of_adapters=(),
+        caveats=TRAINING_ARGUMENTS.caveats,
+    )
+
 
 REFUSED_OF_TASKS = {
     "activation_offloading": "is TRL's own offloading, which is not predicted",

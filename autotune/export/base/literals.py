@@ -11,7 +11,7 @@ import ast
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +46,15 @@ class Program:
     homes: dict[str, Box] = field(default_factory=dict)
     """Place of each key."""
     names: dict[str, ast.expr] = field(default_factory=dict)
-    """Names bound once, to a literal; options of the command line, to their defaults."""
+    """Names bound once, to a literal; options of the command line, to what is given or to their defaults."""
     num_uses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     """Offset in bytes at which each line starts."""
     has_bf16: bool = True
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Options that it is started with."""
     at_default: dict[str, Any] = field(default_factory=dict)
     """Options of the command line whose defaults were taken."""
 
@@ -197,11 +199,11 @@ def _bound_by(node: ast.AST) -> list[tuple[str, ast.expr]]:
     return []
 
 
-def options(tree: ast.Module) -> dict[str, ast.expr]:
-    """Return the defaults of argparse's options, by the name that a program asks for each: args.batch_size.
+def options(tree: ast.Module, given: Mapping[str, Any]) -> dict[str, ast.expr]:
+    """Return the values of argparse's options, by the name that a program asks for each: args.batch_size.
 
-    Left out is what may have another value: an option that is required, converted or set later, and a
-    name that stands for something else, too.
+    They are those that are given, else their defaults. Left out is what may have another value: an option
+    that is required, converted or set later, and a name that stands for something else, too.
     """
     defaults: dict[str, list[ast.expr | None]] = {}
     num_bindings: Counter[str] = Counter()
@@ -214,7 +216,8 @@ def options(tree: ast.Module) -> dict[str, ast.expr]:
                 defaults.setdefault(name, []).append(None)
             case ast.Call(func=ast.Attribute(attr="add_argument")):
                 name, default = _option(node)
-                defaults.setdefault(name, []).append(default)
+                value = _as_node(given[name]) if name in given else default
+                defaults.setdefault(name, []).append(value)
             case ast.Call(func=ast.Attribute(attr="set_defaults")):
                 return {}
             case ast.Assign(
@@ -234,6 +237,11 @@ def options(tree: ast.Module) -> dict[str, ast.expr]:
         for name, said in defaults.items()
         if len(said) == 1 and said[0] is not None
     }
+
+
+def _as_node(value: Any) -> ast.expr | None:
+    """Return a value as the expression that it would be in a program; None where it is no literal."""
+    return None if isinstance(value, NotLiteral) else ast.parse(repr(value), mode="eval").body
 
 
 def _option(call: ast.Call) -> tuple[str, ast.expr | None]:

@@ -1,13 +1,16 @@
 """Opening of a `--base`: its files, and the table that reads them.
 
 READERS is the table of YAML's and JSON's formats, told apart by what is in the file; Python programs and
-folders have tables made for what they hold (sections).
+folders have tables made for what they hold (sections), shell scripts the table of what they start.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +19,18 @@ from typing import Any
 from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
+from autotune.export.base.calls import PEFT_TYPES
+from autotune.export.base.command_line import Command
 from autotune.export.base.edit import parsed
 from autotune.export.base.mapping_read import notes, read
+from autotune.export.base.own_options import defaults_of, has_dtype, with_adapters
 from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
 from autotune.export.trainer_rows import fixed_of, without_fixed
 from autotune.export.training_args import installed_fields
+from autotune.export.trl_config import trl_fields
 from autotune.space.config import OF_COMPLETIONS
 from autotune.space.knobs import KNOBS
 from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS, Trainer
@@ -79,12 +86,12 @@ READERS: tuple[Reader, ...] = (
     ),
     Reader(
         target=llama_factory.TARGET,
-        recognise=_has("finetuning_type", "cutoff_len", "stage", "template", "quantization_bit"),
+        recognise=llama_factory.is_llama_factory,
         fitted=llama_factory.fitted,
     ),
     Reader(
         target=huggingface.EXAMPLE,
-        recognise=_has(*huggingface.OF_EXAMPLES),
+        recognise=huggingface.is_example,
         fitted=huggingface.of_example,
     ),
     Reader(
@@ -131,7 +138,7 @@ def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = Non
         return _open_folder(path, method)
     part = read_part(path, has_bf16=has_bf16)
     read_part_of = _open_program if part.is_program else _open_mapping
-    return read_part_of(part, method, task)
+    return (_open_script if part.is_script else read_part_of)(part, method, task)
 
 
 def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
@@ -201,8 +208,7 @@ def _shared_by_deepspeed(
         return target, ()
     said: Mapping[str, Any] = named if isinstance(named, Mapping) else {}
     if isinstance(named, str):
-        folders = (Path(), path.parent, *path.absolute().parents[1:3])
-        place = next((each / named for each in folders if os.path.isfile(each / named)), None)
+        place = _found(path, named)
         if place is None:
             raise ConfigError(
                 f"{path} cannot be used ({target.name})",
@@ -230,6 +236,136 @@ def _shared_by_deepspeed(
     return target, tuple(
         f"deepspeed: {note}" for note in (*notes(fitted, said), *launch.further(said, name))
     )
+
+
+def _found(path: Path, named: str) -> Path | None:
+    """Return the file that a user's file names: here, beside it or in the two folders above."""
+    folders = (Path(), path.parent, *path.absolute().parents[1:3])
+    return next((each / named for each in folders if os.path.isfile(each / named)), None)
+
+
+_TAKES_ALL_OPTIONS = re.compile(r"\b(HfArgumentParser|TrlParser)\b")
+_ADAPTS = re.compile(rf"\b({'|'.join((*PEFT_TYPES, 'BitsAndBytesConfig', 'get_peft_model'))})\(")
+_LAUNCHES = {".slurm": "sbatch {file}", ".sbatch": "sbatch {file}"}
+
+
+def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
+    """Open a shell script: the options that it starts a program with, or the program with these options."""
+    command = part.command()
+    path, content = part.path, dict(command.content)
+    named = (*command.positional, content.get("config"))
+    file = next((each for each in named if str(each).endswith((".yaml", ".yml", ".json"))), None)
+    if file is not None:
+        raise ConfigError(
+            f"{path} cannot be used (a shell script)",
+            why=f"{command.program} takes its settings from {file}",
+            remedy="Give that file as --base",
+        )
+    place = _found(path, command.program) or _found(path, f"{command.program.replace('.', '/')}.py")
+    program = None if place is None else read_part(place, has_bf16=part.has_bf16)
+    said = _notes_on(command)
+    if place is None and not command.tool:
+        said.append(f"{command.program} is not here: defaults of its own are not known")
+    if program is not None and not _TAKES_ALL_OPTIONS.search(program.text):
+        opened = _open_program(dataclasses.replace(program, given=content), method, task)
+        assert opened.target is not None
+        before = shlex.join(command.launcher)
+        launch = f"{_escaped(before)} {{file}} {_escaped(command.rest)}".strip()
+        target = dataclasses.replace(opened.target, launch=launch, launch_several="")
+        return dataclasses.replace(opened, target=target, notes=(*opened.notes, *said))
+    given = {} if program is None else defaults_of(program.text)
+    part = dataclasses.replace(part, given=given)
+    content = {**given, **content}
+    target, takes = _table_of(command, content, program, method, task, path)
+    part = dataclasses.replace(part, takes=takes)
+    rows = target.rows
+    if not any("expandable_segments" in row.ours for row in rows):
+        rows = (*rows, huggingface.OF_ENVIRONMENT)
+    elsewhere = tuple(name for name in target.elsewhere if name != "expandable_segments")
+    target = dataclasses.replace(
+        target,
+        name=f"the options of {command.program}",
+        rows=rows,
+        elsewhere=elsewhere,
+        launch=_LAUNCHES.get(path.suffix, "bash {file}"),
+        launch_several="",
+    )
+    target, of_deepspeed = _shared_by_deepspeed(path, target, content)
+    return Opened(parts=(part,), target=target, content=content, notes=(*said, *of_deepspeed))
+
+
+def _table_of(
+    command: Command,
+    content: Mapping[str, Any],
+    program: RunFile | None,
+    method: str,
+    task: str | None,
+    path: Path,
+) -> tuple[TrainerFile, frozenset[str] | None]:
+    """Return the table of a program's options, and those that it takes; None for all of the table.
+
+    `content`: what they are, defaults among them.
+    """
+    if llama_factory.is_llama_factory(content) or command.tool == "llamafactory-cli":
+        fit = functools.partial(llama_factory.fitted, content, method)
+        return _fitted(path, llama_factory.TARGET, fit), None
+    text = "" if program is None else program.text
+    if command.tool == "trl":
+        named = command.program.partition(" ")[2]
+        trainer = next((row for row in TRAINERS.values() if row.command == named), None)
+        if trainer is None:
+            raise ConfigError(
+                f"{path} cannot be used (a shell script)",
+                why=f"{command.program} trains nothing that is predicted",
+            )
+    else:
+        trainer = next(
+            (row for row in TRAINERS.values() if re.search(rf"\b{row.class_name}\(", text)), None
+        )
+    is_trl = "use_peft" in content if trainer is None else trainer.is_trl
+    if is_trl:
+        of_task = task if trainer is None else trainer.task or None
+        target = _fitted(path, huggingface.SFT, lambda: huggingface.of_trl(content, of_task))
+        if _ADAPTS.search(text) is None:
+            return target, None
+        target = _without_dtype(huggingface.of_own_model(target), content)
+        fields = trl_fields(TRAINERS[target.fixed["trainer"]]) or ()
+        return with_adapters(target, content), frozenset((*fields, *content, "env"))
+    is_named = huggingface.is_example(content) or "model_name_or_path" in content
+    target = huggingface.of_example(content, method) if is_named else huggingface.TRAINING_ARGUMENTS
+    target = with_adapters(_without_dtype(target, content), content)
+    trainer = trainer or BY_TASK.get(task or "")
+    is_other = trainer is not None and trainer.name != target.fixed.get("trainer")
+    takes = frozenset((*(installed_fields() or ()), *content, "env"))
+    return (_trained_by(target, trainer) if trainer is not None and is_other else target), takes
+
+
+def _without_dtype(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table without the dtype of the weights, where no option says it."""
+    if has_dtype(content):
+        return target
+    rows = {row.ours: row for row in huggingface.TRAINING_ARGUMENTS.rows}
+    of_precision = rows["precision",]
+    others = (row for row in target.rows if row.ours != of_precision.ours)
+    return dataclasses.replace(target, rows=(of_precision, *others))
+
+
+def _notes_on(command: Command) -> list[str]:
+    """Return notes on how the command is launched, which is not read."""
+    notes = []
+    number = command.num_processes or 1
+    if number > 1:
+        notes.append(f"line {command.line} starts {number} processes: --num-gpus says how many")
+    shares = ("--config_file", "--use_fsdp", "--use_deepspeed", "--parallelism_config")
+    if named := [word for word in command.launcher if word.partition("=")[0] in shares]:
+        notes.append(
+            f"line {command.line}: {', '.join(named)} is not read: --parallelism says how GPUs share the run"
+        )
+    return notes
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _open_program(part: RunFile, method: str, task: str | None = None) -> Opened:

@@ -1,4 +1,4 @@
-"""Files of a run that a user has: YAML, JSON or Python, alone or several in a folder.
+"""Files of a run that a user has: YAML, JSON, Python or a shell script, alone or several in a folder.
 
 A Part is one of them. Its keys have the name of its section before them (`sections`), so that what several
 files say is one table, and a change finds its file.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.common.files import read_text
 from autotune.errors import ConfigError
-from autotune.export.base import edit
+from autotune.export.base import command_line, edit
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
@@ -42,17 +42,34 @@ class RunFile:
     prefix: str = ""
     has_bf16: bool = True
     """Whether the card has bfloat16: what a program asks for."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """Options that a program is started with; of a script, those that its program has by default."""
+    takes: frozenset[str] | None = None
+    """Options that a script's program takes; None: all that are written."""
 
     @property
     def is_program(self) -> bool:
         return self.path.suffix == ".py"
+
+    @property
+    def is_script(self) -> bool:
+        return command_line.is_script(self.path, self.text)
+
+    def command(self) -> command_line.Command:
+        """Return the command of a shell script that trains. ConfigError where there is none."""
+        try:
+            return command_line.parsed(self.text)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.path} cannot be used (a shell script)", why=str(error)
+            ) from error
 
     def program(self) -> Program:
         """Return the file as a program. ConfigError where it is none."""
         from autotune.export.base.program import parsed
 
         try:
-            return parsed(self.text, has_bf16=self.has_bf16)
+            return parsed(self.text, has_bf16=self.has_bf16, given=self.given)
         except ValueError as error:
             raise ConfigError(f"{self.path} is not a Python program", why=str(error)) from error
 
@@ -63,6 +80,8 @@ class RunFile:
         """
         if self.is_program:
             return self.program().content
+        if self.is_script:
+            return {**self.given, **self.command().content}
         content = edit.parsed(self.text)
         if not self.prefix or not isinstance(content, dict):
             return content
@@ -82,10 +101,24 @@ class RunFile:
         if self.is_program:
             from autotune.export.base import program_edit
 
-            text, left = program_edit.edited(self.text, ours, has_bf16=self.has_bf16)
+            text, left = program_edit.edited(
+                self.text, ours, has_bf16=self.has_bf16, given=self.given
+            )
             return text, True, left
+        if self.is_script:
+            stuck = [change for change in ours if self._is_stuck(change)]
+            made = [change for change in ours if change not in stuck]
+            text, left = command_line.edited(self.text, made)
+            return text, True, [*stuck, *left]
         cut = [_without(change, self.prefix) for change in ours]
         return *edit.edited(self.text, cut), []
+
+    def _is_stuck(self, change: KeyEdit) -> bool:
+        """Return whether a script cannot say the change: its program has it by default, or takes no such."""
+        name = change.key.partition(".")[0]
+        if change.value is None:
+            return name in self.given
+        return self.takes is not None and name not in self.takes
 
 
 def read_part(path: Path, prefix: str = "", *, has_bf16: bool = True) -> RunFile:

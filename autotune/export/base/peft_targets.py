@@ -21,7 +21,8 @@ def with_default_targets(
     The content stays as it is where it names modules, or where nothing here knows the model.
     """
     key = target.peft_names
-    is_lora = value_at(content, "use_peft") if key == "lora_target_modules" else True
+    has_switch = any("use_peft" in row.keys for row in target.rows)
+    is_lora = value_at(content, "use_peft") if has_switch else True
     if not key or model is None or not is_lora or content.get(key) is not None:
         return content, ()
     try:

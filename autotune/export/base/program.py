@@ -12,6 +12,9 @@ import functools
 import re
 import warnings
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 from autotune.catalogue.tasks import TASKS
 from autotune.common.secrets import redacted
@@ -40,8 +43,13 @@ OF_RECIPE = {
 """Entry of RECIPE by key."""
 
 
-def parsed(text: str, *, has_bf16: bool = True) -> Program:
-    """Parse a program. Raises ValueError for what is no Python."""
+def parsed(
+    text: str, *, has_bf16: bool = True, given: Mapping[str, Any] = MappingProxyType({})
+) -> Program:
+    """Parse a program. Raises ValueError for what is no Python.
+
+    `given`: values of options that it is started with.
+    """
     content = text.encode("utf-8").removeprefix(b"\xef\xbb\xbf")
     if len(content) > MAX_BYTES:
         raise ValueError(f"it has more than {MAX_BYTES // 1024} KiB, and no script has that much")
@@ -49,17 +57,18 @@ def parsed(text: str, *, has_bf16: bool = True) -> Program:
     program = Program(
         text=content,
         shape=Shape(name="a Python program", sections=frozenset()),
-        names=names,
+        names=names | options(tree, given),
         num_uses=num_uses,
         starts=[0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", content))],
         has_bf16=has_bf16,
+        given=given,
     )
     if not _find_recipe(program):
         find_calls(program, tree)
-    if program.at_default:
+    at_default = {name: value for name, value in program.at_default.items() if name not in given}
+    if at_default:
         taken = ", ".join(
-            ascii(redacted(f"{name}={value}"))[1:-1][:60]
-            for name, value in program.at_default.items()
+            ascii(redacted(f"{name}={value}"))[1:-1][:60] for name, value in at_default.items()
         )
         program.notes.append(f"options of its command line are taken at their defaults: {taken}")
     program.shape = dataclasses.replace(
@@ -96,7 +105,7 @@ def _read(content: bytes) -> tuple[ast.Module, dict[str, ast.expr], Counter[str]
     except (RecursionError, MemoryError) as error:
         raise ValueError("it is nested too deeply") from error
     names, num_uses = bindings(tree)
-    return tree, names | options(tree), num_uses
+    return tree, names, num_uses
 
 
 def _find_recipe(program: Program) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from autotune.export.base.calls import OF_SFT
@@ -34,11 +35,15 @@ class _NotHereError(Exception):
 
 
 def edited(
-    text: str, changes: Sequence[KeyEdit], *, has_bf16: bool = True
+    text: str,
+    changes: Sequence[KeyEdit],
+    *,
+    has_bf16: bool = True,
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str, list[KeyEdit]]:
     """Return the text with the changes, and those that could not be made."""
     mark = "\ufeff" if text.startswith("\ufeff") else ""
-    now = parsed(text, has_bf16=has_bf16)
+    now = parsed(text, has_bf16=has_bf16, given=given)
     left: list[KeyEdit] = []
     for change in changes:
         wanted = copy.deepcopy(now.content)
@@ -46,7 +51,7 @@ def edited(
         if wanted == now.content:
             continue
         try:
-            new = parsed(_made(now, change).decode("utf-8"), has_bf16=has_bf16)
+            new = parsed(_made(now, change).decode("utf-8"), has_bf16=has_bf16, given=given)
         except (_NotHereError, ValueError):
             left.append(change)
             continue
@@ -70,7 +75,8 @@ class _Entry:
 def _made(program: Program, change: KeyEdit) -> bytes:
     if change.instead:
         added = KeyEdit(key=change.key, value=change.value, after=(change.instead,))
-        program = parsed(_made(program, added).decode("utf-8"), has_bf16=program.has_bf16)
+        text = _made(program, added).decode("utf-8")
+        program = parsed(text, has_bf16=program.has_bf16, given=program.given)
         return _made(program, KeyEdit(key=change.instead, value=None))
     box, names = _place(program, change.key)
     after = {_local(name) for name in change.after}

@@ -1,0 +1,450 @@
+"""A shell script that starts a training, read as the settings that its options give.
+
+The command is `accelerate launch train.py --per_device_train_batch_size 4`, or one of torchrun, deepspeed,
+python, `trl sft` and `llamafactory-cli train`. The script is split into words as a shell does it, and never
+run: a variable has the value that the script gives it before, and what only running would tell is no literal.
+
+Known limitations
+- Branches, loops and functions are read from top to bottom, as if each line ran once.
+- Here-documents are not told from commands.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autotune.common import user_text
+from autotune.export.base.edit import KeyEdit, applied
+from autotune.export.mapping import NotLiteral
+from autotune.export.training_args import installed_fields
+from autotune.memory.alloc_conf import VARIABLES
+
+SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+
+_TOKEN = re.compile(
+    r"""(?P<gap>(?:[ \t\r\f\v]|\\\r?\n)+|\#[^\n]*)
+    |(?P<end>\n|[;&|()]+)
+    |(?P<redirect>\d*[<>]+&?\d*[ \t]*[^\s;&|()<>]*)
+    |(?P<word>(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|`[^`]*`
+        |[^\s;&|<>()'"`\\])+)""",
+    re.VERBOSE | re.DOTALL,
+)
+_PIECE = re.compile(
+    r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<plain>[^'"\\]+)""",
+    re.DOTALL,
+)
+_EXPANDED = re.compile(
+    r"""\\(?P<escaped>["$`\\])
+    |\$(?P<name>\w+)|\$\{(?P<braced>\w+)(?P<all>\[[@*]\])?(?::?-(?P<usual>[^}$`]*))?\}
+    |(?P<unknown>\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\$[@*\#?!$-]|`[^`]*`)""",
+    re.VERBOSE,
+)
+"""What a shell puts in, within double quotes and without."""
+_GAP_BEFORE = re.compile(r"(?:[ \t]|\\\r?\n)+\Z")
+_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL)
+_QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[@\]\}"')
+_GAP = "\0"
+"""Stands between words of a variable; a script has none of its own."""
+
+_TEXT = re.compile(r"(Optional\[)?str\]?( \| None)?")
+"""The annotation of a field that takes any text."""
+_LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
+_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_TOOLS = ("trl", "llamafactory-cli")
+_WRAPPERS = (
+    "conda", "do", "else", "env", "exec", "nice", "nohup", "poetry", "run", "srun", "stdbuf", "sudo", "then",
+    "time", "uv",
+)  # fmt: skip
+_OF_TRAINING = {
+    "gradient_accumulation_steps", "learning_rate", "max_steps", "num_train_epochs", "optim",
+    "per_device_train_batch_size",
+}  # fmt: skip
+"""Options by which a command that trains is told from others, of an evaluation say."""
+_PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class _Word:
+    """A word of the script with its place; its value is None where only running would tell."""
+
+    value: str | None
+    source: str
+    line: int
+    start: int
+    is_own: bool = True
+    """Whether it stands there alone, not among others of a variable."""
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.source)
+
+
+_Variables = dict[str, tuple[str, ...] | None]
+"""Words of each variable; None where only running would tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    name: str
+    words: tuple[_Word, ...]
+    """Its own word, and those of its values."""
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """The command of a script that trains."""
+
+    launcher: tuple[str, ...]
+    """Words before the program."""
+    program: str
+    """Path of a Python program, name of a module, or a tool and its command: `trl sft`."""
+    line: int
+    num_processes: int | None
+    """Processes that the launcher starts on this machine, where it says so in a number."""
+    content: Mapping[str, Any]
+    """Values by option, a later one instead of an earlier; `env` has those of the environment that count."""
+    positional: tuple[str, ...]
+    """Words that belong to no option."""
+    words: tuple[_Word, ...] = field(repr=False, default=())
+    options: tuple[_Option, ...] = field(repr=False, default=())
+    variables: Mapping[str, _Word] = field(repr=False, default_factory=dict)
+    """Assignments of `env`."""
+
+    @property
+    def tool(self) -> str:
+        """The tool of which the program is a command; empty for a Python program."""
+        tool = self.program.partition(" ")[0]
+        return tool if tool in _TOOLS else ""
+
+    @property
+    def rest(self) -> str:
+        """The words after the program, as a shell takes them."""
+        words = self.words[len(self.launcher) + 1 :]
+        return " ".join(
+            word.source if word.value is None else shlex.quote(word.value) for word in words
+        )
+
+
+def is_script(path: Path, text: str) -> bool:
+    """Return whether a file is a shell script."""
+    first = text.partition("\n")[0]
+    return path.suffix in SUFFIXES or re.match(r"#!.*\b(ba|z|da)?sh\b", first) is not None
+
+
+def parsed(text: str) -> Command:
+    """Return the command that trains. Raises ValueError where there is none, or several."""
+    environment: dict[str, _Word] = {}
+    found = [
+        command
+        for words in _commands(text, environment)
+        if (command := _training(words)) is not None
+    ]
+    if not found:
+        raise ValueError(
+            "no command in it starts a training: python, accelerate launch, torchrun, deepspeed, trl or "
+            "llamafactory-cli with a program"
+        )
+    trains = [command for command in found if not _OF_TRAINING.isdisjoint(command.content)]
+    given = trains or [command for command in found if command.options] or found
+    if len(given) > 1:
+        lines = " and ".join(str(command.line) for command in given)
+        raise ValueError(f"lines {lines} each start a program: keep one")
+    command = given[0]
+    env = {name: word.value for name in VARIABLES if (word := environment.get(name)) and word.value}
+    content = {**command.content, **({"env": env} if env else {})}
+    return dataclasses.replace(command, content=content, variables=environment)
+
+
+def edited(text: str, changes: Sequence[KeyEdit]) -> tuple[str, list[KeyEdit]]:
+    """Return the text with the changes, and those that could not be made."""
+    left: list[KeyEdit] = []
+    for change in changes:
+        command = parsed(text)
+        wanted = copy.deepcopy(dict(command.content))
+        applied(wanted, change)
+        new = text
+        for name in dict.fromkeys([*command.content, *wanted]):
+            if command.content.get(name) != wanted.get(name):
+                new = _with(new, parsed(new), name, wanted.get(name), change.after)
+        if parsed(new).content == wanted:
+            text = new
+        else:
+            left.append(change)
+    return text, left
+
+
+def _tokens(text: str) -> Iterator[tuple[str | None, str, int, int]]:
+    """Yield the kind, text, line and place of each token. Raises ValueError for what is not closed."""
+    place, line = 0, 1
+    while place < len(text):
+        token = _TOKEN.match(text, place)
+        if token is None:
+            raise ValueError(f"line {line}: a quotation mark or a bracket is not closed")
+        yield token.lastgroup, token[0], line, place
+        place = token.end()
+        line += token[0].count("\n")
+
+
+def _commands(text: str, environment: dict[str, _Word]) -> Iterator[list[_Word]]:
+    """Yield the words of each command; collect the assignments in `environment`."""
+    variables: _Variables = {}
+    words: list[_Word] = []
+    array = ""
+    """Name of the array that is being read."""
+    for kind, source, line, start in _tokens(text):
+        if array:
+            if kind == "word":
+                variables[array] = _both(variables[array], _words_of(source, variables))
+            elif kind == "end" and ")" in source:
+                array = ""
+        elif kind == "end":
+            last = _ASSIGNED.fullmatch(words[-1].source) if words else None
+            is_empty = last is not None and not last["value"] and words[-1].end == start
+            if last is not None and is_empty and source.startswith("("):
+                array = last["name"]
+                variables[array] = variables.get(array, ()) if last["more"] else ()
+                continue
+            if words:
+                yield words
+            words = []
+        elif kind == "word":
+            named = _ASSIGNED.fullmatch(source)
+            opens = text[start + len(source) :][:1] == "("
+            if named is not None and not opens and all(map(_is_before_a_command, words)):
+                said = _text_of(named["value"], variables)
+                before = variables.get(named["name"], ()) if named["more"] else ()
+                variables[named["name"]] = (
+                    None if said is None or before is None else ("".join([*before, said]),)
+                )
+                environment[named["name"]] = _Word(said, source, line, start)
+            values = _words_of(source, variables)
+            words += [_Word(each, source, line, start, len(values) == 1) for each in values]
+    if words:
+        yield words
+
+
+def _is_before_a_command(word: _Word) -> bool:
+    is_said = word.source in ("export", "declare", "local", "env")
+    return is_said or _ASSIGNED.fullmatch(word.source) is not None
+
+
+def _both(known: Sequence[str] | None, more: Sequence[str | None]) -> tuple[str, ...] | None:
+    """Return the words of both; None where one of them is not known."""
+    said = [each for each in more if each is not None]
+    return None if known is None or len(said) < len(more) else (*known, *said)
+
+
+def _words_of(source: str, variables: _Variables) -> Sequence[str | None]:
+    """Return the words that a word of the script stands for; None for one that only running would tell."""
+    if source.strip('"') in ("$@", "$*"):
+        return []  # The script is taken to be given nothing.
+    array = _QUOTED_ARRAY.fullmatch(source)
+    known = None if array is None else variables.get(array[1])
+    if known is not None:
+        return known
+    text = _text_of(source, variables, gap=_GAP)
+    if text is None:
+        return [None]
+    return [each for each in text.split(_GAP) if each] if _GAP in text else [text]
+
+
+def _text_of(source: str, variables: _Variables, *, gap: str = " ") -> str | None:
+    """Return a word of the script without quotation marks, with what a shell puts in.
+
+    `gap`: stands for white space of variables outside of quotation marks.
+    """
+    text = ""
+    for piece in _PIECE.finditer(source):
+        part: str | None = piece[piece.lastgroup or 0]
+        if piece.lastgroup in ("double", "plain"):
+            is_plain = piece.lastgroup == "plain"
+            part = _expanded(part or "", variables, gap if is_plain else None)
+        if part is None:
+            return None
+        text += part
+    return text
+
+
+def _expanded(text: str, variables: _Variables, gap: str | None) -> str | None:
+    """Return the text with what a shell puts in; None where only running would tell.
+
+    `gap`: stands for the white space of what is put in, None for all that there is.
+    """
+    pieces: list[str] = []
+    place = 0
+    for found in _EXPANDED.finditer(text):
+        new = found["escaped"]
+        if new is None:
+            known = variables.get(found["name"] or found["braced"] or "")
+            new = (
+                found["usual"] if known is None else " ".join(known if found["all"] else known[:1])
+            )
+            if new is None:
+                return None
+            new = new if gap is None else re.sub(r"\s+", gap, new)
+        pieces += [text[place : found.start()], new]
+        place = found.end()
+    return "".join([*pieces, text[place:]])
+
+
+def _training(words: Sequence[_Word]) -> Command | None:
+    """Return the command where it starts a training; None for any other."""
+    values = [word.value or "" for word in words]
+    at = 0
+    while at < len(values) and (
+        values[at] in _WRAPPERS or values[at].startswith("-") or _ASSIGNED.fullmatch(values[at])
+    ):
+        at += 1
+    tool = Path(values[at]).name if at < len(values) else ""
+    program: int | None = None
+    if tool in _TOOLS and at + 1 < len(values):
+        program = at + 1
+    elif tool in _LAUNCHERS or tool.startswith("python") or tool.endswith(".py"):
+        program = _program_at(values, at)
+    if program is None:
+        return None
+    options, positional = _options(words[program + 1 :])
+    said, _ = _options(words[at:program])
+    numbers = [each.value for each in said if each.name in _PROCESSES and type(each.value) is int]
+    return Command(
+        launcher=tuple(values[:program]),
+        program=f"{tool} {values[program]}" if tool in _TOOLS else values[program],
+        line=words[0].line,
+        num_processes=numbers[0] if numbers else None,
+        content={option.name: option.value for option in options},
+        positional=positional,
+        words=tuple(words),
+        options=tuple(options),
+    )
+
+
+def _program_at(values: Sequence[str], first: int) -> int | None:
+    """Return the place of the program behind a launcher."""
+    for at in range(first, len(values)):
+        if values[at].endswith(".py"):
+            return at
+        if values[at] == "-m" and at + 1 < len(values) and values[at + 1] not in _MODULES:
+            return at + 1
+    return None
+
+
+def _options(words: Sequence[_Word]) -> tuple[list[_Option], tuple[str, ...]]:
+    """Return the options of a command as argparse takes them, and the words before the first."""
+    groups: list[list[_Word]] = []
+    positional: list[str] = []
+    for word in words:
+        if (word.source if word.value is None else word.value).startswith("--"):
+            groups.append([word])
+        elif groups:
+            groups[-1].append(word)
+        elif word.value is not None:
+            positional.append(word.value)
+    found = []
+    for flag, *behind in groups:
+        said = flag.source if flag.value is None else flag.value
+        name, is_joined, joined = said[2:].partition("=")
+        name = name.replace("-", "_")
+        texts: list[str | NotLiteral] = [
+            NotLiteral(word.source, word.line) if word.value is None else word.value
+            for word in behind
+        ]
+        if is_joined:
+            texts.insert(0, NotLiteral(joined, flag.line) if flag.value is None else joined)
+        is_text = _TEXT.fullmatch((installed_fields() or {}).get(name) or "") is not None
+        values = [
+            each if is_text or isinstance(each, NotLiteral) else _typed(each) for each in texts
+        ]
+        value = True if not values else values[0] if len(values) == 1 else values
+        if (switched := _switched_off(name)) and not values:
+            name, value = switched, False
+        found.append(_Option(name, (flag, *behind), value))
+    return found, tuple(positional)
+
+
+def _switched_off(name: str) -> str:
+    """Return the argument that HfArgumentParser's `--no_NAME` switches off; empty for any other option."""
+    fields = installed_fields() or {}
+    rest = name.removeprefix("no_")
+    is_switch = rest != name and name not in fields and (fields.get(rest) or "").startswith("bool")
+    return rest if is_switch else ""
+
+
+def _typed(text: str) -> Any:
+    """Return the value of a word: a number, True or False, JSON, or the text."""
+    if text.lower() in ("true", "false", "yes", "no"):
+        return text.lower() in ("true", "yes")
+    if text in ("None", "null"):
+        return None
+    for kind in (int, float):
+        try:
+            value = kind(text)
+        except (ValueError, OverflowError):
+            continue
+        return value if abs(value) < float("inf") else text
+    if text[:1] in ("{", "["):
+        try:
+            return user_text.load_json(text)
+        except (ValueError, RecursionError):
+            return text
+    return text
+
+
+def _with(text: str, command: Command, name: str, value: Any, after: Sequence[str]) -> str:
+    """Return the text with another value of one option; None: without it."""
+    if name == "env":
+        return _with_variables(text, command, value or {})
+    own = [
+        option
+        for option in command.options
+        if option.name == name and all(word.is_own for word in option.words)
+    ]
+    if value is None:
+        for option in reversed(own):
+            before = text[: option.words[0].start]
+            text = _GAP_BEFORE.sub("", before) + text[option.words[-1].end :]
+        return text
+    said = _said(value)
+    if own and own[-1] is next(o for o in reversed(command.options) if o.name == name):
+        flag, *values = own[-1].words
+        there, is_joined, _ = flag.source.partition("=")
+        there = f"--{name}" if _switched_off(there[2:].replace("-", "_")) else there
+        new = f"{there}{is_joined or ' '}{said}"
+        return text[: flag.start] + new + text[(values or [flag])[-1].end :]
+    beside = [option for option in command.options if option.name in after]
+    known = (beside or command.options)[-1:]
+    place = known[0].words[-1].end if known else command.words[-1].end
+    broken = re.search(r"\\(\r?\n[ \t]*)", text[command.words[0].start : command.words[-1].end])
+    gap = f" \\{broken[1]}" if broken else " "
+    return f"{text[:place]}{gap}--{name} {said}{text[place:]}"
+
+
+def _with_variables(text: str, command: Command, wanted: Mapping[str, Any]) -> str:
+    """Return the text with another value of one variable of the environment."""
+    for name in VARIABLES:
+        value: str | None = wanted.get(name)
+        if value == command.content.get("env", {}).get(name):
+            continue
+        said = f"{name}={shlex.quote(value) if value else ''}"
+        word = command.variables.get(name)
+        if word is not None:
+            return text[: word.start] + said + text[word.end :]
+        start = text.rfind("\n", 0, command.words[0].start) + 1
+        return f"{text[:start]}export {said}\n{text[start:]}"
+    return text
+
+
+def _said(value: Any) -> str:
+    """Return a value as words of a shell."""
+    import json
+
+    if isinstance(value, list | tuple):
+        return " ".join(map(_said, value))
+    return shlex.quote(json.dumps(value) if isinstance(value, dict) else str(value))

@@ -1,0 +1,322 @@
+"""Shell scripts as a `--base`: words as bash makes them, options as programs take them, edits in place."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from autotune.errors import ConfigError
+from autotune.export.base import command_line, own_run
+from autotune.export.base.edit import KeyEdit, applied
+from autotune.export.base.read import BaseRun, changes, read_base
+from autotune.export.mapping import NotLiteral
+
+QWEN = "Qwen/Qwen2.5-0.5B"
+SCRIPT = r"""#!/bin/bash
+#SBATCH --gres=gpu:1
+set -e
+export WANDB_PROJECT=mine  # of ours: it's a comment
+MODEL="Qwen/Qwen2.5-0.5B"
+BATCH=4
+LORA=(
+   --use_peft --lora_r 16   # the rank
+   --lora_target_modules q_proj v_proj
+)
+MORE="--seed 3"
+MORE+=" --logging_steps=10"
+echo "training $MODEL"
+accelerate launch --num_processes 2 src/sft.py \
+    --model_name_or_path "$MODEL" \
+    --per_device_train_batch_size ${BATCH} --gradient-accumulation-steps=8 \
+    --bf16 True --gradient_checkpointing \
+    --gradient_checkpointing_kwargs '{"use_reentrant": false}' \
+    --learning_rate 1e-4 --run_name it\'s "${LORA[@]}" $MORE --warmup_steps ${WARMUP:-5} 2>&1 | tee log.txt
+python eval.py --tasks all
+"""
+OPTIONS = {
+    "model_name_or_path": QWEN,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 8,
+    "bf16": True,
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "learning_rate": 1e-4,
+    "run_name": "it's",
+    "use_peft": True,
+    "lora_r": 16,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "seed": 3,
+    "logging_steps": 10,
+    "warmup_steps": 5,
+}
+
+
+def test_a_script_is_the_command_that_trains_with_its_options() -> None:
+    command = command_line.parsed(SCRIPT)
+    assert command.program == "src/sft.py"
+    assert command.launcher == ("accelerate", "launch", "--num_processes", "2")
+    assert (command.num_processes, command.line) == (2, 14)
+    assert command.content == OPTIONS
+
+
+SCRIPTS = {
+    "quotes": 'python a.py --x \'a b\'"c d"\\ e --y "\\$HOME \\"q\\"" --z=\'\'',
+    "continued": "A=1 \\\n B=2 python \\\n  a.py --x \\\n --y 1 # --z 2",
+    "variables": 'A=x; B="$A y"\npython a.py --x $B --y "$B" --z ${B}z --w \'$A\' --v ${C:-d} --u ${A:-d}',
+    "arrays": "A=(--x 1\n  '2 3')\nA+=(--y)\npython a.py ${A[@]} \"${A[@]}\" -1",
+    "one after another": "cd . && X=5\nif true; then python a.py --x $X > /dev/null; fi | cat; echo done",
+    "wrapped": "nohup env A=b python a.py --x 1 2>/dev/null &\nwait",
+    "arguments": 'python a.py --x 1 "$@"',
+}
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
+    script, out = SCRIPTS[name], tmp_path / "words"
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\nprintf '%s\\0' \"$@\" >> {out}\n", "utf-8")
+    python.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(
+        ["bash", "-c", script], env=environment, cwd=tmp_path, check=True, stdout=subprocess.DEVNULL
+    )
+    said = out.read_text("utf-8").split("\0")[:-1]
+    command = command_line.parsed(script)
+    words = command.words[command.launcher.index("python") + 1 :]
+    assert [word.value for word in words] == said
+
+
+def test_changes_are_made_in_place() -> None:
+    made = (
+        KeyEdit(key="per_device_train_batch_size", value=16),
+        KeyEdit(key="gradient_accumulation_steps", value=2),
+        KeyEdit(key="gradient_checkpointing", value=None),
+        KeyEdit(key="gradient_checkpointing_kwargs.use_reentrant", value=None),
+        KeyEdit(key="bf16", value=False),
+        KeyEdit(key="lora_r", value=32),
+        KeyEdit(key="optim", value="adamw_bnb_8bit", after=("learning_rate",)),
+        KeyEdit(key="use_peft", value=None),
+        KeyEdit(key="env.PYTORCH_ALLOC_CONF", value="expandable_segments:True"),
+    )
+    text, left = command_line.edited(SCRIPT, made)
+    # What stands in a variable among others is given once more at the end, where it counts; or stays.
+    assert [change.key for change in left] == ["use_peft"]
+    expected = SCRIPT.replace(
+        "accelerate", "export PYTORCH_ALLOC_CONF=expandable_segments:True\naccelerate"
+    )
+    for old, new in (
+        ("_size ${BATCH}", "_size 16"),
+        ("-steps=8", "-steps=2"),
+        (" --gradient_checkpointing \\\n", " \\\n"),
+        ("    --gradient_checkpointing_kwargs '{\"use_reentrant\": false}' \\\n", ""),
+        ("--bf16 True", "--bf16 False"),
+        ("1e-4", "1e-4 \\\n    --optim adamw_bnb_8bit"),
+        ("${WARMUP:-5}", "${WARMUP:-5} \\\n    --lora_r 32"),
+    ):  # fmt: skip
+        assert expected.count(old) == 1
+        expected = expected.replace(old, new)
+    assert text == expected
+    assert command_line.edited(SCRIPT, ()) == (SCRIPT, [])
+
+
+TEXTS = st.sampled_from(["a", "7", "it's", 'a "b"', "$HOME", "x\ty", "*", "False"])
+OF_NAMES: dict[str, st.SearchStrategy[Any]] = {
+    "per_device_train_batch_size": st.integers(-9, 99),
+    "run_name": TEXTS,
+    "bf16": st.booleans(),
+    "learning_rate": st.floats(1e-9, 1e9),
+    "of_its_own": st.sampled_from([["a", "b"], {"a": [1, "it's"]}, "a b", True]),
+}
+CHANGES = st.sampled_from([*OF_NAMES]).flatmap(
+    lambda name: st.builds(KeyEdit, key=st.just(name), value=st.none() | OF_NAMES[name])
+)
+
+
+@hypothesis.given(st.fixed_dictionaries({}, optional=OF_NAMES), CHANGES)
+def test_what_is_changed_is_read_back(said: dict[str, Any], change: KeyEdit) -> None:
+    script, left = command_line.edited(
+        "python a.py --seed 1", [KeyEdit(key=each, value=value) for each, value in said.items()]
+    )
+    assert not left
+    assert command_line.parsed(script).content == {"seed": 1, **said}
+    wanted: dict[str, Any] = copy.deepcopy({"seed": 1, **said})
+    applied(wanted, change)
+    text, left = command_line.edited(script, [change])
+    assert not left
+    assert command_line.parsed(text).content == wanted
+
+
+@hypothesis.given(st.text("python a.y-=$(){}[]'\"\\`;|&<>#\n @x1:", max_size=60))
+def test_any_text_is_read_or_refused(text: str) -> None:
+    with contextlib.suppress(ValueError):  # Nothing else is raised.
+        assert command_line.parsed(text).program
+
+
+OWN = """
+from dataclasses import dataclass, field
+from typing import Optional
+@dataclass
+class Own:
+    model_name_or_path: str = field(default="Qwen/Qwen2.5-0.5B")
+    lora_r: Optional[int] = field(default=64, metadata={"help": "the rank"})
+    lora_alpha: int = 16
+    lora_target_modules: list = field(default_factory=lambda: ["q_proj", "v_proj"])
+    load_in_4bit: bool = False
+"""
+PROGRAMS = {
+    "trl.py": "a, m = TrlParser((SFTConfig, ModelConfig)).parse_args_and_config()\n"
+    "SFTTrainer(model, args=a, peft_config=get_peft_config(m)).train()",
+    "own.py": f"{OWN}\no, a = HfArgumentParser((Own, SFTConfig)).parse_args_into_dataclasses()\n"
+    "SFTTrainer(model, args=a, peft_config=LoraConfig(r=o.lora_r)).train()",
+    "trainer.py": "m, a = HfArgumentParser((M, TrainingArguments)).parse_args_into_dataclasses()\n"
+    "Trainer(model=model, args=a).train()",
+    "plain.py": "import argparse\n"
+    "from transformers import Trainer, TrainingArguments\n"
+    "p = argparse.ArgumentParser()\n"
+    "p.add_argument('--bs', type=int, required=True)\n"
+    "p.add_argument('--lr', type=float, default=2e-5)\n"
+    "a = p.parse_args()\n"
+    "args = TrainingArguments('out', per_device_train_batch_size=a.bs, learning_rate=a.lr, bf16=True)\n"
+    "Trainer(model=AutoModelForCausalLM.from_pretrained('Qwen/Qwen2.5-0.5B'), args=args).train()\n",
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "trl.py": (
+        f"python trl.py --model_name_or_path {QWEN} --use_peft --lora_target_modules q_proj v_proj "
+        "--load_in_4bit --max_length 512 --packing --per_device_train_batch_size 2 --dtype bfloat16",
+        {
+            "method": "qlora", "quantization": "nf4", "trainer": "trl-sft", "lora_rank": 16,
+            "sequence_length": 512, "batching": "packed", "activation_checkpointing": 1,
+            "precision": "bf16-autocast",
+        },
+    ),
+    "trl sft": (
+        f"trl sft --model_name_or_path {QWEN} --gradient_checkpointing False --dtype bfloat16",
+        {"method": "full", "trainer": "trl-sft", "sequence_length": 1024, "micro_batch_size": 8,
+         "activation_checkpointing": 0},
+    ),
+    "trl dpo": (
+        f"trl dpo --model_name_or_path {QWEN}", {"method": "full", "trainer": "trl-dpo"},
+    ),
+    "own.py": (
+        "python own.py --max_length 512 --load_in_4bit --per_device_train_batch_size 2",
+        {"method": "qlora", "lora_rank": 64, "lora_alpha_ratio": 0.25, "lora_targets": "q_proj,v_proj",
+         "trainer": "trl-sft", "sequence_length": 512},
+    ),
+    "trainer.py": (
+        f"torchrun --nproc_per_node 1 trainer.py --model_name_or_path {QWEN} --model_max_length 2048 "
+        "--bf16 True",
+        {"method": "full", "precision": "bf16-autocast", "sequence_length": 2048, "trainer": "transformers"},
+    ),
+    "plain.py": (
+        "python plain.py --bs 6",
+        {"method": "full", "micro_batch_size": 6, "precision": "bf16-autocast"},
+    ),
+    "not here, by usual names": (
+        f"deepspeed there.py --model_name_or_path {QWEN} --lora_enable True --bits 4 --lora_rank 8 --fp16 "
+        "--lora_trainable q_proj,k_proj --double_quant --lora_alpha 32 --lora_dropout 0.1",
+        {"method": "qlora", "quantization": "nf4-double", "lora_rank": 8, "lora_targets": "q_proj,k_proj",
+         "lora_alpha_ratio": 4.0, "lora_dropout": 0.1, "precision": "fp16-autocast"},
+    ),
+    "LLaMA-Factory": (
+        f"llamafactory-cli train --stage sft --model_name_or_path {QWEN} --finetuning_type lora "
+        "--lora_rank 4 "
+        "--cutoff_len 256 --template qwen --per_device_train_batch_size 3 --bf16",
+        {"method": "lora", "lora_rank": 4, "sequence_length": 256, "micro_batch_size": 3,
+         "lora_targets": "all-linear"},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in PROGRAMS.items():
+        (tmp_path / name).write_text(text, "utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read_script(folder: Path, text: str, **asked: Any) -> BaseRun:
+    (folder / "run.sh").write_text(f"#!/bin/sh\n{text}\n", "utf-8")
+    return read_base(folder / "run.sh", **asked)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_is_read_and_written_as_its_program_takes_it(kind: str, folder: Path) -> None:
+    script, expected = KINDS[kind]
+    task = "dpo" if kind == "trl dpo" else None
+    run = read_script(folder, script, task=task)
+    assert {name: getattr(run.config, name) for name in expected} == expected
+    assert run.model == QWEN
+    answer = dataclasses.replace(run.config, micro_batch_size=1, optimizer="adamw_bnb_8bit")
+    made = changes(run, run.config, answer)
+    (part,) = run.parts
+    text, _, left = part.edited(made)
+    assert not left
+    part.path.write_text(text, "utf-8")
+    assert read_base(folder / "run.sh", task=task).config == answer
+    is_program = kind == "plain.py"
+    command = "python yours/plain.py --bs 6" if is_program else "bash yours/run.sh"
+    assert own_run.command(run, Path(), answer) == command
+
+
+def test_defaults_of_the_program_stand_where_the_command_says_nothing(folder: Path) -> None:
+    run = read_script(folder, "python own.py --lora_r 8")
+    assert (run.config.lora_rank, run.config.method) == (8, "lora")
+    (part,) = run.parts
+    _, _, left = part.edited([KeyEdit(key="lora_alpha", value=None)])
+    assert [change.key for change in left] == ["lora_alpha"]
+
+
+def test_a_program_is_given_no_option_that_it_does_not_take(folder: Path) -> None:
+    for script in ("python own.py --bf16 True", f"python trainer.py --model_name_or_path {QWEN}"):
+        run = read_script(folder, script)
+        is_own = run.config.method == "lora"
+        more: dict[str, Any] = (
+            {"lora_variant": "dora"} if is_own else {"precision": "bf16-autocast"}
+        )
+        (part,) = run.parts
+        made = changes(run, run.config, dataclasses.replace(run.config, **more))
+        text, _, left = part.edited(made)
+        assert [change.key for change in left] == (["use_dora"] if is_own else [])
+        # Neither has an option for the dtype of the weights.
+        assert text.splitlines()[1] == script + ("" if is_own else " --bf16 True")
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo hello", "no command in it starts a training"),
+        ("python a.py --x 'y", "line 2: a quotation mark"),
+        ("python a.py --x 1\npython b.py --y 1", "lines 2 and 3 each start a program"),
+        ("python trl.py --config run.yaml --bf16", "takes its settings from run.yaml"),
+        ("trl vllm-serve --model x", "trains nothing that is predicted"),
+        ("python trainer.py --per_device_train_batch_size $1", "$1 (line 2) is not a literal"),
+    ],
+)
+def test_what_cannot_be_read_is_said(script: str, words: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read_script(folder, script)
+    assert words in str(raised.value)
+
+
+def test_how_gpus_share_the_run_is_said_to_be_asked_elsewhere(folder: Path) -> None:
+    notes = read_script(
+        folder, "accelerate launch --num_processes 4 --use_fsdp trainer.py --bf16 True"
+    ).notes
+    assert any("starts 4 processes: --num-gpus" in note for note in notes)
+    assert any("--use_fsdp is not read: --parallelism" in note for note in notes)
+
+
+def test_what_only_running_would_tell_is_no_literal() -> None:
+    content = command_line.parsed("python a.py --x $(date) --y=$1 --z `pwd`/a").content
+    assert [type(value) for value in content.values()] == [NotLiteral] * 3
