@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -309,7 +310,19 @@ def test_what_cannot_be_read_is_said(script: str, words: str, folder: Path) -> N
     assert words in str(raised.value)
 
 
-def test_how_gpus_share_the_run_is_said_to_be_asked_elsewhere(folder: Path) -> None:
+def test_how_gpus_share_the_run_is_read_of_accelerates_file_or_said_to_be_asked(
+    folder: Path,
+) -> None:
+    file = {
+        "distributed_type": "FSDP",
+        "num_processes": 2,
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+    }
+    (folder / "fsdp.yaml").write_text(json.dumps(file), "utf-8")
+    script = "accelerate launch --config_file fsdp.yaml trainer.py --bf16 True"
+    assert read_script(folder, script).config.parallelism == "fsdp2"
+    (note,) = read_script(folder, script.replace("fsdp.yaml", "there.yaml")).notes[:1]
+    assert "there.yaml is no file here or beside it: --parallelism" in note
     notes = read_script(
         folder, "accelerate launch --num_processes 4 --use_fsdp trainer.py --bf16 True"
     ).notes

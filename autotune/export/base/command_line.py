@@ -107,8 +107,8 @@ class Command:
     program: str
     """Path of a Python program, name of a module, or a tool and its command: `trl sft`."""
     line: int
-    num_processes: int | None
-    """Processes that the launcher starts on this machine, where it says so in a number."""
+    launched: Mapping[str, Any]
+    """Values of the launcher's own options."""
     content: Mapping[str, Any]
     """Values by option, a later one instead of an earlier; `env` has those of the environment that count."""
     positional: tuple[str, ...]
@@ -117,6 +117,12 @@ class Command:
     options: tuple[_Option, ...] = field(repr=False, default=())
     variables: Mapping[str, _Word] = field(repr=False, default_factory=dict)
     """Assignments of `env`."""
+
+    @property
+    def num_processes(self) -> int | None:
+        """Processes that the launcher starts on this machine, where it says so in a number."""
+        said = (self.launched.get(name) for name in _PROCESSES)
+        return next((number for number in said if type(number) is int), None)
 
     @property
     def tool(self) -> str:
@@ -313,12 +319,11 @@ def _training(words: Sequence[_Word]) -> Command | None:
         return None
     options, positional = _options(words[program + 1 :])
     said, _ = _options(words[at:program])
-    numbers = [each.value for each in said if each.name in _PROCESSES and type(each.value) is int]
     return Command(
         launcher=tuple(values[:program]),
         program=f"{tool} {values[program]}" if tool in _TOOLS else values[program],
         line=words[0].line,
-        num_processes=numbers[0] if numbers else None,
+        launched={option.name: option.value for option in said},
         content={option.name: option.value for option in options},
         positional=positional,
         words=tuple(words),

@@ -27,7 +27,7 @@ from autotune.export.base.own_options import defaults_of, has_dtype, with_adapte
 from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
-from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
+from autotune.export.mapping import NotLiteral, Spelling, TrainerFile, choices
 from autotune.export.trainer_rows import fixed_of, without_fixed
 from autotune.export.training_args import installed_fields
 from autotune.export.trl_config import trl_fields
@@ -291,7 +291,35 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         launch_several="",
     )
     target, of_deepspeed = _shared_by_deepspeed(path, target, content)
-    return Opened(parts=(part,), target=target, content=content, notes=(*said, *of_deepspeed))
+    target, of_accelerate = _shared_by_accelerate(path, target, command)
+    notes_on = (*said, *of_deepspeed, *of_accelerate)
+    return Opened(parts=(part,), target=target, content=content, notes=notes_on)
+
+
+def _shared_by_accelerate(
+    path: Path, target: TrainerFile, command: Command
+) -> tuple[TrainerFile, tuple[str, ...]]:
+    """Return the table with what accelerate's file shares, if the launcher names one, and a note."""
+    named = command.launched.get("config_file")
+    if named is None:
+        return target, ()
+    place = _found(path, str(named))
+    problem = f"{named} is no file here or beside it"
+    if place is not None:
+        try:
+            opened = _open_mapping(read_part(place), "full")
+            assert opened.target is not None
+            values, problems = read(opened.target, opened.content)
+            problem = "; ".join(problems)
+        except ConfigError as error:
+            problem = str(error)
+        if not problem:
+            # The script can say no other; on one GPU it shares nothing.
+            names = (values["parallelism"], "none")
+            row = choices(("parallelism",), *(Spelling(ours=(name,), theirs={}) for name in names))
+            others = (each for each in target.rows if each.ours != row.ours)
+            return dataclasses.replace(target, rows=(*others, row)), ()
+    return target, (f"{problem}: --parallelism says how GPUs share the run",)
 
 
 def _table_of(
@@ -356,10 +384,10 @@ def _notes_on(command: Command) -> list[str]:
     number = command.num_processes or 1
     if number > 1:
         notes.append(f"line {command.line} starts {number} processes: --num-gpus says how many")
-    shares = ("--config_file", "--use_fsdp", "--use_deepspeed", "--parallelism_config")
-    if named := [word for word in command.launcher if word.partition("=")[0] in shares]:
+    shares = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
+    if named := [f"--{name}" for name in shares if command.launched.get(name)]:
         notes.append(
-            f"line {command.line}: {', '.join(named)} is not read: --parallelism says how GPUs share the run"
+            f"line {command.line}: {', '.join(named)} is not read: --parallelism says how GPUs share it"
         )
     return notes
 
