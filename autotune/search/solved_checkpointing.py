@@ -275,7 +275,7 @@ class Families:
     best: Estimate
     """The best of the class without them."""
     answer: Estimate | None = None
-    """What would be chosen without them, of this class or another; None where this one may not be chosen."""
+    """The answer without them, of this class or another; None where this one may not be chosen."""
     leans: tuple[TrainConfig, ...]
     """Each family's configuration with all layers checkpointed."""
     host_memory_bytes: int | None = None

@@ -77,6 +77,8 @@ SCRIPTS = {
     "one after another": "cd . && X=5\nif true; then python a.py --x $X > /dev/null; fi | cat; echo done",
     "wrapped": "nohup env A=b python a.py --x 1 2>/dev/null &\nwait",
     "arguments": 'python a.py --x 1 "$@"',
+    "put together": 'N=2\nA="\\\n  --x $N \\\n --y \'a b\' \\\n"\ncmd="python a.py $A"\necho $cmd\neval $cmd',
+    "sums": "B=16; N=3\npython a.py --x $((B / (2 * N))) --y=$(( $B % ${N} - 1 ))z --z $((-B))",
 }
 
 
@@ -224,6 +226,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "not here, by usual names": (
         f"deepspeed there.py --model_name_or_path {QWEN} --lora_enable True --bits 4 --lora_rank 8 --fp16 "
+        "--per_device_train_batch_size 2 "
         "--lora_trainable q_proj,k_proj --double_quant --lora_alpha 32 --lora_dropout 0.1",
         {"method": "qlora", "quantization": "nf4-double", "lora_rank": 8, "lora_targets": "q_proj,k_proj",
          "lora_alpha_ratio": 4.0, "lora_dropout": 0.1, "precision": "fp16-autocast"},

@@ -11,11 +11,14 @@ Known limitations
 
 from __future__ import annotations
 
+import ast
 import copy
 import dataclasses
+import math
+import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +31,12 @@ from autotune.memory.alloc_conf import VARIABLES
 
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 
+_INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 _TOKEN = re.compile(
-    r"""(?P<gap>(?:[ \t\r\f\v]|\\\r?\n)+|\#[^\n]*)
+    rf"""(?P<gap>(?:[ \t\r\f\v]|\\\r?\n)+|\#[^\n]*)
     |(?P<end>\n|[;&|()]+)
     |(?P<redirect>\d*[<>]+&?\d*[ \t]*[^\s;&|()<>]*)
-    |(?P<word>(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|`[^`]*`
+    |(?P<word>(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\({_INNER}\)|\$\{{[^}}]*\}}|`[^`]*`
         |[^\s;&|<>()'"`\\])+)""",
     re.VERBOSE | re.DOTALL,
 )
@@ -41,17 +45,18 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _EXPANDED = re.compile(
-    r"""\\(?P<escaped>["$`\\])
-    |\$(?P<name>\w+)|\$\{(?P<braced>\w+)(?P<all>\[[@*]\])?(?::?-(?P<usual>[^}$`]*))?\}
-    |(?P<unknown>\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\$[@*\#?!$-]|`[^`]*`)""",
+    rf"""\\(?P<escaped>["$`\\])|(?P<joined>\\\r?\n)
+    |\$(?P<name>\w+)|\$\{{(?P<braced>\w+)(?P<all>\[[@*]\])?(?::?-(?P<usual>[^}}$`]*))?\}}
+    |\$\(\((?P<sum>{_INNER})\)\)
+    |(?P<unknown>\$\({_INNER}\)|\$\{{[^}}]*\}}|\$[@*\#?!$-]|`[^`]*`)""",
     re.VERBOSE,
 )
-"""What a shell puts in, within double quotes and without."""
+"""Expansions of a shell, within double quotes and without."""
 _GAP_BEFORE = re.compile(r"(?:[ \t]|\\\r?\n)+\Z")
 _ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL)
 _QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[@\]\}"')
-_GAP = "\0"
-"""Stands between words of a variable; a script has none of its own."""
+_GAP, _UNKNOWN = "\0", "\1"
+"""Stands between words of a variable; stands before what only running would tell. No script has them."""
 
 _TEXT = re.compile(r"(Optional\[)?str\]?( \| None)?")
 """The annotation of a field that takes any text."""
@@ -59,22 +64,31 @@ _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _TOOLS = ("trl", "llamafactory-cli")
 _WRAPPERS = (
-    "conda", "do", "else", "env", "exec", "nice", "nohup", "poetry", "run", "srun", "stdbuf", "sudo", "then",
-    "time", "uv",
+    "conda", "do", "else", "env", "eval", "exec", "nice", "nohup", "poetry", "run", "srun", "stdbuf",
+    "sudo", "then", "time", "uv",
 )  # fmt: skip
 _OF_TRAINING = {
     "gradient_accumulation_steps", "learning_rate", "max_steps", "num_train_epochs", "optim",
     "per_device_train_batch_size",
 }  # fmt: skip
 """Options by which a command that trains is told from others, of an evaluation say."""
+_OPERATIONS: dict[type[ast.operator], Callable[[int, int], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda left, right: abs(left) // abs(right) * (1 if left * right >= 0 else -1),
+    ast.Mod: math.fmod,
+}
+_MOST_OF_A_SUM = 10**15
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
 
 
 @dataclass(frozen=True, slots=True)
 class _Word:
-    """A word of the script with its place; its value is None where only running would tell."""
+    """A word of the script with its place."""
 
-    value: str | None
+    text: str
+    """Text that it stands for, with _UNKNOWN before what only running would tell."""
     source: str
     line: int
     start: int
@@ -85,9 +99,19 @@ class _Word:
     def end(self) -> int:
         return self.start + len(self.source)
 
+    @property
+    def value(self) -> str | None:
+        """Text that it stands for; None where only running would tell."""
+        return None if _UNKNOWN in self.text else self.text
 
-_Variables = dict[str, tuple[str, ...] | None]
-"""Words of each variable; None where only running would tell."""
+    @property
+    def shown(self) -> str:
+        """Text that it stands for as far as that is known, else as the script has it."""
+        return self.text.replace(_UNKNOWN, "")
+
+
+_Variables = dict[str, tuple[str, ...]]
+"""Words of each variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +149,11 @@ class Command:
         return next((number for number in said if type(number) is int), None)
 
     @property
+    def says_how_it_trains(self) -> bool:
+        """Whether one of its options is of a training."""
+        return not _OF_TRAINING.isdisjoint(self.content)
+
+    @property
     def tool(self) -> str:
         """The tool of which the program is a command; empty for a Python program."""
         tool = self.program.partition(" ")[0]
@@ -135,7 +164,7 @@ class Command:
         """The words after the program, as a shell takes them."""
         words = self.words[len(self.launcher) + 1 :]
         return " ".join(
-            word.source if word.value is None else shlex.quote(word.value) for word in words
+            word.shown if word.value is None else shlex.quote(word.value) for word in words
         )
 
 
@@ -158,7 +187,7 @@ def parsed(text: str) -> Command:
             "no command in it starts a training: python, accelerate launch, torchrun, deepspeed, trl or "
             "llamafactory-cli with a program"
         )
-    trains = [command for command in found if not _OF_TRAINING.isdisjoint(command.content)]
+    trains = [command for command in found if command.says_how_it_trains]
     given = trains or [command for command in found if command.options] or found
     if len(given) > 1:
         lines = " and ".join(str(command.line) for command in given)
@@ -208,7 +237,7 @@ def _commands(text: str, environment: dict[str, _Word]) -> Iterator[list[_Word]]
     for kind, source, line, start in _tokens(text):
         if array:
             if kind == "word":
-                variables[array] = _both(variables[array], _words_of(source, variables))
+                variables[array] = (*variables[array], *_words_of(source, variables))
             elif kind == "end" and ")" in source:
                 array = ""
         elif kind == "end":
@@ -219,7 +248,7 @@ def _commands(text: str, environment: dict[str, _Word]) -> Iterator[list[_Word]]
                 variables[array] = variables.get(array, ()) if last["more"] else ()
                 continue
             if words:
-                yield words
+                yield _evaluated(words)
             words = []
         elif kind == "word":
             named = _ASSIGNED.fullmatch(source)
@@ -227,14 +256,26 @@ def _commands(text: str, environment: dict[str, _Word]) -> Iterator[list[_Word]]
             if named is not None and not opens and all(map(_is_before_a_command, words)):
                 said = _text_of(named["value"], variables)
                 before = variables.get(named["name"], ()) if named["more"] else ()
-                variables[named["name"]] = (
-                    None if said is None or before is None else ("".join([*before, said]),)
-                )
+                variables[named["name"]] = ("".join([*before, said]),)
                 environment[named["name"]] = _Word(said, source, line, start)
             values = _words_of(source, variables)
             words += [_Word(each, source, line, start, len(values) == 1) for each in values]
     if words:
-        yield words
+        yield _evaluated(words)
+
+
+def _evaluated(words: list[_Word]) -> list[_Word]:
+    """Return the words of a command; those that `eval` makes of its own."""
+    if words[0].text != "eval" or len(words) == 1:
+        return words
+    last = words[-1]
+    found = [
+        _Word(each, last.source, last.line, last.start, is_own=False)
+        for kind, source, _, _ in _tokens(" ".join(word.text for word in words[1:]))
+        if kind == "word"
+        for each in _words_of(source, {})
+    ]
+    return [words[0], *found]
 
 
 def _is_before_a_command(word: _Word) -> bool:
@@ -242,14 +283,8 @@ def _is_before_a_command(word: _Word) -> bool:
     return is_said or _ASSIGNED.fullmatch(word.source) is not None
 
 
-def _both(known: Sequence[str] | None, more: Sequence[str | None]) -> tuple[str, ...] | None:
-    """Return the words of both; None where one of them is not known."""
-    said = [each for each in more if each is not None]
-    return None if known is None or len(said) < len(more) else (*known, *said)
-
-
-def _words_of(source: str, variables: _Variables) -> Sequence[str | None]:
-    """Return the words that a word of the script stands for; None for one that only running would tell."""
+def _words_of(source: str, variables: _Variables) -> Sequence[str]:
+    """Return the words that a word of the script stands for."""
     if source.strip('"') in ("$@", "$*"):
         return []  # The script is taken to be given nothing.
     array = _QUOTED_ARRAY.fullmatch(source)
@@ -257,48 +292,65 @@ def _words_of(source: str, variables: _Variables) -> Sequence[str | None]:
     if known is not None:
         return known
     text = _text_of(source, variables, gap=_GAP)
-    if text is None:
-        return [None]
     return [each for each in text.split(_GAP) if each] if _GAP in text else [text]
 
 
-def _text_of(source: str, variables: _Variables, *, gap: str = " ") -> str | None:
+def _text_of(source: str, variables: _Variables, *, gap: str = " ") -> str:
     """Return a word of the script without quotation marks, with what a shell puts in.
 
     `gap`: stands for white space of variables outside of quotation marks.
     """
     text = ""
     for piece in _PIECE.finditer(source):
-        part: str | None = piece[piece.lastgroup or 0]
+        part: str = piece[piece.lastgroup or 0]
         if piece.lastgroup in ("double", "plain"):
-            is_plain = piece.lastgroup == "plain"
-            part = _expanded(part or "", variables, gap if is_plain else None)
-        if part is None:
-            return None
+            part = _expanded(part, variables, gap if piece.lastgroup == "plain" else None)
         text += part
     return text
 
 
-def _expanded(text: str, variables: _Variables, gap: str | None) -> str | None:
-    """Return the text with what a shell puts in; None where only running would tell.
+def _expanded(text: str, variables: _Variables, gap: str | None) -> str:
+    """Return the text with what a shell puts in.
 
     `gap`: stands for the white space of what is put in, None for all that there is.
     """
-    pieces: list[str] = []
-    place = 0
-    for found in _EXPANDED.finditer(text):
-        new = found["escaped"]
+
+    def put_in(found: re.Match[str]) -> str:
+        if found["escaped"] or found["joined"]:
+            return found["escaped"] or ""
+        known = variables.get(found["name"] or found["braced"] or "")
+        new: str | None = found["usual"]
+        if known is not None:
+            new = " ".join(known if found["all"] else known[:1])
+        elif found["sum"] is not None:
+            new = _sum(found["sum"], variables)
         if new is None:
-            known = variables.get(found["name"] or found["braced"] or "")
-            new = (
-                found["usual"] if known is None else " ".join(known if found["all"] else known[:1])
-            )
-            if new is None:
-                return None
-            new = new if gap is None else re.sub(r"\s+", gap, new)
-        pieces += [text[place : found.start()], new]
-        place = found.end()
-    return "".join([*pieces, text[place:]])
+            return f"{_UNKNOWN}{found[0]}"
+        return new if gap is None else re.sub(r"\s+", gap, new)
+
+    return _EXPANDED.sub(put_in, text)
+
+
+def _sum(text: str, variables: _Variables) -> str | None:
+    """Return what a shell's arithmetic comes to; None where that is not told."""
+
+    def number(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int() as value) if abs(value) < _MOST_OF_A_SUM:
+                return value
+            case ast.Name(id=name):
+                return int("".join(variables[name]))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return -number(operand)
+            case ast.BinOp(left=left, op=op, right=right):
+                return int(_OPERATIONS[type(op)](number(left), number(right)))
+        raise ValueError
+
+    try:
+        plain = re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
+        return str(number(ast.parse(plain, mode="eval").body))
+    except (ArithmeticError, LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _training(words: Sequence[_Word]) -> Command | None:
@@ -346,7 +398,7 @@ def _options(words: Sequence[_Word]) -> tuple[list[_Option], tuple[str, ...]]:
     groups: list[list[_Word]] = []
     positional: list[str] = []
     for word in words:
-        if (word.source if word.value is None else word.value).startswith("--"):
+        if word.text.startswith("--"):
             groups.append([word])
         elif groups:
             groups[-1].append(word)
@@ -354,18 +406,16 @@ def _options(words: Sequence[_Word]) -> tuple[list[_Option], tuple[str, ...]]:
             positional.append(word.value)
     found = []
     for flag, *behind in groups:
-        said = flag.source if flag.value is None else flag.value
-        name, is_joined, joined = said[2:].partition("=")
+        name, is_joined, joined = flag.text[2:].partition("=")
         name = name.replace("-", "_")
-        texts: list[str | NotLiteral] = [
-            NotLiteral(word.source, word.line) if word.value is None else word.value
-            for word in behind
-        ]
-        if is_joined:
-            texts.insert(0, NotLiteral(joined, flag.line) if flag.value is None else joined)
+        texts = [word.text for word in behind]
+        texts = [joined, *texts] if is_joined else texts
         is_text = _TEXT.fullmatch((installed_fields() or {}).get(name) or "") is not None
         values = [
-            each if is_text or isinstance(each, NotLiteral) else _typed(each) for each in texts
+            NotLiteral(each.replace(_UNKNOWN, ""), flag.line)
+            if _UNKNOWN in each
+            else (each if is_text else _typed(each))
+            for each in texts
         ]
         value = True if not values else values[0] if len(values) == 1 else values
         if (switched := _switched_off(name)) and not values:

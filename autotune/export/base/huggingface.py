@@ -40,7 +40,7 @@ from autotune.export.trainer_rows import (
     without_fixed,
 )
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
-from autotune.space.config import LOADER_SETTINGS, OF_VLLM, TrainConfig
+from autotune.space.config import LOADER_SETTINGS, OF_COMPLETIONS, OF_VLLM, TrainConfig
 from autotune.space.trainers import TRL_BY_TASK, Trainer
 
 _KWARGS = "activation_checkpointing_kwargs"
@@ -394,6 +394,18 @@ def _of_task(trainer: Trainer) -> TrainerFile:
 
 OF_TASKS = {task: _of_task(row) for task, row in TRL_BY_TASK.items()}
 """The files of TRL's commands beside `trl sft`, by the task."""
+
+
+def trained_by(target: TrainerFile, trainer: Trainer) -> TrainerFile:
+    """Return the table of a file that leaves the trainer open, with the one that has the task."""
+    fixed = {"trainer": trainer.name, **fixed_of(trainer)}
+    return dataclasses.replace(
+        target,
+        rows=without_fixed(target.rows, fixed),
+        fixed={**target.fixed, **fixed},
+        elsewhere=(*target.elsewhere, *OF_COMPLETIONS),
+    )
+
 
 _OF_DPO = ("ld_alpha", "f_divergence_type", "label_smoothing", "loss_weights", "use_weighting")
 _OF_GRPO = (

@@ -7,33 +7,32 @@ folders have tables made for what they hold (sections), shell scripts the table 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
-from autotune.export.base.calls import PEFT_TYPES
 from autotune.export.base.command_line import Command
 from autotune.export.base.edit import parsed
 from autotune.export.base.mapping_read import notes, read
-from autotune.export.base.own_options import defaults_of, has_dtype, with_adapters
+from autotune.export.base.own_options import (
+    defaults_of,
+    notes_on_launch,
+    table_of,
+    takes_all_options,
+)
 from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile, choices
-from autotune.export.trainer_rows import fixed_of, without_fixed
 from autotune.export.training_args import installed_fields
-from autotune.export.trl_config import trl_fields
-from autotune.space.config import OF_COMPLETIONS
 from autotune.space.knobs import KNOBS
-from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS, Trainer
+from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,20 +170,9 @@ def _open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened
         target = _fitted(part.path, target, lambda: fit(content, method))
     trainer = BY_TASK.get(task or "")
     if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
-        target = _trained_by(target, trainer)
+        target = huggingface.trained_by(target, trainer)
     target, said = _shared_by_deepspeed(part.path, target, content)
     return Opened(parts=parts, target=target, content=content, notes=said)
-
-
-def _trained_by(target: TrainerFile, trainer: Trainer) -> TrainerFile:
-    """Return the table of a file that leaves the trainer open, with the one that has the task."""
-    fixed = {"trainer": trainer.name, **fixed_of(trainer)}
-    return dataclasses.replace(
-        target,
-        rows=without_fixed(target.rows, fixed),
-        fixed={**target.fixed, **fixed},
-        elsewhere=(*target.elsewhere, *OF_COMPLETIONS),
-    )
 
 
 def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
@@ -244,8 +232,6 @@ def _found(path: Path, named: str) -> Path | None:
     return next((each / named for each in folders if os.path.isfile(each / named)), None)
 
 
-_TAKES_ALL_OPTIONS = re.compile(r"\b(HfArgumentParser|TrlParser)\b")
-_ADAPTS = re.compile(rf"\b({'|'.join((*PEFT_TYPES, 'BitsAndBytesConfig', 'get_peft_model'))})\(")
 _LAUNCHES = {".slurm": "sbatch {file}", ".sbatch": "sbatch {file}"}
 
 
@@ -263,10 +249,8 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         )
     place = _found(path, command.program) or _found(path, f"{command.program.replace('.', '/')}.py")
     program = None if place is None else read_part(place, has_bf16=part.has_bf16)
-    said = _notes_on(command)
-    if place is None and not command.tool:
-        said.append(f"{command.program} is not here: defaults of its own are not known")
-    if program is not None and not _TAKES_ALL_OPTIONS.search(program.text):
+    said = notes_on_launch(command)
+    if program is not None and not takes_all_options(program.text):
         opened = _open_program(dataclasses.replace(program, given=content), method, task)
         assert opened.target is not None
         before = shlex.join(command.launcher)
@@ -274,10 +258,12 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         target = dataclasses.replace(opened.target, launch=launch, launch_several="")
         return dataclasses.replace(opened, target=target, notes=(*opened.notes, *said))
     given = {} if program is None else defaults_of(program.text)
-    part = dataclasses.replace(part, given=given)
     content = {**given, **content}
-    target, takes = _table_of(command, content, program, method, task, path)
-    part = dataclasses.replace(part, takes=takes)
+    text = None if program is None else program.text
+    target, takes, notes_on_options = _fitted(
+        path, None, lambda: table_of(command, content, text, method, task)
+    )
+    part = dataclasses.replace(part, given=given, takes=takes)
     rows = target.rows
     if not any("expandable_segments" in row.ours for row in rows):
         rows = (*rows, huggingface.OF_ENVIRONMENT)
@@ -292,8 +278,8 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     )
     target, of_deepspeed = _shared_by_deepspeed(path, target, content)
     target, of_accelerate = _shared_by_accelerate(path, target, command)
-    notes_on = (*said, *of_deepspeed, *of_accelerate)
-    return Opened(parts=(part,), target=target, content=content, notes=notes_on)
+    said = [*said, *notes_on_options, *of_deepspeed, *of_accelerate]
+    return Opened(parts=(part,), target=target, content=content, notes=tuple(said))
 
 
 def _shared_by_accelerate(
@@ -320,76 +306,6 @@ def _shared_by_accelerate(
             others = (each for each in target.rows if each.ours != row.ours)
             return dataclasses.replace(target, rows=(*others, row)), ()
     return target, (f"{problem}: --parallelism says how GPUs share the run",)
-
-
-def _table_of(
-    command: Command,
-    content: Mapping[str, Any],
-    program: RunFile | None,
-    method: str,
-    task: str | None,
-    path: Path,
-) -> tuple[TrainerFile, frozenset[str] | None]:
-    """Return the table of a program's options, and those that it takes; None for all of the table.
-
-    `content`: what they are, defaults among them.
-    """
-    if llama_factory.is_llama_factory(content) or command.tool == "llamafactory-cli":
-        fit = functools.partial(llama_factory.fitted, content, method)
-        return _fitted(path, llama_factory.TARGET, fit), None
-    text = "" if program is None else program.text
-    if command.tool == "trl":
-        named = command.program.partition(" ")[2]
-        trainer = next((row for row in TRAINERS.values() if row.command == named), None)
-        if trainer is None:
-            raise ConfigError(
-                f"{path} cannot be used (a shell script)",
-                why=f"{command.program} trains nothing that is predicted",
-            )
-    else:
-        trainer = next(
-            (row for row in TRAINERS.values() if re.search(rf"\b{row.class_name}\(", text)), None
-        )
-    is_trl = "use_peft" in content if trainer is None else trainer.is_trl
-    if is_trl:
-        of_task = task if trainer is None else trainer.task or None
-        target = _fitted(path, huggingface.SFT, lambda: huggingface.of_trl(content, of_task))
-        if _ADAPTS.search(text) is None:
-            return target, None
-        target = _without_dtype(huggingface.of_own_model(target), content)
-        fields = trl_fields(TRAINERS[target.fixed["trainer"]]) or ()
-        return with_adapters(target, content), frozenset((*fields, *content, "env"))
-    is_named = huggingface.is_example(content) or "model_name_or_path" in content
-    target = huggingface.of_example(content, method) if is_named else huggingface.TRAINING_ARGUMENTS
-    target = with_adapters(_without_dtype(target, content), content)
-    trainer = trainer or BY_TASK.get(task or "")
-    is_other = trainer is not None and trainer.name != target.fixed.get("trainer")
-    takes = frozenset((*(installed_fields() or ()), *content, "env"))
-    return (_trained_by(target, trainer) if trainer is not None and is_other else target), takes
-
-
-def _without_dtype(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
-    """Return the table without the dtype of the weights, where no option says it."""
-    if has_dtype(content):
-        return target
-    rows = {row.ours: row for row in huggingface.TRAINING_ARGUMENTS.rows}
-    of_precision = rows["precision",]
-    others = (row for row in target.rows if row.ours != of_precision.ours)
-    return dataclasses.replace(target, rows=(of_precision, *others))
-
-
-def _notes_on(command: Command) -> list[str]:
-    """Return notes on how the command is launched, which is not read."""
-    notes = []
-    number = command.num_processes or 1
-    if number > 1:
-        notes.append(f"line {command.line} starts {number} processes: --num-gpus says how many")
-    shares = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
-    if named := [f"--{name}" for name in shares if command.launched.get(name)]:
-        notes.append(
-            f"line {command.line}: {', '.join(named)} is not read: --parallelism says how GPUs share it"
-        )
-    return notes
 
 
 def _escaped(text: str) -> str:
@@ -475,7 +391,10 @@ def _open_folder(folder: Path, method: str) -> Opened:
     return Opened(parts=parts, target=target, content=content, ours=ours)
 
 
-def _fitted(path: Path, target: TrainerFile | None, fit: Callable[[], TrainerFile]) -> TrainerFile:
+_T = TypeVar("_T")
+
+
+def _fitted(path: Path, target: TrainerFile | None, fit: Callable[[], _T]) -> _T:
     try:
         return fit()
     except ValueError as error:

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autotune.export import llama_factory
+from autotune.export.base import huggingface
+from autotune.export.base.calls import PEFT_TYPES
+from autotune.export.base.command_line import Command
 from autotune.export.base.literals import name_of
 from autotune.export.mapping import (
     Row,
@@ -23,7 +28,10 @@ from autotune.export.mapping import (
     targets_of,
 )
 from autotune.export.trainer_rows import lora_rows, quantized, targets_row
+from autotune.export.training_args import installed_fields
+from autotune.export.trl_config import trl_fields
 from autotune.space.config import TrainConfig
+from autotune.space.trainers import BY_TASK, TRAINERS, Trainer
 
 RANKS = ("lora_r", "lora_rank", "lora_dim")
 _TARGETS = (
@@ -102,6 +110,86 @@ def _default(node: ast.expr) -> Any:
         return ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
+
+
+_TAKES_ALL_OPTIONS = re.compile(r"\b(HfArgumentParser|TrlParser)\b")
+_ADAPTS = re.compile(rf"\b({'|'.join((*PEFT_TYPES, 'BitsAndBytesConfig', 'get_peft_model'))})\(")
+
+
+def takes_all_options(text: str) -> bool:
+    """Return whether a program takes the arguments of classes as options."""
+    return _TAKES_ALL_OPTIONS.search(text) is not None
+
+
+def table_of(
+    command: Command, content: Mapping[str, Any], text: str | None, method: str, task: str | None
+) -> tuple[TrainerFile, frozenset[str] | None, tuple[str, ...]]:
+    """Return the table of a program's options, those that it takes (None: all of the table), and notes.
+
+    `content`: what they are, defaults among them. `text`: the program; None where it is not here. Raises
+    ValueError for options that say nothing of a training that is known.
+    """
+    if llama_factory.is_llama_factory(content) or command.tool == "llamafactory-cli":
+        return llama_factory.fitted(content, method), None, ()
+    trainer = _trainer_of(command, text or "")
+    program = command.program
+    if trainer is None and not command.says_how_it_trains:
+        raise ValueError(f"line {command.line}: no option of {program} says how it trains")
+    said: tuple[str, ...] = ()
+    if trainer is None and text is None:
+        said = (f"{program} is not here: Trainer's step is taken, and no default of its own",)
+    elif trainer is None:
+        said = (f"{program} makes no trainer that is known here: Trainer's step is taken",)
+    if "use_peft" in content if trainer is None else trainer.is_trl:
+        target = huggingface.of_trl(content, task if trainer is None else trainer.task or None)
+        if _ADAPTS.search(text or "") is None:
+            return target, None, said
+        target = _without_dtype(huggingface.of_own_model(target), content)
+        fields = trl_fields(TRAINERS[target.fixed["trainer"]]) or ()
+        return with_adapters(target, content), frozenset((*fields, *content, "env")), said
+    is_named = huggingface.is_example(content) or "model_name_or_path" in content
+    target = huggingface.of_example(content, method) if is_named else huggingface.TRAINING_ARGUMENTS
+    target = with_adapters(_without_dtype(target, content), content)
+    trainer = trainer or BY_TASK.get(task or "")
+    if trainer is not None and trainer.name != target.fixed.get("trainer"):
+        target = huggingface.trained_by(target, trainer)
+    return target, frozenset((*(installed_fields() or ()), *content, "env")), said
+
+
+def _trainer_of(command: Command, text: str) -> Trainer | None:
+    """Return the trainer that a program makes, or a tool's command. Raises ValueError for another command."""
+    if command.tool:
+        named = command.program.partition(" ")[2]
+        found = next((row for row in TRAINERS.values() if row.command == named), None)
+        if found is None:
+            raise ValueError(f"{command.program} trains nothing that is predicted")
+        return found
+    classes = ((row, rf"\b{row.class_name}\(") for row in TRAINERS.values())
+    return next((row for row, made in classes if re.search(made, text)), None)
+
+
+def _without_dtype(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table without the dtype of the weights, where no option says it."""
+    if has_dtype(content):
+        return target
+    rows = {row.ours: row for row in huggingface.TRAINING_ARGUMENTS.rows}
+    of_precision = rows["precision",]
+    others = (row for row in target.rows if row.ours != of_precision.ours)
+    return dataclasses.replace(target, rows=(of_precision, *others))
+
+
+def notes_on_launch(command: Command) -> list[str]:
+    """Return notes on how the command is launched, which is not read."""
+    notes = []
+    number = command.num_processes or 1
+    if number > 1:
+        notes.append(f"line {command.line} starts {number} processes: --num-gpus says how many")
+    shares = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
+    if named := [f"--{name}" for name in shares if command.launched.get(name)]:
+        notes.append(
+            f"line {command.line}: {', '.join(named)} is not read: --parallelism says how GPUs share it"
+        )
+    return notes
 
 
 def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
