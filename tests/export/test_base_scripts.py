@@ -76,6 +76,7 @@ SCRIPTS = {
     "arrays": "A=(--x 1\n  '2 3')\nA+=(--y)\npython a.py ${A[@]} \"${A[@]}\" -1",
     "one after another": "cd . && X=5\nif true; then python a.py --x $X > /dev/null; fi | cat; echo done",
     "wrapped": "nohup env A=b python a.py --x 1 2>/dev/null &\nwait",
+    "put elsewhere": 'python a.py --x 1 > "log of $(echo it).txt" 2>&1 --y < /dev/null',
     "arguments": 'python a.py --x 1 "$@"',
     "put together": 'N=2\nA="\\\n  --x $N \\\n --y \'a b\' \\\n"\ncmd="python a.py $A"\necho $cmd\neval $cmd',
     "sums": "B=16; N=3\npython a.py --x $((B / (2 * N))) --y=$(( $B % ${N} - 1 ))z --z $((-B))",

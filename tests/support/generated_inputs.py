@@ -120,6 +120,16 @@ class End:
         return ""
 
 
+_SCRIPT = """#!/bin/bash
+BATCH=4
+LORA=(--use_peft --lora_r 16 --lora_target_modules c_attn c_proj)
+ARGS="--seed $RANDOM --gradient_accumulation_steps $((32 / BATCH))"
+accelerate launch --num_processes 1 sft.py --model_name_or_path openai-community/gpt2 \\
+    --per_device_train_batch_size ${BATCH} --bf16 True --max_length=512 $ARGS "${LORA[@]}" \\
+    --gradient_checkpointing_kwargs '{"use_reentrant": false}' > "log $(date).txt" 2>&1
+"""
+
+
 class Seeds:
     """Files of every kind that is read, and a database, all of which work; made once in a folder."""
 
@@ -133,7 +143,8 @@ class Seeds:
                     text = exporter.write(workload=workload, config=config, result=result)
                     self.bases[f"{config.method}-{exporter.filename}"] = text
         self.bases["my-run.yaml"] = _example("my-run.yaml")
-        names = (".yaml", ".json", ".py")
+        self.bases["run.sh"] = _SCRIPT
+        names = (".yaml", ".json", ".py", ".sh")
         self.bases = {name: text for name, text in self.bases.items() if name.endswith(names)}
         self.spaces = [path.read_text() for path in sorted((ROOT / "search_spaces").glob("*.yaml"))]
         self.night = (ROOT / "studies" / "nightly.yaml").read_text()

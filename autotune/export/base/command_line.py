@@ -32,12 +32,15 @@ from autotune.memory.alloc_conf import VARIABLES
 SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 
 _INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
+_WORD = (
+    rf"""(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\({_INNER}\)|\$\{{[^}}]*\}}|`[^`]*`"""
+    r"""|[^\s;&|<>()'"`\\])+"""
+)
 _TOKEN = re.compile(
     rf"""(?P<gap>(?:[ \t\r\f\v]|\\\r?\n)+|\#[^\n]*)
     |(?P<end>\n|[;&|()]+)
-    |(?P<redirect>\d*[<>]+&?\d*[ \t]*[^\s;&|()<>]*)
-    |(?P<word>(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\({_INNER}\)|\$\{{[^}}]*\}}|`[^`]*`
-        |[^\s;&|<>()'"`\\])+)""",
+    |(?P<redirect>\d*[<>]+&\d+|\d*[<>]+&?[ \t]*(?:{_WORD})?)
+    |(?P<word>{_WORD})""",
     re.VERBOSE | re.DOTALL,
 )
 _PIECE = re.compile(
