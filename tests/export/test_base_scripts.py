@@ -282,6 +282,20 @@ def test_defaults_of_the_program_stand_where_the_command_says_nothing(folder: Pa
     assert [change.key for change in left] == ["lora_alpha"]
 
 
+def test_what_the_command_leaves_out_is_in_the_file_that_it_names(folder: Path) -> None:
+    file = {"model_name_or_path": QWEN, "max_length": 256, "bf16": True, "dtype": "bfloat16"}
+    (folder / "recipe.yaml").write_text(json.dumps(file), "utf-8")
+    run = read_script(folder, "accelerate launch trl.py --config recipe.yaml --max_length 512")
+    config = run.config
+    assert (run.model, config.sequence_length, config.precision) == (QWEN, 512, "bf16-autocast")
+    (part,) = run.parts
+    made = changes(run, config, dataclasses.replace(config, precision="bf16-true"))
+    text, _, left = part.edited(made)
+    assert not left
+    # An option overrules the file.
+    assert text.splitlines()[1].endswith("--config recipe.yaml --max_length 512 --bf16 False")
+
+
 def test_a_program_is_given_no_option_that_it_does_not_take(folder: Path) -> None:
     for script in ("python own.py --bf16 True", f"python trainer.py --model_name_or_path {QWEN}"):
         run = read_script(folder, script)
@@ -303,7 +317,11 @@ def test_a_program_is_given_no_option_that_it_does_not_take(folder: Path) -> Non
         ("echo hello", "no command in it starts a training"),
         ("python a.py --x 'y", "line 2: a quotation mark"),
         ("python a.py --x 1\npython b.py --y 1", "lines 2 and 3 each start a program"),
-        ("python trl.py --config run.yaml --bf16", "takes its settings from run.yaml"),
+        (
+            "python trl.py --config run.yaml --bf16",
+            "--config run.yaml is no file here or beside it",
+        ),
+        ("python trl.py run.yaml", "takes its settings from run.yaml"),
         ("trl vllm-serve --model x", "trains nothing that is predicted"),
         ("python trainer.py --per_device_train_batch_size $1", "$1 (line 2) is not a literal"),
     ],

@@ -239,9 +239,8 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     """Open a shell script: the options that it starts a program with, or the program with these options."""
     command = part.command()
     path, content = part.path, dict(command.content)
-    named = (*command.positional, content.get("config"))
-    file = next((each for each in named if str(each).endswith((".yaml", ".yml", ".json"))), None)
-    if file is not None:
+    files = (each for each in command.positional if each.endswith((".yaml", ".yml", ".json")))
+    if (file := next(files, None)) is not None:
         raise ConfigError(
             f"{path} cannot be used (a shell script)",
             why=f"{command.program} takes its settings from {file}",
@@ -258,6 +257,8 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         target = dataclasses.replace(opened.target, launch=launch, launch_several="")
         return dataclasses.replace(opened, target=target, notes=(*opened.notes, *said))
     given = {} if program is None else defaults_of(program.text)
+    # TrlParser takes what the command line leaves out from there.
+    given |= _named_by_option(path, content.pop("config", None))
     content = {**given, **content}
     text = None if program is None else program.text
     target, takes, notes_on_options = _fitted(
@@ -280,6 +281,20 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     target, of_accelerate = _shared_by_accelerate(path, target, command)
     said = [*said, *notes_on_options, *of_deepspeed, *of_accelerate]
     return Opened(parts=(part,), target=target, content=content, notes=tuple(said))
+
+
+def _named_by_option(path: Path, named: object) -> dict[str, Any]:
+    """Return the content of the file that a script's `--config` names. Raises ConfigError."""
+    if named is None:
+        return {}
+    place = _found(path, str(named))
+    if place is None:
+        raise ConfigError(
+            f"{path} cannot be used (a shell script)",
+            why=f"--config {named} is no file here or beside it",
+            remedy="Ask in the folder that it is named from",
+        )
+    return all_of((read_part(place),))
 
 
 def _shared_by_accelerate(
