@@ -205,8 +205,8 @@ def base_option(what: str) -> Option:
         metavar="FILE|FOLDER",
         help=f"{what}: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
         "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's "
-        "or DeepSpeed's configuration; a Python program (Trainer, TRL, PEFT, Unsloth) or the shell script "
-        "that starts it, which are read and never run; or a folder that find has written [default: "
+        "or DeepSpeed's configuration; a Python program (Trainer, TRL, PEFT, Unsloth), or the shell script "
+        "or command that starts it: they are read and never run; or a folder that find has written [default: "
         "TrainingArguments' defaults].",
     )
 

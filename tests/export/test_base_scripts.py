@@ -296,6 +296,18 @@ def test_what_the_command_leaves_out_is_in_the_file_that_it_names(folder: Path) 
     assert text.splitlines()[1].endswith("--config recipe.yaml --max_length 512 --bf16 False")
 
 
+def test_a_command_is_taken_as_it_is_typed(folder: Path) -> None:
+    typed = f"python trainer.py --model_name_or_path {QWEN} --bf16 True"
+    run = read_base(Path(typed))
+    assert (run.path, run.config.precision) == (Path("run.sh"), "bf16-autocast")
+    answer = dataclasses.replace(run.config, micro_batch_size=4)
+    assert own_run.command(run, Path(), answer) == "bash yours/run.sh"
+    text, _, _ = run.parts[0].edited(changes(run, run.config, answer))
+    assert text == f"{typed} --per_device_train_batch_size 4\n"
+    with pytest.raises(ConfigError, match="no file --with an option"):
+        read_base(Path("no file --with an option"))
+
+
 def test_a_program_is_given_no_option_that_it_does_not_take(folder: Path) -> None:
     for script in ("python own.py --bf16 True", f"python trainer.py --model_name_or_path {QWEN}"):
         run = read_script(folder, script)

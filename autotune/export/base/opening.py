@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -127,14 +128,28 @@ class Opened:
     """Task of the class that a program loads the model with."""
 
 
+_COMMAND = re.compile(
+    r"(\.py|\b(python3?|torchrun|accelerate|deepspeed|trl|llamafactory-cli)) .*--\w"
+)
+_TYPED = Path("run.sh")
+"""Name of the script that a typed command is taken for, and whose copy has the answer."""
+
+
+def is_typed(path: Path) -> bool:
+    """Return whether a base is no file but a command as it is typed: a program, with an option at least."""
+    return _COMMAND.search(str(path)) is not None and not os.path.lexists(path)
+
+
 def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = None) -> Opened:
-    """Open the files at a path. Raises ConfigError.
+    """Open the files at a path, or a command that is typed in place of one. Raises ConfigError.
 
     `method` is for formats that say nothing of it; `task` None: what the file is marked by. A file that says
     nothing of its trainer has that of the task.
     """
     if os.path.isdir(path):
         return _open_folder(path, method)
+    if is_typed(path):
+        return _open_script(RunFile(path=_TYPED, text=f"{path}\n", has_bf16=has_bf16), method, task)
     part = read_part(path, has_bf16=has_bf16)
     read_part_of = _open_program if part.is_program else _open_mapping
     return (_open_script if part.is_script else read_part_of)(part, method, task)

@@ -55,13 +55,13 @@ def read_run(
     if run.target is None:
         return run
     for words in run.notes:
-        note(f"{path.name}: {words}.")
+        note(f"{run.path.name}: {words}.")
     if run.taken:
         taken = ", ".join(f"{name}: {getattr(run.config, name)}" for name in run.taken)
-        note(f"{path.name} does not say how it trains: {taken} are assumed.")
+        note(f"{run.path.name} does not say how it trains: {taken} are assumed.")
     if not run.has_length and seq_len is None:
         note(
-            f"{path.name} does not say how long a sequence is: --seq-len {usual_length} is assumed."
+            f"{run.path.name} does not say how long a sequence is: --seq-len {usual_length} is assumed."
         )
     if run.has_gpus:
         return run
@@ -72,7 +72,7 @@ def read_run(
     is_idle = num_gpus == 1 and parallelism not in ("none", *ON_ONE_GPU_TOO)
     if is_idle and mapping_write.allows(run.target, run.config.method, "parallelism", "none"):
         note(
-            f"{path.name}: {parallelism} shares nothing on one GPU: the base is the run without it "
+            f"{run.path.name}: {parallelism} shares nothing on one GPU: the base is the run without it "
             "(--num-gpus says how many GPUs there are)."
         )
         replaced["parallelism"] = parallelism

@@ -15,7 +15,7 @@ from autotune.errors import ConfigError
 from autotune.export.base.checkpoint_dtype import as_stored, with_checkpoint_dtype
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_current_words, notes, read
-from autotune.export.base.opening import open_base
+from autotune.export.base.opening import is_typed, open_base
 from autotune.export.base.parts import RunFile, all_of
 from autotune.export.base.peft_targets import with_default_targets
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
@@ -107,6 +107,7 @@ def read_base(
     """
     opened = open_base(path, method, has_bf16=has_bf16, task=task)
     target, content, ours = opened.target, opened.content, opened.ours
+    path = opened.parts[0].path if is_typed(path) else path
     if target is None:
         assert ours is not None
         return BaseRun(
