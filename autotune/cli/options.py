@@ -202,7 +202,7 @@ def base_option(what: str) -> Option:
     return click.option(
         "--base",
         type=click.Path(path_type=Path),
-        metavar="FILE|FOLDER",
+        metavar="FILE|FOLDER|COMMAND",
         help=f"{what}: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
         "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's "
         "or DeepSpeed's configuration; a Python program (Trainer, TRL, PEFT, Unsloth), or the shell script "

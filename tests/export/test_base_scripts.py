@@ -8,6 +8,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -362,6 +363,22 @@ def test_how_gpus_share_the_run_is_read_of_accelerates_file_or_said_to_be_asked(
     ).notes
     assert any("starts 4 processes: --num-gpus" in note for note in notes)
     assert any("--use_fsdp is not read: --parallelism" in note for note in notes)
+
+
+def test_a_long_script_takes_no_time() -> None:
+    for part in ("$(", "$((", '"', "'", "(", "a=", "\\", "`", "$((a)", "--x 1 ", "${", "x y "):
+        started = time.process_time()
+        with contextlib.suppress(ValueError):
+            command_line.parsed("python a.py " + part * (30_000 // len(part)))
+        assert time.process_time() - started < 1
+
+
+def test_an_option_of_the_name_env_is_none_of_the_environment() -> None:
+    script = "python a.py --env prod --lora_alpha " + "9" * 400
+    assert command_line.parsed(script).content == {"lora_alpha": "9" * 400}
+    text, left = command_line.edited(script, [KeyEdit(key="env.PYTORCH_ALLOC_CONF", value="x")])
+    assert not left
+    assert text == f"export PYTORCH_ALLOC_CONF=x\n{script}"
 
 
 def test_what_only_running_would_tell_is_no_literal() -> None:

@@ -33,7 +33,7 @@ SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 
 _INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
 _WORD = (
-    rf"""(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\({_INNER}\)|\$\{{[^}}]*\}}|`[^`]*`"""
+    rf"""(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\({_INNER}\)|\$\{{[^}}]{{0,300}}\}}|`[^`]*`"""
     r"""|[^\s;&|<>()'"`\\])+"""
 )
 _TOKEN = re.compile(
@@ -51,7 +51,7 @@ _EXPANDED = re.compile(
     rf"""\\(?P<escaped>["$`\\])|(?P<joined>\\\r?\n)
     |\$(?P<name>\w+)|\$\{{(?P<braced>\w+)(?P<all>\[[@*]\])?(?::?-(?P<usual>[^}}$`]*))?\}}
     |\$\(\((?P<sum>{_INNER})\)\)
-    |(?P<unknown>\$\({_INNER}\)|\$\{{[^}}]*\}}|\$[@*\#?!$-]|`[^`]*`)""",
+    |(?P<unknown>\$\({_INNER}\)|\$\{{[^}}]{{0,300}}\}}|\$[@*\#?!$-]|`[^`]*`)""",
     re.VERBOSE,
 )
 """Expansions of a shell, within double quotes and without."""
@@ -137,7 +137,8 @@ class Command:
     launched: Mapping[str, Any]
     """Values of the launcher's own options."""
     content: Mapping[str, Any]
-    """Values by option, a later one instead of an earlier; `env` has those of the environment that count."""
+    """Values by option, a later one instead of an earlier; `env` has those of the environment that count, and
+    stands for no option."""
     positional: tuple[str, ...]
     """Words that belong to no option."""
     words: tuple[_Word, ...] = field(repr=False, default=())
@@ -197,7 +198,8 @@ def parsed(text: str) -> Command:
         raise ValueError(f"lines {lines} each start a program: keep one")
     command = given[0]
     env = {name: word.value for name in VARIABLES if (word := environment.get(name)) and word.value}
-    content = {**command.content, **({"env": env} if env else {})}
+    content = {name: value for name, value in command.content.items() if name != "env"}
+    content |= {"env": env} if env else {}
     return dataclasses.replace(command, content=content, variables=environment)
 
 
@@ -441,6 +443,8 @@ def _typed(text: str) -> Any:
         return text.lower() in ("true", "yes")
     if text in ("None", "null"):
         return None
+    if len(text) > user_text.MAX_DIGITS and text[:1] not in ("{", "["):
+        return text
     for kind in (int, float):
         try:
             value = kind(text)
