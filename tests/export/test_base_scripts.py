@@ -275,6 +275,15 @@ def test_a_script_is_read_and_written_as_its_program_takes_it(kind: str, folder:
     assert own_run.command(run, Path(), answer) == command
 
 
+def test_the_task_is_that_of_the_class_that_is_loaded_or_of_an_example(folder: Path) -> None:
+    script = f"python run_ner.py --model_name_or_path {QWEN} --num_train_epochs 3"
+    assert read_script(folder, script).task == "token-classification"
+    text = "HfArgumentParser(M)\nAutoModelForSequenceClassification.from_pretrained(a.model)\n"
+    (folder / "run_ner.py").write_text(text, "utf-8")
+    assert read_script(folder, script).task == "sequence-classification"
+    assert read_script(folder, f"python a.py --optim sgd --model_name_or_path {QWEN}").task is None
+
+
 def test_defaults_of_the_program_stand_where_the_command_says_nothing(folder: Path) -> None:
     run = read_script(folder, "python own.py --lora_r 8")
     assert (run.config.lora_rank, run.config.method) == (8, "lora")

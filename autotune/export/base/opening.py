@@ -26,6 +26,7 @@ from autotune.export.base.own_options import (
     notes_on_launch,
     table_of,
     takes_all_options,
+    task_of,
 )
 from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
@@ -295,7 +296,13 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     target, of_deepspeed = _shared_by_deepspeed(path, target, content)
     target, of_accelerate = _shared_by_accelerate(path, target, command)
     said = [*said, *notes_on_options, *of_deepspeed, *of_accelerate]
-    return Opened(parts=(part,), target=target, content=content, notes=tuple(said))
+    return Opened(
+        parts=(part,),
+        target=target,
+        content=content,
+        notes=tuple(said),
+        task=task_of(command, text or ""),
+    )
 
 
 def _named_by_option(path: Path, named: object) -> dict[str, Any]:

@@ -11,8 +11,10 @@ import ast
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from autotune.catalogue.tasks import TASKS
 from autotune.export import llama_factory
 from autotune.export.base import huggingface
 from autotune.export.base.calls import PEFT_TYPES
@@ -154,6 +156,33 @@ def table_of(
     if trainer is not None and trainer.name != target.fixed.get("trainer"):
         target = huggingface.trained_by(target, trainer)
     return target, frozenset((*(installed_fields() or ()), *content, "env")), said
+
+
+_OF_EXAMPLES = {
+    "run_audio_classification": "audio-classification",
+    "run_classification": "sequence-classification",
+    "run_clm": "causal-lm",
+    "run_glue": "sequence-classification",
+    "run_image_classification": "image-classification",
+    "run_mlm": "masked-lm",
+    "run_ner": "token-classification",
+    "run_qa": "question-answering",
+    "run_speech_recognition_ctc": "ctc",
+    "run_speech_recognition_seq2seq": "automatic-speech-recognition",
+    "run_summarization": "seq2seq-lm",
+    "run_translation": "seq2seq-lm",
+    "run_xnli": "sequence-classification",
+}
+"""Tasks of Transformers' example scripts (examples/pytorch), by their names."""
+_CLASSES = {row.architecture: row.name for row in TASKS.values() if row.architecture}
+_LOADED = re.compile(rf"\bAutoModel({'|'.join(_CLASSES)})\.from_pretrained\(")
+
+
+def task_of(command: Command, text: str) -> str | None:
+    """Return the task that a program trains, by its name or the one class that it loads; None where open."""
+    loaded = {*_LOADED.findall(text)}
+    by_class = _CLASSES[loaded.pop()] if len(loaded) == 1 else None
+    return by_class or _OF_EXAMPLES.get(Path(command.program).stem)
 
 
 def _trainer_of(command: Command, text: str) -> Trainer | None:
