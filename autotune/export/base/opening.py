@@ -150,7 +150,10 @@ def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = Non
     if os.path.isdir(path):
         return _open_folder(path, method)
     if is_typed(path):
-        return _open_script(RunFile(path=_TYPED, text=f"{path}\n", has_bf16=has_bf16), method, task)
+        typed = RunFile(path=_TYPED, text=f"{path}\n", has_bf16=has_bf16)
+        opened = _open_script(typed, method, task)
+        said = "it stands for the command that was typed"
+        return dataclasses.replace(opened, notes=(said, *opened.notes))
     part = read_part(path, has_bf16=has_bf16)
     read_part_of = _open_program if part.is_program else _open_mapping
     return (_open_script if part.is_script else read_part_of)(part, method, task)
