@@ -220,7 +220,7 @@ BAD_DATA = {
 }
 
 
-def make_models(folder: Path) -> None:
+def make_models(folder: Path, num_layers: int = NUM_LAYERS) -> None:
     """Folders with a tiny model and its tokenizer: llama, bert, t5."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -241,7 +241,7 @@ def make_models(folder: Path) -> None:
         vocab_size=64,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
@@ -253,7 +253,7 @@ def make_models(folder: Path) -> None:
         vocab_size=64,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         max_position_embeddings=64,
     )
@@ -262,7 +262,7 @@ def make_models(folder: Path) -> None:
         d_model=64,
         d_kv=32,
         d_ff=128,
-        num_layers=NUM_LAYERS,
+        num_layers=num_layers,
         num_heads=2,
         decoder_start_token_id=0,
     )

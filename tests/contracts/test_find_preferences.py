@@ -71,7 +71,7 @@ def longest(completions, **_):
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make_models(folder)
+    make_models(folder, num_layers=2)
     return folder / "llama"
 
 

@@ -67,7 +67,7 @@ def make_vit(folder: Path) -> None:
 
     config = ViTConfig(
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         image_size=SIDE,
@@ -118,8 +118,8 @@ def make_whisper(folder: Path) -> None:
     config = WhisperConfig(
         vocab_size=len(tokenizer),
         d_model=32,
-        encoder_layers=4,
-        decoder_layers=4,
+        encoder_layers=2,
+        decoder_layers=2,
         encoder_attention_heads=2,
         decoder_attention_heads=2,
         encoder_ffn_dim=64,
@@ -150,7 +150,7 @@ def make_wav2vec2(folder: Path) -> None:
 
     config = Wav2Vec2Config(
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         conv_dim=(16, 16, 16),
@@ -243,7 +243,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def models_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    make_models(folder)
+    make_models(folder, num_layers=2)
     make_vit(folder)
     make_whisper(folder)
     make_wav2vec2(folder)
