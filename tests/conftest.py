@@ -124,10 +124,11 @@ def pytest_make_collect_report() -> Generator[None, Any, Any]:
 def _workers_that_know_no_test() -> Iterator[None]:
     """A fork server serves one environment; pytest writes the running test's name into it, torch a folder.
 
-    Tests write where the parent keeps things, and how wide it prints. Without this, a server that tests
-    share would import everything again for each of them.
+    Tests write where the parent keeps things, and how wide it prints; Ray, how it was joined. Without this, a
+    server that tests share would import everything again for each of them.
     """
     unknown = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "COLUMNS"}
+    unknown |= {"PYTHONBREAKPOINT", "RAY_CLIENT_MODE"}
     unknown |= {calibrations.VARIABLE, trace_cache.VARIABLE}
     with_test = launching.worker_environment
 
