@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import pytest
 import torch
 from test_extrapolation import ADA, LORA, assert_same_traces, spec_of
 
+from autotune.common.json_lines import decode, encode
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
@@ -115,7 +115,7 @@ def traced(name: str, spec: TraceSpec, *, whole: bool) -> dict[str, Any]:
         device=ADA,
         whole=whole,
     )
-    loaded: dict[str, Any] = json.loads(json.dumps(answer))
+    loaded: dict[str, Any] = decode(encode(answer))
     return loaded
 
 

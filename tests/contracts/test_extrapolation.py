@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 
 from autotune.catalogue.models import resolve
+from autotune.common.json_lines import decode, encode
 from autotune.memory.traces import SETUP_PHASES, BrokenTrace, Stacks, Trace, evaluate, on_card_with
 from autotune.records.estimate import TraceSpec
 from autotune.space.adapters import ADAPTERS
@@ -140,7 +140,7 @@ def traced(
         device=device,
         whole=whole,
     )
-    loaded: dict[str, Any] = json.loads(json.dumps(answer))
+    loaded: dict[str, Any] = decode(encode(answer))
     return loaded
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import seeing
 from test_extrapolation import ADA, LORA, QLORA, assert_same_traces, spec_of
 from test_pictures import LENGTHS
 
+from autotune.common.json_lines import decode, encode
 from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.worker.build import model as models
@@ -74,7 +74,7 @@ def traced(family: str, spec: TraceSpec, *, whole: bool) -> dict[str, Any]:
         sees=sees,
         whole=whole,
     )
-    loaded: dict[str, Any] = json.loads(json.dumps(answer))
+    loaded: dict[str, Any] = decode(encode(answer))
     return loaded
 
 

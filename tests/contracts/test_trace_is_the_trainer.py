@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import gc
 import itertools
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +41,7 @@ from trainer_step import (
 )
 
 from autotune.catalogue.tasks import CTC, TASKS
+from autotune.common.json_lines import decode, encode
 from autotune.export.training_args import checkpointing_arguments
 from autotune.memory.allocator import Tape
 from autotune.memory.optimizers import write_clip
@@ -713,7 +713,7 @@ def traced(case: Case, *, whole: bool = False) -> Trace:
         sees=seen_by(case),
         teacher=case.teacher_config,
     )
-    trace = Trace(json.loads(json.dumps(answer)))
+    trace = Trace(decode(encode(answer)))
     if "cut" in answer["layers"]:
         trace = trace.with_lean_layers(case.spec.checkpoint_layers)
     return trace
