@@ -131,7 +131,7 @@ def _peak_bytes(set_up: Any, x: int, settings: dict[str, Any]) -> int:
         hidden_buffers=functools.partial(hidden_buffers, A100.multiprocessors),
         at_launch=workspaces.at_launch,
     )
-    chunks = Chunks(tracker, is_symbolic=False)
+    chunks = Chunks(tracker, False, Workspaces(0))
     with device_choices(A100), liger.on_meta(tracker, A100, chunks), tracker:
         run = set_up(x, settings)
         for _ in range(3):
@@ -160,7 +160,9 @@ def test_one_chunk_stands_for_all(
     """A trace of three samples that runs Liger's loop itself comes to the same as the symbolic one."""
     symbolic = _trace(sequence_length, precision=precision)
     monkeypatch.setattr(trace_module, "MICRO_BATCH", 3)
-    monkeypatch.setattr(trace_module, "Chunks", lambda t, **_: Chunks(t, is_symbolic=False))
+    monkeypatch.setattr(
+        trace_module, "Chunks", lambda tracker, _, workspaces: Chunks(tracker, False, workspaces)
+    )
     looped = _trace(sequence_length, precision=precision)
 
     def totals(trace: Trace) -> tuple[int, float, float]:

@@ -45,7 +45,6 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.tasks import TASKS
 from autotune.export.samples import FORMATS_OF_TASKS
 from autotune.export.training_args import checkpointing_arguments
-from autotune.memory.traces import Trace
 from autotune.predict.generation import generation_of
 from autotune.predict.vllm_generation import served_of
 from autotune.space.config import TrainConfig
@@ -367,7 +366,7 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
 
     for number, window in enumerate(run.micro_steps):
         is_first = number % case.accumulation == 0
-        expected = predicted(case, trace, is_first=is_first, leave_out=another_chunk(case, trace))
+        expected = predicted(case, trace, is_first=is_first)
         if case.spec.max_completion_length is not None:
             update = real((run.prepared[number], window[1]))
             expected = without_literals(expected)
@@ -398,14 +397,6 @@ def test_a_trace_tells_what_vllm_holds(name: str) -> None:
     assert served.vocab_size == text.vocab_size
     elements = 2 * text.num_hidden_layers * text.num_key_value_heads * text.head_dim
     assert served.cache_bytes_per_token == 2 * elements
-
-
-def another_chunk(case: Case, trace: Trace) -> list[int]:
-    """Find what the trace of several micro-batches makes for a chunk of tokens that a small step lacks."""
-    sizes, of_chunk = trace.sizes(case.micro_batch, RANK), 4 * case.micro_batch * COMPLETION
-    those = [n for n, traced in enumerate(trace.template) if traced in trace._chunked]
-    of_tokens = [n for n in those if case.teacher and sizes[n] == of_chunk]
-    return of_tokens[: len(of_tokens) // 2]
 
 
 def generating(case: Case) -> TrainConfig:

@@ -98,6 +98,11 @@ class Trace:
         self._terms = Terms([tensor["size"] for tensor in self._tensors])
         self._chunks: Chunks | None = answer.get("chunks")
         self._chunked = [i for i, tensor in enumerate(self._tensors) if tensor.get("chunked")]
+        self._others = [i for i, t in enumerate(self._tensors) if t.get("chunked") == "others"]
+        self._of_chunks = {
+            number: [i for i, t in enumerate(self._tensors) if t.get("of_chunks") == number]
+            for number in ("one", "several")
+        }
         copies = Copies(self._tensors, blocks, stacks)
         self._template = copies.template
         # What prices a configuration asks for the same sizes several times in a row.
@@ -380,9 +385,13 @@ class Trace:
             traced[indices] = num_bytes
         if self._chunked:
             assert self._chunks is not None
-            rows = chunk_rows(self._chunks, micro_batch)[0]
+            rows, num_tokens = chunk_rows(self._chunks, micro_batch)
             traced = holding(traced, rows * int(traced[self._chunked].max()))
             traced[self._chunked] *= rows
+            # Where there is one chunk, it is the second that was traced.
+            traced[self._of_chunks["several" if num_tokens <= rows else "one"]] = 0
+            if rows < num_tokens < 2 * rows:
+                traced[self._others] = traced[self._others] // rows * (num_tokens - rows)
         return traced
 
     @functools.cached_property

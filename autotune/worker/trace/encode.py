@@ -135,7 +135,10 @@ def encode(
         if rule is not None:
             entry["rule"] = rule
         if per_row:
-            entry["chunked"] = True
+            entry["chunked"] = "others" if index in chunks.others else "first"
+        for number, those in (("one", chunks.instead), ("several", chunks.replaced)):
+            if index in those:
+                entry["of_chunks"] = number
         if index in made_by:
             entry["operation"] = made_by[index]
         if index in step.parameters:

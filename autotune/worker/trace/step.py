@@ -308,7 +308,7 @@ def trace_step(
     is_alone = spec.single and not TRAINERS[spec.trainer].task
     reads_tokens = row_of(task).reads == "tokens"
     tracker.has_padding = spec.batching == "padded" and not is_alone and reads_tokens
-    chunks = Chunks(tracker, is_symbolic=not spec.single)
+    chunks = Chunks(tracker, not spec.single, workspaces)
     takes_block = spec.quantization != "none" and device.backend == "cuda"
     copies = Stacks.of_answer(base.layers).copies if takes_block else None
     step = MetaStep(
