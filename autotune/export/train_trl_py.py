@@ -39,6 +39,7 @@ from autotune.export.trl_config import (
     applies,
     has_no_words_for,
     lacks,
+    on_one_card,
     trl_arguments,
     trl_fields,
     unsaid_by_trl,
@@ -244,13 +245,9 @@ def write(
 
 
 def _loading(config: TrainConfig, dtype: str) -> dict[str, object]:
-    """Return arguments of `from_pretrained`.
-
-    On one card the Trainer brings the model there, as is predicted: by TRL's default, `auto`, the loader
-    does, which lets blocks lie otherwise (trl 1.16 trainer/utils.py, create_model_from_path).
-    """
-    on_one = {"device_map": None} if config.num_gpus == 1 else {}
-    return {"dtype": dtype, "attn_implementation": attention_there(config.attention), **on_one}
+    """Return arguments of `from_pretrained`."""
+    attention = attention_there(config.attention)
+    return {"dtype": dtype, "attn_implementation": attention, **on_one_card(config)}
 
 
 def _libraries(row: Trainer, *, cuts: bool) -> str:

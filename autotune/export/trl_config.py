@@ -71,6 +71,9 @@ def write(
     fields, known = known_values(trl_arguments(config, workload, row)), trl_fields(row)
     model, of_model = model_fields(config, row), _named_model_fields()
     variables = environment(config)
+    if (on_one := on_one_card(config)) and (known is None or "model_init_kwargs" in known):
+        model["model_init_kwargs"] = on_one
+        of_model = None if of_model is None else {*of_model, "model_init_kwargs"}
     content = {
         **({"env": variables} if variables else {}),
         "model_name_or_path": model_reference(workload.model),
@@ -190,8 +193,20 @@ def teacher_fields(workload: Workload, config: TrainConfig) -> dict[str, object]
         return {}
     return {
         TEACHER_KEY: model_reference(workload.teacher.name),
-        "teacher_model_init_kwargs": {"dtype": PRECISIONS[config.precision].compute_dtype},
+        "teacher_model_init_kwargs": {
+            "dtype": PRECISIONS[config.precision].compute_dtype,
+            **on_one_card(config),
+        },
     }
+
+
+def on_one_card(config: TrainConfig) -> dict[str, object]:
+    """Return arguments of `from_pretrained` by which the Trainer brings the model to a single card.
+
+    That is predicted. By TRL's default, `auto`, the loader does, which lets blocks lie otherwise (trl 1.16
+    trainer/utils.py, create_model_from_path).
+    """
+    return {"device_map": None} if config.num_gpus == 1 else {}
 
 
 def model_fields(config: TrainConfig, row: Trainer = SFT) -> dict[str, object]:

@@ -423,9 +423,11 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
     )
     assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, 2)
     assert read.max_completion_length == 8
+    assert read.model_init_kwargs == {"device_map": None}
     if row.has_teacher:
         assert read.teacher_model_name_or_path == "larger"
-        assert (read.beta, read.teacher_model_init_kwargs) == (1.0, {"dtype": "float32"})
+        loading = {"dtype": "float32", "device_map": None}
+        assert (read.beta, read.teacher_model_init_kwargs) == (1.0, loading)
         return
     assert (read.num_generations, read.beta) == (4, 0.04)
     assert (read.steps_per_generation, read.num_iterations) == (2, 1)
