@@ -88,7 +88,8 @@ _OF_SOUND = {
 """Rows and batches, by the task."""
 _PLACE_OF_PLAN = "    # {plan of checkpointing}\n"
 _PLAN = f"""\
-    if RECIPE["checkpoint_plan"] != "{INTERVAL}":
+    is_set = any(re.match("(activation|gradient)_checkpointing=", each) for each in options.set)
+    if RECIPE["checkpoint_plan"] != "{INTERVAL}" and not is_set:
         first_keep, others_keep = PLANS[RECIPE["checkpoint_plan"]]
         try:
             checkpoint_layers(model, RECIPE["checkpoint_layers"], first_keep, others_keep)

@@ -447,6 +447,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
         result={"evidence": "predicted"},
     )
     programs["too-many"] = (["--dataset", text], str(folder / "too-many" / "train.py"))
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        arguments = ["--dataset", text, "--output-dir", str(folder / "too-many" / "output")]
+        options = ["--max-steps", "1", "--set", f"{name}=true"]
+        programs[f"{name} set"] = ([*arguments, *options], str(folder / "too-many" / "train.py"))
     run_python(DRIVER, json.dumps(programs), str(folder / "reports.json"))
     return folder
 
@@ -483,6 +487,16 @@ def test_a_plan_for_another_model_is_refused(runs: Path) -> None:
         "SystemExit: LlamaForCausalLM has 4 layers that can be checkpointed, of 4, and the plan is for 5 of "
         "them. Set 'checkpoint_plan' to 'interval' in this file, or train the model it is for."
     )
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_what_is_set_of_checkpointing_goes_over_a_plan(runs: Path, name: str) -> None:
+    report = json.loads((runs / "reports.json").read_text())[f"{name} set"]
+    assert (report["problem"], report["num_checkpoints"]) == (
+        "",
+        NUM_LAYERS * TOO_MANY.gradient_accumulation_steps,
+    )
+    assert f"--set {name}=true is not what was chosen" in report["printed"]
 
 
 def test_answers_in_a_template_that_trl_does_not_know_are_refused(runs: Path) -> None:

@@ -351,14 +351,15 @@ def test_what_a_long_run_sets(
 ) -> None:
     """Options, --set, and a run that is taken up again where it ended."""
     options = ["--eval-split", "0.25", "--warmup-steps", "0.5", "--save-limit", "1", "--set"]
-    run(here, words(folder, "long", *options, "max_grad_norm=0.5", "--max-steps", "4"))
+    former = ["--set", "gradient_checkpointing=true"]
+    run(here, words(folder, "long", *options, "max_grad_norm=0.5", *former, "--max-steps", "4"))
     shown = capsys.readouterr().out
     assert shown.count("'eval_loss'") == 4  # a tenth of the run, which is a step at least
     rates = re.findall(r"'learning_rate': '([^']*)'", shown)
     assert list(map(float, rates)) == [0, 0.005, 0.01, 0.005]
     assert [path.name for path in (folder / "long").glob("checkpoint-*")] == ["checkpoint-4"]
     saved = torch.load(folder / "long" / "training_args.bin", weights_only=False)
-    assert saved.max_grad_norm == 0.5
+    assert (saved.max_grad_norm, saved.activation_checkpointing) == (0.5, True)
     run(
         here,
         words(
@@ -369,8 +370,8 @@ def test_what_a_long_run_sets(
             "--max-steps",
             "6",
             "--resume",
-            "--save-steps",
-            "2",
+            "--set",
+            "save_steps=2",
         ),
     )
     shown = capsys.readouterr().out
