@@ -171,7 +171,11 @@ def save_model(folder: Path, values: dict[str, Any], kind: str = "AutoModelForCa
     tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        eos_token="[EOS]",
+        mask_token="[UNK]",
     ).save_pretrained(folder)
 
 
@@ -225,6 +229,7 @@ def trace_of(
     task: str = CAUSAL,
     length: int = LENGTH,
     sees: Media | None = None,
+    teacher: str = "null",
 ) -> Trace:
     from autotune.worker.build.model import load_config
     from autotune.worker.trace.cuda import Device
@@ -240,6 +245,7 @@ def trace_of(
         sequence_length=length,
         device=Device(compute_capability=capability, **card),
         sees=sees,
+        teacher=None if teacher == "null" else load_config(json.loads(teacher)),
     )
     return Trace(json.loads(json.dumps(answer)))
 
