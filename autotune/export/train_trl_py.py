@@ -109,8 +109,8 @@ _REWARD_OPTION = """\
 _REWARDS = """\
     if not options.reward:
         sys.exit(
-            "Nothing says what completions are worth: --reward FILE.py:FUNCTION, or one of TRL's, such as "
-            "--reward trl.rewards:think_format_reward."
+            "Nothing says what completions are worth: --reward FILE.py:FUNCTION, or one of TRL's where its "
+            "samples have what it reads, such as --reward trl.rewards:think_format_reward for chats."
         )
     rewards = [function_of(name) for name in options.reward]
 """
