@@ -109,8 +109,6 @@ def _chosen(formats: tuple[str, ...], stored: StoredAnswer) -> list[Exporter]:
     for name, reason in reasons.items():
         if reason and EVERY not in formats:
             raise ConfigError(f'The answer of "{stored.study}" has no {name} file', why=reason)
-        if reason:
-            say(f"note: no {ALL[name].filename}. {reason}")
     return [ALL[name] for name in wanted if not reasons[name]]
 
 

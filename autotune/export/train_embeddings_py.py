@@ -127,7 +127,7 @@ def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
 def lacks(workload: Workload) -> str:
     if workload.task in EMBEDDERS:
         return ""
-    return f"{_CLASSES.class_name} trains on {_CLASSES.trains_on} only"
+    return f"{_CLASSES.class_name} trains only on {_CLASSES.trains_on}"
 
 
 EXPORTER = Exporter(

@@ -7,7 +7,6 @@ products, which Python can say.
 from __future__ import annotations
 
 import functools
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -143,13 +142,17 @@ _NEEDED = {
 }
 """Prompts that are needed at a time, by whether completions are rewarded."""
 _MAKES_TRAINER = """\
-    trainer = {trainer}(
-        model,
-        args=arguments,
-        train_dataset=rows,
-{further}        peft_config=adapter,
-        quantization_config=unpacked or quantization,
-    )
+    try:
+        trainer = {trainer}(
+            model,
+            args=arguments,
+            train_dataset=rows,
+{further}            peft_config=adapter,
+            quantization_config=unpacked or quantization,
+        )
+    except KeyError as error:
+        there = ", ".join(rows.column_names)
+        sys.exit(f"{{options.dataset}} has no field {{error}}, but {{there}}: it needs {columns}.")
 """
 _OR_SAYS_WHY_NOT = """\
     except ValueError as error:  # such as a chat template of which TRL has no form that marks the answers
@@ -202,28 +205,28 @@ def write(
     if cuts := config.batching == BY_TOKENS:
         imports.append(f"\n\n{cutting_code()}\n")
         kind = f"by_tokens({kind}, {config.sequence_length})"
-    further = "        reward_funcs=rewards,\n" if row.is_rewarded else ""
+    further = "            reward_funcs=rewards,\n" if row.is_rewarded else ""
     taught = ""
     if workload.teacher is not None:
-        further = "        teacher_model=teacher,\n"
+        further = "            teacher_model=teacher,\n"
         taught = f"teacher = {model_reference(workload.teacher.name)!a}\n"
         compute_dtype = PRECISIONS[config.precision].compute_dtype
         values["teacher_model_init_kwargs"] = _loading(config, compute_dtype)
-    makes_trainer = _MAKES_TRAINER.format(trainer=kind, further=further)
+    columns = _COLUMNS_BESIDE_PICTURES if sees else row.fields
+    makes_trainer = _MAKES_TRAINER.format(trainer=kind, further=further, columns=columns)
     if values.get("assistant_only_loss"):
-        tried = textwrap.indent(makes_trainer, "    ")
-        makes_trainer = f"    try:\n{tried}{_OR_SAYS_WHY_NOT}"
+        makes_trainer += _OR_SAYS_WHY_NOT
     lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
-        columns=_COLUMNS_BESIDE_PICTURES if sees else row.fields,
-        rows_code=_rows_code(row, config, sees=sees),
+        columns=columns,
         functions=(_OF_REWARDS if row.is_rewarded else "") + (_NUM_TOKENS if writes else ""),
         options=_REWARD_OPTION if row.is_rewarded else "",
         rewards=(_REWARDS if row.is_rewarded else "") + _VLLM * config.writes_with_vllm,
         teacher=taught,
         models="(model, teacher)" if taught else "(model,)",
         makes_trainer=makes_trainer,
+        rows_code=_rows_code(row, config, sees=sees),
         rewarded=" --reward FILE.py:FUNCTION" if row.is_rewarded else "",
         tokenizer=", AutoTokenizer" if writes else "",
         filename=f"train_{row.command}.py",

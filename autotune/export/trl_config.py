@@ -59,7 +59,7 @@ def lacks(workload: Workload, row: Trainer = SFT) -> str:
         return ""
     if workload.task == PICTURES and not row.task:
         return f"trl {row.command} loads no model that sees: train_{row.command}.py does"
-    return f"{row.class_name} trains {f'on {row.trains_on}' if row.task else 'causal language models'} only"
+    return f"{row.class_name} trains only {f'on {row.trains_on}' if row.task else 'causal language models'}"
 
 
 def write(

@@ -418,6 +418,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
         path.write_text(content, encoding="utf-8", errors="surrogateescape")
         program = "padded" if name == "late" else "full"
         programs[name] = (["--dataset", str(path)], str(folder / program / "train.py"))
+    program = str(folder / "full" / "exports" / "train_sft.py")
+    programs["no-field-for-trl"] = ([str(folder / "no-field.jsonl")], program)
     chats = folder / "chats.jsonl"
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHAT))
     for name, config in CHAT_RUNS.items():
@@ -714,6 +716,18 @@ def test_training_arguments_load(tmp_path: Path) -> None:
 def test_bad_data_is_explained(runs: Path, name: str) -> None:
     report = json.loads((runs / "reports.json").read_text())[name]
     assert BAD_DATA[name][2] in report["problem"].splitlines()[-1]
+    assert "SystemExit" in report["problem"]
+
+
+def test_fields_that_trl_does_not_read_are_named(runs: Path) -> None:
+    report = json.loads((runs / "reports.json").read_text())["no-field-for-trl"]
+    assert (
+        report["problem"]
+        .splitlines()[-1]
+        .endswith(
+            "has no field 'text', but body: it needs messages, prompt and completion, or a text."
+        )
+    )
     assert "SystemExit" in report["problem"]
 
 

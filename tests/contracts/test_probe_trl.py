@@ -148,5 +148,5 @@ def test_it_trains_its_own_task_alone(trainer: str) -> None:
     measured, row = run(of(trainer)), TRAINERS[trainer]
     assert measured.outcome == "invalid"
     assert (
-        measured.message == f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
+        measured.message == f"{row.class_name} trains only on {row.trains_on} (--task {row.task})"
     )

@@ -87,7 +87,8 @@ def test_all_is_everything_that_the_answer_has(run: Export) -> None:
     exporters = export.exporters_for(answers.CONFIG, answers.WORKLOAD)
     assert files("out") == {exporter.filename for exporter in exporters}
     assert "torchtune.yaml" in files("out")
-    assert "note: no adapter_config.json. It cannot express this configuration" in err
+    assert not Path("out/adapter_config.json").exists()
+    assert "note: no " not in err
     assert "apart: Trainer's arguments in training_args.json" in err
 
 

@@ -36,7 +36,7 @@ def trainer_class(config: TrainConfig, task: str) -> type[Trainer]:
     row = TRAINERS[config.trainer]
     if row.task and task != row.task:
         raise UnsupportedModel(
-            f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
+            f"{row.class_name} trains only on {row.trains_on} (--task {row.task})"
         )
     if not row.task and task not in (CAUSAL, PICTURES):
         raise UnsupportedModel(f"{row.class_name} trains causal language models only")

@@ -63,7 +63,7 @@ def prepare(model: Any, task: str, spec: TraceSpec) -> nn.Module | None:
     row, step = TRAINERS[spec.trainer], STEPS[spec.trainer]
     if task != row.task:
         raise UnsupportedModel(
-            f"{row.class_name} trains on {row.trains_on} only (--task {row.task})"
+            f"{row.class_name} trains only on {row.trains_on} (--task {row.task})"
         )
     class_of(row)  # Imported here, since an import may keep a step's tensors.
     from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
