@@ -24,6 +24,7 @@ Known limitations
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autotune.memory.pools import (
@@ -82,6 +83,15 @@ class Tape:
         self.categories.append(category)
         self.events.append(index)
         return index
+
+    def alloc_all(self, sizes: Sequence[int], category: str) -> range:
+        """Append the allocations of tensors of one category; return their indices."""
+        assert category in CATEGORIES, category
+        indices = range(len(self.sizes), len(self.sizes) + len(sizes))
+        self.sizes += sizes
+        self.categories += [category] * len(sizes)
+        self.events += indices
+        return indices
 
     def free(self, index: int) -> None:
         """Append the free of tensor `index`."""

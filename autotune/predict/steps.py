@@ -272,7 +272,7 @@ class _KeptByTrainer:
         if isinstance(self._trace, SharedTrace):
             for tensor in self._trace.of_losses:
                 size = self._sizes[tensor]
-                self._with_losses += [self.tape.alloc(size, "activation") for _ in range(num)]
+                self._with_losses += self.tape.alloc_all(num * [size], "activation")
 
     def _fetch(self) -> None:
         tape, sizes = self.tape, self._sizes
@@ -282,18 +282,16 @@ class _KeptByTrainer:
         further = chain.from_iterable(together(size, num_further) for size in batch)
         if not self._step and isinstance(self._trace, SharedTrace):
             for tensor in self._trace.of_micro_batches:
-                sizes_of_all = (*num_alone * [sizes[tensor]], *together(sizes[tensor], num_further))
-                for size in sizes_of_all:
-                    tape.alloc(size, "activation")
-        fetched = [tape.alloc(size, "activation") for size in (*num_alone * batch, *further)]
+                each = num_alone * [sizes[tensor]] + together(sizes[tensor], num_further)
+                tape.alloc_all(each, "activation")
+        fetched = tape.alloc_all([*num_alone * batch, *further], "activation")
         counted = {}
         for event in self._trace.count:
             if event >= 0:
                 counted[event] = tape.alloc(sizes[event], "temporary")
             else:
                 tape.free(counted.pop(~event))
-        for tensor in self._fetched:
-            tape.free(tensor)
+        tape.events += [~tensor for tensor in self._fetched]
         self._fetched = [*fetched, *counted.values()]
 
     def _written(self) -> Order:
