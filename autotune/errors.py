@@ -79,10 +79,10 @@ class StorageError(AutotuneError):
     exit_code = 6
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], *, lists: bool = True) -> str:
     """Return the sentence that helps with an unknown name: the nearest known ones, else a list.
 
-    Case is ignored when comparing. Empty when nothing is known.
+    Case is ignored when comparing. Empty when nothing is known, or none is near and `lists` is False.
     """
     names = sorted(set(known))
     by_folded = {candidate.casefold(): candidate for candidate in names}
@@ -93,7 +93,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = list(dict.fromkeys([*sorted(begun, key=len), *alike]))[:3]
     if close:
         return "Did you mean " + " or ".join(f'"{_cut(by_folded[each])}"' for each in close) + "?"
-    if not names:
+    if not names or not lists:
         return ""
     more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
     return "Known: " + ", ".join(map(_cut, names[:_MAX_LISTED])) + more + "."
@@ -113,3 +113,8 @@ def first_line(error: BaseException, most: int = 300) -> str:
         return line
     start = line[: most - len(_DOTS)]
     return (start.rpartition(" ")[0] or start) + _DOTS
+
+
+def first_sentence(error: BaseException, most: int = 200) -> str:
+    """Return the first sentence of what another library's error says, without its full stop."""
+    return first_line(error, most).partition(". ")[0].rstrip(" .:")

@@ -85,3 +85,6 @@ def test_what_a_library_says_is_cut_between_words() -> None:
     assert errors.first_line(error) == "Can't load the processor of a model."
     assert errors.first_line(error, 24) == "Can't load the ..."
     assert errors.first_line(OSError("x" * 400), 24) == 20 * "x" + " ..."
+    assert (
+        errors.first_sentence(OSError("Can't load it. If you were to, be sure")) == "Can't load it"
+    )

@@ -601,7 +601,7 @@ def _too_large(shown: str) -> ConfigError:
 def _download(hub_id: str) -> Path:
     """Fetch config.json into the Hub's cache; without network, take the copy that is there."""
     import huggingface_hub
-    from huggingface_hub import errors
+    from huggingface_hub import constants, errors
 
     url = huggingface_hub.hf_hub_url(hub_id, CONFIG_NAME)
     try:
@@ -636,9 +636,12 @@ def _download(hub_id: str) -> Path:
         cached = huggingface_hub.try_to_load_from_cache(hub_id, CONFIG_NAME)
         if isinstance(cached, str):
             return Path(cached)
+        why = f"the Hub did not answer ({first_line(error, 160)})"
+        if constants.HF_HUB_OFFLINE:
+            why = "HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE keeps the Hub from being asked"
         raise ConfigError(
             f"The configuration of {hub_id} could not be fetched",
-            why=f"It is not in the catalogue, and the Hub did not answer ({first_line(error, 160)})",
+            why=f"It is not in the catalogue, and {why}",
             remedy=f"Connect, or give a folder or file that has its {CONFIG_NAME}. "
             f"{_known(hub_id)}",
         ) from error
@@ -662,7 +665,8 @@ def _known(model: str) -> str:
         names = [entry.hub_id for entry in catalogue()]
     else:
         names = [entry.short_name for entry in catalogue()]
-    return f"{nearest(model, names)} List the catalogue with: autotune models"
+    alike = nearest(model, names, lists=False)
+    return f"{alike} List the catalogue with: autotune models".lstrip()
 
 
 def _shown(name: str) -> str:

@@ -32,7 +32,10 @@ def estimate(
     context: int | None,
     **settings: Any,
 ) -> None:
-    """Predict memory and speed of one configuration."""
+    """Predict memory and speed of one configuration.
+
+    Example: autotune estimate --model Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --micro-batch 4
+    """
     from autotune.records.estimate import SCHEMA_VERSION
     from autotune.report import terminal
     from autotune.report.explain import explain as explain_estimate

@@ -135,7 +135,10 @@ def find(
     as_json: bool,
     **typed: Any,
 ) -> None:
-    """Find the fastest configuration that fits, and write it as files that a trainer loads."""
+    """Find the fastest configuration that fits, and write it as files that a trainer loads.
+
+    Example: autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB --dataset data.jsonl
+    """
     from autotune.search import ahead
 
     for name in _OF_A_BASE:
@@ -222,6 +225,7 @@ def _find(
                 sys.stdout,
                 answer=found.answer,
                 dataset=str(question.dataset or ""),
+                tokenizer=str(question.tokenizer or ""),
                 report=report,
                 command=delivered.command,
                 unsaid=delivered.unsaid,

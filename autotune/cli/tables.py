@@ -20,14 +20,15 @@ def gpus() -> None:
 @click.command()
 def models() -> None:
     """List the models that need no network. Others: a Hub id, a folder or a config.json."""
-    from autotune.catalogue.models import catalogue
+    from autotune.catalogue.models import catalogue, resolve
     from autotune.common.units import format_count
     from autotune.report import terminal
 
     rows = [
-        (entry.hub_id, format_count(entry.num_parameters), entry.notes) for entry in catalogue()
+        (entry.hub_id, format_count(entry.num_parameters), resolve(entry.hub_id).task)
+        for entry in catalogue()
     ]
-    terminal.draw_table(("model", "parameters>", "notes"), rows, sys.stdout)
+    terminal.draw_table(("model", "parameters>", "--task"), rows, sys.stdout, is_list=True)
 
 
 @click.command()

@@ -282,18 +282,8 @@ def _refusal(
         )
     elif pictures is not None and pictures.seconds:
         remedy = "Give another --audio-seconds, model, method or precision"
-    elif _is_resized(model, pictures):
-        remedy = "Leave --image-size out: the model's own is read then"
     why = reason[:1].upper() + reason[1:]
     return ConfigError(f"{model.name} cannot be traced", why=why, remedy=remedy)
-
-
-def _is_resized(model: ModelSource, pictures: Media | None) -> bool:
-    """Whether pictures that are all a model reads have another size than it was made for."""
-    side = model.config.get("image_size")
-    if pictures is None or pictures.is_in_text or not isinstance(side, int):
-        return False
-    return (pictures.width, pictures.height) != (side, side)
 
 
 def of_card(gpu: Gpu) -> dict[str, Any]:

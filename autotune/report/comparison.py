@@ -23,10 +23,11 @@ _MISSING = "-"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Speed and peak of each answer, all predicted or all measured; None where that was not done."""
+    """Speed and memory of each answer, all predicted or all measured; None where that was not done."""
 
     tokens_per_second: tuple[float | None, ...]
-    peak_device_bytes: tuple[int | None, ...]
+    memory_bytes: tuple[int | None, ...]
+    """Bytes that have to be on the card at the peak, without paged state that gives way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +108,14 @@ def _said(name: str, value: Any) -> Any:
 def _figures(found: Sequence[Estimate | Measurement | None]) -> Figures:
     return Figures(
         tokens_per_second=tuple(None if f is None else f.tokens_per_second for f in found),
-        peak_device_bytes=tuple(None if f is None else f.peak_device_bytes for f in found),
+        memory_bytes=tuple(map(_memory, found)),
     )
+
+
+def _memory(found: Estimate | Measurement | None) -> int | None:
+    if isinstance(found, Estimate):
+        return found.resident_bytes
+    return None if found is None else found.peak_device_bytes
 
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
@@ -123,7 +130,7 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
         ("predicted", comparison.predicted),
         ("measured", comparison.measured),
     ):
-        speeds, peaks = figures.tokens_per_second, figures.peak_device_bytes
+        speeds, peaks = figures.tokens_per_second, figures.memory_bytes
         if any(speed is not None for speed in speeds):
             heading, said = headed(speeds, comparison.speed_units)
             gains = _gains(speeds, comparison.speed_units)

@@ -16,6 +16,7 @@ from autotune.report import html
 from autotune.report.answer_files import AnswerFiles
 from autotune.report.data import collect
 from autotune.report.files import write
+from autotune.report.terminal import REPORT
 from autotune.search.find import Finding
 from autotune.store import optuna_study, predicted_trials, stored_answers
 from autotune.store.database import damage_explained, parse_url
@@ -25,9 +26,6 @@ from autotune.store.recommendations import (
     question_key,
     reason_for,
 )
-
-REPORT = "report.html"
-
 
 MAX_TRIALS_OF_PAGE = 1000
 """Reading and drawing so many takes under a second."""

@@ -215,7 +215,7 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
             ("activations", alive["activation"]),
             ("logits", alive["logits"]),
             ("other", alive["temporary"] + alive["workspace"]),
-            ("cached, CUDA", total_bytes - sum(alive.values())),
+            ("cached and CUDA", total_bytes - sum(alive.values())),
         )
         drawn.append(
             Bar(

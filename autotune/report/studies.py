@@ -56,14 +56,16 @@ def draw_stored(
     versions = ", ".join(f"{name} {version}" for name, version in stored.versions.items())
     trials = "; ".join(trials_in_words(evidence, of) for evidence, of in counts.items() if of)
     rows = [
-        ("command", printable(stored.command) or "unknown"),
+        ("command", printable(stored.command).replace(" ", words.GLUE) or "unknown"),
         ("trials", printable(trials) or "none"),
         ("versions", printable(versions) or "unknown"),
     ]
     rows += [(name, printable(said).replace(" ", words.GLUE)) for name, said in commands.items()]
     print(file=file)
     terminal.draw_rows(rows, file)
-    files = [Path(path) for path in stored.files if Path(path).exists()]
+    written = [Path(path) for path in stored.files]
+    reports = [path.with_name(terminal.REPORT) for path in written[:1]]
+    files = [path for path in (*written, *reports) if path.exists()]
     terminal.draw_outcome(files, place, file, answer=stored.answer)
 
 

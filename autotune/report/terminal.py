@@ -7,6 +7,7 @@ escaped, and never as markup. Colours go to terminals only, and not where NO_COL
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import textwrap
 from collections import Counter
@@ -41,6 +42,8 @@ NARROW_COLUMNS = 60
 """Fewest columns of a terminal for a table that breaks words: with fewer, each row is a list. [judgement]"""
 
 _LABEL_WIDTH = 9
+REPORT = "report.html"
+"""The file of the report, beside those of the answer."""
 _PROGRAMS = ("train.py", *{f"train_{row.command}.py" for row in BY_TASK.values()}, "train_sft.py")
 
 Row = tuple[str, str] | tuple[str, str, str]
@@ -122,7 +125,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
     if text := words.predicted_compilation(answer):
         rows.append(("compile", text))
     if answer.widened:
-        rows.append(("", words.widened(answer)))
+        rows.append(("class", words.widened(answer)))
     rows += [("note", note) for note in words.notes(answer)]
     if text := tips.tip(answer):
         rows.append(("tip", text))
@@ -140,15 +143,16 @@ def draw_outcome(
     *,
     answer: Answer | None = None,
     dataset: str = "",
+    tokenizer: str = "",
     report: str = "",
     command: str = "",
     unsaid: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
     """Draw where files were written, what to do next, and what a prediction leaves out.
 
-    No files, or an empty study: they could not be written. `answer`: what the files are of; `dataset`: the
-    one that was given. `report`: the command that draws one; `command`: the one that trains, where it is not
-    train.py. `unsaid`: settings that some files do not carry, and which.
+    No files, or an empty study: they could not be written. `answer`: what the files are of; `dataset`,
+    `tokenizer`: those that were given. `report`: the command that draws one; `command`: the one that trains,
+    where it is not train.py. `unsaid`: settings that some files do not carry, and which.
     """
     # A configuration alone cannot be trained.
     needs_model = answer is not None and os.path.isfile(model_reference(answer.workload.model))
@@ -172,7 +176,7 @@ def draw_outcome(
         rows.append(("report", printable(report).replace(" ", words.GLUE)))
     train = next((path for path in files if path.name in _PROGRAMS), None)
     if not command and train is not None:
-        command = _of_program(train, files, dataset, needs_model=needs_model)
+        command = _of_program(train, files, dataset, tokenizer, needs_model=needs_model)
     if command and answer is not None and requirements.of_vllm(answer.best.config):
         command = f"pip install '{requirements.VLLM}' && {command}"
     if command:
@@ -193,12 +197,13 @@ _REWARDED = {f"train_{row.command}.py" for row in BY_TASK.values() if row.is_rew
 
 
 def _of_program(
-    path: Path, files: Sequence[Path], dataset: str = "", *, needs_model: bool = False
+    path: Path, files: Sequence[Path], dataset: str, tokenizer: str, *, needs_model: bool
 ) -> str:
     """The command that trains with our own script, from the folder where `find` was typed."""
     program, names = shlex.quote(str(path)), {other.name for other in files}
     if "deepspeed.json" in names:  # accelerate looks for it where the launch is typed.
-        folder, program, dataset = path.parent, path.name, _seen_from(path.parent, dataset)
+        folder, program = path.parent, path.name
+        dataset, tokenizer = _seen_from(folder, dataset), _seen_from(folder, tokenizer)
         launch = f"cd {shlex.quote(str(folder))} && accelerate launch --config_file accelerate_config.yaml"
     elif "accelerate_config.yaml" in names:
         config = shlex.quote(str(path.with_name("accelerate_config.yaml")))
@@ -208,6 +213,7 @@ def _of_program(
     options = shlex.quote(dataset) if dataset else "FILE.jsonl"
     if path.name == "train.py":
         options = f"--dataset {options}" + " --model FOLDER" * needs_model
+        options += f" --tokenizer {shlex.quote(tokenizer)}" if tokenizer else ""
     if path.name in _REWARDED:
         options += " --reward FILE.py:FUNCTION"
     return f"{launch} {program} {options}"
@@ -334,8 +340,9 @@ def draw_gpus(here: Sequence[Gpu], known: Sequence[Gpu], file: TextIO) -> None:
     console = console_on(file)
     found = ", ".join(f"{card.name} ({format_bytes(card.capacity_bytes)})" for card in here)
     console.print(printable(f"Here: {found or 'no CUDA GPU'}"), soft_wrap=True)
-    headers = ("--gpu", "name", "GiB>", "GB/s>", "TFLOP/s 16 bits>", "CUDA>")
-    draw_table(headers, map(_gpu_cells, known), file)
+    headers = ("--gpu", "GiB>", "GB/s>", "TFLOP/s>", "CUDA>")
+    draw_table(headers, map(_gpu_cells, known), file, is_list=True)
+    console.print("TFLOP/s: of 16 bits; CUDA: the compute capability")
 
 
 def _gpu_cells(card: Gpu) -> tuple[str, ...]:
@@ -345,7 +352,6 @@ def _gpu_cells(card: Gpu) -> tuple[str, ...]:
     capability = card.compute_capability
     return (
         card.slug,
-        card.name,
         f"{card.capacity_bytes / GIB:.1f}",
         "unknown" if bandwidth is None else f"{bandwidth / 1e9:,.0f}",
         "unknown" if peak is None else f"{peak / 1e12:,.0f}",
@@ -358,21 +364,47 @@ def draw_table(
 ) -> None:
     """Draw a plain table; a column whose header ends in `>` is aligned to the right.
 
-    `is_list`: the first column has names that are typed again. A pipe gets a line per row, and a
-    terminal unbroken names, as long as they take half of it at most.
+    `is_list`: the first column has names that are typed again and stay unbroken. A pipe gets a line per
+    row; on a terminal names that would take more than half of it stand above their row.
     """
     from rich.cells import cell_len
 
     console, table = console_on(file), _table(*headers)
-    widths = list(map(len, headers))
+    widths = [len(header.removesuffix(">")) for header in headers]
     for row in rows:
         _add_row(table, row)
         widths = [max(w, cell_len(printable(cell))) for w, cell in zip(widths, row, strict=True)]
     if is_list:
         if not (file.isatty() or os.environ.get("COLUMNS")):
             console.width = sum(widths) + 2 * len(widths)
-        table.columns[0].no_wrap = widths[0] <= console.width // 2
+        table.columns[0].no_wrap = True
+        is_wide = (
+            widths[0] > console.width // 2 and sum(widths) + 2 * len(widths) - 2 > console.width
+        )
+        if is_wide and console.width >= NARROW_COLUMNS:
+            _print_under_names(console, table, widths)
+            return
     _print_table(console, table)
+
+
+def _print_under_names(console: Console, table: Table, widths: Sequence[int]) -> None:
+    """Print each row below its first cell, which has lines of its own; a wide second one is folded."""
+    from rich.padding import Padding
+    from rich.table import Table
+
+    others = table.columns[1:]
+    rest = sum(widths[2:]) + 2 * len(others)
+    fitting = [min(widths[1], console.width - rest), *widths[2:]]
+    headers = [column.header for column in table.columns]
+    rows = zip(*(column.cells for column in table.columns), strict=True)
+    for number, (name, *cells) in enumerate([headers, *rows]):
+        style = "" if number else "dim"
+        row = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+        for column, width in zip(others, fitting, strict=True):
+            row.add_column(width=width, justify=column.justify, overflow="fold", style=style)
+        row.add_row(*cells)
+        console.print(name, style=style, soft_wrap=True)
+        console.print(Padding(row, (0, 0, 0, 2)))
 
 
 def console_on(file: TextIO) -> Console:
@@ -448,17 +480,21 @@ def _print_header(
     console.print(Text.assemble((words.model_name(model), "bold"), size, evidence))
 
 
+_UNIT = re.compile(r"(?<=\d) (?=(?:%|[KMGT]i?B|B|us|ms|s|min|h|x \d[\d,]*)(?![\w]))")
+"""The space between a number and its unit, and before what it is multiplied by."""
+
+
 def _print_rows(console: Console, rows: Iterable[Row]) -> None:
     """Print a column of labels, and text that wraps beside it.
 
-    A path too long for the line stays whole.
+    A path too long for the line stays whole, and a number stays with its unit.
     """
     from rich.text import Text
 
     width = max(console.width - _LABEL_WIDTH, 20)
     for label, text, *style in rows:
-        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-        for line in lines:
+        glued = _UNIT.sub(words.GLUE, text)
+        for line in textwrap.wrap(glued, width, break_long_words=False, break_on_hyphens=False):
             line = line.replace(words.GLUE, " ")
             row = Text.assemble((f"{label:<{_LABEL_WIDTH}}", "dim"), (line, "".join(style)))
             console.print(row, soft_wrap=True)

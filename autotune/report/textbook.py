@@ -192,7 +192,9 @@ def draw_textbook(book: Textbook, file: TextIO) -> None:
     terminal.draw_rows(rows, file)
     file.write("\n")
     headers = ("GB (10^9)", "keeps>", "taught>", "exactly>", "sum>", "peak>", "peak less the sum")
-    terminal.draw_table(headers, (_cells(row, letter) for row in book.optimizers), file)
+    terminal.draw_table(
+        headers, (_cells(row, letter) for row in book.optimizers), file, is_list=True
+    )
 
 
 def _quoted(book: Textbook, letter: str) -> str:

@@ -112,7 +112,7 @@ def batch(config: TrainConfig) -> str:
     if config.sequence_length == 1:
         return counted(config.effective_batch_size, "sample")
     if config.rows_per_sample == 1:
-        return f"{config.effective_batch_size} x {config.sequence_length:,}"
+        return f"{config.effective_batch_size:,} x {config.sequence_length:,}"
     pairs = counted(config.effective_batch_size, TRAINERS[config.trainer].sample)
     return f"{pairs} of {config.rows_per_sample} x {config.sequence_length:,}"
 
@@ -675,7 +675,7 @@ def sureness(answer: Answer) -> str:
     if sure is None:
         return ""
     share = 100 * NOISE
-    said = f"{100 * sure.odds:.0f} % that nothing else is faster by more than {share:.0f} %"
+    said = f"{100 * sure.odds:.0f} % that nothing else of its class is faster by more than {share:.0f} %"
     if sure.rival is None:
         return said
     rival = difference(sure.rival.config, answer.best.config)

@@ -428,9 +428,8 @@ def check_rules(
     )
     rules = broken_rules(config, context)
     if rules:
-        raise ConfigError(
-            f"{what} cannot work", why="; ".join(f"{rule.reason} ({rule.name})" for rule in rules)
-        )
+        reasons = "; ".join(f"{rule.reason} ({rule.name})" for rule in rules)
+        raise ConfigError(f"{what} cannot work: {reasons}")
 
 
 def card_here(name: str | None, size: str | None) -> ChosenCard:

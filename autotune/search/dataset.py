@@ -68,7 +68,10 @@ def read_dataset(
         )
     if answer["unread"]:
         names = " and ".join(answer["unread"])
-        note(f"{names} of the samples: not trained on, since {answer['format']} has other fields.")
+        note(
+            f"{names} of the samples: no part of the format {answer['format']}, so not trained on "
+            "(--format names another)."
+        )
     lengths = Lengths.of(
         {length + beside: count for length, count in answer["counts"]},
         sequence_length,

@@ -188,7 +188,7 @@ KNOBS: dict[str, Knob] = {
             choices=(INTERVAL, *CHECKPOINT_PLANS),
             flag="--checkpoint-plan",
             summary="What the first layers (--checkpoint-layers) and the others keep, beside --checkpointing "
-            "full [default: interval, none].",
+            "full [default: interval, which is no plan].",
         ),
         Knob(
             name="checkpoint_layers",
@@ -452,7 +452,8 @@ KNOBS: dict[str, Knob] = {
             words=lambda number: f"{number} completion{'s' * (number != 1)} a prompt",
             flag="--num-generations",
             metavar="N",
-            summary="Completions of each prompt, whose rewards are compared [default: none; grpo 8, rloo 2].",
+            summary="Completions of each prompt, whose rewards are compared "
+            "[default: none; with grpo 8, with rloo 2].",
         ),
         Knob(
             name="max_completion_length",
@@ -466,7 +467,7 @@ KNOBS: dict[str, Knob] = {
             flag="--max-completion",
             metavar="N",
             summary="Tokens of a completion, of those of --seq-len "
-            "[default: none; else 512, or the half where --seq-len is less].",
+            "[default: none; where a task has some, 512, or half of --seq-len if that is less].",
         ),
         Knob(
             name="kl_beta",
@@ -479,7 +480,7 @@ KNOBS: dict[str, Knob] = {
             flag="--kl-beta",
             metavar="BETA",
             summary="Weight of the divergence from a frozen reference, 0: there is none "
-            "[default: none; grpo 0, rloo 0.05].",
+            "[default: none; with grpo 0, with rloo 0.05].",
         ),
         Knob(
             name="num_iterations",
@@ -505,7 +506,8 @@ KNOBS: dict[str, Knob] = {
             words=lambda number: f"{number} micro-batch{'es' * (number > 1)} written at a time",
             flag="--steps-per-generation",
             metavar="N",
-            summary="Micro-batches whose completions are written at a time [default: none, all of a step].",
+            summary="Micro-batches whose completions are written at a time "
+            "[default: none, which is all of a step's].",
         ),
         Knob(
             # Its mathematics: whether vLLM writes at all, of space.tradeoffs.

@@ -16,7 +16,7 @@ class SpaceChange:
     why: str
     """The reason: an option, the model, the base, what is installed."""
     what: tuple[str, ...]
-    """Each difference in words, such as `lora: attention sdpa, eager -> eager`."""
+    """Each difference in words, such as `lora: attention: sdpa, eager -> eager`."""
 
     def __str__(self) -> str:
         return f"{self.why}: {'; '.join(self.what)}"
@@ -39,12 +39,12 @@ class Changing:
 def _differences(before: SearchSpace, after: SearchSpace) -> Iterator[str]:
     old = {section.method: section for section in before.methods}
     new = {section.method: section for section in after.methods}
+    methods: dict[str, list[str]] = {}
     for method, section in old.items():
-        if method not in new:
-            yield f"{method} left out"
-        else:
-            yield from _of_section(section, new[method])
-    yield from (f"{method} added" for method in new if method not in old)
+        for change in _of_section(section, new[method]) if method in new else ["left out"]:
+            methods.setdefault(change, []).append(method)
+    yield from (f"{', '.join(of)}: {change}" for change, of in methods.items())
+    yield from (f"{method}: added" for method in new if method not in old)
 
 
 def _of_section(before: MethodSpace, after: MethodSpace) -> Iterator[str]:
@@ -57,4 +57,4 @@ def _of_section(before: MethodSpace, after: MethodSpace) -> Iterator[str]:
                 else ", ".join("none" if each is None else knob.words(each) for each in values)
                 for values in (old, new)
             ]
-            yield f"{before.method}: {name} {shown[0]} -> {shown[1]}"
+            yield f"{name}: {shown[0]} -> {shown[1]}"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import os
 import random
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
 from autotune.catalogue.tasks import CAUSAL
-from autotune.errors import first_line
+from autotune.errors import first_sentence
 from autotune.export.encode import IGNORED, Encoded, encode, has_words
 from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of
 from autotune.export.samples import (
@@ -160,10 +161,15 @@ def _load(kind: str, what: str, name: str) -> Any:
             name, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:
-        why = first_line(error, 200).rstrip(" .:")
-        raise UnusableData(
-            f"there is no {what} in local files for {name}: {why}", remedy
-        ) from error
+        missing = f"there is no {what} in local files for {name}"
+        if os.path.exists(name):
+            is_said = isinstance(
+                error, (OSError, ValueError)
+            )  # Others are of Transformers' own code.
+            why = f": {first_sentence(error)}" if is_said else ""
+            raise UnusableData(f"{missing}{why}", remedy) from error
+        fetch = f"import transformers; transformers.{kind}.from_pretrained('{name}')"
+        raise UnusableData(missing, f'Fetch it once: python -c "{fetch}"; or {remedy}') from error
     if kind in ("AutoProcessor", "AutoTokenizer") and not has_words(
         getattr(reader, "tokenizer", reader)
     ):

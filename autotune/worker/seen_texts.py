@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autotune.errors import first_line
+from autotune.errors import first_line, first_sentence
 from autotune.export.samples import UnusableData
 
 Size = tuple[int, int]
@@ -39,7 +39,7 @@ def counted(
 
         processor = _load(folder)
     except Exception as error:  # of whatever is missing in the model's folder
-        return {"unread": first_line(error, 200)}
+        return {"unread": first_sentence(error)}
     counts: Counter[int] = Counter()
     around: int | None = None
     for number, (row, sizes) in enumerate(samples):

@@ -846,8 +846,8 @@ def test_a_name_that_no_study_can_have_is_refused_before_the_search(
 @pytest.mark.parametrize(
     ("command", "parts"),
     [
-        ("gpus", ("Here: no CUDA GPU", "rtx-4070", "NVIDIA RTX 4070", "11.5", "504")),
-        ("models", ("Qwen/Qwen2.5-1.5B", "1.54 B")),
+        ("gpus", ("Here: no CUDA GPU", "\nrtx-4070 ", "11.5", "504", "8.9")),
+        ("models", ("Qwen/Qwen2.5-1.5B", "1.54 B", "causal-lm", "masked-lm")),
         ("spaces", ("default", "57,", "full, LoRA and QLoRA")),
     ],
 )

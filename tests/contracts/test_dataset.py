@@ -82,7 +82,8 @@ def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str)
             "good.txt",
             "word",
             {"tokenizer": "no/such-model"},
-            "There is no tokenizer in local files",
+            "There is no tokenizer in local files for no/such-model. Fetch it once: python -c "
+            "\"import transformers; transformers.AutoTokenizer.from_pretrained('no/such-model')\"; or ",
         ),
         ("good.txt", "word", {"tokenizer": "no/such-model"}, "--tokenizer names a folder"),
     ],
@@ -112,7 +113,9 @@ def test_chats_are_read_for_their_answers_and_refused_without_any(folder: Path) 
 
     write(*turns)
     read_dataset(question, source, "causal-lm", 100, note=said.append)
-    assert said == ["system of the samples: not trained on, since chat has other fields."]
+    assert said == [
+        "system of the samples: no part of the format chat, so not trained on (--format names another)."
+    ]
     write(turns[0])
     with pytest.raises(ConfigError, match=r"No sample has an answer. Nothing would be learnt"):
         read_dataset(question, source, "causal-lm", 100)

@@ -44,7 +44,7 @@ CELLS = {"tiny-30mb-seq64-full", "tiny-40mb-seq64-full"}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head without cards, a machine with this CPU and one with another; each has one card."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[client]'")
     with ray_cluster.started("night") as made:
         made.like_here = add_card(made)
         other = [str(ROOT / "tests" / "support" / "other_cpu"), os.environ["PYTHONPATH"]]

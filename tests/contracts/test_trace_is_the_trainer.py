@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -919,13 +920,22 @@ def run_case(case: Case, folder: Path) -> Run:
     ("length", "said"),
     [
         (100, "it masks spans of 10 positions, and a sample becomes 4: it needs longer ones"),
-        (5, "its samples are shorter than what its convolutions take"),
+        (5, "its samples are shorter than what its convolutions take (--image-size, "),
     ],
 )
 def test_a_sound_may_be_too_short(length: int, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(HEARD, "wav2vec2", ("input_values", (length,)))
-    with pytest.raises(models.UnsupportedModel, match=said) as refused:
+    with pytest.raises(models.UnsupportedModel, match=re.escape(said)) as refused:
         traced(CASES["wav2vec2 full audio-classification"])
+    assert not isinstance(refused.value, models.CrashedStep)
+
+
+def test_a_picture_may_have_another_size_than_the_model_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CONFIGS["vit"], "image_size", 64)
+    with pytest.raises(models.UnsupportedModel, match="leave --image-size out") as refused:
+        traced(CASES["vit micro-batch 1"])
     assert not isinstance(refused.value, models.CrashedStep)
 
 

@@ -44,7 +44,7 @@ def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     done = here.command("nightly", "--on", "auto", cwd=tiny_night(tmp_path))
     assert (done.returncode, done.stderr.count("\n")) == (ConfigError.exit_code, 1)
-    assert "pip install 'autotune-gpu[ray]'" in done.stderr
+    assert "pip install 'ray[client]'" in done.stderr
 
 
 @pytest.fixture

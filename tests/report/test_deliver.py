@@ -11,7 +11,8 @@ import answers
 import pytest
 
 from autotune.report import html
-from autotune.report.deliver import REPORT, deliver
+from autotune.report.deliver import deliver
+from autotune.report.terminal import REPORT
 from autotune.store import optuna_study, stored_answers
 from autotune.store.recommendations import Recommendation, open_recommendations, question_key
 

@@ -101,6 +101,7 @@ def test_trials_are_counted_by_how_they_ended(
 def test_a_kept_answer_says_what_made_it(tmp_path: Any) -> None:
     here = tmp_path / "result.json"
     here.write_text("{}")
+    (tmp_path / "report.html").touch()  # Made after the answer was kept.
     file = io.StringIO()
     studies.draw_stored(
         stored(files=(str(here), str(tmp_path / "gone.json"))),
@@ -110,7 +111,13 @@ def test_a_kept_answer_says_what_made_it(tmp_path: Any) -> None:
         file=file,
     )
     shown = " ".join(file.getvalue().split())
-    for part in ("autotune find", "2 predicted (2 fit)", "torch 2.13", "autotune report first"):
+    for part in (
+        "autotune find",
+        "2 predicted (2 fit)",
+        "torch 2.13",
+        "report first",
+        "report.html",
+    ):
         assert part in shown
     assert "measured (" not in shown
     assert "gone.json" not in shown
@@ -129,6 +136,7 @@ def test_answers_side_by_side_show_what_differs() -> None:
     faster = answers.estimate(
         dataclasses.replace(answers.CONFIG, activation_checkpointing=0), step_seconds=4.0
     )
+    faster = dataclasses.replace(faster, paged_in_bytes=GIB)  # Which gives way.
     lengths = Lengths(num_samples=10, num_tokens=9, num_kept_tokens=9, percentiles=(1,) * 101)
     workload = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=GIB, lengths=lengths)
     second = answers.answer(best=faster, workload=workload, measured=answers.measured())
@@ -147,7 +155,7 @@ def test_answers_side_by_side_show_what_differs() -> None:
     speeds = [answers.estimate().tokens_per_second, faster.tokens_per_second]
     assert speeds[1] == 2 * speeds[0]  # type: ignore[operator]
     assert told["predicted tokens/s"] == [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f} (+100 %)"]
-    assert told["predicted memory"] == ["10.00 GiB", "10.00 GiB"]
+    assert told["predicted memory"] == ["10.00 GiB", "9.00 GiB"]
     final = answers.measured().final
     # Against no first one there is no gain.
     assert told["measured tokens/s"] == ["-", f"{final.tokens_per_second:,.0f}"]

@@ -214,7 +214,8 @@ def test_how_sure_a_prediction_is() -> None:
     # 4,096 tokens/s, 1.28 standard deviations down and up.
     assert "speed 4,096 tokens/s (with 80 % 3,600 to 4,700);" in shown
     assert (
-        "sure 72 % that nothing else is faster by more than 2 %; with 6 % the fastest is" in shown
+        "sure 72 % that nothing else of its class is faster by more than 2 %; with 6 % the fastest is"
+        in shown
     )
     # A slow host makes steps longer, not shorter.
     late = dataclasses.replace(best, slow_spread=0.3, compile_seconds=(12.6, 61.8))
@@ -224,7 +225,7 @@ def test_how_sure_a_prediction_is() -> None:
     )
     alone = Sureness(odds=1.0, rival=None)
     shown = one_line(drawn(answers.answer(sureness=alone)))
-    assert "sure 100 % that nothing else is faster by more than 2 % " in shown
+    assert "sure 100 % that nothing else of its class is faster by more than 2 % " in shown
     assert "the fastest is" not in shown
 
 
@@ -433,6 +434,19 @@ def test_names_of_a_list_are_not_broken(width: int | None, monkeypatch: pytest.M
         assert max(map(len, lines)) <= width
 
 
+def test_names_that_would_fill_a_terminal_stand_above_their_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = io.StringIO()
+    rows = [("n" * 90, "m" * 60, "1"), ("short", "m", "1,234")]
+    terminal.draw_table(("study", "model", "trials>"), rows, file, is_list=True)
+    lines = [line.rstrip() for line in file.getvalue().splitlines()]
+    assert lines[0] == "study"
+    assert lines[2:4] == ["n" * 90, f"  {'m' * 60}  {'1':>6}"]
+    assert lines[4:] == ["short", f"  {'m':60}  {'1,234':>6}"]
+
+
 def test_a_list_is_not_spelt_downwards_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -542,6 +556,16 @@ def test_a_command_stays_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     assert "stored as study name in sqlite:///x.db" in one_line(file.getvalue())
 
 
+def test_a_number_stays_with_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ("12.5 GiB", "99.6 %", "2 min 10 s", "9.46 ms", "micro-batch 2 x 1,024 y")
+    for width in range(30, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        file = io.StringIO()
+        terminal.draw_rows([("name", f"some words, {', '.join(said)}, 7 tokens")], file)
+        assert not re.search(r"\d\n *(GiB|%|min|s\b|ms|x )", file.getvalue())
+        assert one_line(file.getvalue()).endswith(f"{', '.join(said)}, 7 tokens")
+
+
 def test_further_files_are_counted_and_what_they_lack_is_said() -> None:
     file = io.StringIO()
     further = [Path("out/exports") / name for name in ("train_sft.py", "torchtune.yaml")]
@@ -629,16 +653,15 @@ def test_what_is_next_names_the_dataset_and_plan_b() -> None:
     fallback = dataclasses.replace(best, config=roomier, peak_reserved_bytes=3 * 2**30)
     answer = answers.answer(fallbacks=(fallback,))
     file = io.StringIO()
-    terminal.draw_outcome(
-        [Path("out/train.py")], "", file, answer=answer, dataset="my data/chat.jsonl"
-    )
+    given = {"dataset": "my data/chat.jsonl", "tokenizer": "of/Instruct"}
+    terminal.draw_outcome([Path("out/train.py")], "", file, answer=answer, **given)
     shown = one_line(file.getvalue())
     assert "rate learning rate 2e-05, the default for full fine-tuning" in shown
     assert (
         f"plan B when memory runs out, train.py goes on with micro-batch 1 x "
         f"{best.config.effective_batch_size} (3.00 GiB reserved)"
     ) in shown
-    assert "python out/train.py --dataset 'my data/chat.jsonl' limits" in shown
+    assert "out/train.py --dataset 'my data/chat.jsonl' --tokenizer of/Instruct limits" in shown
 
 
 @pytest.mark.parametrize(
@@ -980,7 +1003,7 @@ def test_cards_with_unknown_figures_say_so() -> None:
         find_gpu("rtx-4070"), memory_bandwidth_bytes_per_second=None, peak_flop_per_second={}
     )
     terminal.draw_gpus([], [card, find_gpu("mi300x")], file)
-    first, _, row, amd = file.getvalue().splitlines()
+    first, _, row, amd, _ = file.getvalue().splitlines()
     assert first == "Here: no CUDA GPU"
     assert row.split().count("unknown") == 2
     assert amd.split()[-1] == "no"
@@ -1483,11 +1506,14 @@ def test_how_sure_an_answer_is_names_its_likeliest_rival() -> None:
     rival = answers.estimate(dataclasses.replace(answers.CONFIG, activation_checkpointing=1))
     for sure, said in (
         (None, ""),
-        (Sureness(odds=0.671, rival=None), "67 % that nothing else is faster by more than 2 %"),
+        (
+            Sureness(odds=0.671, rival=None),
+            "67 % that nothing else of its class is faster by more than 2 %",
+        ),
         (
             Sureness(odds=0.5, rival=rival, rival_odds=0.125),
-            "50 % that nothing else is faster by more than 2 %; with 12 % the fastest is checkpoint "
-            "every layer",
+            "50 % that nothing else of its class is faster by more than 2 %; with 12 % the fastest is "
+            "checkpoint every layer",
         ),
     ):
         assert words.sureness(answers.answer(sureness=sure)) == said

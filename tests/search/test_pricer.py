@@ -214,7 +214,9 @@ def test_the_points_of_a_case_are_those_of_each_section_with_what_is_fixed() -> 
         )
         pricer = Pricer(problem, None, lambda *_: None)  # type: ignore[arg-type]
         assert pricer.num_traces == 0
-        configs, invalid = pricer._enumerate(CASE)
+        configs, invalid, reasons = pricer._enumerate(CASE)
+        assert all(reason in str(pricer._no_configuration(CASE)) for reason in reasons)
+        assert bool(reasons) != bool(configs)
         assert pricer.is_possible(CASE) == bool(configs)
         steps = asked_steps = question.accumulation or 1
         assert {config.gradient_accumulation_steps for config in configs} <= {steps}
@@ -235,6 +237,7 @@ def test_the_points_of_a_case_are_those_of_each_section_with_what_is_fixed() -> 
     assert points(("lora",), precision="fp32", activation_checkpointing=1)[0] == {
         ("lora", 4, "fp32")
     }
+    assert points(both, parallelism="ddp") == (set(), {**broken, "parallelism-needs-gpus": 4})
 
 
 def test_what_needs_no_less_than_a_misfit_is_no_more_asked() -> None:

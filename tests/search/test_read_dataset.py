@@ -105,7 +105,8 @@ def test_a_dataset_is_recognised_and_its_samples_counted(
     _, cut, notes, _ = read(monkeypatch, both, length=10)
     assert cut.longest == 10
     assert notes == [
-        "system and tools of the samples: not trained on, since prompts has other fields."
+        "system and tools of the samples: no part of the format prompts, so not trained on "
+        "(--format names another)."
     ]
 
 

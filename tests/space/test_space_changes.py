@@ -12,13 +12,13 @@ def space(**methods: dict[str, tuple[object, ...]]) -> SearchSpace:
 
 
 def test_what_is_different_is_kept_in_words_and_in_order() -> None:
-    before = space(full={"attention": ("sdpa", "eager"), "liger": (False, True)}, lora={})
-    changing = Changing(before)
-    changing.to(space(full={"attention": ("eager",), "liger": (False, True)}, lora={}), "the model")
-    changing.to(space(full={"attention": ("eager",)}), "--method")
+    both, eager = {"attention": ("sdpa", "eager")}, {"attention": ("eager",)}
+    changing = Changing(space(full={**both, "liger": (False, True)}, lora=both))
+    changing.to(space(full={**eager, "liger": (False, True)}, lora=eager), "the model")
+    changing.to(space(full=eager), "--method")
     assert list(map(str, changing.changes)) == [
-        "the model: full: attention sdpa attention, eager attention -> eager attention",
-        "--method: full: liger no Liger kernels, Liger kernels -> by default; lora left out",
+        "the model: full, lora: attention: sdpa attention, eager attention -> eager attention",
+        "--method: full: liger: no Liger kernels, Liger kernels -> by default; lora: left out",
     ]
 
 
@@ -26,7 +26,7 @@ def test_a_setting_that_was_not_there_is_called_none() -> None:
     changing = Changing(space(full={"num_generations": (None,), "kl_beta": (None,)}))
     changing.to(space(full={"num_generations": (8,), "kl_beta": (0.05,)}), "grpo")
     assert list(map(str, changing.changes)) == [
-        "grpo: full: num_generations none -> 8 completions a prompt; full: kl_beta none -> KL 0.05"
+        "grpo: full: num_generations: none -> 8 completions a prompt; full: kl_beta: none -> KL 0.05"
     ]
 
 

@@ -73,7 +73,7 @@ def _imported() -> Any:
         import ray.exceptions
     except ImportError as error:
         raise ConfigError(
-            "Ray is not installed", why=str(error), remedy="pip install 'autotune-gpu[ray]'"
+            "Ray is not installed", why=str(error), remedy="pip install 'ray[client]'"
         ) from error
     return ray
 

@@ -46,6 +46,7 @@ from autotune.space.search_space import (
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 
+_Points = tuple[list[TrainConfig], dict[str, int], list[str]]
 _FAR = 10**9
 """Sorts behind every checkpointing interval."""
 
@@ -105,7 +106,7 @@ class Pricer:
         self._refused: dict[tuple[object, ...], set[TraceSpec]] = {}
         self._estimators: dict[tuple[object, ...], Estimator] = {}
         self._refusals: dict[tuple[object, ...], ConfigError] = {}
-        self._points: dict[tuple[object, ...], tuple[list[TrainConfig], dict[str, int]]] = {}
+        self._points: dict[tuple[object, ...], _Points] = {}
         """Valid configurations by all that they depend on: cards of one compute capability share them."""
         self._narrowest = functools.cache(narrowest_layer)
         self._num_tried = 0
@@ -291,16 +292,18 @@ class Pricer:
         return [sorted(rungs.items()) for rungs in by_weights]
 
     def _no_configuration(self, case: Case) -> ConfigError:
-        broken = self._enumerate(case)[1]
+        _, broken, reasons = self._enumerate(case)
         return ConfigError(
             f"The space {self._asked.space.name} has no valid configuration for these settings",
-            why=", ".join(f"{count} break {name}" for name, count in broken.items())
+            why=f"None can work: {'; '.join(reasons)}"
+            if reasons
+            else ", ".join(f"{count} break {name}" for name, count in broken.items())
             or f"it has no section for {' or '.join(self._asked.methods)}",
             remedy="Fix fewer of them, or name another --space",
         )
 
-    def _enumerate(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
-        """Valid configurations, and how many break which rule."""
+    def _enumerate(self, case: Case) -> _Points:
+        """Valid configurations; how many others break which rule; the reasons that all of them have."""
         key = (
             case.source.name,
             case.sequence_length,
@@ -312,7 +315,7 @@ class Pricer:
             found = self._points[key] = self._find_points(case)
         return found
 
-    def _find_points(self, case: Case) -> tuple[list[TrainConfig], dict[str, int]]:
+    def _find_points(self, case: Case) -> _Points:
         space = with_checkpoint(self._asked.space, case.source.checkpoint)
         usual = default_base(self.workload(case), case.gpu, case.source)
         space = with_trainers(space, self.task(case), usual)
@@ -321,6 +324,7 @@ class Pricer:
         space = narrowed(space, {**self._asked.question.settings, **case.fixed})
         configs: list[TrainConfig] = []
         invalid: dict[str, int] = {}
+        reasons: list[tuple[str, ...]] = []
         for size in sorted(
             {n for section in space.methods for n in section.domains["micro_batch_size"]}
         ):
@@ -333,9 +337,11 @@ class Pricer:
                 checkpoint=case.source.checkpoint,
             )
             configs += points.configs
+            reasons.append(points.reasons)
             for name, count in points.invalid.items():
                 invalid[name] = invalid.get(name, 0) + count
-        return configs, invalid
+        in_all = [each for each in reasons[0] if all(each in others for others in reasons)]
+        return configs, invalid, in_all
 
     def workload(self, case: Case, micro_batch: int = 1) -> Workload:
         """The case as a workload with so many samples in a micro-batch."""

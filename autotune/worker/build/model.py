@@ -388,7 +388,10 @@ _ASKS_FOR_VALUES = (
 
 _REFUSALS = {
     "Kernel size can't be greater than actual input size": (
-        "its samples are shorter than what its convolutions take"
+        "its samples are shorter than what its convolutions take (--image-size, --audio-seconds)"
+    ),
+    "doesn't match model (": (
+        "it takes pictures of its configuration's size alone (leave --image-size out)"
     ),
     # With weights it refuses that, too. Gemma 3n clamps some of its own so.
     "to out tensor with dtype torch.uint8": (

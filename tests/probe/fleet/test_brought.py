@@ -20,7 +20,7 @@ import pytest
 from autotune.common.version import __version__
 from autotune.probe.fleet import on_ray, ray_head
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[client]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.worker, pytest.mark.filterwarnings("default")]
 

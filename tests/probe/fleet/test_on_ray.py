@@ -28,7 +28,7 @@ from autotune.probe.fleet import on_ray, ray_head, ray_join
 from autotune.probe.fleet.fleet import Job
 from autotune.probe.trial_history import INTERRUPTED
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'autotune-gpu[ray]'")
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'ray[client]'")
 
 pytestmark = [pytest.mark.slow, pytest.mark.worker, pytest.mark.filterwarnings("default")]
 
