@@ -83,7 +83,10 @@ def shown_commands(page: Path) -> Iterator[list[str]]:
 
 
 def unknown_options(words: list[str]) -> list[str]:
-    """The commands and options among those words that the command line does not have."""
+    """The commands and options among those words that the command line does not have, or that they lack.
+
+    A command alone is its name; one with options has all that it needs.
+    """
     command: click.Command = cli
     known = {option for parameter in cli.params for option in parameter.opts}
     unknown = []
@@ -96,6 +99,11 @@ def unknown_options(words: list[str]) -> list[str]:
             known |= {option for parameter in command.params for option in parameter.opts}
         elif word.startswith("--") and word.split("=")[0] not in known:
             unknown.append(word)
+    if any(word.startswith("--") for word in words):
+        needed = [
+            each for each in command.params if isinstance(each, click.Option) and each.required
+        ]
+        unknown += [each.opts[0] for each in needed if not {*each.opts} & {*words}]
     return unknown
 
 
@@ -129,13 +137,19 @@ def test_what_is_missing_is_found(tmp_path: Path) -> None:
         "[a](page.md#part) [b](gone.md) [c](https://example.com) `studies/gone/` `tests/conftest.py`\n"
         "`python -m tools.gone`\n"
         "`autotune.api.find` `autotune.api.gone` `autotune.worker.trace.step.gone`\n\n"
-        "    autotune find --model M --gone 1\n    autotune gone\n    autotune max --what gpu\n",
+        "    autotune find --model M --gone 1\n    autotune gone\n    autotune max --what gpu\n"
+        "    autotune export S --format all\n",
         encoding="utf-8",
     )
     assert missing_links(page) == ["gone.md"]
     assert missing_files(page) == ["studies/gone/", str(ROOT / "tools/gone")]
     assert missing_names(page) == ["autotune.api.gone", "autotune.worker.trace.step.gone"]
-    assert [unknown_options(words) for words in shown_commands(page)] == [["--gone"], ["gone"], []]
+    assert [unknown_options(words) for words in shown_commands(page)] == [
+        ["--gone"],
+        ["gone"],
+        [],
+        ["--out"],
+    ]
 
 
 def test_the_headings_that_code_cites_are_there() -> None:
