@@ -112,7 +112,11 @@ def test_in_16_bits_a_probe_needs_a_little_more(monkeypatch: pytest.MonkeyPatch)
     measured, predicted = run(config), estimated(config, monkeypatch)
     assert measured.outcome == "ok"
     assert measured.peak_allocated_bytes is not None
-    assert 1 <= measured.peak_allocated_bytes / predicted.peak_allocated_bytes < 1.02
+    difference = measured.peak_allocated_bytes - predicted.peak_allocated_bytes
+    # addmm_(a.float(), b.float()): the gradient of the logits, and the head or what goes into it.
+    num_tokens = config.micro_batch_size * SEQUENCE_LENGTH
+    copies_bytes = 4 * MODEL["vocab_size"] * (num_tokens + MODEL["hidden_size"])
+    assert 0 <= difference <= copies_bytes
 
 
 def test_a_confirmation_evaluates_and_saves() -> None:

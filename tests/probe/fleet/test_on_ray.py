@@ -327,7 +327,7 @@ def test_nobody_runs_ray_here() -> None:
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with (
-        pytest.raises(ConfigError, match=r"pip install 'autotune-gpu\[ray\]'"),
+        pytest.raises(ConfigError, match=r"pip install 'ray\[client\]'"),
         on_ray.connected("auto", backend="cpu", wanted=None, name=None, note=print),
     ):
         pass
