@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import json
 import os
 import random
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -163,13 +165,14 @@ def _load(kind: str, what: str, name: str) -> Any:
     except Exception as error:
         missing = f"there is no {what} in local files for {name}"
         if os.path.exists(name):
-            is_said = isinstance(
-                error, (OSError, ValueError)
-            )  # Others are of Transformers' own code.
+            # Others are of Transformers' own code.
+            is_said = isinstance(error, OSError | ValueError)
             why = f": {first_sentence(error)}" if is_said else ""
             raise UnusableData(f"{missing}{why}", remedy) from error
-        fetch = f"import transformers; transformers.{kind}.from_pretrained('{name}')"
-        raise UnusableData(missing, f'Fetch it once: python -c "{fetch}"; or {remedy}') from error
+        fetch = f"import transformers; transformers.{kind}.from_pretrained({json.dumps(name)})"
+        raise UnusableData(
+            missing, f"Fetch it once: python -c {shlex.quote(fetch)}; or {remedy}"
+        ) from error
     if kind in ("AutoProcessor", "AutoTokenizer") and not has_words(
         getattr(reader, "tokenizer", reader)
     ):

@@ -83,7 +83,7 @@ def test_samples_are_counted_as_the_tokenizer_cuts_them(folder: Path, name: str)
             "word",
             {"tokenizer": "no/such-model"},
             "There is no tokenizer in local files for no/such-model. Fetch it once: python -c "
-            "\"import transformers; transformers.AutoTokenizer.from_pretrained('no/such-model')\"; or ",
+            "'import transformers; transformers.AutoTokenizer.from_pretrained(\"no/such-model\")'; or ",
         ),
         ("good.txt", "word", {"tokenizer": "no/such-model"}, "--tokenizer names a folder"),
     ],

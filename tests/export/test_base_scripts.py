@@ -314,8 +314,19 @@ def test_a_command_is_taken_as_it_is_typed(folder: Path) -> None:
     assert own_run.command(run, Path(), answer) == "bash yours/run.sh"
     text, _, _ = run.parts[0].edited(changes(run, run.config, answer))
     assert text == f"{typed} --per_device_train_batch_size 4\n"
+    notes = read_base(Path("python plain.py --bs 6")).notes
+    assert not any("typed" in note for note in notes)
     with pytest.raises(ConfigError, match="no file --with an option"):
         read_base(Path("no file --with an option"))
+
+
+def test_a_file_of_the_programs_own_is_no_recipe_and_a_class_that_it_does_not_parse_no_default(
+    folder: Path,
+) -> None:
+    text = f"{PROGRAMS['own.py']}\n@dataclass\nclass Collator:\n    max_length: int = 7\n"
+    (folder / "own.py").write_text(text, "utf-8")
+    run = read_script(folder, "python own.py --config there.json --per_device_train_batch_size 2")
+    assert (run.config.sequence_length, run.config.lora_rank) == (1024, 64)
 
 
 def test_a_program_is_given_no_option_that_it_does_not_take(folder: Path) -> None:

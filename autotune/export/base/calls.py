@@ -85,13 +85,13 @@ PEFT_TYPES = {
 }
 """Type (peft.PeftType) by the class of peft 0.21."""
 _UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
-_OF_TASKS = {row.architecture: row.name for row in TASKS.values() if row.architecture}
+TASKS_OF_CLASSES = {row.architecture: row.name for row in TASKS.values() if row.architecture}
 """Tasks by the end of a class's name; the class that has none has no loss."""
-_HEADS = "|".join((*_OF_TASKS, "LMHeadModel", "ForConditionalGeneration"))
+_HEADS = "|".join((*TASKS_OF_CLASSES, "LMHeadModel", "ForConditionalGeneration"))
 _NEW = re.compile(rf"[A-Z]\w+({_HEADS})")
 """Classes whose call makes a model from a configuration."""
 _MODELS = re.compile(rf"AutoModel\w*|\w+({_HEADS})")
-_AUTO = {f"AutoModel{end}" for end in _OF_TASKS} | {
+_AUTO = {f"AutoModel{end}" for end in TASKS_OF_CLASSES} | {
     "AutoModelForMultimodalLM", "AutoModelForVision2Seq"
 }  # fmt: skip
 """Classes that load a model by its task, of the tasks that are predicted."""
@@ -429,7 +429,7 @@ def _take_in(
                     f"line {node.lineno}: {owner} is for a task that is not predicted: "
                     f"{', '.join(sorted(_AUTO))} are for others"
                 )
-            ends = (task for end, task in _OF_TASKS.items() if owner.endswith(end))
+            ends = (task for end, task in TASKS_OF_CLASSES.items() if owner.endswith(end))
             found.task = next(ends, None)
     elif function in _TRL:
         found.trainer = _TRL[function]

@@ -1,66 +1,31 @@
 """A shell script that starts a training, read as the settings that its options give.
 
 The command is `accelerate launch train.py --per_device_train_batch_size 4`, or one of torchrun, deepspeed,
-python, `trl sft` and `llamafactory-cli train`. The script is split into words as a shell does it, and never
-run: a variable has the value that the script gives it before, and what only running would tell is no literal.
-
-Known limitations
-- Branches, loops and functions are read from top to bottom, as if each line ran once.
-- Here-documents are not told from commands.
+python, `trl sft` and `llamafactory-cli train`. Its words are those of a shell (shell_words). A value that
+only running would tell is no literal.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
-import math
-import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autotune.common import user_text
 from autotune.export.base.edit import KeyEdit, applied
+from autotune.export.base.shell_words import ASSIGNED, UNKNOWN, Word, commands
 from autotune.export.mapping import NotLiteral
 from autotune.export.training_args import installed_fields
 from autotune.memory.alloc_conf import VARIABLES
 
-SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 
-_INNER = r"(?:[^()]|\((?:[^()]|\([^()]*\))*\))*"
-_WORD = (
-    rf"""(?:\\[^\r\n]|'[^']*'|"(?:\\.|[^"\\])*"|\$\({_INNER}\)|\$\{{[^}}]{{0,300}}\}}|`[^`]*`"""
-    r"""|[^\s;&|<>()'"`\\])+"""
-)
-_TOKEN = re.compile(
-    rf"""(?P<gap>(?:[ \t\r\f\v]|\\\r?\n)+|\#[^\n]*)
-    |(?P<end>\n|[;&|()]+)
-    |(?P<redirect>\d*[<>]+&\d+|\d*[<>]+&?[ \t]*(?:{_WORD})?)
-    |(?P<word>{_WORD})""",
-    re.VERBOSE | re.DOTALL,
-)
-_PIECE = re.compile(
-    r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|\\(?P<escaped>.)|(?P<plain>[^'"\\]+)""",
-    re.DOTALL,
-)
-_EXPANDED = re.compile(
-    rf"""\\(?P<escaped>["$`\\])|(?P<joined>\\\r?\n)
-    |\$(?P<name>\w+)|\$\{{(?P<braced>\w+)(?P<all>\[[@*]\])?(?::?-(?P<usual>[^}}$`]*))?\}}
-    |\$\(\((?P<sum>{_INNER})\)\)
-    |(?P<unknown>\$\({_INNER}\)|\$\{{[^}}]{{0,300}}\}}|\$[@*\#?!$-]|`[^`]*`)""",
-    re.VERBOSE,
-)
-"""Expansions of a shell, within double quotes and without."""
 _GAP_BEFORE = re.compile(r"(?:[ \t]|\\\r?\n)+\Z")
-_ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<more>\+?)=(?P<value>.*)", re.DOTALL)
-_QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[@\]\}"')
-_GAP, _UNKNOWN = "\0", "\1"
-"""Stands between words of a variable; stands before what only running would tell. No script has them."""
-
 _TEXT = re.compile(r"(Optional\[)?str\]?( \| None)?")
 """The annotation of a field that takes any text."""
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
@@ -75,52 +40,13 @@ _OF_TRAINING = {
     "per_device_train_batch_size",
 }  # fmt: skip
 """Options by which a command that trains is told from others, of an evaluation say."""
-_OPERATIONS: dict[type[ast.operator], Callable[[int, int], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda left, right: abs(left) // abs(right) * (1 if left * right >= 0 else -1),
-    ast.Mod: math.fmod,
-}
-_MOST_OF_A_SUM = 10**15
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
-
-
-@dataclass(frozen=True, slots=True)
-class _Word:
-    """A word of the script with its place."""
-
-    text: str
-    """Text that it stands for, with _UNKNOWN before what only running would tell."""
-    source: str
-    line: int
-    start: int
-    is_own: bool = True
-    """Whether it stands there alone, not among others of a variable."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.source)
-
-    @property
-    def value(self) -> str | None:
-        """Text that it stands for; None where only running would tell."""
-        return None if _UNKNOWN in self.text else self.text
-
-    @property
-    def shown(self) -> str:
-        """Text that it stands for as far as that is known, else as the script has it."""
-        return self.text.replace(_UNKNOWN, "")
-
-
-_Variables = dict[str, tuple[str, ...]]
-"""Words of each variable."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
     name: str
-    words: tuple[_Word, ...]
+    words: tuple[Word, ...]
     """Its own word, and those of its values."""
     value: Any
 
@@ -141,9 +67,9 @@ class Command:
     stands for no option."""
     positional: tuple[str, ...]
     """Words that belong to no option."""
-    words: tuple[_Word, ...] = field(repr=False, default=())
+    words: tuple[Word, ...] = field(repr=False, default=())
     options: tuple[_Option, ...] = field(repr=False, default=())
-    variables: Mapping[str, _Word] = field(repr=False, default_factory=dict)
+    variables: Mapping[str, Word] = field(repr=False, default_factory=dict)
     """Assignments of `env`."""
 
     @property
@@ -175,15 +101,15 @@ class Command:
 def is_script(path: Path, text: str) -> bool:
     """Return whether a file is a shell script."""
     first = text.partition("\n")[0]
-    return path.suffix in SUFFIXES or re.match(r"#!.*\b(ba|z|da)?sh\b", first) is not None
+    return path.suffix in _SUFFIXES or re.match(r"#!.*\b(ba|z|da)?sh\b", first) is not None
 
 
 def parsed(text: str) -> Command:
     """Return the command that trains. Raises ValueError where there is none, or several."""
-    environment: dict[str, _Word] = {}
+    environment: dict[str, Word] = {}
     found = [
         command
-        for words in _commands(text, environment)
+        for words in commands(text, environment)
         if (command := _training(words)) is not None
     ]
     if not found:
@@ -221,149 +147,12 @@ def edited(text: str, changes: Sequence[KeyEdit]) -> tuple[str, list[KeyEdit]]:
     return text, left
 
 
-def _tokens(text: str) -> Iterator[tuple[str | None, str, int, int]]:
-    """Yield the kind, text, line and place of each token. Raises ValueError for what is not closed."""
-    place, line = 0, 1
-    while place < len(text):
-        token = _TOKEN.match(text, place)
-        if token is None:
-            raise ValueError(f"line {line}: a quotation mark or a bracket is not closed")
-        yield token.lastgroup, token[0], line, place
-        place = token.end()
-        line += token[0].count("\n")
-
-
-def _commands(text: str, environment: dict[str, _Word]) -> Iterator[list[_Word]]:
-    """Yield the words of each command; collect the assignments in `environment`."""
-    variables: _Variables = {}
-    words: list[_Word] = []
-    array = ""
-    """Name of the array that is being read."""
-    for kind, source, line, start in _tokens(text):
-        if array:
-            if kind == "word":
-                variables[array] = (*variables[array], *_words_of(source, variables))
-            elif kind == "end" and ")" in source:
-                array = ""
-        elif kind == "end":
-            last = _ASSIGNED.fullmatch(words[-1].source) if words else None
-            is_empty = last is not None and not last["value"] and words[-1].end == start
-            if last is not None and is_empty and source.startswith("("):
-                array = last["name"]
-                variables[array] = variables.get(array, ()) if last["more"] else ()
-                continue
-            if words:
-                yield _evaluated(words)
-            words = []
-        elif kind == "word":
-            named = _ASSIGNED.fullmatch(source)
-            opens = text[start + len(source) :][:1] == "("
-            if named is not None and not opens and all(map(_is_before_a_command, words)):
-                said = _text_of(named["value"], variables)
-                before = variables.get(named["name"], ()) if named["more"] else ()
-                variables[named["name"]] = ("".join([*before, said]),)
-                environment[named["name"]] = _Word(said, source, line, start)
-            values = _words_of(source, variables)
-            words += [_Word(each, source, line, start, len(values) == 1) for each in values]
-    if words:
-        yield _evaluated(words)
-
-
-def _evaluated(words: list[_Word]) -> list[_Word]:
-    """Return the words of a command; those that `eval` makes of its own."""
-    if words[0].text != "eval" or len(words) == 1:
-        return words
-    last = words[-1]
-    found = [
-        _Word(each, last.source, last.line, last.start, is_own=False)
-        for kind, source, _, _ in _tokens(" ".join(word.text for word in words[1:]))
-        if kind == "word"
-        for each in _words_of(source, {})
-    ]
-    return [words[0], *found]
-
-
-def _is_before_a_command(word: _Word) -> bool:
-    is_said = word.source in ("export", "declare", "local", "env")
-    return is_said or _ASSIGNED.fullmatch(word.source) is not None
-
-
-def _words_of(source: str, variables: _Variables) -> Sequence[str]:
-    """Return the words that a word of the script stands for."""
-    if source.strip('"') in ("$@", "$*"):
-        return []  # The script is taken to be given nothing.
-    array = _QUOTED_ARRAY.fullmatch(source)
-    known = None if array is None else variables.get(array[1])
-    if known is not None:
-        return known
-    text = _text_of(source, variables, gap=_GAP)
-    return [each for each in text.split(_GAP) if each] if _GAP in text else [text]
-
-
-def _text_of(source: str, variables: _Variables, *, gap: str = " ") -> str:
-    """Return a word of the script without quotation marks, with what a shell puts in.
-
-    `gap`: stands for white space of variables outside of quotation marks.
-    """
-    text = ""
-    for piece in _PIECE.finditer(source):
-        part: str = piece[piece.lastgroup or 0]
-        if piece.lastgroup in ("double", "plain"):
-            part = _expanded(part, variables, gap if piece.lastgroup == "plain" else None)
-        text += part
-    return text
-
-
-def _expanded(text: str, variables: _Variables, gap: str | None) -> str:
-    """Return the text with what a shell puts in.
-
-    `gap`: stands for the white space of what is put in, None for all that there is.
-    """
-
-    def put_in(found: re.Match[str]) -> str:
-        if found["escaped"] or found["joined"]:
-            return found["escaped"] or ""
-        known = variables.get(found["name"] or found["braced"] or "")
-        new: str | None = found["usual"]
-        if known is not None:
-            new = " ".join(known if found["all"] else known[:1])
-        elif found["sum"] is not None:
-            new = _sum(found["sum"], variables)
-        if new is None:
-            return f"{_UNKNOWN}{found[0]}"
-        return new if gap is None else re.sub(r"\s+", gap, new)
-
-    return _EXPANDED.sub(put_in, text)
-
-
-def _sum(text: str, variables: _Variables) -> str | None:
-    """Return what a shell's arithmetic comes to; None where that is not told."""
-
-    def number(node: ast.expr) -> int:
-        match node:
-            case ast.Constant(value=int() as value) if abs(value) < _MOST_OF_A_SUM:
-                return value
-            case ast.Name(id=name):
-                return int("".join(variables[name]))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -number(operand)
-            case ast.BinOp(left=left, op=op, right=right):
-                return int(_OPERATIONS[type(op)](number(left), number(right)))
-        raise ValueError
-
-    try:
-        plain = re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip()
-        return str(number(ast.parse(plain, mode="eval").body))
-    except (ArithmeticError, LookupError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def _training(words: Sequence[_Word]) -> Command | None:
+def _training(words: Sequence[Word]) -> Command | None:
     """Return the command where it starts a training; None for any other."""
     values = [word.value or "" for word in words]
     at = 0
     while at < len(values) and (
-        values[at] in _WRAPPERS or values[at].startswith("-") or _ASSIGNED.fullmatch(values[at])
+        values[at] in _WRAPPERS or values[at].startswith("-") or ASSIGNED.fullmatch(values[at])
     ):
         at += 1
     tool = Path(values[at]).name if at < len(values) else ""
@@ -398,9 +187,9 @@ def _program_at(values: Sequence[str], first: int) -> int | None:
     return None
 
 
-def _options(words: Sequence[_Word]) -> tuple[list[_Option], tuple[str, ...]]:
+def _options(words: Sequence[Word]) -> tuple[list[_Option], tuple[str, ...]]:
     """Return the options of a command as argparse takes them, and the words before the first."""
-    groups: list[list[_Word]] = []
+    groups: list[list[Word]] = []
     positional: list[str] = []
     for word in words:
         if word.text.startswith("--"):
@@ -417,8 +206,8 @@ def _options(words: Sequence[_Word]) -> tuple[list[_Option], tuple[str, ...]]:
         texts = [joined, *texts] if is_joined else texts
         is_text = _TEXT.fullmatch((installed_fields() or {}).get(name) or "") is not None
         values = [
-            NotLiteral(each.replace(_UNKNOWN, ""), flag.line)
-            if _UNKNOWN in each
+            NotLiteral(each.replace(UNKNOWN, ""), flag.line)
+            if UNKNOWN in each
             else (each if is_text else _typed(each))
             for each in texts
         ]

@@ -23,12 +23,13 @@ DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "uint8", "fl
     "half": "float16",
     "float": "float32",
 }
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
 }
 _ASKS_BF16 = ("is_bf16_supported", "is_bfloat16_supported")
 
@@ -103,7 +104,7 @@ class Program:
 
     def _worked_out(self, node: ast.BinOp) -> float | None:
         """Return the number that arithmetic comes to; None where it is not of numbers."""
-        operation = _ARITHMETIC.get(type(node.op))
+        operation = ARITHMETIC.get(type(node.op))
         try:
             sides = self.value(node.left), self.value(node.right)
             if operation is None or not all(type(side) in (int, float) for side in sides):

@@ -21,14 +21,15 @@ from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.command_line import Command
 from autotune.export.base.edit import parsed
 from autotune.export.base.mapping_read import notes, read
-from autotune.export.base.own_options import (
+from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
+from autotune.export.base.program_options import (
     defaults_of,
     notes_on_launch,
+    reads_recipe,
     table_of,
     takes_all_options,
     task_of,
 )
-from autotune.export.base.parts import OURS, RunFile, all_of, read_folder, read_part
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile, choices
@@ -152,6 +153,8 @@ def open_base(path: Path, method: str, *, has_bf16: bool, task: str | None = Non
     if is_typed(path):
         typed = RunFile(path=_TYPED, text=f"{path}\n", has_bf16=has_bf16)
         opened = _open_script(typed, method, task)
+        if opened.parts[0].path != _TYPED:  # The program has the settings.
+            return opened
         said = "it stands for the command that was typed"
         return dataclasses.replace(opened, notes=(said, *opened.notes))
     part = read_part(path, has_bf16=has_bf16)
@@ -275,15 +278,15 @@ def _open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         launch = f"{_escaped(before)} {{file}} {_escaped(command.rest)}".strip()
         target = dataclasses.replace(opened.target, launch=launch, launch_several="")
         return dataclasses.replace(opened, target=target, notes=(*opened.notes, *said))
-    given = {} if program is None else defaults_of(program.text)
-    # TrlParser takes what the command line leaves out from there.
-    given |= _named_by_option(path, content.pop("config", None))
-    content = {**given, **content}
     text = None if program is None else program.text
+    defaults = {} if text is None else defaults_of(text)
+    if reads_recipe(command, text):
+        defaults |= _named_by_option(path, content.pop("config", None))
+    content = {**defaults, **content}
     target, takes, notes_on_options = _fitted(
         path, None, lambda: table_of(command, content, text, method, task)
     )
-    part = dataclasses.replace(part, given=given, takes=takes)
+    part = dataclasses.replace(part, defaults=defaults, takes=takes)
     rows = target.rows
     if not any("expandable_segments" in row.ours for row in rows):
         rows = (*rows, huggingface.OF_ENVIRONMENT)

@@ -43,7 +43,9 @@ class RunFile:
     has_bf16: bool = True
     """Whether the card has bfloat16: what a program asks for."""
     given: Mapping[str, Any] = field(default_factory=dict)
-    """Options that a program is started with; of a script, those that its program has by default."""
+    """Options that a program is started with."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options that a script leaves out, as its program or its recipe has them."""
     takes: frozenset[str] | None = None
     """Options that a script's program takes; None: all that are written."""
 
@@ -81,7 +83,7 @@ class RunFile:
         if self.is_program:
             return self.program().content
         if self.is_script:
-            return {**self.given, **self.command().content}
+            return {**self.defaults, **self.command().content}
         content = edit.parsed(self.text)
         if not self.prefix or not isinstance(content, dict):
             return content
@@ -117,7 +119,7 @@ class RunFile:
         """Return whether a script cannot say the change: its program has it by default, or takes no such."""
         name = change.key.partition(".")[0]
         if change.value is None:
-            return name in self.given
+            return name in self.defaults
         return self.takes is not None and name not in self.takes
 
 

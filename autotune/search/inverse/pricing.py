@@ -340,7 +340,9 @@ class Pricer:
             reasons.append(points.reasons)
             for name, count in points.invalid.items():
                 invalid[name] = invalid.get(name, 0) + count
-        in_all = [each for each in reasons[0] if all(each in others for others in reasons)]
+        in_all = [
+            each for of in reasons[:1] for each in of if all(each in said for said in reasons)
+        ]
         return configs, invalid, in_all
 
     def workload(self, case: Case, micro_batch: int = 1) -> Workload:

@@ -1,8 +1,8 @@
-"""Options of a program's own, beside those of Trainer's and TRL's classes: defaults, and adapters by name.
+"""Options that a program is started with: the table that reads them, its trainer and its task.
 
-Many programs give HfArgumentParser dataclasses of their own. Their defaults stand where the command line says
-nothing. An adapter's rank, modules and the bits of its base have no class that all of them share: they are
-known by the names that such programs have (artidoro/qlora, FastChat, LLaVA, Qwen, Chinese-LLaMA-Alpaca).
+A program that is here says which trainer it makes, and the defaults of the dataclasses that it gives to
+HfArgumentParser. An adapter's rank, modules and the bits of its base have no class that all programs share:
+they are known by the names that are usual (artidoro/qlora, FastChat, LLaVA, Qwen, Chinese-LLaMA-Alpaca).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from autotune.catalogue.tasks import TASKS
 from autotune.export import llama_factory
 from autotune.export.base import huggingface
-from autotune.export.base.calls import PEFT_TYPES
+from autotune.export.base.calls import PEFT_TYPES, TASKS_OF_CLASSES
 from autotune.export.base.command_line import Command
 from autotune.export.base.literals import name_of
 from autotune.export.mapping import (
@@ -35,7 +34,7 @@ from autotune.export.trl_config import trl_fields
 from autotune.space.config import TrainConfig
 from autotune.space.trainers import BY_TASK, TRAINERS, Trainer
 
-RANKS = ("lora_r", "lora_rank", "lora_dim")
+_RANKS = ("lora_r", "lora_rank", "lora_dim")
 _TARGETS = (
     "lora_target_modules", "lora_target", "lora_modules", "lora_trainable", "target_modules",
     "trainable",
@@ -59,7 +58,7 @@ _CODES = ("quant_type", "bnb_4bit_quant_type")
 _DOUBLE = ("double_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant")
 _ALL = {"all": "all-linear"}
 """Values of modules that stand for others: qlora.py's."""
-_PLAIN: dict[str, Any] = {"lora_alpha": 8, "lora_dropout": 0.0}
+_RANK, _PLAIN = 8, {"lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's own, where nothing says another (peft 0.21 tuners/lora/config.py)."""
 
 
@@ -72,33 +71,38 @@ _OF_SWITCHES = table(
 )
 
 
-def has_dtype(content: Mapping[str, Any]) -> bool:
+_TAKES_ALL_OPTIONS = re.compile(r"\b(HfArgumentParser|TrlParser)\b")
+
+
+def _has_dtype(content: Mapping[str, Any]) -> bool:
     """Return whether options say the dtype of the weights: a program may know none of that name."""
     return "dtype" in content or "torch_dtype" in content
 
 
 def defaults_of(text: str) -> dict[str, Any]:
-    """Return the defaults of a program's dataclasses, as far as they are literals; none of no Python.
+    """Return the defaults of the dataclasses that a program gives to its parser, as far as they are literals.
 
-    What two classes say otherwise is left out.
+    What two classes say otherwise is left out. There are none where the text is no Python.
     """
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return {}
+    parsers = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and _TAKES_ALL_OPTIONS.fullmatch(name_of(node.func))
+    ]
+    given = {getattr(node, "id", "") for parser in parsers for node in ast.walk(parser)}
     found: dict[str, list[Any]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) and any(map(_is_dataclass, node.decorator_list)):
+        if isinstance(node, ast.ClassDef) and node.name in given:
             for each in node.body:
                 match each:
                     case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
                         found.setdefault(name, []).append(_default(value))
     alike = {name: said[0] for name, said in found.items() if said.count(said[0]) == len(said)}
     return {name: value for name, value in alike.items() if value is not None}
-
-
-def _is_dataclass(decorator: ast.expr) -> bool:
-    return name_of(decorator.func if isinstance(decorator, ast.Call) else decorator) == "dataclass"
 
 
 def _default(node: ast.expr) -> Any:
@@ -114,13 +118,17 @@ def _default(node: ast.expr) -> Any:
         return None
 
 
-_TAKES_ALL_OPTIONS = re.compile(r"\b(HfArgumentParser|TrlParser)\b")
 _ADAPTS = re.compile(rf"\b({'|'.join((*PEFT_TYPES, 'BitsAndBytesConfig', 'get_peft_model'))})\(")
 
 
 def takes_all_options(text: str) -> bool:
     """Return whether a program takes the arguments of classes as options."""
     return _TAKES_ALL_OPTIONS.search(text) is not None
+
+
+def reads_recipe(command: Command, text: str | None) -> bool:
+    """Return whether `--config` names a file of settings: as to TRL's parser, or one not here."""
+    return bool(command.tool) or text is None or "TrlParser" in text
 
 
 def table_of(
@@ -174,14 +182,13 @@ _OF_EXAMPLES = {
     "run_xnli": "sequence-classification",
 }
 """Tasks of Transformers' example scripts (examples/pytorch), by their names."""
-_CLASSES = {row.architecture: row.name for row in TASKS.values() if row.architecture}
-_LOADED = re.compile(rf"\bAutoModel({'|'.join(_CLASSES)})\.from_pretrained\(")
+_LOADED = re.compile(rf"\bAutoModel({'|'.join(TASKS_OF_CLASSES)})\.from_pretrained\(")
 
 
 def task_of(command: Command, text: str) -> str | None:
     """Return the task that a program trains, by its name or the one class that it loads; None where open."""
     loaded = {*_LOADED.findall(text)}
-    by_class = _CLASSES[loaded.pop()] if len(loaded) == 1 else None
+    by_class = TASKS_OF_CLASSES[loaded.pop()] if len(loaded) == 1 else None
     return by_class or _OF_EXAMPLES.get(Path(command.program).stem)
 
 
@@ -199,7 +206,7 @@ def _trainer_of(command: Command, text: str) -> Trainer | None:
 
 def _without_dtype(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
     """Return the table without the dtype of the weights, where no option says it."""
-    if has_dtype(content):
+    if _has_dtype(content):
         return target
     rows = {row.ours: row for row in huggingface.TRAINING_ARGUMENTS.rows}
     of_precision = rows["precision",]
@@ -223,14 +230,14 @@ def notes_on_launch(command: Command) -> list[str]:
 
 def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
     """Return the table with rows for an adapter by the names in the content; itself where there are none."""
-    rank = _first(RANKS, content)
+    rank = _first(_RANKS, content)
     switch, bits = _first([*_SWITCHES], content), _first([*_BITS], content)
     if rank is None and switch is None and bits is None:
         return target
     of_method = _method_row(switch, bits, content)
     is_quantized = bits is not None and content[bits] in _BITS[bits][1:]
     is_adapted = switch is None or content[switch] == _SWITCHES[switch]
-    rank = rank or RANKS[0]
+    rank = rank or _RANKS[0]
     key = _first(_TARGETS, content)
     as_text = key is not None and isinstance(content[key], str)
     modules = key or _TARGETS[0]
@@ -246,7 +253,7 @@ def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFil
 
     of_lora = lora_rows(targets_row((modules,), say, hear), rank=rank, dropout_off=0.0)
     rows = (of_method, *of_lora)
-    if is_quantized and not has_dtype(content):
+    if is_quantized and not _has_dtype(content):
         # The dtype of what is not quantised follows the switches.
         rows = (*rows, _OF_SWITCHES)
     ours = {name for row in rows for name in row.ours}
@@ -254,7 +261,7 @@ def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFil
     return dataclasses.replace(
         target,
         rows=(*rows, *others),
-        defaults={**target.defaults, **_PLAIN, rank: _PLAIN["lora_alpha"]},
+        defaults={**target.defaults, **_PLAIN, rank: _RANK},
         elsewhere=tuple(name for name in target.elsewhere if name not in ours),
         peft_names=modules if is_adapted else "",
         of_adapters=(),
@@ -278,7 +285,7 @@ def _method_row(switch: str | None, bits: str | None, content: Mapping[str, Any]
     ways = [("lora", "none", {**on, **usual})]
     if switch is not None:
         ways.insert(0, ("full", "none", {**off, **usual}))
-    elif not any(content.get(name) for name in RANKS):
+    elif not any(content.get(name) for name in _RANKS):
         ways = [("full", "none", usual)]
     if bits is not None:
         fields = {
