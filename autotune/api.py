@@ -437,6 +437,7 @@ def limits(
     odds: float | None = None,
     headroom: str | None = None,
     host_mem: str | None = None,
+    num_gpus: int = 1,
     seq_len: int | None = None,
     dataset: StrPath | None = None,
     format: str | None = None,  # noqa: A002

@@ -19,6 +19,7 @@ from autotune.cli.options import (
     json_option,
     knob_options,
     methods_option,
+    num_gpus_option,
     one_of,
     parted,
     task_option,
@@ -52,6 +53,7 @@ _NOT_WITH = {
 @gpu_option
 @gpu_mem_option
 @headroom_options
+@num_gpus_option
 @click.option("--seq-len", type=LENGTH, help="Tokens per sample [default: 1024].")
 @dataset_options
 @click.option(

@@ -180,12 +180,7 @@ def workload_options(command: Command) -> Command:
         gpu_option,
         gpu_mem_option,
         headroom_options,
-        click.option(
-            "--num-gpus",
-            type=click.IntRange(*RANGES["num_gpus"]),
-            default=1,
-            help="GPUs of that kind in the machine: a prediction for each.",
-        ),
+        num_gpus_option,
         click.option("--seq-len", type=LENGTH, default=SEQUENCE_LENGTH, help="Tokens per sample."),
         picture_options,
         teacher_option,
@@ -195,6 +190,16 @@ def workload_options(command: Command) -> Command:
     for option in reversed(options):
         command = option(command)
     return command
+
+
+def num_gpus_option(command: Command) -> Command:
+    """Return the option that says how many GPUs share the run."""
+    return click.option(
+        "--num-gpus",
+        type=click.IntRange(*RANGES["num_gpus"]),
+        default=1,
+        help="GPUs of that kind in the machine: a prediction for each.",
+    )(command)
 
 
 def base_option(what: str) -> Option:

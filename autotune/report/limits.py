@@ -41,6 +41,7 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
         ("step", words.step(best)),
         *terminal.rates_row(best),
         ("memory", words.memory(best, budget_bytes)),
+        *words.of_each_gpu(best),
         ("next", _next(answer)),
         *(("left out", printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),
@@ -128,6 +129,8 @@ def command(answer: Limit) -> str:
     if answer.host_memory_bytes is not None:
         limit_bytes = answer.host_memory_bytes
         parts += ["--host-mem", f"{limit_bytes}B" if limit_bytes else "0"]
+    if config.num_gpus > 1:
+        parts += ["--num-gpus", str(config.num_gpus)]
     parts += ["--seq-len", str(config.sequence_length), "--method", config.method]
     parts += ["--accumulation", str(config.gradient_accumulation_steps)]
     for name, value in answer.dataset_options.items():

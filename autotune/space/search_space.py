@@ -19,7 +19,7 @@ from autotune.catalogue.tasks import PICTURES, TASKS
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import OF_COMPLETIONS, TrainConfig, Workload
 from autotune.space.knobs import KNOBS
-from autotune.space.parallelisms import ON_ONE_GPU_TOO
+from autotune.space.parallelisms import ON_ONE_GPU_TOO, PARALLELISMS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.trainers import BY_TASK, EMBEDDERS, FIXED_BY_A_TEACHER, Trainer, trainers_of
 
@@ -313,6 +313,22 @@ def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
         return {"parallelism": kept or usual}
 
     return with_domains(space, left)
+
+
+def by_data_parallel_size(space: SearchSpace, num_gpus: int) -> list[tuple[int, SearchSpace]]:
+    """Part a space by the number of micro-batches that so many GPUs work on at the same time, least first."""
+    parts: dict[int, list[MethodSpace]] = {}
+    for section in space.methods:
+        of_size: dict[int, list[str]] = {}
+        for name in section.domains.get("parallelism", ("none",)):
+            of_size.setdefault(PARALLELISMS[name].data_parallel_size(num_gpus), []).append(name)
+        for size, names in of_size.items():
+            domains = {**section.domains, "parallelism": tuple(names)}
+            parts.setdefault(size, []).append(dataclasses.replace(section, domains=domains))
+    return [
+        (size, dataclasses.replace(space, methods=tuple(sections)))
+        for size, sections in sorted(parts.items())
+    ]
 
 
 def unlisted(space: SearchSpace, methods: Collection[str]) -> dict[str, list[Any]]:

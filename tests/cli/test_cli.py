@@ -186,6 +186,7 @@ FROZEN: dict[str, dict[str, Any]] = {
         "--odds": None,
         "--headroom": None,
         "--host-mem": None,
+        "--num-gpus": 1,
         "--what": None,
         "--model": None,
         "--task": None,

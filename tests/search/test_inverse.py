@@ -32,9 +32,10 @@ from autotune.search.inverse.limits import resolve_limit
 from autotune.search.inverse.pricing import Case, LimitProblem, Pricer, thrift
 from autotune.space import space_file
 from autotune.space.config import METHODS, TrainConfig
+from autotune.space.enumeration import enumerate_configs
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.lengths import Lengths
-from autotune.space.search_space import MethodSpace, SearchSpace, with_domains
+from autotune.space.search_space import MethodSpace, SearchSpace, for_gpus, with_domains
 
 pytestmark = pytest.mark.worker
 
@@ -49,18 +50,26 @@ def traced(
     specs: Iterable[TraceSpec],
     *,
     server: here.Workers,
+    num_gpus: int = 1,
     cache: object = None,
     on_trace: Callable[[int, int], None] | None = None,
 ) -> dict[TraceSpec, Any]:
     """What trace_all makes, once for all tests of this file: a trace follows from these alone."""
     kernels = tuple(of_card(card).items())
-    step = source.name, json.dumps(source.config), task, sequence_length, kernels
+    step = source.name, json.dumps(source.config), task, sequence_length, num_gpus, kernels
     wanted = set(specs)
     missing = {spec for spec in wanted if (step, spec) not in _TRACED}
     if missing:
         try:
             made = trace_all(
-                source, task, sequence_length, card, missing, server=server, on_trace=on_trace
+                source,
+                task,
+                sequence_length,
+                card,
+                missing,
+                num_gpus=num_gpus,
+                server=server,
+                on_trace=on_trace,
             )
         except ConfigError:
             # Asked for at once, the others would have come.
@@ -290,6 +299,39 @@ def test_the_largest_micro_batch_is_that_of_a_full_search(
     assert found.beyond.value == found.value + 1
 
 
+def test_the_largest_micro_batch_of_two_gpus_is_that_of_a_full_search(server: here.Workers) -> None:
+    """Either has its own micro-batch, and with fsdp2 half of the weights."""
+    budget_bytes = 1_400_000_000
+    two = for_gpus(SPARSE, 2)
+    ask = asked(budget_bytes=budget_bytes, methods=("full",), space=two, num_gpus=2)
+    found = questions.answer("micro-batch", ask, server)
+    assert isinstance(found.value, int)
+    (section,) = (each for each in two.methods if each.method == "full")
+    assert set(section.domains["parallelism"]) == {"ddp", "fsdp2"}
+    workload = dataclasses.replace(
+        tiny_model.workload(("full",)), num_gpus=2, effective_batch_size=4
+    )
+    every = enumerate_configs(two, workload, num_layers=4).configs
+    of_two = [c for c in every if (c.method, c.micro_batch_size) == ("full", 2)]
+    assert {c.gradient_accumulation_steps for c in of_two} == {1}
+    specs = {TraceSpec.of(config) for config in of_two}
+    traces = traced(
+        tiny_model.MODEL, "causal-lm", 512, tiny_model.gpu(), specs, server=server, num_gpus=2
+    )
+
+    def fit_at(size: int) -> list[Estimate]:
+        sized = [dataclasses.replace(config, micro_batch_size=size) for config in of_two]
+        return fitting(traces, sized, budget_bytes)
+
+    assert found.best in fit_at(found.value)
+    assert {each.config.parallelism for each in fit_at(found.value)} == {"fsdp2"}
+    assert not any(fit_at(size) for size in range(found.value + 1, found.value + 4))
+    assert "--num-gpus 2" in limits.command(found)
+    drawn = io.StringIO()
+    limits.draw_answer(found, limits.command(found), drawn)
+    assert "all figures of memory are of each GPU" in " ".join(drawn.getvalue().split())
+
+
 def test_the_highest_rank_is_that_of_a_full_search(
     server: here.Workers, traces_by_length: dict[int, Mapping[TraceSpec, Trace]]
 ) -> None:
@@ -424,6 +466,8 @@ class PricerOfRooms(Pricer):
     def __init__(self, needed: Mapping[object, int]) -> None:
         self.needed = needed
         self.num_asked = 0
+        self.too_small = set[int | str]()
+        """Cards that what is left in pieces does not fit, by name, whatever their room."""
 
     def holds_weights(self, case: Case) -> bool:
         return case.budget_bytes > 6 * 2**30
@@ -431,7 +475,7 @@ class PricerOfRooms(Pricer):
     def fitting(self, case: Case) -> Estimate | None:
         self.num_asked += 1
         fits = questions.room_for_torch(case.gpu) >= self.needed[questions.kind_of(case.gpu)]
-        return cast("Estimate", case) if fits else None
+        return cast("Estimate", case) if fits and case.value not in self.too_small else None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -457,7 +501,13 @@ def test_halving_finds_the_card_that_asking_each_one_finds(seed: int) -> None:
     )
     halving = PricerOfRooms(kinds)
     assert questions.first_card(cases, halving) == expected
-    assert halving.num_asked <= 5 + 2 * len(kinds)
+    assert halving.num_asked <= 5 + 3 * len(kinds)
+    if expected is None:
+        return
+    # Nor is a card the answer that has room and does not fit.
+    halving.too_small = {cases[expected].value}
+    number = questions.first_card(cases, halving)
+    assert number is None or halving.fitting(cases[number]) is not None
 
 
 def test_the_next_card_and_its_traces_are_told_while_they_are_made(server: here.Workers) -> None:

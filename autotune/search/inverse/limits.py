@@ -19,6 +19,7 @@ from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS
 from autotune.space.requirements import predictable
 from autotune.space.search_space import (
+    for_gpus,
     may_pack,
     with_peft,
     without_solve,
@@ -96,6 +97,9 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         source = budget.for_task(source, task)
     space, _ = without_solve(space_file.load(question.space))
     space, _ = predictable(space)
+    num_gpus = question.num_gpus or 1
+    if num_gpus > 1:
+        space = for_gpus(space, num_gpus)
     methods = question.methods
     if question.peft is not None:
         space = with_peft(space, question.peft)
@@ -128,6 +132,7 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         methods=methods,
         space=space,
         multiple_of=multiple_of,
+        num_gpus=num_gpus,
         dataset=dataset,
         lengths=lengths,
     )

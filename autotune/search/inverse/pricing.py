@@ -38,6 +38,7 @@ from autotune.space.lengths import Lengths
 from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import (
     SearchSpace,
+    by_data_parallel_size,
     with_attentions,
     with_batchings,
     with_checkpoint,
@@ -88,6 +89,8 @@ class LimitProblem:
     space: SearchSpace
     multiple_of: int = 64
     """Step in which sequence lengths are tried."""
+    num_gpus: int = 1
+    """GPUs that share the run, each with the budget."""
     dataset: Dataset | None = None
     lengths: Lengths | None = None
     """The samples of the dataset; None: every one is as long as the sequence."""
@@ -193,7 +196,7 @@ class Pricer:
 
         The second is None where it cannot be. Where the card's rates are unknown: the one that needs least.
         """
-        base = default_base(self.workload(case, 1), case.gpu, case.source)
+        base = default_base(self.workload(case), case.gpu, case.source)
         best = None
         for parts in (False, True):  # the loss in parts takes time: for what fits with it alone
             estimator, configs = self._possible(case, parts=parts)
@@ -328,31 +331,35 @@ class Pricer:
         for size in sorted(
             {n for section in space.methods for n in section.domains["micro_batch_size"]}
         ):
-            points = enumerate_configs(
-                narrowed(space, {"micro_batch_size": size}, only_where_offered=True),
-                self.workload(case, size),
-                num_layers=case.source.num_layers,
-                compute_capability=case.gpu.compute_capability,
-                head_size=case.source.head_size,
-                checkpoint=case.source.checkpoint,
-            )
-            configs += points.configs
-            reasons.append(points.reasons)
-            for name, count in points.invalid.items():
-                invalid[name] = invalid.get(name, 0) + count
+            of_size = narrowed(space, {"micro_batch_size": size}, only_where_offered=True)
+            for num_parallel, alike in by_data_parallel_size(of_size, self._asked.num_gpus):
+                points = enumerate_configs(
+                    alike,
+                    self.workload(case, size * num_parallel),
+                    num_layers=case.source.num_layers,
+                    compute_capability=case.gpu.compute_capability,
+                    head_size=case.source.head_size,
+                    checkpoint=case.source.checkpoint,
+                )
+                configs += points.configs
+                reasons.append(points.reasons)
+                for name, count in points.invalid.items():
+                    invalid[name] = invalid.get(name, 0) + count
         in_all = [
             each for of in reasons[:1] for each in of if all(each in said for said in reasons)
         ]
         return configs, invalid, in_all
 
-    def workload(self, case: Case, micro_batch: int = 1) -> Workload:
-        """The case as a workload with so many samples in a micro-batch."""
+    def workload(self, case: Case, micro_batch: int | None = None) -> Workload:
+        """The case as a workload with so many samples in all GPUs' micro-batches together; None: one each."""
         lengths = self._asked.lengths
         return Workload(
             model=case.source.name,
             task=self.task(case),
             sequence_length=case.sequence_length,
-            effective_batch_size=micro_batch * (self._asked.question.accumulation or 1),
+            effective_batch_size=(micro_batch or self._asked.num_gpus)
+            * (self._asked.question.accumulation or 1),
+            num_gpus=self._asked.num_gpus,
             methods=self._asked.methods,
             memory_budget_bytes=case.budget_bytes,
             dataset=self._asked.dataset,
@@ -361,6 +368,8 @@ class Pricer:
 
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
         """Weights, gradients and logits alone pass the budget, which needs no trace."""
+        if config.num_gpus > 1 and config.parallelism != "ddp":
+            return False  # Of what is shared out each has a part.
         count = room.num_said(case.source, self.task(case))
         vocab_size = room.vocab_size_of(case.source, self.task(case))
         return count is not None and least_bytes(config, count, vocab_size) > case.budget_bytes
@@ -385,6 +394,7 @@ class Pricer:
                     case.sequence_length,
                     case.gpu,
                     missing,
+                    num_gpus=self._asked.num_gpus,
                     server=self._server,
                     cache=self._cache,
                     on_trace=functools.partial(self._progress, "trace"),

@@ -303,7 +303,9 @@ def first_card(cases: Sequence[Case], pricer: Pricer) -> int | None:
                 start = middle + 1
             else:
                 end = middle
-        first = min([*left[start:], *([] if first is None else [first])], default=None)
+        # Memory is in other pieces on each, and one with more room may be too small.
+        fits = (n for n in sorted(left[start:]) if pricer.fitting(cases[n]) is not None)
+        first = next(fits, first)
     return first
 
 
