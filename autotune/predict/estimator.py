@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autotune.catalogue.gpus import Gpu
@@ -22,6 +23,7 @@ from autotune.errors import ConfigError
 from autotune.memory.allocator import Replay
 from autotune.memory.traces import Trace
 from autotune.memory.vllm import share_bytes
+from autotune.predict import varied_steps
 from autotune.predict.breakdown import Memory, memory_of
 from autotune.predict.estimate_parts import parked_bytes, per_gpu, time_shares
 from autotune.predict.floors import MicroStepBytes, micro_step_of
@@ -40,7 +42,7 @@ from autotune.records.charts import Timeline
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TrainConfig
-from autotune.space.headroom import NO_HEADROOM, Headroom
+from autotune.space.headroom import NO_HEADROOM, VARIED_SHARE, Headroom
 from autotune.space.lengths import Filling, vary
 from autotune.space.optimizers import KEEPS_NOTHING, UPDATERS
 from autotune.space.parallelisms import PARALLELISMS
@@ -69,7 +71,12 @@ class Estimator:
         host: Host | None = None,
         replays: ReplayCache | None = None,
         prices: PriceCache | None = None,
+        lengths_share: float = 0.0,
     ) -> None:
+        """`lengths_share`: of what is reserved, that is left for pieces where lengths vary.
+
+        It is VARIED_SHARE at least.
+        """
         assert gpu.context_bytes is not None
         self.gpu = gpu
         self.memory_budget_bytes = memory_budget_bytes
@@ -77,6 +84,7 @@ class Estimator:
         self.host_memory_bytes = host_memory_bytes
         self._traces = traces
         self._filling = filling
+        self._lengths_share = max(lengths_share, VARIED_SHARE)
         self._context_bytes = gpu.context_bytes
         factor = None if gpu.rates is None else gpu.rates.host_factor
         self._host = host or (USUAL if factor is None else USUAL.timed(factor))
@@ -113,7 +121,37 @@ class Estimator:
         is_shared = config.num_gpus > 1 and PARALLELISMS[config.parallelism].is_launched
         outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
         outside += vllm_kept_bytes(config, self.gpu.capacity_bytes)
-        return self.headroom.within(self.memory_budget_bytes, outside, config)
+        room_bytes = self.headroom.within(self.memory_budget_bytes, outside, config)
+        if self._lengths_share > VARIED_SHARE and varied_steps.is_replayed(config):
+            share = (1 + VARIED_SHARE) / (1 + self._lengths_share)
+            room_bytes = outside + math.floor((room_bytes - outside) * share)
+        return room_bytes
+
+    def most_for_lengths(self, config: TrainConfig) -> int | None:
+        """Return the bytes that torch may reserve in all where lengths vary; None where that is not replayed.
+
+        It is what a peak at full length may reserve, and the share that is kept for pieces. None, too, where
+        the room was asked for in bytes.
+        """
+        if self.headroom.spare_bytes is not None or not varied_steps.is_replayed(config):
+            return None
+        room_bytes = self.room_for(config) - self._outside_bytes(config)
+        return math.floor((1 + self._lengths_share) * room_bytes)
+
+    def goes_on(self, config: TrainConfig, percentiles: Sequence[int], most_bytes: int) -> bool:
+        """Whether steps with samples of varied lengths go on within so many reserved bytes.
+
+        `percentiles`: of their lengths (autotune.space.lengths.Lengths). True of what is not replayed so.
+        """
+        trace = self._traces[TraceSpec.of(config)]
+        if not varied_steps.is_replayed(config) or isinstance(trace, SharedTrace):
+            return True
+        return self._prices.price(
+            bool,
+            trace.identity,
+            f"lengths {tuple(percentiles)!r} {most_bytes} {name_of(config)}",
+            lambda: varied_steps.fits(self._steps(config), trace, config, percentiles, most_bytes),
+        )
 
     def fits(self, estimate: Estimate) -> bool:
         """Whether the peak leaves the headroom, the host has room, and vLLM starts where it writes."""

@@ -20,7 +20,7 @@ from autotune.records.answer import Answer
 from autotune.records.charts import Details
 from autotune.records.estimate import Estimate
 from autotune.records.question import Question
-from autotune.search import predict_best
+from autotune.search import lengths_room, predict_best
 from autotune.search.fleet import HERE, Cards, Where, fleet_on_ray
 from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
@@ -163,7 +163,8 @@ def _predicted(problem: Problem, listener: Listener) -> Finding:
 def predict(problem: Problem, *, listener: Listener) -> Prediction:
     """Answer a problem by prediction. Raises ConfigError, HardwareError and NothingFitsError."""
     with listener.searching() as progress:
-        return predict_best.find(
+        search = functools.partial(
+            predict_best.find,
             problem.source,
             problem.workload,
             problem.space,
@@ -180,6 +181,9 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
             changes=problem.changes,
             traces_all=problem.backend is not None,
         )
+        if problem.backend is not None:  # A confirmation trains with varied lengths.
+            return search()
+        return lengths_room.with_room(lambda share: search(lengths_share=share), listener.note)
 
 
 def measured_name(problem: Problem) -> str:

@@ -110,6 +110,21 @@ class Prediction:
         self._ways_to_compile = ways_to_compile
         self._context = context
 
+    def goes_on(self) -> bool:
+        """Whether the answer's steps go on within the budget where the lengths of samples vary."""
+        best = self.answer.best
+        most_bytes = self._estimator.most_for_lengths(best.config)
+        return most_bytes is None or self._goes_on(max(most_bytes, best.peak_reserved_bytes))
+
+    def goes_on_with(self, share: float) -> bool:
+        """Whether they go on where that share of what is reserved at full length may be reserved besides."""
+        return self._goes_on(round((1 + share) * self.answer.best.peak_reserved_bytes))
+
+    def _goes_on(self, most_bytes: int) -> bool:
+        lengths = self.answer.workload.lengths
+        percentiles = () if lengths is None else lengths.percentiles
+        return self._estimator.goes_on(self.answer.best.config, percentiles, most_bytes)
+
     def pool(self) -> Sequence[Estimate]:
         """The candidates for probes, fastest first, the base at the end if not before; a replay each."""
         baseline = self.answer.baseline
@@ -186,6 +201,7 @@ def find(
     cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
     traces_all: bool = False,
+    lengths_share: float = 0.0,
 ) -> Prediction:
     """Answer a workload by prediction.
 
@@ -194,6 +210,7 @@ def find(
     `meanwhile` is called once, while the first worker starts.
     `changes` is what has become of the space before. `traces_all`: also what is slower by its bound than what
     fits, for who doubts predictions.
+    `lengths_share`: of what is reserved, that is kept for pieces where lengths vary.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
@@ -277,6 +294,7 @@ def find(
         filling=workload.filling if varied else None,
         replays=None if cache is None else cache.replays(),
         prices=None if cache is None else cache.prices(),
+        lengths_share=lengths_share,
     )
     first_answers = None
     if so_far is not None:

@@ -343,6 +343,11 @@ class Trace:
         """Bytes of each tensor."""
         return listed(self._traced_sizes(micro_batch, rank)[self._template])
 
+    def sizes_of_part(self, micro_batch: float, rank: int) -> Array:
+        """Bytes of each tensor, with as many tokens as that part of a micro-batch of full length has."""
+        sizes: Array = self._work_out_sizes(micro_batch, rank)[self._template]
+        return sizes
+
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
         """Bytes alive after each event, from zero, in blocks of 512 B.
 
@@ -374,12 +379,15 @@ class Trace:
     def _round_sizes(self, micro_batch: int, rank: int) -> Array:
         return in_blocks(self._traced_sizes(micro_batch, rank))
 
-    def _work_out_sizes(self, micro_batch: int, rank: int) -> Array:
+    def _work_out_sizes(self, micro_batch: float, rank: int) -> Array:
+        whole = max(round(micro_batch), 1)
         of_rules = [
-            (RULES[name]([evaluate(t, micro_batch, rank) for t in terms]), indices)
+            (RULES[name]([evaluate(t, whole, rank) for t in terms]), indices)
             for (name, *terms), indices in self._rules
         ]
         traced = self._terms.at(micro_batch, rank)
+        if isinstance(micro_batch, float):
+            traced = np.rint(traced).astype(np.int64)
         traced = holding(traced, max((num_bytes for num_bytes, _ in of_rules), default=0))
         for num_bytes, indices in of_rules:
             traced[indices] = num_bytes
