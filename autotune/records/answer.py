@@ -420,10 +420,6 @@ class Answer:
         }
 
 
-_OF_OLDER = ("slower",)
-"""Fields of what was measured that older answers have: nothing asks for them any more."""
-
-
 def stored_record(answer: Answer) -> dict[str, Any]:
     """Return the answer as it is stored: its own fields alone, which `answer_from_dict` reads back."""
     return {"schema_version": SCHEMA_VERSION, **json_records.plain(answer)}
@@ -436,8 +432,6 @@ def answer_from_dict(values: Any) -> Answer:
         if given.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {json_records.shown(given.get('schema_version'))}")
         fields = {name: value for name, value in given.items() if name != "schema_version"}
-        if isinstance(measured := fields.get("measured"), dict):
-            fields["measured"] = {k: v for k, v in measured.items() if k not in _OF_OLDER}
         return json_records.read(Answer, fields)
     except ValueError as error:
         raise ValueError(f"this is no answer of autotune: {error}") from error

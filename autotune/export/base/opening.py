@@ -379,7 +379,7 @@ def _open_program(part: RunFile, method: str, task: str | None = None) -> Opened
             launch_several="-m torch.distributed.run --nproc_per_node {number} ",
         )
     read_keys = {*(key for row in target.rows for key in row.keys), *target.renamed}
-    others = (installed_fields() or {}).keys() - read_keys
+    others = installed_fields().keys() - read_keys
     left = [
         f"{key}: {value}"
         for key, value in content.items()

@@ -163,7 +163,7 @@ def table_of(
     trainer = trainer or BY_TASK.get(task or "")
     if trainer is not None and trainer.name != target.fixed.get("trainer"):
         target = huggingface.trained_by(target, trainer)
-    return target, frozenset((*(installed_fields() or ()), *content, "env")), said
+    return target, frozenset((*installed_fields(), *content, "env")), said
 
 
 _OF_EXAMPLES = {
