@@ -16,7 +16,7 @@ from typing import Any
 
 from autotune.export import llama_factory
 from autotune.export.base import huggingface
-from autotune.export.base.calls import PEFT_TYPES, TASKS_OF_CLASSES
+from autotune.export.base.classes import PEFT_TYPES, TASKS_OF_CLASSES
 from autotune.export.base.command_line import Command
 from autotune.export.base.literals import name_of
 from autotune.export.mapping import (
