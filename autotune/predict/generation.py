@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from autotune.memory.allocator import Tape
 from autotune.memory.traces import Launch, Phase, Trace
+from autotune.memory.traces.running import left_by
 from autotune.memory.vllm import KEPT_ASLEEP_BYTES, share_bytes
 from autotune.space.config import TrainConfig
 
@@ -59,9 +60,8 @@ def generation_of(trace: Trace, config: TrainConfig) -> Generation:
     replay(trace.generation(Phase.DECODE))
     grown = trace.generation(Phase.GROWN)
     made = {event for event in grown if event >= 0}
-    freed = {~event for event in grown if event < 0}
     old = [~event for event in grown if event < 0 and ~event not in made]
-    new = [event for event in grown if event >= 0 and event not in freed]
+    new = left_by(grown)
     num_grown = min(_NUM_GROWN, (config.max_completion_length or 0) - 2)
     for number in range(1, num_grown + 1):
         for before, after in zip(old, new, strict=True):

@@ -112,7 +112,10 @@ class Measured:
         """
         if self.eager is None or self.compiled is None or not self.compiled.fits:
             return None
-        eager_seconds, compiled_seconds = _useful_step(self.eager), _useful_step(self.compiled)
+        eager_seconds, compiled_seconds = (
+            self.eager.useful_step_seconds,
+            self.compiled.useful_step_seconds,
+        )
         if eager_seconds <= compiled_seconds:
             return None
         cold_seconds = [m.cold_start_seconds or 0.0 for m in (self.eager, self.compiled)]
@@ -167,12 +170,6 @@ class Measured:
             "of_classes": {name: _with_sums(m) for name, m in self.of_classes.items()},
             "compile_pays_after_steps": self.compile_pays_after_steps,
         }
-
-
-def _useful_step(measurement: Measurement) -> float:
-    """Seconds for a step's worth of tokens that are no padding."""
-    assert measurement.step_seconds is not None
-    return measurement.step_seconds / measurement.useful_share
 
 
 def _with_sums(measurement: Measurement) -> dict[str, object]:
