@@ -186,9 +186,6 @@ class ModelSource:
     """The configuration file that was read."""
     num_parameters_known: int | None = None
     """The catalogue's exact count (of the task's usual class: see `notes`)."""
-    requires_remote_code: bool
-    """Whether the configuration names Python code of its repository (`auto_map`). That code never runs: the
-    model is usable only when Transformers itself knows its `model_type`, which a worker checks."""
     notes: str = ""
 
     @property
@@ -515,10 +512,9 @@ def _source(
     notes: str = "",
 ) -> ModelSource:
     config = _read_config(path)
-    requires_remote_code = "auto_map" in config
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type.strip():
-        if requires_remote_code:
+        if "auto_map" in config:
             raise ConfigError(
                 f"The configuration of {_shown(name)} asks for code from its repository (auto_map)",
                 why="Code that comes with a model never runs here, and it names no model_type",
@@ -535,7 +531,6 @@ def _source(
         origin=origin,
         path=path,
         num_parameters_known=num_parameters_known,
-        requires_remote_code=requires_remote_code,
         notes=notes,
     )
     _refuse_giants(source)

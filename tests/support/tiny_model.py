@@ -38,7 +38,6 @@ MODEL = ModelSource(
     },
     origin="file",
     path=Path("config.json"),
-    requires_remote_code=False,
 )
 NUM_LAYERS = 5
 FULL = TrainConfig(
