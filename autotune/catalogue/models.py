@@ -185,8 +185,7 @@ class ModelSource:
     path: Path
     """The configuration file that was read."""
     num_parameters_known: int | None = None
-    """The catalogue's exact count (of the task's usual class: see `notes`)."""
-    notes: str = ""
+    """The catalogue's exact count (of the task's usual class: see CatalogueEntry.notes)."""
 
     @property
     def folder_or_id(self) -> str:
@@ -471,7 +470,6 @@ def _from_entry(entry: CatalogueEntry) -> ModelSource:
         "catalogue",
         _DATA / "models" / entry.file,
         num_parameters_known=entry.num_parameters,
-        notes=entry.notes,
     )
 
 
@@ -509,7 +507,6 @@ def _source(
     path: Path,
     *,
     num_parameters_known: int | None = None,
-    notes: str = "",
 ) -> ModelSource:
     config = _read_config(path)
     model_type = config.get("model_type")
@@ -531,7 +528,6 @@ def _source(
         origin=origin,
         path=path,
         num_parameters_known=num_parameters_known,
-        notes=notes,
     )
     _refuse_giants(source)
     checkpoint_of(name, config)
