@@ -115,6 +115,6 @@ def first_line(error: BaseException, most: int = 300) -> str:
     return (start.rpartition(" ")[0] or start) + _DOTS
 
 
-def first_sentence(error: BaseException, most: int = 200) -> str:
+def first_sentence(error: BaseException) -> str:
     """Return the first sentence of what another library's error says, without its full stop."""
-    return first_line(error, most).partition(". ")[0].rstrip(" .:")
+    return first_line(error, 200).partition(". ")[0].rstrip(" .:")

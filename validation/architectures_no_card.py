@@ -128,7 +128,6 @@ def subject(kind: str, task: str, *, is_cut: bool = True) -> Subject:
             config=values,
             origin="file",
             path=Path("config.json"),
-            requires_remote_code=False,
         ),
         length=next(length for least, length in LENGTHS if positions >= least),
         layers=num or None,

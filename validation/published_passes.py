@@ -86,7 +86,6 @@ def model_of(name: str) -> ModelSource:
         config=known[name],
         origin="file",
         path=STUDY / "models.json",
-        requires_remote_code=False,
     )
 
 

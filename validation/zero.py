@@ -124,7 +124,7 @@ def _be(number: int, config: TrainConfig, port: str, folder: str) -> None:
 
     found: dict[str, int] = {}
     # Nobody votes: after a number of steps all end.
-    rank = Rank(number=number, num_ranks=config.num_gpus)
+    rank = Rank(number=number)
     told = functools.partial(_look, found)
     measured = probe(MODEL, config, SPEC, lambda _: told(), rank=rank)
     assert measured.outcome == "ok", measured.message

@@ -185,11 +185,7 @@ class ModelSource:
     path: Path
     """The configuration file that was read."""
     num_parameters_known: int | None = None
-    """The catalogue's exact count (of the task's usual class: see `notes`)."""
-    requires_remote_code: bool
-    """Whether the configuration names Python code of its repository (`auto_map`). That code never runs: the
-    model is usable only when Transformers itself knows its `model_type`, which a worker checks."""
-    notes: str = ""
+    """The catalogue's exact count (of the task's usual class: see CatalogueEntry.notes)."""
 
     @property
     def folder_or_id(self) -> str:
@@ -474,7 +470,6 @@ def _from_entry(entry: CatalogueEntry) -> ModelSource:
         "catalogue",
         _DATA / "models" / entry.file,
         num_parameters_known=entry.num_parameters,
-        notes=entry.notes,
     )
 
 
@@ -512,13 +507,11 @@ def _source(
     path: Path,
     *,
     num_parameters_known: int | None = None,
-    notes: str = "",
 ) -> ModelSource:
     config = _read_config(path)
-    requires_remote_code = "auto_map" in config
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type.strip():
-        if requires_remote_code:
+        if "auto_map" in config:
             raise ConfigError(
                 f"The configuration of {_shown(name)} asks for code from its repository (auto_map)",
                 why="Code that comes with a model never runs here, and it names no model_type",
@@ -535,8 +528,6 @@ def _source(
         origin=origin,
         path=path,
         num_parameters_known=num_parameters_known,
-        requires_remote_code=requires_remote_code,
-        notes=notes,
     )
     _refuse_giants(source)
     checkpoint_of(name, config)

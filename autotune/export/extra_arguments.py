@@ -52,8 +52,8 @@ def read_extra_arguments(values: object, place: str = "extra_arguments.") -> str
 
     `place`: what stands before a field's name there.
 
-    Names and types are those of the installed TrainingArguments; without Transformers any name goes. A number
-    in quotes becomes one: YAML takes 2e-4 for text.
+    Names and types are those of the installed TrainingArguments. A number in quotes becomes one: YAML takes
+    2e-4 for text.
     """
     if not isinstance(values, dict):
         raise ValueError("extra_arguments must be a mapping of TrainingArguments to their values")
@@ -65,15 +65,13 @@ def read_extra_arguments(values: object, place: str = "extra_arguments.") -> str
     ]
     if problems:
         raise ValueError("; ".join(problems))
-    return _encoded(
-        {name: _number(value, (fields or {}).get(name, "")) for name, value in values.items()}
-    )
+    return _encoded({name: _number(value, fields[name]) for name, value in values.items()})
 
 
-def _problem(name: Any, value: object, fields: Mapping[str, str] | None) -> str:
+def _problem(name: Any, value: object, fields: Mapping[str, str]) -> str:
     if name in DECIDED:
         return f"is decided by config.{DECIDED[name]}"
-    if fields is not None and name not in fields:
+    if name not in fields:
         known = [field for field in fields if field not in DECIDED]
         return f"is no field of TrainingArguments. {nearest(str(name)[:80], known)}"
     if not isinstance(name, str):
@@ -82,11 +80,11 @@ def _problem(name: Any, value: object, fields: Mapping[str, str] | None) -> str:
         return f"cannot be on: {CHANGES_STEP[name]}"
     if name == "max_grad_norm" and not value:
         return "must be a positive number: the predicted step clips its gradients"
-    allowed = [part.partition("[")[0] for part in (fields or {}).get(name, "").split(" | ")]
+    allowed = [part.partition("[")[0] for part in fields[name].split(" | ")]
     # Another name in an annotation, such as an enumeration's, is for Transformers to read.
     if not _PLAIN_TYPES.issuperset(allowed):
         return ""
-    number = _number(value, fields[name]) if fields else value
+    number = _number(value, fields[name])
     kind = "None" if value is None else type(number).__name__
     if kind not in allowed and not (kind == "int" and "float" in allowed):
         return f"is of type {kind} and should be {' or '.join(allowed)}"

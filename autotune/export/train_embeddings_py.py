@@ -53,7 +53,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     """Return a Python program. Every value in it is an ASCII literal."""
     fields = installed_fields()
     values = training_arguments(config, fields, workload.extra)
-    values = {key: values[key] for key in values if fields is None or key in fields}
+    values = {key: values[key] for key in values if key in fields}
     imports, plan, trainer = [], "", EMBEDDERS.get(workload.task, _CLASSES)
     adapter, quantization = "adapter = None", "quantization = None"
     if config.method != "full":

@@ -134,7 +134,7 @@ def known_arguments(workload: Workload, config: TrainConfig) -> dict[str, object
     """Return the keyword arguments that the installed or named TrainingArguments takes."""
     fields = installed_fields()
     arguments = known_values(training_arguments(config, fields, workload.extra))
-    return {key: arguments[key] for key in arguments if fields is None or key in fields}
+    return {key: arguments[key] for key in arguments if key in fields}
 
 
 def unknown_values(arguments: Mapping[str, object]) -> tuple[Unsaid, ...]:
@@ -394,15 +394,17 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
     return decided
 
 
-def installed_fields() -> Mapping[str, str] | None:
-    """Return fields of TrainingArguments and their annotations; None without Transformers.
+def installed_fields() -> Mapping[str, str]:
+    """Return fields of TrainingArguments and their annotations.
 
     Of the installed version, or without annotations of the one that files are being written for.
     """
     target = targets.of("transformers")
     if target is not None:
         return target.fields
-    return installed.fields("transformers", "training_args.py", "TrainingArguments")
+    found = installed.fields("transformers", "training_args.py", "TrainingArguments")
+    assert found is not None
+    return found
 
 
 EXPORTERS = tuple(

@@ -251,16 +251,13 @@ def lora_fields(config: TrainConfig) -> dict[str, object]:
 
 
 def trl_fields(row: Trainer = SFT) -> Collection[str] | None:
-    """Return fields of SFTConfig or its like, installed or named; None without TRL or Transformers."""
+    """Return fields of SFTConfig or its like, installed or named; None without TRL."""
     target = targets.of("trl")
     if target is not None:
-        return {*target.fields, *(installed_fields() or ())}
+        return {*target.fields, *installed_fields()}
     own = installed.fields("trl", f"trainer/{row.command}_config.py", row.arguments_class)
     shared = installed.fields("trl", "trainer/base_config.py", "_BaseConfig")
-    of_transformers = installed_fields()
-    if own is None or of_transformers is None:
-        return None
-    return {*own, *(shared or ()), *of_transformers}
+    return None if own is None else {*own, *(shared or ()), *installed_fields()}
 
 
 def _named_model_fields() -> Collection[str] | None:

@@ -12,10 +12,9 @@ besides.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from autotune.memory.allocator import Tape
 from autotune.memory.traces import Launch, Phase, Trace
+from autotune.memory.traces.running import left_by
 from autotune.memory.vllm import KEPT_ASLEEP_BYTES, share_bytes
 from autotune.space.config import TrainConfig
 
@@ -29,18 +28,8 @@ SPREAD = 0.4
 each token, completions that end early and several prompts' unequal lengths change it by half."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """Writing of the completions that are generated at a time."""
-
-    tape: Tape
-    """Its allocations; nothing is left behind."""
-    cache_bytes: int
-    """Bytes of the key-value cache with the last token."""
-
-
-def generation_of(trace: Trace, config: TrainConfig) -> Generation:
-    """Return what is allocated for generation."""
+def generation_of(trace: Trace, config: TrainConfig) -> Tape:
+    """Return what is allocated as the completions of a batch are written; nothing is left behind."""
     rank = config.lora_rank or 0
     sizes = trace.sizes(config.generation_batch_size, rank)
     tape = Tape()
@@ -59,9 +48,8 @@ def generation_of(trace: Trace, config: TrainConfig) -> Generation:
     replay(trace.generation(Phase.DECODE))
     grown = trace.generation(Phase.GROWN)
     made = {event for event in grown if event >= 0}
-    freed = {~event for event in grown if event < 0}
     old = [~event for event in grown if event < 0 and ~event not in made]
-    new = [event for event in grown if event >= 0 and event not in freed]
+    new = left_by(grown)
     num_grown = min(_NUM_GROWN, (config.max_completion_length or 0) - 2)
     for number in range(1, num_grown + 1):
         for before, after in zip(old, new, strict=True):
@@ -72,10 +60,9 @@ def generation_of(trace: Trace, config: TrainConfig) -> Generation:
     for before, after in zip(old, new, strict=True):
         numbers[after] = numbers.pop(before)
     replay(trace.generation(Phase.LAST))
-    cache_bytes = sum(tape.sizes[number] for number in numbers.values())
     for number in (*numbers.values(), ids):
         tape.free(number)
-    return Generation(tape=tape, cache_bytes=cache_bytes)
+    return tape
 
 
 def vllm_kept_bytes(config: TrainConfig, capacity_bytes: int) -> int:

@@ -151,7 +151,7 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     written = Tape()
     is_here = config.max_completion_length is not None and not config.writes_with_vllm
     if is_here and isinstance(trace, Trace):
-        written = generation_of(trace, config).tape
+        written = generation_of(trace, config)
         parts = _generating(parts, _shifted(written.events, behind), config)
     behind += len(written.sizes)
     kept = _KeptByTrainer(trace, sizes, config, num_before=behind)

@@ -19,6 +19,7 @@ from __future__ import annotations
 from autotune.catalogue.gpus import Gpu
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.traces import Launch, Phase, Trace
+from autotune.memory.traces.running import left_by
 from autotune.memory.vllm import Served
 from autotune.predict.generation import generations_per_step
 from autotune.space.config import TrainConfig
@@ -78,8 +79,7 @@ def _made(trace: Trace, phase: Phase, category: str) -> list[int]:
 def _cache_bytes(trace: Trace, config: TrainConfig, sizes: list[int]) -> int:
     """Bytes of one sequence's cache in 16 bits, as it is before the last token."""
     grown = trace.generation(Phase.GROWN) or trace.generation(Phase.DECODE)
-    freed = {~event for event in grown if event < 0}
-    kept = sum(sizes[event] for event in grown if event >= 0 and event not in freed)
+    kept = sum(sizes[event] for event in left_by(grown))
     return kept * DTYPE_BYTES[_DTYPE] // DTYPE_BYTES[PRECISIONS[config.precision].compute_dtype]
 
 

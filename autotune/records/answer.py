@@ -112,7 +112,10 @@ class Measured:
         """
         if self.eager is None or self.compiled is None or not self.compiled.fits:
             return None
-        eager_seconds, compiled_seconds = _useful_step(self.eager), _useful_step(self.compiled)
+        eager_seconds, compiled_seconds = (
+            self.eager.useful_step_seconds,
+            self.compiled.useful_step_seconds,
+        )
         if eager_seconds <= compiled_seconds:
             return None
         cold_seconds = [m.cold_start_seconds or 0.0 for m in (self.eager, self.compiled)]
@@ -167,12 +170,6 @@ class Measured:
             "of_classes": {name: _with_sums(m) for name, m in self.of_classes.items()},
             "compile_pays_after_steps": self.compile_pays_after_steps,
         }
-
-
-def _useful_step(measurement: Measurement) -> float:
-    """Seconds for a step's worth of tokens that are no padding."""
-    assert measurement.step_seconds is not None
-    return measurement.step_seconds / measurement.useful_share
 
 
 def _with_sums(measurement: Measurement) -> dict[str, object]:
@@ -420,10 +417,6 @@ class Answer:
         }
 
 
-_OF_OLDER = ("slower",)
-"""Fields of what was measured that older answers have: nothing asks for them any more."""
-
-
 def stored_record(answer: Answer) -> dict[str, Any]:
     """Return the answer as it is stored: its own fields alone, which `answer_from_dict` reads back."""
     return {"schema_version": SCHEMA_VERSION, **json_records.plain(answer)}
@@ -436,8 +429,6 @@ def answer_from_dict(values: Any) -> Answer:
         if given.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f"schema_version is {json_records.shown(given.get('schema_version'))}")
         fields = {name: value for name, value in given.items() if name != "schema_version"}
-        if isinstance(measured := fields.get("measured"), dict):
-            fields["measured"] = {k: v for k, v in measured.items() if k not in _OF_OLDER}
         return json_records.read(Answer, fields)
     except ValueError as error:
         raise ValueError(f"this is no answer of autotune: {error}") from error

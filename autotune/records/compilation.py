@@ -18,7 +18,10 @@ class Compilation:
     @property
     def pays_after_steps(self) -> tuple[int, int] | None:
         """Least and most optimizer steps that make up for compiling; None where it is no faster."""
-        compiled_seconds, eager_seconds = _useful_step(self.compiled), _useful_step(self.eager)
+        compiled_seconds, eager_seconds = (
+            self.compiled.useful_step_seconds,
+            self.eager.useful_step_seconds,
+        )
         if compiled_seconds >= eager_seconds:
             return None
         assert self.compiled.compile_seconds is not None
@@ -36,9 +39,3 @@ class Compilation:
             "eager": self.eager.to_dict(budget_bytes),
             "pays_after_steps": None if pays_after is None else list(pays_after),
         }
-
-
-def _useful_step(estimate: Estimate) -> float:
-    """Seconds for a step's worth of tokens that are no padding."""
-    assert estimate.step_seconds is not None
-    return estimate.step_seconds / estimate.useful_share

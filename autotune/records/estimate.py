@@ -301,6 +301,12 @@ class Timed(Protocol):
         return accumulation * self.micro_step_seconds + self.optimizer_step_seconds
 
     @property
+    def useful_step_seconds(self) -> float:
+        """Seconds for a step's worth of tokens that are no padding."""
+        assert self.step_seconds is not None
+        return self.step_seconds / self.useful_share
+
+    @property
     def samples_per_second(self) -> float | None:
         """Samples per second, each of full length; where answers are compared, a sample is a pair."""
         seconds = self.step_seconds

@@ -281,11 +281,9 @@ class Families:
     host_memory_bytes: int | None = None
     """Host memory that may be taken; None where that is not said."""
 
-    def specs(self, most: int | None = None) -> set[TraceSpec]:
-        """Return the specs of the traces that price the plans of all of them, or of the first ones."""
-        return {
-            spec for lean in self.leans[:most] for spec in plan_specs(lean, self.host_memory_bytes)
-        }
+    def specs(self) -> set[TraceSpec]:
+        """Return the specs of the traces that price the plans of all of them."""
+        return {spec for lean in self.leans for spec in plan_specs(lean, self.host_memory_bytes)}
 
 
 def families_of(

@@ -36,8 +36,6 @@ class Optimizer:
     state_format: str
     """Storage of the state: `parameter` (the dtype of the parameter), `32bit`, `8bit`, ... or `none`. Within
     a family, another format is another rounding."""
-    tradeoff: str
-    """Class that it gives up against adamw_torch on the same parameters, of TRADEOFF_CLASSES."""
     needs: str = ""
     """Package beyond torch and transformers, by the name that pip knows; or nothing."""
     class_name: str
@@ -67,7 +65,6 @@ class Optimizer:
     """Reason why its state is not what the textbook counts, where that is not the dtype alone."""
     note_of_16_bits: bool = False
     """Whether the reason holds for 16-bit weights alone."""
-    summary: str
     source: str
 
     @property
@@ -159,7 +156,7 @@ _OF_BITSANDBYTES = {
 """Class by family, and what it does with float32 state."""
 
 
-def _bitsandbytes(name: str, family: str, summary: str) -> Optimizer:
+def _bitsandbytes(name: str, family: str) -> Optimizer:
     # Bits and paging are read off the name, as the Trainer does it.
     bits = 8 if "8bit" in name else 32
     class_name, plain = _OF_BITSANDBYTES[family]
@@ -169,23 +166,20 @@ def _bitsandbytes(name: str, family: str, summary: str) -> Optimizer:
         name=name,
         family=family,
         state_format=f"{bits}bit",
-        tradeoff="numerics" if family == "adamw" else "recipe",
         needs="bitsandbytes",
         class_name=class_name,
         moments=plain.num_states + plain.slow_average,
         algorithm=algorithm,
         state_note=small if bits == 8 else "",
-        summary=summary,
         source=_BITSANDBYTES,
     )
 
 
-def _torchao(name: str, bits: int, summary: str) -> Optimizer:
+def _torchao(name: str, bits: int) -> Optimizer:
     return Optimizer(
         name=name,
         family="adamw",
         state_format=f"torchao {bits}bit",
-        tradeoff="numerics",
         needs="torchao",
         class_name=f"AdamW{bits}bit",
         moments=2,
@@ -196,7 +190,6 @@ def _torchao(name: str, bits: int, summary: str) -> Optimizer:
         arguments=(("optim_args", "bf16_stochastic_round=True"),),
         keeps_rounding=True,
         state_note=f"{bits}-bit moments and their scales; small tensors as they are",
-        summary=summary,
         source=_TORCHAO,
     )
 
@@ -206,7 +199,6 @@ def _low_rank(
     family: str,
     class_name: str,
     algorithm: Algorithm,
-    summary: str,
     *,
     moments: int = 2,
     state_format: str = "parameter",
@@ -218,7 +210,6 @@ def _low_rank(
         # Layer by layer gradients are not clipped: another training run.
         family=f"{family}-layerwise" if layerwise else family,
         state_format=state_format,
-        tradeoff="recipe",
         needs="apollo-torch" if is_apollo else "galore-torch",
         class_name=class_name,
         moments=moments,
@@ -230,29 +221,25 @@ def _low_rank(
         only_cuda=class_name == "AdamW8bit",
         arguments=(("optim_target_modules", "all-linear"),),
         state_note="moments of rank 128, and a projection of each matrix",
-        summary=summary,
         source=_APOLLO if is_apollo else _GALORE,
     )
 
 
-def _schedule_free(name: str, class_name: str, algorithm: ScheduleFree, summary: str) -> Optimizer:
+def _schedule_free(name: str, class_name: str, algorithm: ScheduleFree) -> Optimizer:
     return Optimizer(
         name=name,
         family=name,
         state_format="parameter",
-        tradeoff="recipe",
         needs="schedulefree",
         class_name=class_name,
         moments=1 + algorithm.num_moments,
         algorithm=algorithm,
         steps_alone=False,
         arguments=(("lr_scheduler_type", "constant"),),
-        summary=summary,
         source=_SCHEDULE_FREE,
     )
 
 
-_PAGED = "that may move to host memory"
 _STATISTICS = "rows and columns of float32 statistics"
 _GALORE_ADAMW = GaLoreAdamW(projection=SvdProjection())
 _GALORE_ADAMW_8BIT = GaLoreAdamW8bit(projection=SvdProjection())
@@ -265,98 +252,81 @@ OPTIMIZERS: dict[str, Optimizer] = {
             name="adamw_torch",
             family="adamw",
             state_format="parameter",
-            tradeoff="exact",
             class_name="AdamW",
             moments=2,
             algorithm=TensorLists(num_moments=2, passes=_FOREACH_ADAMW, num_temporaries=1),
-            summary="AdamW, foreach kernels: a temporary as large as the parameters",
             source=f"{_TORCH_ADAMW}: _multi_tensor_adam",
         ),
         Optimizer(
             name="adamw_torch_fused",
             family="adamw",
             state_format="parameter",
-            tradeoff="exact",
             class_name="AdamW",
             moments=2,
             algorithm=TensorLists(num_moments=2, passes=_FUSED_ADAMW, step_on_device=True),
-            summary="AdamW in one kernel, no temporaries: the Trainer's default",
             source=f"{_TORCH_ADAMW}: _fused_adam",
         ),
-        _torchao(
-            "adamw_torch_8bit", 8, "AdamW with moments in 8 bits, compiled, stochastic rounding"
-        ),
-        _torchao(
-            "adamw_torch_4bit", 4, "AdamW with moments in 4 bits, compiled, stochastic rounding"
-        ),
-        _bitsandbytes("adamw_bnb_8bit", "adamw", "AdamW with moments in 8 bits, blocks of 256"),
-        _bitsandbytes("adamw_8bit", "adamw", "another name of adamw_bnb_8bit"),
-        _bitsandbytes("paged_adamw_8bit", "adamw", f"AdamW with moments in 8 bits {_PAGED}"),
-        _bitsandbytes("paged_adamw_32bit", "adamw", f"AdamW with float32 moments {_PAGED}"),
-        _bitsandbytes("ademamix", "ademamix", "AdEMAMix: Adam with a second, slow average"),
-        _bitsandbytes("ademamix_8bit", "ademamix", "AdEMAMix with its averages in 8 bits"),
-        _bitsandbytes("paged_ademamix_32bit", "ademamix", f"AdEMAMix with averages {_PAGED}"),
-        _bitsandbytes("paged_ademamix_8bit", "ademamix", f"AdEMAMix in 8 bits {_PAGED}"),
-        _bitsandbytes("lion_32bit", "lion", "Lion, one float32 moment"),
-        _bitsandbytes("lion_8bit", "lion", "Lion, one moment in 8 bits"),
-        _bitsandbytes("paged_lion_32bit", "lion", f"Lion, one float32 moment {_PAGED}"),
-        _bitsandbytes("paged_lion_8bit", "lion", f"Lion, one moment in 8 bits {_PAGED}"),
+        _torchao("adamw_torch_8bit", 8),
+        _torchao("adamw_torch_4bit", 4),
+        _bitsandbytes("adamw_bnb_8bit", "adamw"),
+        _bitsandbytes("adamw_8bit", "adamw"),  # another name of the same
+        _bitsandbytes("paged_adamw_8bit", "adamw"),
+        _bitsandbytes("paged_adamw_32bit", "adamw"),
+        _bitsandbytes("ademamix", "ademamix"),
+        _bitsandbytes("ademamix_8bit", "ademamix"),
+        _bitsandbytes("paged_ademamix_32bit", "ademamix"),
+        _bitsandbytes("paged_ademamix_8bit", "ademamix"),
+        _bitsandbytes("lion_32bit", "lion"),
+        _bitsandbytes("lion_8bit", "lion"),
+        _bitsandbytes("paged_lion_32bit", "lion"),
+        _bitsandbytes("paged_lion_8bit", "lion"),
         Optimizer(
             name="rmsprop",
             family="rmsprop",
             state_format="parameter",
-            tradeoff="recipe",
             class_name="RMSprop",
             moments=1,
             algorithm=TensorLists(num_moments=1, passes=_FOREACH_RMSPROP, num_temporaries=1),
-            summary="RMSprop, foreach kernels: a temporary as large as the parameters",
             source="torch 2.13 optim/rmsprop.py: _multi_tensor_rmsprop",
         ),
-        _bitsandbytes("rmsprop_bnb", "rmsprop", "RMSprop, one float32 moment"),
-        _bitsandbytes("rmsprop_bnb_32bit", "rmsprop", "another name of rmsprop_bnb"),
-        _bitsandbytes("rmsprop_bnb_8bit", "rmsprop", "RMSprop, one moment in 8 bits"),
+        _bitsandbytes("rmsprop_bnb", "rmsprop"),
+        _bitsandbytes("rmsprop_bnb_32bit", "rmsprop"),  # another name of the same
+        _bitsandbytes("rmsprop_bnb_8bit", "rmsprop"),
         Optimizer(
             name="adagrad",
             family="adagrad",
             state_format="parameter",
-            tradeoff="recipe",
             class_name="Adagrad",
             moments=1,
             algorithm=TensorLists(
                 num_moments=1, passes=_FOREACH_ADAGRAD, num_temporaries=2, state_at_once=True
             ),
             steps_alone=False,
-            summary="Adagrad, foreach kernels: two temporaries as large as the parameters",
             source="torch 2.13 optim/adagrad.py: _multi_tensor_adagrad",
         ),
         Optimizer(
             name="adafactor",
             family="adafactor",
             state_format="32bit",
-            tradeoff="recipe",
             class_name="Adafactor",
             moments=0,
             algorithm=Adafactor(),
             state_note=_STATISTICS,
-            summary="Adafactor: row and column statistics, large float32 temporaries",
             source="transformers 5.23 optimization.py Adafactor, trainer_optimizer.py",
         ),
         Optimizer(
             name="sgd",
             family="sgd",
             state_format="none",
-            tradeoff="recipe",
             class_name="SGD",
             moments=0,
             algorithm=TensorLists(num_moments=0, passes=_FOREACH_SGD),
-            summary="plain SGD without momentum, no state",
             source="torch 2.13 optim/sgd.py: _multi_tensor_sgd",
         ),
         Optimizer(
             name="lomo",
             family="lomo",
             state_format="none",
-            tradeoff="recipe",
             needs="lomo-optim",
             class_name="Lomo",
             moments=0,
@@ -364,14 +334,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
             steps_alone=False,
             updates="one-behind",
             only_full=True,
-            summary="SGD within the backward pass: no state, one gradient at a time, no clipping",
             source=_LOMO,
         ),
         Optimizer(
             name="adalomo",
             family="adalomo",
             state_format="32bit",
-            tradeoff="recipe",
             needs="lomo-optim",
             class_name="AdaLomo",
             moments=0,
@@ -381,7 +349,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
             only_full=True,
             only_cuda=True,
             state_note=_STATISTICS,
-            summary="Adafactor's statistics within the backward pass: one gradient at a time",
             source=_LOMO,
         ),
         _low_rank(
@@ -389,14 +356,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "galore",
             "AdamW",
             _GALORE_ADAMW,
-            "GaLore: AdamW of gradients projected to rank 128, an SVD of each every 200 steps",
         ),
         _low_rank(
             "galore_adamw_8bit",
             "galore",
             "AdamW8bit",
             _GALORE_ADAMW_8BIT,
-            "GaLore with its moments in 8 bits",
             state_format="8bit",
         ),
         _low_rank(
@@ -404,7 +369,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "galore-adafactor",
             "Adafactor",
             Adafactor(projection=SvdProjection()),
-            "GaLore with Adafactor's statistics; keeps a whole float32 matrix of each SVD",
             moments=0,
             state_format="32bit",
         ),
@@ -413,14 +377,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "galore",
             "AdamW",
             _GALORE_ADAMW,
-            "GaLore within the backward pass: one gradient at a time, no clipping",
         ),
         _low_rank(
             "galore_adamw_8bit_layerwise",
             "galore",
             "AdamW8bit",
             _GALORE_ADAMW_8BIT,
-            "GaLore in 8 bits within the backward pass: one gradient at a time, no clipping",
             state_format="8bit",
         ),
         _low_rank(
@@ -428,38 +390,32 @@ OPTIMIZERS: dict[str, Optimizer] = {
             "apollo",
             "AdamW",
             _APOLLO_ADAMW,
-            "APOLLO: AdamW's scaling, from gradients projected at random to rank 128",
         ),
         _low_rank(
             "apollo_adamw_layerwise",
             "apollo",
             "AdamW",
             _APOLLO_ADAMW,
-            "APOLLO within the backward pass: one gradient at a time, no clipping",
         ),
         _schedule_free(
             "schedule_free_radam",
             "RAdamScheduleFree",
             ScheduleFree(num_moments=1, passes=_FOREACH_FREE_ADAMW, starts_bare=True),
-            "schedule-free RAdam: a second copy of the weights, no schedule, no warm-up",
         ),
         _schedule_free(
             "schedule_free_adamw",
             "AdamWScheduleFree",
             ScheduleFree(num_moments=1, passes=_FOREACH_FREE_ADAMW),
-            "schedule-free AdamW: a second copy of the weights, no schedule",
         ),
         _schedule_free(
             "schedule_free_sgd",
             "SGDScheduleFree",
             ScheduleFree(num_moments=0, passes=_FOREACH_FREE_SGD),
-            "schedule-free SGD: a second copy of the weights is all its state",
         ),
         Optimizer(
             name="stable_adamw",
             family="stable_adamw",
             state_format="parameter",
-            tradeoff="recipe",
             needs="torch-optimi",
             class_name="StableAdamW",
             moments=2,
@@ -470,21 +426,18 @@ OPTIMIZERS: dict[str, Optimizer] = {
             steps_alone=False,
             state_note="the rounding error of 16-bit weights is kept too",
             note_of_16_bits=True,
-            summary="AdamW with Adafactor's clipping; 16-bit weights keep their rounding error too",
             source="torch-optimi 0.3 optimi/stableadamw.py, transformers 5.23 trainer_optimizer.py",
         ),
         Optimizer(
             name="grokadamw",
             family="grokadamw",
             state_format="parameter",
-            tradeoff="recipe",
             needs="grokadamw",
             class_name="GrokAdamW",
             moments=3,
             algorithm=GrokAdamW(),
             steps_alone=False,
             state_note="in host memory, fetched for every step",
-            summary="AdamW of amplified slow gradients; its state waits in host memory",
             source="grokadamw 0.1 grokadamw.py, transformers 5.23 trainer_optimizer.py",
         ),
     )

@@ -21,7 +21,6 @@ class Parallelism:
     """Pairs (precision, the one whose kernels run): the library casts the weights, not autocast."""
     optimizers: tuple[str, ...] = ()
     """Values of `optim` that it works with; empty: all."""
-    summary: str
     num_replicas: int = 1
     """Groups of GPUs that each hold all that is shared out (FSDP2's dp_replicate_size)."""
     splits: bool = False
@@ -86,7 +85,7 @@ _ZERO_OPTIMIZERS = (
 _CPU_ADAM = ("adamw_torch", "adamw_torch_fused")
 
 
-def _fsdp2(offload: bool, summary: str) -> Parallelism:
+def _fsdp2(offload: bool) -> Parallelism:
     return Parallelism(
         name="fsdp2-offload" if offload else "fsdp2",
         library="torch",
@@ -94,11 +93,10 @@ def _fsdp2(offload: bool, summary: str) -> Parallelism:
         offload=offload,
         traced_as=_FSDP2_TRACED_AS,
         optimizers=_CPU_ADAM if offload else _FSDP2_OPTIMIZERS,
-        summary=summary,
     )
 
 
-def _zero(stage: int, offload: bool, summary: str) -> Parallelism:
+def _zero(stage: int, offload: bool) -> Parallelism:
     return Parallelism(
         name=f"zero{stage}-offload" if offload else f"zero{stage}",
         library="deepspeed",
@@ -106,7 +104,6 @@ def _zero(stage: int, offload: bool, summary: str) -> Parallelism:
         offload=offload,
         traced_as=_ZERO_TRACED_AS,
         optimizers=_CPU_ADAM if offload else _ZERO_OPTIMIZERS,
-        summary=summary,
     )
 
 
@@ -116,15 +113,13 @@ PARALLELISMS: dict[str, Parallelism] = {
         Parallelism(
             name="none",
             library="",
-            summary="one GPU",
         ),
         Parallelism(
             name="ddp",
             library="torch",
-            summary="everything on every GPU, gradients averaged",
         ),
-        _fsdp2(False, "weights, gradients and optimizer shared out, a layer gathered at a time"),
-        _fsdp2(True, "the same, kept in host memory"),
+        _fsdp2(False),
+        _fsdp2(True),
         Parallelism(
             name="hsdp",
             library="torch",
@@ -132,14 +127,12 @@ PARALLELISMS: dict[str, Parallelism] = {
             traced_as=_FSDP2_TRACED_AS,
             optimizers=_FSDP2_OPTIMIZERS,
             num_replicas=2,
-            summary="two groups of GPUs, each as fsdp2; gradients averaged between them",
         ),
         Parallelism(
             name="tp",
             library="torch",
             optimizers=_TP_OPTIMIZERS,
             splits=True,
-            summary="each layer's products split, the same samples on every GPU",
         ),
         Parallelism(
             name="cp",
@@ -148,14 +141,12 @@ PARALLELISMS: dict[str, Parallelism] = {
             traced_as=_FSDP2_TRACED_AS,
             optimizers=_FSDP2_OPTIMIZERS,
             splits_sequences=True,
-            summary="each sequence split, weights shared out as in fsdp2",
         ),
         Parallelism(
             name="device-map",
             library="torch",
             optimizers=_DEALT_OPTIMIZERS,
             deals_layers=True,
-            summary="whole layers dealt out; the GPUs work in turn, one at a time",
         ),
         Parallelism(
             name="pp",
@@ -163,14 +154,13 @@ PARALLELISMS: dict[str, Parallelism] = {
             optimizers=_DEALT_OPTIMIZERS,
             deals_layers=True,
             schedules=True,
-            summary="whole layers dealt out, the GPUs work on micro-batches one behind the other (estimate)",
         ),
-        _zero(1, False, "optimizer state shared out"),
-        _zero(1, True, "optimizer state in host memory"),
-        _zero(2, False, "optimizer state and gradients shared out"),
-        _zero(2, True, "optimizer state and gradients in host memory"),
-        _zero(3, False, "weights, gradients and optimizer shared out, gathered as needed"),
-        _zero(3, True, "the same, kept in host memory"),
+        _zero(1, False),
+        _zero(1, True),
+        _zero(2, False),
+        _zero(2, True),
+        _zero(3, False),
+        _zero(3, True),
     )
 }
 

@@ -25,65 +25,55 @@ class Precision:
     """Whether accelerate's mixed_precision is "fp8" with torchao: linear layers multiply in fp8 under
     bfloat16 autocast, but for the first and the last and those whose sizes are no multiples of 16 (accelerate
     1.15 utils/ao.py)."""
-    summary: str
 
 
 PRECISIONS: dict[str, Precision] = {
     "fp32": Precision(
         parameter_dtype="float32",
         compute_dtype="float32",
-        summary="everything in float32",
     ),
     "tf32": Precision(
         parameter_dtype="float32",
         compute_dtype="float32",
         tf32=True,
-        summary="float32 storage, TF32 matrix products",
     ),
     "fp16-mixed": Precision(
         parameter_dtype="float32",
         compute_dtype="float16",
         autocast=True,
         grad_scaler=True,
-        summary="float32 weights, float16 autocast with loss scaling",
     ),
     "fp16-autocast": Precision(
         parameter_dtype="float16",
         compute_dtype="float16",
         autocast=True,
         grad_scaler=True,
-        summary="frozen float16 weights, float32 adapters under float16 autocast",
     ),
     "bf16-mixed": Precision(
         parameter_dtype="float32",
         compute_dtype="bfloat16",
         autocast=True,
-        summary="float32 weights, bfloat16 autocast",
     ),
     "bf16-true": Precision(
         parameter_dtype="bfloat16",
         compute_dtype="bfloat16",
-        summary="bfloat16 weights, no autocast (Transformers 5 with bf16 left False)",
     ),
     "bf16-autocast": Precision(
         parameter_dtype="bfloat16",
         compute_dtype="bfloat16",
         autocast=True,
-        summary="bfloat16 weights under bfloat16 autocast: fp32 adapters compute in bfloat16",
     ),
     "fp8-mixed": Precision(
         parameter_dtype="float32",
         compute_dtype="bfloat16",
         autocast=True,
         fp8=True,
-        summary="as bf16-mixed, linear layers multiply in float8 (torchao)",
     ),
     "fp8-autocast": Precision(
         parameter_dtype="bfloat16",
         compute_dtype="bfloat16",
         autocast=True,
         fp8=True,
-        summary="as bf16-autocast, linear layers multiply in float8 (torchao)",
     ),
 }
 

@@ -120,10 +120,10 @@ def slow_share_of(parts: Parts) -> float:
     return sum(part.slow_seconds for part in parts.values()) / total if total else 0.0
 
 
-def slow_spread_of(parts: Parts, step_spread: float = STEP_SPREAD) -> float:
+def slow_spread_of(parts: Parts) -> float:
     """Spread of a whole step towards longer times, to which a slow host adds."""
     of_host = math.log1p(slow_share_of(parts)) / Z_OF_80_PERCENT
-    return math.hypot(spread_of(parts), step_spread, of_host)
+    return math.hypot(spread_of(parts), STEP_SPREAD, of_host)
 
 
 def within_step(

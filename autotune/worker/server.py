@@ -128,10 +128,9 @@ def import_libraries() -> None:
 
 def _compile_patterns() -> None:
     """Let Transformers compile the patterns of all models' weights, which each new adapter asks for."""
-    with contextlib.suppress(ImportError):  # Of Transformers 5.
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        get_checkpoint_conversion_mapping("")
+    get_checkpoint_conversion_mapping("")
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ def test_every_row_of_the_catalogue_resolves_and_is_sourced(entry: models.Catalo
     assert source.name == entry.hub_id
     assert source.origin == "catalogue"
     assert source.num_parameters_known == entry.num_parameters
-    assert not source.requires_remote_code
     assert entry.stated_source
     assert entry.config_source
     assert resolve(entry.short_name.upper()) == source
@@ -131,7 +130,7 @@ def test_a_number_that_json_has_not_is_written_as_transformers_does(
 
 def test_remote_code_is_named_for_the_worker_to_judge(tmp_path: Path) -> None:
     write_config(tmp_path, {**LLAMA, "auto_map": {"AutoModel": "modeling_x.Model"}})
-    assert resolve(str(tmp_path)).requires_remote_code
+    assert resolve(str(tmp_path)).config["auto_map"]
 
 
 def test_a_folder_that_is_no_model(tmp_path: Path) -> None:

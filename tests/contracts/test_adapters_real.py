@@ -26,7 +26,7 @@ from test_trace_is_the_trainer import (
 )
 
 from autotune.export import train_py
-from autotune.export.base.calls import PEFT_TYPES
+from autotune.export.base.classes import PEFT_TYPES
 from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS

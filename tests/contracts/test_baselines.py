@@ -27,7 +27,6 @@ SOURCE = ModelSource(
     config={"model_type": "llama", "torch_dtype": "bfloat16"},
     origin="file",
     path=Path("config.json"),
-    requires_remote_code=False,
 )
 
 

@@ -38,7 +38,6 @@ def test_a_model_runs_as_many_tokens_as_its_table_has_positions(
         config={"model_type": kind, **settings},
         origin="file",
         path=Path("config.json"),
-        requires_remote_code=False,
     )
     limit = source.max_sequence_length
     assert limit == 40

@@ -57,9 +57,7 @@ MODEL = {
     "num_key_value_heads": 12,
     "max_position_embeddings": 32,
 }
-SOURCE = ModelSource(
-    name="tiny", config=MODEL, origin="file", path=Path("config.json"), requires_remote_code=False
-)
+SOURCE = ModelSource(name="tiny", config=MODEL, origin="file", path=Path("config.json"))
 DDP = TrainConfig(
     method="full",
     micro_batch_size=2,

@@ -864,8 +864,6 @@ def run_case(case: Case, folder: Path) -> Run:
     if case.liger:
         arguments["use_liger_kernel"] = True
     if case.checkpointing and not case.spec.has_plan:
-        if case.checkpointing > 1 and "activation_checkpointing" not in FIELDS:
-            pytest.skip("this version of Transformers checkpoints every layer or none")
         arguments |= checkpointing_arguments(case.checkpointing, FIELDS)
     rows = None
     if case.batching != "packed":

@@ -382,7 +382,7 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
     if case.spec.max_completion_length is not None and not case.spec.vllm_gpu_memory_utilization:
         until = min([run.prepared[0], *(first for first, _ in passes)])
         real_bytes = peak_bytes(run.window((run.micro_steps[0][0], until)), sizes)
-        tape = generation_of(trace, generating(case)).tape
+        tape = generation_of(trace, generating(case))
         assert 1 <= peak_bytes(tape.events, tape.sizes) / real_bytes < 1.05
 
 

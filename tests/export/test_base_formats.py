@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from test_export_formats import FULL, LORA, QLORA, WORKLOAD
 
 from autotune import export
 from autotune.errors import ConfigError
@@ -20,24 +21,10 @@ from autotune.export import mapping_write
 from autotune.export.base import own_run, torchtune
 from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.space.adapters import ADAPTERS
-from autotune.space.config import TrainConfig, Workload
+from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 
-MODEL = "Qwen/Qwen2.5-1.5B"
-WORKLOAD = Workload(model=MODEL, memory_budget_bytes=12 * 10**9)
-FULL = TrainConfig(
-    method="full",
-    micro_batch_size=4,
-    gradient_accumulation_steps=8,
-    sequence_length=1024,
-    precision="bf16-true",
-    optimizer="adamw_torch_fused",
-    activation_checkpointing=1,
-)
-LORA = dataclasses.replace(
-    FULL, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
-)
-QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
+MODEL = WORKLOAD.model
 DDP = dataclasses.replace(FULL, precision="bf16-autocast", parallelism="ddp", num_gpus=2)
 
 ARGUMENTS: list[tuple[TrainConfig, dict[str, Any]]] = [

@@ -216,7 +216,6 @@ def test_the_share_of_warm_up_steps_goes_on_as_each_trainer_says_it(tmp_path: Pa
     path.write_text(yaml.safe_dump({**SFT, "warmup_ratio": 0.03}))
     run = read_base(path)
     fields = training_args.installed_fields()
-    assert fields is not None
     name = "warmup_ratio" if "warmup_ratio" in fields else "warmup_steps"
     assert json.loads(run.extra_arguments) == {name: 0.03}
     assert run.notes == ()

@@ -16,7 +16,7 @@ from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface
 from autotune.export.base.mapping_read import read
-from autotune.export.base.opening import READERS
+from autotune.export.base.opened import READERS
 from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.carried import Unsaid
 from autotune.export.mapping import module_names, targets_of

@@ -130,7 +130,6 @@ def test_every_argument_that_a_setting_makes_is_refused() -> None:
     assert made - set(DECIDED) == users
     assert set(DECIDED.values()) <= {field.name for field in dataclasses.fields(FULL)}
     fields = training_args.installed_fields()
-    assert fields is not None
     assert set(DECIDED) | set(CHANGES_STEP) <= {*fields, "group_by_length"}
 
 

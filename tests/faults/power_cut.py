@@ -98,7 +98,6 @@ def source(model: str) -> ModelSource:
         config={**MODEL, "name": model},
         origin="file",
         path=Path(f"{model}.json"),
-        requires_remote_code=False,
     )
 
 

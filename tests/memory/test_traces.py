@@ -265,8 +265,9 @@ def test_equal_kernels_are_counted_together() -> None:
         ("mm", (20, 1, 0)): 5,
     }
     assert not any(kernel.repeated or kernel.of_each for kernel in trace.kernels)
-    assert sorted(trace.flops.at(3, 1).tolist()) == [0, 30, 60, 210]
-    assert trace.moved.at(3, 1).tolist() == [14.0] * 4
+    launches = trace.launches(3, 1)
+    assert sorted(each.flops for each in launches) == [0, 30, 60, 210]
+    assert [each.bytes_moved for each in launches] == [14.0] * 4
 
 
 @pytest.mark.parametrize(("repeated", "count"), [(False, 1), (True, 2)])

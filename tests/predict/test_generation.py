@@ -276,19 +276,18 @@ def test_a_cache_grows_evenly_from_the_second_token_to_the_last() -> None:
         found = generation.generation_of(made_up, config)
         ids = 48 * 12 * 64
         grown = [size for pair in steps for size in pair]
-        assert found.tape.sizes == [ids, 7, 100, 1000, 160, 1060, *grown, 9]
+        assert found.sizes == [ids, 7, 100, 1000, 160, 1060, *grown, 9]
         first, old = [0, 1, 2, ~1, 3], [4, ~2, 5, ~3]
         for number in range(6, 6 + len(grown)):
             old += [number, ~(number - 2)]
         last = 6 + len(grown)
-        assert found.tape.events[:-3] == [*first, *old, last, ~last]
+        assert found.events[:-3] == [*first, *old, last, ~last]
         # Nothing is left behind.
-        assert sorted(found.tape.events[-3:]) == sorted([~(last - 1), ~(last - 2), ~0])
-        assert found.cache_bytes == sum(found.tape.sizes[last - 2 : last])
+        assert sorted(found.events[-3:]) == sorted([~(last - 1), ~(last - 2), ~0])
     assert asked == [(12, 8)] * 2
     # As often as 32 times, however many tokens.
     many = dataclasses.replace(RLOO, max_completion_length=63)
-    assert len(generation.generation_of(made_up, many).tape.sizes) == 6 + 2 * 32 + 1
+    assert len(generation.generation_of(made_up, many).sizes) == 6 + 2 * 32 + 1
 
 
 UNKNOWN_RATES = dataclasses.replace(

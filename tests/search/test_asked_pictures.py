@@ -50,7 +50,6 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
             how="ok",
             exit_code=0,
             answers=(ANSWER,),
-            num_partial_lines=0,
             problem="",
             stderr_tail="",
         )

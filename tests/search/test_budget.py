@@ -92,9 +92,7 @@ def test_the_base_fills_in_what_was_left_out() -> None:
 
 
 def source(**config: Any) -> ModelSource:
-    return ModelSource(
-        name="m", config=config, origin="file", path=Path("m"), requires_remote_code=False
-    )
+    return ModelSource(name="m", config=config, origin="file", path=Path("m"))
 
 
 def test_the_shortest_sample_has_a_next_token() -> None:

@@ -42,14 +42,7 @@ MB = 10**6
 BUDGETS = [800 * MB, 980 * MB, 1180 * MB, 2180 * MB, 12_000 * MB]
 LEVELS = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
 
-BASE = TrainConfig(
-    method="full",
-    micro_batch_size=1,
-    gradient_accumulation_steps=8,
-    sequence_length=tiny_model.SEQUENCE_LENGTH,
-    precision="bf16-true",
-    optimizer="adamw_torch_fused",
-)
+BASE = tiny_model.FULL
 LORA = dataclasses.replace(
     BASE, method="lora", precision="bf16-autocast", lora_rank=16, lora_targets="all-linear"
 )

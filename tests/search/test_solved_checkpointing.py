@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -98,6 +99,12 @@ def all_plans(method: str) -> list[Estimate]:
     return found
 
 
+@functools.cache
+def priced() -> tuple[Estimator, dict[TraceSpec, Trace | SharedTrace]]:
+    """An estimator for the solver's plans, and its traces: all limits share what is replayed."""
+    return estimator(10**12, traces := dict(traced())), traces
+
+
 @pytest.mark.parametrize("host", ["unsaid", "some", "any"])
 @pytest.mark.parametrize("method", METHODS)
 def test_the_solver_finds_what_brute_force_does(method: str, host: str) -> None:
@@ -112,7 +119,9 @@ def test_the_solver_finds_what_brute_force_does(method: str, host: str) -> None:
     budgets = [peaks[0] - 1, *peaks]
     assert len(budgets) > 10
     plans = set()
-    roomy = estimator(10**12, traces := dict(traced()), host_bytes)
+    shared, traces = priced()
+    roomy = copy.copy(shared)
+    roomy.host_memory_bytes = host_bytes
     for budget_bytes in budgets:
         solver = PlanSolver(roomy.with_budget(budget_bytes), traces)
         solved = solver.solved(checkpointed(METHODS[method]))

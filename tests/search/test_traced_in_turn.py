@@ -59,14 +59,7 @@ SPACE = SearchSpace(
 )
 METHODS = ("full", "qlora")
 WORKLOAD = tiny_model.workload(1, METHODS)
-FULL = TrainConfig(
-    method="full",
-    micro_batch_size=1,
-    gradient_accumulation_steps=8,
-    sequence_length=tiny_model.SEQUENCE_LENGTH,
-    precision="bf16-true",
-    optimizer="adamw_torch_fused",
-)
+FULL = tiny_model.FULL
 LEAN = dataclasses.replace(FULL, activation_checkpointing=1, activation_offloading=True)
 QLORA = dataclasses.replace(
     LEAN,

@@ -20,21 +20,13 @@ from autotune.predict.tracing import trace_all
 from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Details, Timeline
 from autotune.records.estimate import TraceSpec
 from autotune.search import waterfall
-from autotune.space.config import TrainConfig
 from autotune.space.rules import Context
 
 pytestmark = pytest.mark.worker
 
 ROOMY = 100 * 10**9
 CONTEXT = Context(effective_batch_size=tiny_model.EFFECTIVE_BATCH_SIZE)
-BASE = TrainConfig(
-    method="full",
-    micro_batch_size=1,
-    gradient_accumulation_steps=8,
-    sequence_length=tiny_model.SEQUENCE_LENGTH,
-    precision="bf16-true",
-    optimizer="adamw_torch_fused",
-)
+BASE = tiny_model.FULL
 FASTER = dataclasses.replace(
     BASE,
     micro_batch_size=4,

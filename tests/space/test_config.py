@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from test_rules import FULL as CONFIG
 
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
@@ -18,14 +19,6 @@ from autotune.space.teacher import Teacher
 from autotune.space.trainers import EMBEDDERS, TRAINERS, task_of_format, trainers_of
 from autotune.space.words import describe, has_meaning
 
-CONFIG = TrainConfig(
-    method="full",
-    micro_batch_size=4,
-    gradient_accumulation_steps=8,
-    sequence_length=1024,
-    precision="bf16-mixed",
-    optimizer="adamw_torch",
-)
 GRPO = dataclasses.replace(
     CONFIG,
     trainer="trl-grpo",

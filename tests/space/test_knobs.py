@@ -122,7 +122,6 @@ def test_what_goes_to_the_trainer_is_known_there(knob: Knob) -> None:
     if knob.arguments is None:
         return
     fields = installed_fields()
-    assert fields is not None
     assert knob.arguments(knob.default) == {}
     for value in [value for value in knob.choices or (1, 7) if value != knob.default]:
         assert set(knob.arguments(value)) <= set(fields)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from test_rules import FULL, LORA, QLORA
 
 from autotune.space.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS
@@ -16,17 +17,6 @@ from autotune.space.tradeoffs import (
     loses_small_updates,
     tradeoff_class,
 )
-
-FULL = TrainConfig(
-    method="full",
-    micro_batch_size=4,
-    gradient_accumulation_steps=8,
-    sequence_length=1024,
-    precision="bf16-mixed",
-    optimizer="adamw_torch",
-)
-LORA = dataclasses.replace(FULL, method="lora", lora_rank=16, lora_targets="all-linear")
-QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
 
 
 def test_every_setting_has_a_class() -> None:

@@ -21,7 +21,6 @@ def ended(
         how=how,
         exit_code=code,
         answers=answers,
-        num_partial_lines=0,
         problem=problem,
         stderr_tail=said,
     )

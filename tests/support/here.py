@@ -206,9 +206,7 @@ def _adopting() -> Iterator[None]:
         adopt_orphans(before)
 
 
-NOTHING_LEFT = WorkerEnd(
-    how="ok", exit_code=0, answers=(), num_partial_lines=0, problem="", stderr_tail=""
-)
+NOTHING_LEFT = WorkerEnd(how="ok", exit_code=0, answers=(), problem="", stderr_tail="")
 
 
 def _name(request: Mapping[str, Any], job: Mapping[str, Any]) -> str:

@@ -38,9 +38,17 @@ MODEL = ModelSource(
     },
     origin="file",
     path=Path("config.json"),
-    requires_remote_code=False,
 )
 NUM_LAYERS = 5
+FULL = TrainConfig(
+    method="full",
+    micro_batch_size=1,
+    gradient_accumulation_steps=EFFECTIVE_BATCH_SIZE,
+    sequence_length=SEQUENCE_LENGTH,
+    precision="bf16-true",
+    optimizer="adamw_torch_fused",
+)
+"""The whole batch in micro-batches of one sample."""
 SHALLOW = dataclasses.replace(MODEL, config={**MODEL.config, "num_hidden_layers": 2})
 """For compiled steps, of which every layer is traced."""
 

@@ -33,9 +33,7 @@ BASE = TrainConfig(
 
 
 def source(**config: Any) -> ModelSource:
-    return ModelSource(
-        name="m", config=config, origin="file", path=Path("m"), requires_remote_code=False
-    )
+    return ModelSource(name="m", config=config, origin="file", path=Path("m"))
 
 
 def measured(config: TrainConfig, micro_seconds: float, **changes: Any) -> Measurement:

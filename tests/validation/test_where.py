@@ -12,7 +12,6 @@ import pytest
 import tiny_model
 
 from autotune.search import predict_best
-from autotune.space.config import TrainConfig
 from autotune.space.search_space import MethodSpace, SearchSpace
 from autotune.store.trace_cache import TraceCache
 from validation.timing import where
@@ -47,14 +46,7 @@ SPACE = SearchSpace(
     ),
 )
 WORKLOAD = tiny_model.workload(1, ("full", "qlora"))
-BASE = TrainConfig(
-    method="full",
-    micro_batch_size=1,
-    gradient_accumulation_steps=8,
-    sequence_length=tiny_model.SEQUENCE_LENGTH,
-    precision="bf16-true",
-    optimizer="adamw_torch_fused",
-)
+BASE = tiny_model.FULL
 
 
 def counts(budget_bytes: int, cache: TraceCache) -> tuple[int, int, int]:

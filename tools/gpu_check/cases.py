@@ -31,7 +31,6 @@ TINY = ModelSource(
     },
     origin="file",
     path=Path("config.json"),
-    requires_remote_code=False,
 )
 """For --tiny: seconds on a CPU."""
 

@@ -35,9 +35,7 @@ from autotune.worker.trace.meta_step import MetaStep
 from autotune.worker.trace.step import trace_step
 
 PRECISION = "fp16-true"
-_ROW = Precision(
-    parameter_dtype="float16", compute_dtype="float16", summary="float16 weights, no autocast"
-)
+_ROW = Precision(parameter_dtype="float16", compute_dtype="float16")
 NUM_STEPS = 4
 """Steps that are replayed: one to warm up and one measured is the program's least; later ones are alike."""
 

@@ -197,7 +197,6 @@ def model_of(name: str, study: Path) -> ModelSource:
         config=config,
         origin="file",
         path=Path("config.json"),
-        requires_remote_code=False,
     )
 
 

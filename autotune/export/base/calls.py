@@ -12,111 +12,45 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.catalogue.checkpoint import NOT_MODELLED, OTHER_QUANTIZERS, UNPACKED_BY
-from autotune.catalogue.tasks import TASKS
 from autotune.export.base import loops
-from autotune.export.base.conditions import CHECKPOINTING, both, calls_made, holds_in
+from autotune.export.base.checkpoint_switches import (
+    PLAN,
+    PREPARATION,
+    Switch,
+    check_switches,
+    plan_of,
+    switches_in,
+)
+from autotune.export.base.classes import (
+    ARGUMENTS,
+    LIBRARIES,
+    LOADED_BY_TASK,
+    NEW_MODELS,
+    OTHER_ENCODERS,
+    OWN_TRAINERS,
+    PEFT_TYPES,
+    SFT_TRAINERS,
+    TASKS_OF_CLASSES,
+    TRL_ARGUMENTS,
+    TRL_TRAINERS,
+    UNSLOTH,
+    section_of,
+)
+from autotune.export.base.conditions import CHECKPOINTING, calls_made
 from autotune.export.base.embedders import EMBEDDER, OF_EMBEDDERS, embedder_of, fixed_of_embedder
-from autotune.export.base.literals import Program, name_of
+from autotune.export.base.literals import Program, given_to, name_of
 from autotune.export.base.model_changes import has_liger, models_of, notes_of, problems_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.base.sections import Shape
 from autotune.export.trainer_rows import TEACHER_KEY
 from autotune.memory.alloc_conf import VARIABLES, is_expandable
-from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
-from autotune.space.trainers import TRAINERS
 
-_TRL = {row.class_name: row.name for row in TRAINERS.values() if row.is_trl}
-"""TRL's trainers by their classes."""
-_TRL_ARGUMENTS = {row.arguments_class: row.name for row in TRAINERS.values() if row.is_trl}
-_OTHER_ENCODERS = re.compile(r"(Cross|Sparse)EncoderTrain(er|ingArguments)")
-_ARGUMENTS = (
-    "TrainingArguments",
-    "Seq2SeqTrainingArguments",
-    "UnslothTrainingArguments",
-    EMBEDDER.arguments_class,
-    *_TRL_ARGUMENTS,
-)
-PEFT_TYPES = {
-    "LoraConfig": "LORA",
-    "VeraConfig": "VERA",
-    "MissConfig": "MISS",
-    "OFTConfig": "OFT",
-    "IA3Config": "IA3",
-    "PromptTuningConfig": "PROMPT_TUNING",
-    "PromptEncoderConfig": "P_TUNING",
-    "PrefixTuningConfig": "PREFIX_TUNING",
-    "AdaptionPromptConfig": "ADAPTION_PROMPT",
-    "TrainableTokensConfig": "TRAINABLE_TOKENS",
-    "AdaLoraConfig": "ADALORA",
-    "LoHaConfig": "LOHA",
-    "LoKrConfig": "LOKR",
-    "BOFTConfig": "BOFT",
-    "LNTuningConfig": "LN_TUNING",
-    "HRAConfig": "HRA",
-    "RandLoraConfig": "RANDLORA",
-    "FourierFTConfig": "FOURIERFT",
-    "AdamssConfig": "ADAMSS",
-    "BeftConfig": "BEFT",
-    "C3AConfig": "C3A",
-    "CartridgeConfig": "CARTRIDGE",
-    "CPTConfig": "CPT",
-    "DeftConfig": "DEFT",
-    "DeloraConfig": "DELORA",
-    "FrodConfig": "FROD",
-    "GloraConfig": "GLORA",
-    "GraloraConfig": "GRALORA",
-    "HiraConfig": "HIRA",
-    "LilyConfig": "LILY",
-    "MultitaskPromptTuningConfig": "MULTITASK_PROMPT_TUNING",
-    "OSFConfig": "OSF",
-    "PeanutConfig": "PEANUT",
-    "PolyConfig": "POLY",
-    "PsoftConfig": "PSOFT",
-    "PveraConfig": "PVERA",
-    "RoadConfig": "ROAD",
-    "ShadowConfig": "SHADOW",
-    "ShiraConfig": "SHIRA",
-    "SupertuningConfig": "SUPERTUNING",
-    "TinyLoraConfig": "TINYLORA",
-    "UniLoraConfig": "UNILORA",
-    "VBLoRAConfig": "VBLORA",
-    "WaveFTConfig": "WAVEFT",
-    "XLoraConfig": "XLORA",
-}
-"""Type (peft.PeftType) by the class of peft 0.21."""
-_UNSLOTH = re.compile(r"Fast(Language|Vision|Text)?Model")
-TASKS_OF_CLASSES = {row.architecture: row.name for row in TASKS.values() if row.architecture}
-"""Tasks by the end of a class's name; the class that has none has no loss."""
-_HEADS = "|".join((*TASKS_OF_CLASSES, "LMHeadModel", "ForConditionalGeneration"))
-_NEW = re.compile(rf"[A-Z]\w+({_HEADS})")
-"""Classes whose call makes a model from a configuration."""
-_MODELS = re.compile(rf"AutoModel\w*|\w+({_HEADS})")
-_AUTO = {f"AutoModel{end}" for end in TASKS_OF_CLASSES} | {
-    "AutoModelForMultimodalLM", "AutoModelForVision2Seq"
-}  # fmt: skip
-"""Classes that load a model by its task, of the tasks that are predicted."""
 OF_SFT = ("packing", "padding_free", "max_length", "max_seq_length")
 """Keywords that TrainingArguments lack: SFTConfig's, or those of an older SFTTrainer."""
 _OF_TRAINER = ("max_seq_length", "packing", "neftune_noise_alpha", "model_init_kwargs")
 """Keywords of an older SFTTrainer that are SFTConfig's."""
-_PREPARATION = "prepare_model_for_kbit_training"
-_CHECKPOINTS = {
-    "gradient_checkpointing_enable": "",
-    "activation_checkpointing_enable": "",
-    _PREPARATION: "use_gradient_checkpointing",
-}
-"""Functions that switch checkpointing on by themselves, with the argument that keeps them from it: PEFT's has
-it on by default (peft 0.21 utils/other.py)."""
 _SETTERS = ("set_dataloader", "set_optimizer", "set_training")
 """Methods of TrainingArguments that change several of them."""
-_OF_LAYERS = ("every_n_layers", "offload")
-"""Keywords of theirs that say more than whether."""
-_SFT_TRAINERS = ("SFTTrainer", "UnslothTrainer", "Trainer")
-"""Trainers that Unsloth's programs are read with: those of a causal language model."""
-_TRAINERS = ("Trainer", "Seq2SeqTrainer", "SFTTrainer", EMBEDDER.class_name)
-"""Trainers whose own arguments have defaults that are known here."""
-_LIBRARIES = ("peft", "sentence_transformers", "transformers", "trl", "unsloth")
-"""Libraries whose classes are read."""
 _OF_LIGHTNING = frozenset(
     ("accelerator", "accumulate_grad_batches", "devices", "max_epochs", "precision", "strategy")
 )
@@ -124,8 +58,6 @@ _OF_LIGHTNING = frozenset(
 _OF_ARGUMENTS = frozenset(("num_train_epochs", "output_dir", "per_device_train_batch_size"))
 """Keywords by which the arguments of an unknown trainer are known."""
 _OF_PEFT = re.compile(r"(Auto)?PeftModel\w*")
-_PLAN = "checkpoint_layers"
-"""The function that puts a plan of checkpointing into the model, in our own train_sft.py."""
 
 
 @dataclass(slots=True)
@@ -137,9 +69,7 @@ class _Found:
     arguments: set[ast.Call] = field(default_factory=set)
     lines: dict[str, list[int]] = field(default_factory=dict)
     """Lines at which the calls of a section stand, by the prefix of its keys."""
-    switches: list[tuple[ast.Call, str, bool | None]] = field(default_factory=list)
-    """Calls of _CHECKPOINTS that are made, by what, and whether that switches it on; None: only running would
-    tell."""
+    switches: list[Switch] = field(default_factory=list)
     trainer: str = ""
     """The one of TRL's; empty where there is none."""
     has_trl_defaults: bool = False
@@ -161,7 +91,7 @@ class _Found:
     losses: dict[str, ast.Call] = field(default_factory=dict)
     """Losses that are made for that trainer."""
     others: dict[str, int] = field(default_factory=dict)
-    """Other trainers than _SFT_TRAINERS, and where they are made."""
+    """Other trainers than SFT_TRAINERS, and where they are made."""
     plan: tuple[str, int] | None = None
 
 
@@ -179,7 +109,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef)
         for name in map(name_of, node.bases)
-        if aliases.get(name, name) in (*_ARGUMENTS, *_TRAINERS, *_TRL)
+        if aliases.get(name, name) in (*ARGUMENTS, *OWN_TRAINERS, *TRL_TRAINERS)
     }
     aliases |= own
     program.problems += _from_elsewhere(tree)
@@ -195,7 +125,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     for node in calls:
         _take_in(program, found, node, aliases, is_sure=made[node] is True)
     _drop_unused_quantization(program, found)
-    found.switches = _switches(program, made, aliases)
+    found.switches = switches_in(program, made, aliases)
     _check_arguments(program, found, aliases)
     if found.trains is not None and (name := name_of(found.trains.func)) in own:
         program.notes.append(f"{name} is a trainer of its own: what it overrides is not predicted")
@@ -250,7 +180,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
             name in VARIABLES and is_expandable(value) for name, value in variables
         ),
         keeps_checkpointing=any(is_on is not False for *_, is_on in found.switches),
-        kbit_preparation=any(function == _PREPARATION for _, function, _ in found.switches),
+        kbit_preparation=any(function == PREPARATION for _, function, _ in found.switches),
         adapter_in_base_dtype=found.adapter_in_base_dtype,
         plan=found.plan,
         is_part=MODEL not in sections and not loads_by_name,
@@ -258,7 +188,7 @@ def find_calls(program: Program, tree: ast.Module) -> None:
         fixed=fixed,
         is_new=found.is_new,
     )
-    _check_switches(program, found)
+    check_switches(program, found.switches, has_trl_defaults=found.has_trl_defaults)
     _check_assignments(program, tree, found)
 
 
@@ -293,13 +223,13 @@ def _read_loop(
 
 def _from_elsewhere(tree: ast.Module) -> list[str]:
     """Return the problem with each class that another library has by the name of a known one."""
-    names = (*_ARGUMENTS, *_TRAINERS, *_TRL)
+    names = (*ARGUMENTS, *OWN_TRAINERS, *TRL_TRAINERS)
     return [
         f"line {node.lineno}: {alias.name} is that of {node.module}, which is not read"
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module and not node.level
         for alias in node.names
-        if alias.name in names and node.module.partition(".")[0] not in _LIBRARIES
+        if alias.name in names and node.module.partition(".")[0] not in LIBRARIES
     ]
 
 
@@ -313,7 +243,7 @@ def _beside_the_run(
         for each in node.keywords
         if each.arg == "ref_model" and isinstance(each.value, ast.Name)
     }
-    loading = {node for node in made if _section(*_named(node, aliases)) == MODEL}
+    loading = {node for node in made if section_of(*_named(node, aliases)) == MODEL}
     beside = {
         node.value
         for node in ast.walk(tree)
@@ -360,7 +290,7 @@ def _take_in(
     is_sure: bool,
 ) -> None:
     function, owner = _named(node, aliases)
-    prefix = _section(function, owner)
+    prefix = section_of(function, owner)
     if not is_sure and (prefix in (QUANTIZATION, ADAPTER) or function == "get_peft_model"):
         program.problems.append(
             f"line {node.lineno}: only running tells whether {function} is called: write it without the "
@@ -377,14 +307,14 @@ def _take_in(
         prefix = MODEL
     if found.embeds and function.endswith("Loss"):
         found.losses[function] = node
-    is_other = _OTHER_ENCODERS.fullmatch(function) is not None
+    is_other = OTHER_ENCODERS.fullmatch(function) is not None
     if is_other and function.endswith("Trainer"):
         program.problems.append(
             f"line {node.lineno}: {function} trains another kind of model than is predicted: of "
             f"sentence-transformers' trainers {EMBEDDER.class_name} is"
         )
     keywords = {each.arg for each in node.keywords}
-    is_trainer = function in (*_TRAINERS, *_TRL)
+    is_trainer = function in (*OWN_TRAINERS, *TRL_TRAINERS)
     is_lightning = keywords & _OF_LIGHTNING or owner in ("lightning", "pytorch_lightning")
     if (is_trainer or function == "Fabric") and is_lightning:
         program.problems.append(
@@ -398,12 +328,12 @@ def _take_in(
     if is_arguments and not is_other and keywords & _OF_ARGUMENTS:
         program.problems.append(
             f"line {node.lineno}: {function} is of no trainer that is predicted: of TRL's "
-            f"{', '.join(_TRL)} are"
+            f"{', '.join(TRL_TRAINERS)} are"
         )
-    is_another = function.endswith("Trainer") and function not in _SFT_TRAINERS
+    is_another = function.endswith("Trainer") and function not in SFT_TRAINERS
     if is_another and any(each.arg == "model" for each in node.keywords):
         found.others[function] = node.lineno
-    found.is_new |= _NEW.fullmatch(function) is not None
+    found.is_new |= NEW_MODELS.fullmatch(function) is not None
     found.unpacks |= function in UNPACKED_BY.values()
     found.quantizer = function if function in OTHER_QUANTIZERS else found.quantizer
     if (
@@ -412,51 +342,37 @@ def _take_in(
         and not owner.startswith("Fast")
     ):
         found.adapted = function, node.lineno
-        found.adapter_in_base_dtype |= _given(program, node, "autocast_adapter_dtype") == [False]
+        found.adapter_in_base_dtype |= given_to(program, node, "autocast_adapter_dtype") == [False]
     if prefix is not None:
         found.lines.setdefault(prefix, []).append(node.lineno)
         program.boxes[prefix] = node
         if prefix in ("", MODEL):
             (found.loading if prefix else found.arguments).add(node)
         _take_call(program, prefix, node, function)
-        if function in _TRL_ARGUMENTS:
+        if function in TRL_ARGUMENTS:
             found.has_trl_defaults = True
-            found.trainer = found.trainer or _TRL_ARGUMENTS[function]
-        found.is_unsloth |= bool(_UNSLOTH.fullmatch(owner))
+            found.trainer = found.trainer or TRL_ARGUMENTS[function]
+        found.is_unsloth |= bool(UNSLOTH.fullmatch(owner))
         if prefix == MODEL:
-            if owner.startswith("AutoModelFor") and owner not in _AUTO:
+            if owner.startswith("AutoModelFor") and owner not in LOADED_BY_TASK:
                 program.problems.append(
                     f"line {node.lineno}: {owner} is for a task that is not predicted: "
-                    f"{', '.join(sorted(_AUTO))} are for others"
+                    f"{', '.join(sorted(LOADED_BY_TASK))} are for others"
                 )
             ends = (task for end, task in TASKS_OF_CLASSES.items() if owner.endswith(end))
             found.task = next(ends, None)
-    elif function in _TRL:
-        found.trainer = _TRL[function]
+    elif function in TRL_TRAINERS:
+        found.trainer = TRL_TRAINERS[function]
         found.loads_by_name = _take_trainer(program, node)
-        if any(value is not None for value in _given(program, node, "peft_config")):
+        if any(value is not None for value in given_to(program, node, "peft_config")):
             found.adapted = function, node.lineno
-    elif function == _PLAN:
-        found.plan = _plan_of(program, node)
+    elif function == PLAN:
+        found.plan = plan_of(program, node)
     elif function in ("HfArgumentParser", "TrlParser"):
         program.problems.append(
             f"line {node.lineno}: {function} takes settings from the command line: give the "
             "shell script that starts it, or the file that it reads"
         )
-
-
-def _section(function: str, owner: str) -> str | None:
-    """Return the prefix of a call's keywords; None for any other call."""
-    if function in _ARGUMENTS:
-        return ""
-    if function in PEFT_TYPES:
-        return ADAPTER
-    if function == "BitsAndBytesConfig":
-        return QUANTIZATION
-    if function == "get_peft_model" and _UNSLOTH.fullmatch(owner):
-        return ADAPTER
-    is_model = _MODELS.fullmatch(owner) or _UNSLOTH.fullmatch(owner)
-    return MODEL if function == "from_pretrained" and is_model else None
 
 
 def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> None:
@@ -506,70 +422,9 @@ def _check_arguments(program: Program, found: _Found, aliases: Mapping[str, str]
             f"line {made.lineno}: {function} has arguments that are not made here: write them out, or "
             "give the file that they are in"
         )
-    elif function in (*_TRAINERS, *_TRL):
+    elif function in (*OWN_TRAINERS, *TRL_TRAINERS):
         found.lines[""] = [made.lineno]
-        found.has_trl_defaults |= function in _TRL
-
-
-def _plan_of(program: Program, node: ast.Call) -> tuple[str, int] | None:
-    """Return the plan of checkpointing that our train_sft.py's call is for, and its number of layers."""
-    kept = [_given(program, node, name) for name in ("first_keep", "others_keep")]
-    count = program.value(node.args[1]) if len(node.args) == 2 else None
-    for name, plan in CHECKPOINT_PLANS.items():
-        if kept == [[plan.first_keep], [plan.others_keep]] and isinstance(count, int):
-            return name, count
-    program.problems.append(f"line {node.lineno}: {_PLAN} is not called as our train_sft.py does")
-    return None
-
-
-def _switches(
-    program: Program, made: Mapping[ast.Call, bool | None], aliases: Mapping[str, str]
-) -> list[tuple[ast.Call, str, bool | None]]:
-    """Return what _Found.switches are."""
-    named = {node: aliases.get(name_of(node.func), name_of(node.func)) for node in made}
-    return [
-        (node, named[node], both(is_made, _switches_on(program, node, _CHECKPOINTS[named[node]])))
-        for node, is_made in made.items()
-        if named[node] in _CHECKPOINTS and is_made is not False
-    ]
-
-
-def _switches_on(program: Program, node: ast.Call, argument: str) -> bool | None:
-    given = [each.value for each in node.keywords if each.arg == argument] or node.args[1:2]
-    return holds_in(program, given[0]) if argument and given else True
-
-
-def _given(program: Program, node: ast.Call, keyword: str) -> list[Any]:
-    """Return the value that a call gives to a keyword; nothing where it gives none."""
-    return [program.value(each.value) for each in node.keywords if each.arg == keyword]
-
-
-def _check_switches(program: Program, found: _Found) -> None:
-    """Note calls that switch checkpointing on by themselves, whatever TrainingArguments say.
-
-    Where only running would tell whether they do, that is a problem.
-    """
-    said = [program.content.get(name) for name in CHECKPOINTING]
-    is_on = True in said or program.shape.is_unsloth
-    is_on |= found.has_trl_defaults and said == [None, None]
-    for node, function, switches_on in found.switches:
-        line = node.lineno
-        if function == _PREPARATION:
-            program.notes.append(
-                f"{function} (line {line}) keeps norms, embeddings and head in float32, and is kept: ask "
-                "again without that line to see what it costs"
-            )
-        if is_on or switches_on is False:
-            continue
-        if switches_on is None or any(each.arg in _OF_LAYERS for each in node.keywords):
-            program.problems.append(
-                f"line {line}: only running tells how {function} switches checkpointing on: say "
-                "gradient_checkpointing=True in TrainingArguments"
-            )
-        else:
-            program.notes.append(
-                f"{function} (line {line}) switches checkpointing on, whatever TrainingArguments say"
-            )
+        found.has_trl_defaults |= function in TRL_TRAINERS
 
 
 def _check_optimizers(program: Program, node: ast.Call) -> None:

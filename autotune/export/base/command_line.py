@@ -204,7 +204,7 @@ def _options(words: Sequence[Word]) -> tuple[list[_Option], tuple[str, ...]]:
         name = name.replace("-", "_")
         texts = [word.text for word in behind]
         texts = [joined, *texts] if is_joined else texts
-        is_text = _TEXT.fullmatch((installed_fields() or {}).get(name) or "") is not None
+        is_text = _TEXT.fullmatch(installed_fields().get(name, "")) is not None
         values = [
             NotLiteral(each.replace(UNKNOWN, ""), flag.line)
             if UNKNOWN in each
@@ -220,9 +220,9 @@ def _options(words: Sequence[Word]) -> tuple[list[_Option], tuple[str, ...]]:
 
 def _switched_off(name: str) -> str:
     """Return the argument that HfArgumentParser's `--no_NAME` switches off; empty for any other option."""
-    fields = installed_fields() or {}
+    fields = installed_fields()
     rest = name.removeprefix("no_")
-    is_switch = rest != name and name not in fields and (fields.get(rest) or "").startswith("bool")
+    is_switch = rest != name and name not in fields and fields.get(rest, "").startswith("bool")
     return rest if is_switch else ""
 
 

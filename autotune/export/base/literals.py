@@ -355,3 +355,8 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise ValueError
+
+
+def given_to(program: Program, node: ast.Call, keyword: str) -> list[Any]:
+    """Return the value that a call gives to a keyword; nothing where it gives none."""
+    return [program.value(each.value) for each in node.keywords if each.arg == keyword]

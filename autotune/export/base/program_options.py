@@ -16,7 +16,7 @@ from typing import Any
 
 from autotune.export import llama_factory
 from autotune.export.base import huggingface
-from autotune.export.base.calls import PEFT_TYPES, TASKS_OF_CLASSES
+from autotune.export.base.classes import PEFT_TYPES, TASKS_OF_CLASSES
 from autotune.export.base.command_line import Command
 from autotune.export.base.literals import name_of
 from autotune.export.mapping import (
@@ -163,7 +163,7 @@ def table_of(
     trainer = trainer or BY_TASK.get(task or "")
     if trainer is not None and trainer.name != target.fixed.get("trainer"):
         target = huggingface.trained_by(target, trainer)
-    return target, frozenset((*(installed_fields() or ()), *content, "env")), said
+    return target, frozenset((*installed_fields(), *content, "env")), said
 
 
 _OF_EXAMPLES = {

@@ -234,7 +234,7 @@ def _text(value: object) -> str | None:
 
 def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return TrainingArguments in the file that no setting decides."""
-    fields = installed_fields() or {}
+    fields = installed_fields()
     found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
     if not target.has_own_names:
         found |= {key: value for key, value in content.items() if key in fields}

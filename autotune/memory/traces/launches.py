@@ -40,8 +40,8 @@ class Kernels:
         self, blocks: Sequence[Mapping[str, Any]], stacks: Stacks, chunks: Chunks | None
     ) -> None:
         self.all = count_kernels(blocks, stacks)
-        self.flops = Terms([kernel.flops for kernel in self.all])
-        self.moved = Sums([kernel.moved for kernel in self.all])
+        self._flops = Terms([kernel.flops for kernel in self.all])
+        self._moved = Sums([kernel.moved for kernel in self.all])
         self._shapes = Terms([size[:3] for kernel in self.all for size in kernel.shape])
         self._chunks = chunks
         self._make_stretches = functools.partial(stretches, blocks, stacks, self.all)
@@ -53,8 +53,8 @@ class Kernels:
 
     def launches(self, micro_batch: float, rank: int) -> list[Launch]:
         """The kernels at one size; of a part of a sample, as many on smaller shapes."""
-        flops = self.flops.at(micro_batch, rank).tolist()
-        moved = self.moved.at(micro_batch, rank).tolist()
+        flops = self._flops.at(micro_batch, rank).tolist()
+        moved = self._moved.at(micro_batch, rank).tolist()
         sizes = iter(self._shapes.at(micro_batch, rank).tolist())
         shapes = [tuple(islice(sizes, len(kernel.shape))) for kernel in self.all]
         return [

@@ -1,4 +1,4 @@
-"""Bytes alive after each event, from sizes by number of the tensor."""
+"""Tensors that events leave, and bytes alive after each event, from sizes by number of the tensor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import numpy.typing as npt
 
 from autotune.memory.traces.copies import numbers_of
 from autotune.memory.traces.terms import Array, summable
+
+
+def left_by(events: Sequence[int]) -> list[int]:
+    """Tensors that events leave, in the order in which they were made."""
+    freed = {~event for event in events if event < 0}
+    return [event for event in events if event >= 0 and event not in freed]
 
 
 def in_blocks(sizes: Sequence[int] | Array) -> Array:

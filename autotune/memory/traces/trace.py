@@ -30,7 +30,6 @@ from autotune.memory.traces.terms import (
     NUM_SMS_AT,
     RULES,
     Array,
-    Sums,
     Term,
     Terms,
     evaluate,
@@ -413,16 +412,6 @@ class Trace:
     def kernels(self) -> list[TracedKernel]:
         """Return the kernels of a micro-step but for those that score completions."""
         return self._own.all
-
-    @property
-    def flops(self) -> Terms:
-        """Return the floating-point operations of one launch of each of `kernels`."""
-        return self._own.flops
-
-    @property
-    def moved(self) -> Sums:
-        """Return the bytes that one launch of each of `kernels` reads and writes."""
-        return self._own.moved
 
     @property
     def stretches(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:

@@ -26,8 +26,8 @@ from itertools import chain
 
 import numpy as np
 
-from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place, Trace
+from autotune.memory.traces.running import left_by
 from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.layer_counts import USUAL_RANK, layers_per_gpu
@@ -59,9 +59,6 @@ class DealtTrace(SharedTrace):
         """Number of layers that each GPU has."""
         self._events = events = _Events(trace, self.counts, spec.activation_checkpointing)
         self.stages = tuple(StageTrace(self, trace, events, gpu) for gpu in range(num_gpus))
-
-    def trainable(self, rank: int) -> list[TensorSpec]:
-        return self._trace.trainable(rank)
 
     def exchange(self, micro_batch: int, rank: int) -> Exchange:
         """Bytes that the GPUs copy to each other."""
@@ -110,21 +107,12 @@ class StageTrace(SharedTrace):
     def added_categories(self) -> list[str]:
         return [*(self._trace.categories[number] for number in self._copied), "temporary"]
 
-    def trainable(self, rank: int) -> list[TensorSpec]:
-        return self._trace.trainable(rank, self._weights)
-
     def exchange(self, micro_batch: int, rank: int) -> Exchange:
         return self._dealt.exchange(micro_batch, rank)
 
     def _put_together(self, micro_batch: int, rank: int) -> Array:
         whole = summable(self._trace.sizes(micro_batch, rank))
         return np.concatenate((whole, whole[self._copied], [whole[self._loaded].sum()]))
-
-
-def _left(events: Sequence[int]) -> list[int]:
-    """Return the tensors that events leave."""
-    freed = {~event for event in events if event < 0}
-    return [event for event in events if event >= 0 and event not in freed]
 
 
 class _Events:
@@ -212,7 +200,7 @@ class _Events:
         position = 0
         for phase, place, block in self._trace.setup_blocks():
             gpu = self._gpu_of_layer[place[1]] if place[1] >= 0 else 0
-            stays = set(_left(block))
+            stays = set(left_by(block))
             for event in block:
                 position += 1
                 is_kept = place[1] >= 0 or phase != Phase.WEIGHTS or event in stays
@@ -274,12 +262,12 @@ class _Parting:
         made, freed_forward, handed = list[int](), set[int](), list[int]()
         for phase, place, block in blocks:
             if phase == Phase.EMBED:
-                made += _left(block)
+                made += left_by(block)
             if phase in FORWARD_PHASES:
                 freed_forward |= {~event for event in block if event < 0}
             if phase == Phase.FORWARD and place[1] >= 0 and not handed:
                 handed = [
-                    size for number in _left(block)[-1:] for size in self._events.sizes_of(number)
+                    size for number in left_by(block)[-1:] for size in self._events.sizes_of(number)
                 ]
         given = [number for number in made if self._events.sizes_of(number) != handed]
         kept = [number for number in given if number not in freed_forward]
@@ -295,7 +283,7 @@ class _Parting:
             self._left = []
         freed = {~event for event in block if event < 0}
         self._left = [number for number in self._left if number not in freed]
-        self._left += filter(self._events.is_handed_on, _left(block))
+        self._left += filter(self._events.is_handed_on, left_by(block))
 
     def _hand_on(self, here: int, *, is_forward: bool) -> list[tuple[int, int]]:
         """Copy what the GPU before hands on; return what goes behind the block: (GPU, tensor)."""

@@ -34,6 +34,7 @@ import numpy as np
 from autotune.catalogue.installed import releases_messages
 from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Launch, Phase, Place, Trace
+from autotune.memory.traces.running import left_by
 from autotune.memory.traces.terms import Array, summable
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.layer_counts import USUAL_RANK
@@ -146,7 +147,7 @@ class PipelineStage(SharedTrace):
         forward, *_ = first = self._parted(trace.blocks())
         given = [] if self._is_first else [self._copy(number) for number in shared.given]
         lent = [*self._goes] if self._is_first else [self._copy(n) for n in shared.lent]
-        kept = [n for n in _left(forward) if n not in self._goes and n != trace.loss]
+        kept = [n for n in left_by(forward) if n not in self._goes and n != trace.loss]
         kept += [] if self._is_first else shared.given
         num_before, num_behind = int(not self._is_first), int(not self._is_last)
         releases = releases_messages()
@@ -186,9 +187,6 @@ class PipelineStage(SharedTrace):
     def added_categories(self) -> list[str]:
         return [self._trace.categories[number] for number in self._copied]
 
-    def trainable(self, rank: int) -> list[TensorSpec]:
-        return self._trace.trainable(rank, self._weights)
-
     def exchange(self, micro_batch: int, rank: int) -> Exchange:
         return self._whole.exchange(micro_batch, rank)
 
@@ -211,7 +209,7 @@ class PipelineStage(SharedTrace):
 
     def _sent(self, forward: Sequence[int]) -> list[int]:
         """Return what a forward pass hands on."""
-        return [] if self._is_last else _left(forward)[-1:]
+        return [] if self._is_last else left_by(forward)[-1:]
 
     def _set_up(self, last: int) -> list[int]:
         """Events before the first step: weights of the GPU's own layers, buffers that every GPU has."""
@@ -259,12 +257,6 @@ class PipelineStage(SharedTrace):
         return forward, backward, [~number for number in alive if number not in stays]
 
 
-def _left(events: Sequence[int]) -> list[int]:
-    """Return the tensors that events leave."""
-    freed = {~event for event in events if event < 0}
-    return [event for event in events if event >= 0 and event not in freed]
-
-
 def _shared_by(trace: Trace, blocks: Sequence[Block], gpu_of: GpuOf) -> _Shared:
     """Find the tensors of a micro-step that several GPUs have to do with."""
     sizes = [trace.sizes(micro_batch, USUAL_RANK) for micro_batch in (2, 4)]
@@ -282,9 +274,9 @@ def _shared_by(trace: Trace, blocks: Sequence[Block], gpu_of: GpuOf) -> _Shared:
         if phase in FORWARD_PHASES:
             lent |= freed
         if phase == Phase.EMBED:
-            made += _left(events)
+            made += left_by(events)
         elif phase == Phase.FORWARD and place[1] >= 0 and hidden is None:
-            hidden = _left(events)[-1]
+            hidden = left_by(events)[-1]
     assert hidden is not None
     given = {n for n in made if any(each[n] != each[hidden] for each in sizes)}
     lent &= late

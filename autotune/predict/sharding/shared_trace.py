@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +44,8 @@ class SharedTrace:
     loss: int | None
     num_prepared_events: int
     num_own_events: int
+    _weights: Collection[int] | None = None
+    """The weights that the GPU has, among them those that it updates; None: all."""
     identity: str = ""
     """Trace.identity, but empty: what several GPUs make of a step is worked out anew."""
 
@@ -65,7 +67,7 @@ class SharedTrace:
 
     def trainable(self, rank: int) -> list[TensorSpec]:
         """The tensors that the optimizer updates on this GPU."""
-        raise NotImplementedError
+        return self._trace.trainable(rank, self._weights)
 
     def exchange(self, micro_batch: int, rank: int) -> Exchange:
         """Bytes that are sent between the GPUs and to the host, and that are kept for it."""

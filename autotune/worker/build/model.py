@@ -192,7 +192,7 @@ def chunk_loss_of(model: Any) -> None:
 
 
 def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
-    """Enable checkpointing as Trainer does for `activation_checkpointing=True`, in the installed version.
+    """Enable checkpointing as Trainer does for `activation_checkpointing=True`.
 
     By a plan as the exported train.py does. Raises UnsupportedModel where that cannot be done.
     """
@@ -205,23 +205,11 @@ def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
             raise UnsupportedModel(str(error)) from error
         return
     kwargs: dict[str, Any] = {"use_reentrant": False}
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if (
-        enable is not None
-        and "every_n_layers"
-        in inspect.signature(inner_of(model).activation_checkpointing_enable).parameters
-    ):
-        enable(
-            activation_checkpointing_kwargs=kwargs,
-            every_n_layers=spec.activation_checkpointing,
-            offload=spec.activation_offloading,
-        )
-        return
-    if spec.activation_checkpointing > 1 or spec.activation_offloading:
-        raise UnsupportedModel(
-            f"transformers {transformers.__version__} checkpoints every layer or none, without offloading"
-        )
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    model.activation_checkpointing_enable(
+        activation_checkpointing_kwargs=kwargs,
+        every_n_layers=spec.activation_checkpointing,
+        offload=spec.activation_offloading,
+    )
 
 
 def decayed_parameters(model: nn.Module) -> set[int]:

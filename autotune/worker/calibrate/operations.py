@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,16 +84,12 @@ def _product(kernel: Kernel, device: torch.device) -> Operation:
 def _float32_as(is_tf32: bool) -> Any:
     """Let float32 products go through tensor cores, or not."""
     matmul: Any = torch.backends.cuda.matmul
-    # torch 2.9 on; before it a switch.
-    name, value = "allow_tf32", cast(Any, is_tf32)
-    if hasattr(matmul, "fp32_precision"):
-        name, value = "fp32_precision", "tf32" if is_tf32 else "ieee"
-    before = getattr(matmul, name)
-    setattr(matmul, name, value)
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if is_tf32 else "ieee"
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        matmul.fp32_precision = before
 
 
 def _l2_bytes(device: torch.device) -> int:

@@ -72,8 +72,6 @@ class WorkerEnd:
     exit_code: int
     """Exit code as subprocess gives it: minus the signal's number when a signal ended the child."""
     answers: tuple[Reply, ...]
-    num_partial_lines: int
-    """Number of lines cut off: 1 when the child died while it wrote its last line."""
     problem: str
     """The problem in one clause; empty when ok."""
     stderr_tail: str
@@ -286,7 +284,6 @@ class _Child:
             how=self._how,
             exit_code=exit_code,
             answers=tuple(self._answers),
-            num_partial_lines=1 if self._rest else 0,
             problem=self._problem,
             stderr_tail=stderr_tail,
         )

@@ -387,11 +387,7 @@ def check_allocator(config: TrainConfig, backend: str) -> list[str]:
 
 
 def _tf32_is_on() -> bool:
-    matmul = torch.backends.cuda.matmul
-    # From torch 2.9 on; asking by the old name then raises.
-    if hasattr(matmul, "fp32_precision"):
-        return str(matmul.fp32_precision) == "tf32"
-    return bool(matmul.allow_tf32)
+    return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def check_gradients(model: Any, config: TrainConfig) -> list[str]:

@@ -47,7 +47,6 @@ class Rank:
     """One of the processes that run a probe; ALONE where there is one."""
 
     number: int = 0
-    num_ranks: int = 1
     meeting: Meeting | None = None
 
     def all_agree(self, vote: bool) -> bool:
@@ -207,7 +206,7 @@ def _be(
             **variables,
         }
     )
-    rank = Rank(number=number, num_ranks=num_ranks, meeting=Meeting(port, number, num_ranks))
+    rank = Rank(number=number, meeting=Meeting(port, number, num_ranks))
     tell: OnProgress = pipe.send if number == 0 else lambda _: None
     try:
         pipe.send(measure(rank, tell))

@@ -180,7 +180,7 @@ def _rms_norm(
 ) -> torch.Tensor:
     """Norm by CUDA's one kernel, where it has one (torch 2.13 layer_norm.cpp, rms_norm_symint)."""
     is_mixed = weight is not None and weight.dtype != input.dtype
-    if is_mixed or not hasattr(aten, "_fused_rms_norm_backward"):
+    if is_mixed:
         return F.rms_norm(input, list(normalized_shape), weight, eps)
     normed: torch.Tensor = _RmsNorm.apply(input, normalized_shape, weight, eps)
     return normed

@@ -377,9 +377,8 @@ _BUFFERS: dict[Any, Callable[[Multiprocessors, Args, Any], Found]] = {
     aten.native_layer_norm.default: _of_norm_of_rows,
     FUSED_RMS_NORM: _of_norm_of_rows,
     aten.native_layer_norm_backward.default: _of_norm_of_rows_backward,
+    aten._fused_rms_norm_backward.default: _of_norm_of_rows_backward,
 }
-if hasattr(aten, "_fused_rms_norm_backward"):  # since torch 2.9
-    _BUFFERS[aten._fused_rms_norm_backward.default] = _of_norm_of_rows_backward
 
 
 def hidden_buffers(

@@ -159,11 +159,10 @@ _ROW_LENGTHS = {
     aten.native_layer_norm.default: 1,
     aten.native_layer_norm_backward.default: 2,
     aten._fused_rms_norm.default: 1,
+    aten._fused_rms_norm_backward.default: 2,
     FUSED_RMS_NORM: 1,
 }
 """Position of the dimension, or of the shape, that a row-wise operation goes along."""
-if hasattr(aten, "_fused_rms_norm_backward"):  # since torch 2.9
-    _ROW_LENGTHS[aten._fused_rms_norm_backward.default] = 2
 _NORMS_BACKWARD = {func for func in _ROW_LENGTHS if func.name().endswith("norm_backward")}
 """Backward passes with a kernel for the gradients of weights besides, where there are any (torch 2.13
 native/cuda/layer_norm_kernel.cu)."""

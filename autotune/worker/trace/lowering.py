@@ -76,7 +76,6 @@ class Written:
     """None: a library's kernel."""
     reads: dict[fx.Node, int]
     """Tensors in memory that it reads, and how many bytes of each."""
-    operations: int = 1
     extra_bytes: int = 0
     """Bytes that it writes besides its result."""
     is_alone: bool = False
@@ -214,7 +213,7 @@ class Realizer:
     def _lower(self, node: fx.Node, position: int) -> None:
         if node.target in _CONSTANTS:
             if node in self._returned:
-                self._write(node, position, Domain(numel_of(node), ranges=_shape(node)), {}, 1)
+                self._write(node, position, Domain(numel_of(node), ranges=_shape(node)), {})
             else:
                 self._virtual[node] = ({}, 0)
             return
@@ -223,18 +222,18 @@ class Realizer:
         if is_of_library(node):
             for source in node.all_input_nodes:
                 self._realize(source, position)
-            self._write(node, position, None, self._reads(node), 1)
+            self._write(node, position, None, self._reads(node))
             return
         packet = _packet(node)
         reads, operations = self._reads(node), self._operations(node)
         if packet in _SCATTERS and not _writes_over_a_constant(node):
-            self._write(node, position, Domain(_numel_of_values(node)), reads, operations)
+            self._write(node, position, Domain(_numel_of_values(node)), reads)
             self.written[-1].extra_bytes = bytes_of(node)
         elif packet in _REDUCTIONS:
-            self._write(node, position, _reduction(node), reads, operations)
+            self._write(node, position, _reduction(node), reads)
         elif node in self._returned or self._must_write(node, reads, operations):
             domain = Domain(numel_of(node), ranges=_shape(node))
-            self._write(node, position, domain, reads, operations)
+            self._write(node, position, domain, reads)
             self.written[-1].is_alone = self._writes_cat and packet is aten.cat
         else:
             self._virtual[node] = (reads, operations)
@@ -254,9 +253,8 @@ class Realizer:
         position: int,
         domain: Domain | None,
         reads: dict[fx.Node, int],
-        operations: int,
     ) -> None:
-        self.written.append(Written(node, position, domain, dict(reads), operations))
+        self.written.append(Written(node, position, domain, dict(reads)))
         self._made.add(node)
 
     def _realize(self, source: fx.Node, position: int) -> None:
@@ -264,12 +262,12 @@ class Realizer:
         base = base_of(source)
         if base.op != "call_function" or base in self._made or base not in self._virtual:
             return
-        reads, operations = self._virtual.pop(base)
+        reads, _ = self._virtual.pop(base)
         domain = Domain(numel_of(base), ranges=_shape(base))
         if base.target in _CONSTANTS and not bytes_of(base):
             return
         # It comes before what needs it.
-        self.written.append(Written(base, position, domain, dict(reads), operations))
+        self.written.append(Written(base, position, domain, dict(reads)))
         self._made.add(base)
 
     def _reads(self, node: fx.Node) -> dict[fx.Node, int]:

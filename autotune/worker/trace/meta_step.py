@@ -515,7 +515,7 @@ class MetaStep:
         self._passes = iter(passes)
 
     def _hook_layers(self, stack: int, layers: nn.ModuleList) -> list[Any]:
-        """Mark where layers begin and end; older versions recompute a layer with its hooks."""
+        """Mark where layers begin and end."""
         handles = []
         here = built(layers)
         self._not_entered |= {(stack, number) for number in range(len(here))}

@@ -612,20 +612,16 @@ def _trace_settings(tracker: Tracker) -> Iterator[None]:
     """Let offloading park tensors without a host copy, and nothing be collected at a random moment."""
     import transformers.modeling_utils as modeling_utils
 
-    original = getattr(modeling_utils, "save_on_cpu", None)
-    if original is not None:
-        modeling_utils.save_on_cpu = functools.partial(_ParkOnHost, tracker)  # type: ignore[assignment,misc]
+    parks = functools.partial(_ParkOnHost, tracker)
     collects = gc.isenabled()
     gc.disable()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), replaced([(modeling_utils, "save_on_cpu", parks)]):
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
             if collects:
                 gc.enable()
-            if original is not None:
-                modeling_utils.save_on_cpu = original  # type: ignore[misc]
 
 
 def _note_copy(tracker: Tracker, name: str, tensor: torch.Tensor) -> None:

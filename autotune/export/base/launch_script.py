@@ -1,0 +1,136 @@
+"""Shell scripts that start a training: their options, or the program that they start with these options.
+
+What a script's `--config` and accelerate's own file say is read beside it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+from typing import Any
+
+from autotune.errors import ConfigError
+from autotune.export.base import huggingface
+from autotune.export.base.command_line import Command
+from autotune.export.base.mapping_read import read
+from autotune.export.base.opened import (
+    Opened,
+    fit_table,
+    found_beside,
+    open_mapping,
+    open_program,
+    shared_by_deepspeed,
+)
+from autotune.export.base.parts import RunFile, all_of, read_part
+from autotune.export.base.program_options import (
+    defaults_of,
+    notes_on_launch,
+    reads_recipe,
+    table_of,
+    takes_all_options,
+    task_of,
+)
+from autotune.export.mapping import Spelling, TrainerFile, choices
+
+_LAUNCHES = {".slurm": "sbatch {file}", ".sbatch": "sbatch {file}"}
+
+
+def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
+    """Open a shell script: the options that it starts a program with, or the program with these options."""
+    command = part.command()
+    path, content = part.path, dict(command.content)
+    files = (each for each in command.positional if each.endswith((".yaml", ".yml", ".json")))
+    if (file := next(files, None)) is not None:
+        raise ConfigError(
+            f"{path} cannot be used (a shell script)",
+            why=f"{command.program} takes its settings from {file}",
+            remedy="Give that file as --base",
+        )
+    place = found_beside(path, command.program) or found_beside(
+        path, f"{command.program.replace('.', '/')}.py"
+    )
+    program = None if place is None else read_part(place, has_bf16=part.has_bf16)
+    said = notes_on_launch(command)
+    if program is not None and not takes_all_options(program.text):
+        opened = open_program(dataclasses.replace(program, given=content), method, task)
+        assert opened.target is not None
+        before = shlex.join(command.launcher)
+        launch = f"{_escaped(before)} {{file}} {_escaped(command.rest)}".strip()
+        target = dataclasses.replace(opened.target, launch=launch, launch_several="")
+        return dataclasses.replace(opened, target=target, notes=(*opened.notes, *said))
+    text = None if program is None else program.text
+    defaults = {} if text is None else defaults_of(text)
+    if reads_recipe(command, text):
+        defaults |= _named_by_option(path, content.pop("config", None))
+    content = {**defaults, **content}
+    target, takes, notes_on_options = fit_table(
+        path, None, lambda: table_of(command, content, text, method, task)
+    )
+    part = dataclasses.replace(part, defaults=defaults, takes=takes)
+    rows = target.rows
+    if not any("expandable_segments" in row.ours for row in rows):
+        rows = (*rows, huggingface.OF_ENVIRONMENT)
+    elsewhere = tuple(name for name in target.elsewhere if name != "expandable_segments")
+    target = dataclasses.replace(
+        target,
+        name=f"the options of {command.program}",
+        rows=rows,
+        elsewhere=elsewhere,
+        launch=_LAUNCHES.get(path.suffix, "bash {file}"),
+        launch_several="",
+    )
+    target, of_deepspeed = shared_by_deepspeed(path, target, content)
+    target, of_accelerate = _shared_by_accelerate(path, target, command)
+    said = [*said, *notes_on_options, *of_deepspeed, *of_accelerate]
+    return Opened(
+        parts=(part,),
+        target=target,
+        content=content,
+        notes=tuple(said),
+        task=task_of(command, text or ""),
+    )
+
+
+def _named_by_option(path: Path, named: object) -> dict[str, Any]:
+    """Return the content of the file that a script's `--config` names. Raises ConfigError."""
+    if named is None:
+        return {}
+    place = found_beside(path, str(named))
+    if place is None:
+        raise ConfigError(
+            f"{path} cannot be used (a shell script)",
+            why=f"--config {named} is no file here or beside it",
+            remedy="Ask in the folder that it is named from",
+        )
+    return all_of((read_part(place),))
+
+
+def _shared_by_accelerate(
+    path: Path, target: TrainerFile, command: Command
+) -> tuple[TrainerFile, tuple[str, ...]]:
+    """Return the table with what accelerate's file shares, if the launcher names one, and a note."""
+    named = command.launched.get("config_file")
+    if named is None:
+        return target, ()
+    place = found_beside(path, str(named))
+    problem = f"{named} is no file here or beside it"
+    if place is not None:
+        try:
+            opened = open_mapping(read_part(place), "full")
+            assert opened.target is not None
+            values, problems = read(opened.target, opened.content)
+            problem = "; ".join(problems)
+        except ConfigError as error:
+            problem = str(error)
+        if not problem:
+            # The script can say no other; on one GPU it shares nothing.
+            names = (values["parallelism"], "none")
+            row = choices(("parallelism",), *(Spelling(ours=(name,), theirs={}) for name in names))
+            others = (each for each in target.rows if each.ours != row.ours)
+            return dataclasses.replace(target, rows=(*others, row)), ()
+    return target, (f"{problem}: --parallelism says how GPUs share the run",)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
