@@ -527,6 +527,15 @@ def test_a_further_trade_is_shown_and_taken_only_where_nothing_else_fits(
     assert answers(LORA, QLORA, further, speed=1019.0) == (LORA, None)
     assert answers(QLORA, further) == (QLORA, further)
     assert answers(further) == (further, None)
+    # Of those tied with the fastest, none that is as fast as the answer but for the noise.
+    small = dataclasses.replace(further, micro_batch_size=2 * further.micro_batch_size)
+    speeds = {LORA: 1000.0, further: 1015.0, small: 1030.0}
+    search, _ = candidates({c: (0, 10, speed, speed) for c, speed in speeds.items()}, 100)
+    best = search.best(search.at_most("recipe"))
+    assert best is not None
+    shown = search.further(search.at_most("recipe"), best)
+    assert shown is not None
+    assert shown.config == small
     # Quantised weights are a further trade too, where 16 bits fit.
     table = {LORA: (0, 10, 1000.0, 1000.0), QLORA: (0, 10, 2000.0, 2000.0)}
     search, _ = candidates(table, 100)
