@@ -120,7 +120,8 @@ def more_memory(
 ) -> Change | None:
     """The fastest under a larger budget, where that is faster by more than the noise.
 
-    `fastest_now`: the fastest that fits already, which memory does not bring. The answer's own configuration, where it is as fast there: state that is paged finds more room.
+    `fastest_now`: the fastest that fits already, which memory does not bring. The answer's own configuration,
+    where it is as fast there: state that is paged finds more room.
     """
     budget = estimator.memory_budget_bytes + MORE_MEMORY_BYTES
     larger = estimator.with_budget(budget)

@@ -57,7 +57,7 @@ _PLAIN: dict[str, Any] = {
     "checkpoint_plan": INTERVAL,
     "checkpoint_layers": 0,
 }
-"""What plans of checkpointing start from."""
+"""Settings that plans of checkpointing start from."""
 
 _common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
 

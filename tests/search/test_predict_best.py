@@ -710,7 +710,8 @@ def test_more_memory_does_not_bring_what_fits_already() -> None:
     search, estimator = candidates(table, 100)
     wanted = search.at_most("numerics")
     best, fastest_now = search.best(wanted), search.fastest(wanted)
-    assert best is not None and fastest_now is not None
+    assert best is not None
+    assert fastest_now is not None
     assert (best.config, fastest_now.config) == (exact, faster)
     asked: Any = (estimator, list(table), BASE, best, wanted)
     assert beside.more_memory(*asked, fastest_now=fastest_now) is None
