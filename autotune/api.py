@@ -36,7 +36,7 @@ from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.question import ARGUMENTS, CHOICES, Question, check_text
-from autotune.report import data, notebook, terminal
+from autotune.report import data, notebook, terminal, words
 from autotune.report import files as report_files
 from autotune.report import limits as limits_screen
 from autotune.report.data import ReportData
@@ -423,6 +423,7 @@ def estimate(
         host_memory_bytes=workload.host_memory_bytes,
         sees=workload.pictures,
         teacher=workload.teacher,
+        data=words.data(workload) if workload.lengths else "",
     )
     return _Priced(**_fields(priced), _draw=draw)
 

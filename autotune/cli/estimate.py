@@ -37,7 +37,7 @@ def estimate(
     Example: autotune estimate --model Qwen/Qwen2.5-7B --gpu rtx-4090 --method qlora --micro-batch 4
     """
     from autotune.records.estimate import SCHEMA_VERSION
-    from autotune.report import terminal
+    from autotune.report import terminal, words
     from autotune.report.explain import explain as explain_estimate
     from autotune.report.generation import draw_kv_cache
     from autotune.report.progress import progress_on_stderr
@@ -86,6 +86,7 @@ def estimate(
         host_memory_bytes=workload.host_memory_bytes,
         sees=workload.pictures,
         teacher=workload.teacher,
+        data=words.data(workload) if workload.lengths else "",
     )
     if cache is not None:
         draw_kv_cache(cache, priced, budget_bytes, sys.stdout)

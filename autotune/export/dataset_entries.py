@@ -11,7 +11,14 @@ import os
 from typing import Any
 
 from autotune.export.carried import Unsaid
-from autotune.export.samples import HUB_NAME, READERS, ending_of, read_texts
+from autotune.export.samples import (
+    HUB_NAME,
+    KNOWN_ROLES,
+    READERS,
+    ROLES,
+    ending_of,
+    read_texts,
+)
 from autotune.space.dataset import Dataset
 
 
@@ -93,6 +100,10 @@ def axolotl(dataset: Dataset, task: str) -> dict[str, Any]:
         entry |= {"type": "chat_template", "field_messages": dataset.text_field}
         if dataset.is_sharegpt:
             entry["message_property_mappings"] = {"role": "from", "content": "value"}
+            entry["roles"] = {
+                role: [role, *(name for name, means in ROLES.items() if means == role)]
+                for role in KNOWN_ROLES
+            }
         keys["chat_template"] = "tokenizer_default"
     elif dataset.format == "text":
         return {"datasets": [{**entry, "type": "completion", "field": dataset.text_field}]}

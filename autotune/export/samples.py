@@ -92,7 +92,11 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "sentence-triplets": ("triplets",),
     "sentence-ratings": ("rated-pairs",),
 }
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+ROLES = {
+    "human": "user",
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("function", "observation"), "tool"),
+}
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 HUB_NAME = re.compile(r"(?P<id>[\w.-]+(?:/[\w.-]+)?)(?::(?P<names>[\w.-]+(?::[\w.-]+)?))?")
 SAVED = ("state.json", "dataset_dict.json")  # by save_to_disk
@@ -159,7 +163,10 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     for number, row in enumerate(read_rows(name), start=1):
         place = f"sample {number}"
         if not isinstance(row, Mapping):
-            raise UnusableData(f"{place} is no object with fields: {shown(row)}")
+            raise UnusableData(
+                f"{place} is no object with fields: {shown(row)}",
+                'Samples are objects: {"text": "..."}, {"messages": [...]}',
+            )
         if recognised is None:
             recognised = recognise(row, columns, task)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
@@ -182,6 +189,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     if recognised is None:
         raise UnusableData("it is empty")
     form, text_field, answer_field = recognised
+    if form == "text" and not any(sample.text.strip() for sample in read):
+        raise UnusableData(f"all its samples are empty: none has a text in {text_field}")
     folder = os.path.dirname(os.path.abspath(name))
     return Samples(form, read, text_field, answer_field, about, is_sharegpt, folder, unread)
 
@@ -268,7 +277,7 @@ def field_of(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """The first field of these names that holds something, however its letters are written."""
     held = [name for name, value in row.items() if value is not None]
     for wanted in names:
-        alike = [name for name in held if str(name).lower() == wanted.lower()]
+        alike = [name for name in held if str(name).strip().lower() == wanted.lower()]
         if alike:
             return wanted if wanted in alike else alike[0]
     return None
@@ -614,12 +623,19 @@ def read_json_file(name: str) -> Iterable[Any]:
         content = json.loads("".join(opened(name)))
     except (ValueError, RecursionError):
         return read_json_lines(name)  # Many a .json has an object a line.
-    lists = [content]
+    lists = {"": content}
     if isinstance(content, dict):
-        lists = [value for value in content.values() if isinstance(value, list)] or [[content]]
-    if len(lists) != 1 or not isinstance(lists[0], list):
+        lists = {key: value for key, value in content.items() if isinstance(value, list)}
+        lists = lists or {"": [content]}
+    if len(lists) > 1:
+        raise UnusableData(
+            f"it holds several lists: {shown(', '.join(lists))}",
+            "A .json holds one list of objects",
+        )
+    [rows] = lists.values()
+    if not isinstance(rows, list):
         raise UnusableData("it is no list of objects", "A .json holds a list of objects")
-    return lists[0]
+    return rows
 
 
 def opened(name: str) -> Iterator[str]:
@@ -629,7 +645,7 @@ def opened(name: str) -> Iterator[str]:
     except OSError as error:
         raise UnusableData(f"it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UnusableData("it is not UTF-8 text", "Write it as .jsonl in UTF-8") from error
+        raise UnusableData("it is not UTF-8 text", "Save it in UTF-8") from error
 
 
 def refuse_file(name: str) -> NoReturn:

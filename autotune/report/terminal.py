@@ -252,8 +252,12 @@ def draw_estimate(
     host_memory_bytes: int | None = None,
     sees: Media | None = None,
     teacher: Teacher | None = None,
+    data: str = "",
 ) -> None:
-    """Draw one configuration: whether it fits, where the memory goes, how fast it is."""
+    """Draw one configuration: whether it fits, where the memory goes, how fast it is.
+
+    `data`: words on the dataset that it was asked for, where there is one.
+    """
     console = console_on(file)
     _print_header(console, model, estimate)
     state, count = estimate.state, estimate.parameters
@@ -265,6 +269,7 @@ def draw_estimate(
         ("card", f"{printable(estimate.gpu)}, {gpu_reason}"),
         ("config", describe(estimate.config), "bold"),
         *_beside(sees, teacher),
+        *([("data", data)] if data else []),
         ("budget", words.exact_size(budget_bytes)),
         verdict,
         ("memory", words.memory(estimate, budget_bytes)),

@@ -115,15 +115,19 @@ def more_memory(
     base: TrainConfig,
     best: Estimate,
     wanted: Callable[[TrainConfig], bool],
+    *,
+    fastest_now: Estimate | None = None,
 ) -> Change | None:
     """The fastest under a larger budget, where that is faster by more than the noise.
 
-    The answer's own configuration, where it is as fast there: state that is paged finds more room.
+    `fastest_now`: the fastest that fits already, which memory does not bring. The answer's own configuration,
+    where it is as fast there: state that is paged finds more room.
     """
     budget = estimator.memory_budget_bytes + MORE_MEMORY_BYTES
     larger = estimator.with_budget(budget)
     fastest = Candidates(larger, filter(wanted, configs), base).fastest(wanted)
-    if fastest is None or speed_of(fastest) < speed_of(best) * (1 + NOISE):
+    least = max(speed_of(each) for each in (best, fastest_now) if each is not None) * (1 + NOISE)
+    if fastest is None or speed_of(fastest) < least:
         return None
     own = larger.estimate(best.config)
     if speed_of(own) * (1 + NOISE) >= speed_of(fastest):

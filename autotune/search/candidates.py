@@ -228,9 +228,10 @@ class Candidates:
         if fastest is None:
             return None
         least = speed_of(fastest) * (1 - NOISE)
-        if least <= max(map(speed_of, others), default=0.0):
+        of_others = max(map(speed_of, others), default=0.0)
+        if least <= of_others:
             return None
-        return self._giving_up_least(self._ranked, wanted, least)
+        return self._giving_up_least(self._ranked, wanted, max(least, of_others * (1 + NOISE)))
 
     def _fastest(self, ranked: _Ranked, wanted: Callable[[TrainConfig], bool]) -> Estimate | None:
         best: Estimate | None = None

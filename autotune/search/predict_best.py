@@ -462,7 +462,12 @@ def find(
         changes=beside.changes(estimator, best, reference, context),
         safer=beside.safer(estimator, candidates, supported, best.config, backend=gpu.backend),
         more_memory=beside.more_memory(
-            estimator, supported, reference, best, candidates.at_most(chosen)
+            estimator,
+            supported,
+            reference,
+            best,
+            candidates.at_most(chosen),
+            fastest_now=candidates.fastest(candidates.at_most(chosen)),
         ),
         reaches_experts=beside.reaches_experts(best, model),
         tip=best_tip(best, model, with_parts(changing.space, parting), context, chosen),

@@ -50,8 +50,8 @@ Traces = dict[TraceSpec, Trace | SharedTrace]
 LEAST_LAYERS = 6
 """Fewest layers of which there is a plan: three of each stretch."""
 MOST_FAMILIES = 24
-"""Most families of each trade-off class whose plans are traced. [judgement] Most differ in what hardly
-changes speed, and share traces."""
+"""Most families of each trade-off class that ask for traces of their plans. [judgement] Most differ in what
+hardly changes speed, and share traces: those that need no others come on top."""
 MOST_SOLVED = 4
 """Most of them that are solved: those that promise most, as long as they may be chosen before what is known.
 [judgement] On an 8B model each takes a third of a second or so."""
@@ -316,10 +316,8 @@ def families_of(
         if best is not None:
             may_be_chosen = LEVEL[name] <= LEVEL[chosen]
             answer = candidates.best(candidates.at_most(chosen)) if may_be_chosen else None
-            families = itertools.islice(
-                _families(candidates, leans, estimator, name, best, answer), MOST_FAMILIES
-            )
-            if of_class := tuple(each.lean for each in families):
+            families = _families(candidates, leans, estimator, name, best, answer)
+            if of_class := _sharing_traces(families, estimator.host_memory_bytes):
                 of_one = Families(
                     best=best,
                     answer=answer,
@@ -417,6 +415,20 @@ def _least_to_win(
     if answer is None or candidates.form_of(lean) != candidates.form_of(answer.config):
         return least
     return min(least, speed_of(answer) / (1 - NOISE))
+
+
+def _sharing_traces(
+    families: Iterator[_Family], host_memory_bytes: int | None
+) -> tuple[TrainConfig, ...]:
+    """Return the first MOST_FAMILIES, and of the others those that are priced by the same traces.
+
+    One that changes less than all of the first may be as fast.
+    """
+    first = tuple(each.lean for each in itertools.islice(families, MOST_FAMILIES))
+    traced = {spec for lean in first for spec in plan_specs(lean, host_memory_bytes)}
+    return first + tuple(
+        each.lean for each in families if plan_specs(each.lean, host_memory_bytes) <= traced
+    )
 
 
 def _families(

@@ -43,12 +43,21 @@ _MAY_DIFFER = (
     "checkpoint_plan",
     "checkpoint_layers",
     "expandable_segments",
+    # What fits by offloading alone may fit in parts without it.
+    "activation_offloading",
     # What needs least, or was the fastest, is not the fastest of what fits then: others of its trace may be.
     "optimizer",
     # One trace stands for all ranks but the largest.
     "lora_rank",
 )
 """Settings in which what is tried may differ from the best."""
+
+_PLAIN: dict[str, Any] = {
+    "activation_offloading": False,
+    "checkpoint_plan": INTERVAL,
+    "checkpoint_layers": 0,
+}
+"""Settings that plans of checkpointing start from."""
 
 _common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
 
@@ -92,8 +101,7 @@ def specs_in_parts(best: Estimate | None, what: Tried) -> list[TraceSpec]:
     """Return the specs of traces for the best with its loss in parts, which less memory asks for."""
     if best is None or best.config.method not in what.parting:
         return []
-    plain: dict[str, Any] = {"checkpoint_plan": INTERVAL, "checkpoint_layers": 0}
-    parted = dataclasses.replace(best.config, chunked_loss=True, **plain)
+    parted = dataclasses.replace(best.config, chunked_loss=True, **_PLAIN)
     if broken_rules(parted, what.context):
         return []
     free, lean = (dataclasses.replace(parted, activation_checkpointing=n) for n in (0, 1))
@@ -227,9 +235,7 @@ def parts_may_pay(best: Estimate, configs: Iterable[TrainConfig], estimator: Est
         for config in faster
     ):
         return True
-    free = dataclasses.replace(
-        best.config, activation_checkpointing=0, checkpoint_plan=INTERVAL, checkpoint_layers=0
-    )
+    free = dataclasses.replace(best.config, activation_checkpointing=0, **_PLAIN)
     if best.config == free or not speeds.get(free):
         return False
     lacking_bytes = estimator.floor_bytes(free) - estimator.floor_bytes(best.config)

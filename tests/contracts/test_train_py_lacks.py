@@ -113,6 +113,21 @@ def test_a_configuration_alone_trains_from_random_weights(
     assert (tmp_path / "output" / "model.safetensors").is_file()
 
 
+def test_a_run_may_report_only_to_what_is_installed(
+    train: Train, tokenizer: Callable[[int], Path]
+) -> None:
+    options = ("--from-config", "--tokenizer", str(tokenizer(100)), "--report-to", "none-such")
+    assert is_helpful(train(EXAMPLE, *options), names=("--report-to none-such", "Install it"))
+
+
+def test_too_few_samples_to_evaluate_on_are_said_to_be_those(
+    train: Train, tokenizer: Callable[[int], Path]
+) -> None:
+    options = ("--from-config", "--tokenizer", str(tokenizer(100)), "--eval-split", "0.1")
+    why = train(EXAMPLE, *options)
+    assert is_helpful(why, names=("--eval-split 0.1: It has 10 tokens", "--seq-len"))
+
+
 def test_another_models_tokenizer_may_have_too_many_tokens(
     train: Train, tokenizer: Callable[[int], Path]
 ) -> None:

@@ -267,6 +267,8 @@ def test_a_script_that_reads_the_environment_is_read_with_it(
     line = f"bf16=True, per_device_train_batch_size={said}"
     path.write_text(text.replace("bf16=True", line))
     assert read_base(path).config.micro_batch_size == batch
+    path.write_text(f"BATCH = {said}\n{text.replace('bf16=True', line.replace(said, 'BATCH'))}")
+    assert read_base(path).config.micro_batch_size == batch
     assert eval(said, {"os": os}) == batch  # the very expression
 
 

@@ -160,6 +160,13 @@ def test_axolotl_has_an_entry_with_its_type() -> None:
             "type": "chat_template",
             "field_messages": "conversations",
             "message_property_mappings": {"role": "from", "content": "value"},
+            "roles": {
+                "system": ["system"],
+                "developer": ["developer"],
+                "user": ["user", "human"],
+                "assistant": ["assistant", "gpt", "chatgpt", "bot", "model", "function_call"],
+                "tool": ["tool", "function", "observation"],
+            },
         }
     ]
     pairs = values("axolotl", PAIRS)

@@ -238,6 +238,23 @@ def test_a_chat_has_roles_and_contents(tmp_path: Path, row: dict[str, Any], num_
     assert sample.num_given == num_given
 
 
+def test_sharegpts_tools_are_called_by_the_assistant(tmp_path: Path) -> None:
+    roles = ("system", "human", "function_call", "observation", "gpt")
+    turns = [{"from": role, "value": "x"} for role in roles]
+    (sample,) = read(tmp_path, {"conversations": turns}).samples
+    found = [message["role"] for message in sample.messages]
+    assert found == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_spaces_around_a_fields_name_are_a_tables(tmp_path: Path) -> None:
+    found = read(tmp_path, {" Prompt": "a", "completion ": "b"})
+    assert (found.format, found.text_field, found.answer_field) == (
+        "prompt-completion",
+        " Prompt",
+        "completion ",
+    )
+
+
 def test_calls_of_tools_and_their_answers_stay(tmp_path: Path) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 1, "b": None}}}
     messages = [
@@ -265,7 +282,8 @@ def test_other_fields_and_another_format_are_named(tmp_path: Path) -> None:
     ("rows", "part"),
     [
         ([], "It is empty"),
-        ([[1]], "Sample 1 is no object with fields"),
+        ([[1]], 'Sample 1 is no object with fields: [1]. Samples are objects: {"text": "..."}'),
+        ([{"text": ""}, {"text": " "}], "All its samples are empty: none has a text in text"),
         ([{"body": "x"}], "Sample 1 has the fields body, and causal-lm takes messages/conversations;"),
         (
             [{"prompt": "a", "chosen": "b", "rejected": "c"}],
@@ -401,9 +419,9 @@ def test_text_and_json_need_no_library(
     [
         ("bad.jsonl", b'{"text": "a"}\n{', "Line 2 is not JSON. A .jsonl has an object a line"),
         ("deep.jsonl", b"[" * 100_000, "Line 1 is not JSON"),
-        ("two.json", b'{"train": [], "test": []}', "It is no list of objects"),
+        ("two.json", b'{"train": [], "test": []}', "It holds several lists: train, test. A .json"),
         ("three.json", b"3", "It is no list of objects"),
-        ("latin.txt", b"\xff", "It is not UTF-8 text"),
+        ("latin.txt", b"\xff", "It is not UTF-8 text. Save it in UTF-8"),
         ("data.zip", b"PK", "Such a file is not read: data.zip. Unpack it"),
         ("data.csv", b"text\na", "The library datasets, which reads it, is not installed. pip install"),
         ("missing.csv", None, "There is no such file. Name a file, a folder or a dataset of the Hub"),

@@ -197,3 +197,23 @@ def test_what_less_memory_may_ask_for_is_traced_ahead() -> None:
     assert of == {(1, "interval"), (0, "interval"), *((1, plan) for plan in plans_for(None))}
     assert specs(dataclasses.replace(config, liger=True)) == []
     assert specs(dataclasses.replace(config, method="lora", lora_rank=8)) == []
+
+
+def test_what_offloads_may_do_without_in_parts() -> None:
+    """Of two steps of a second and of four the faster fits without its logits, and does not offload."""
+    lean = dataclasses.replace(answers.CONFIG, activation_checkpointing=1)
+    offloading = dataclasses.replace(lean, activation_offloading=True)
+    estimator: Any = SimpleNamespace(
+        tokens_per_second={lean: 1.0, offloading: 0.25}.__getitem__,
+        floor_bytes={lean: 120, offloading: 90}.__getitem__,
+        room_for=lambda _: 100,
+        gpu=SimpleNamespace(memory_bandwidth_bytes_per_second=None),
+    )
+    best: Any = SimpleNamespace(
+        config=offloading,
+        breakdown=SimpleNamespace(logits_bytes=30 * offloading.micro_batch_size),
+        peak_device_bytes=10**6,
+        tokens_per_second=0.25,
+        micro_step_seconds=4.0,
+    )
+    assert tried_on_best.parts_may_pay(best, [lean, offloading], estimator)

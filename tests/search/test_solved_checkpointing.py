@@ -20,10 +20,11 @@ from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.records.question import Question
-from autotune.search import predict_best
+from autotune.search import predict_best, solved_checkpointing
+from autotune.search.candidates import Candidates
 from autotune.search.estimate import estimate
 from autotune.search.inverse.limits import resolve_limit
-from autotune.search.solved_checkpointing import PlanSolver, plan_specs
+from autotune.search.solved_checkpointing import PlanSolver, families_of, plan_specs
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, SOLVE, plan_offloads
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import NO_HEADROOM
@@ -215,6 +216,20 @@ def test_a_search_is_faster_with_what_is_solved_and_uses_the_memory_there_is(
     assert "activation_checkpointing" in {each.setting for each in solved.answer.changes}
     changed = [set(step.changed) for step in solved.details(solved.answer).path]
     assert {"activation_checkpointing", "checkpoint_plan", "checkpoint_layers"} in changed
+
+
+def test_what_needs_no_further_traces_may_win_beyond_the_most_families(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(solved_checkpointing, "MOST_FAMILIES", 1)
+    peaks = sorted(found.peak_device_bytes for found in all_plans("full"))
+    priced = estimator(peaks[len(peaks) // 2], dict(traced()))
+    lean = checkpointed(FREE)
+    smaller = dataclasses.replace(lean, micro_batch_size=2, gradient_accumulation_steps=4)
+    candidates = Candidates(priced, [lean, smaller], FREE)
+    methods = frozenset({"full"})
+    [families] = families_of(candidates, [lean, smaller], priced, methods=methods, allow="exact")
+    assert set(families.leans) == {lean, smaller}
 
 
 def test_nothing_is_solved_where_all_fits_without() -> None:

@@ -270,7 +270,8 @@ def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
     if isinstance(value, ast.Name):
         return False
     if isinstance(value, ast.Call) and entries_of(value) is None:
-        return name_of(value.func) in _ASKS_BF16 or _asks_for_a_card(value.func)
+        is_known = name_of(value.func) in _ASKS_BF16 or _asks_for_a_card(value.func)
+        return is_known or of_environment(value) is not None
     return not (may_have_changed and isinstance(value, ast.Dict | ast.List | ast.Set | ast.Call))
 
 
