@@ -68,7 +68,7 @@ class Replayer:
 
     def replay(
         self,
-        sizes: Sequence[int],
+        sizes: Events,
         parts: Iterable[Events],
         *,
         until_steady: Iterable[Iterable[Events]] = (),
@@ -178,7 +178,7 @@ class _Running:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        sizes: Events,
         pools: list[Pool],
         remembered: OrderedDict[tuple[Any, ...], _Passage],
         *,
