@@ -123,7 +123,9 @@ class Prediction:
     def _goes_on(self, most_bytes: int) -> bool:
         lengths = self.answer.workload.lengths
         percentiles = () if lengths is None else lengths.percentiles
-        return self._estimator.goes_on(self.answer.best.config, percentiles, most_bytes)
+        found = self._estimator.goes_on(self.answer.best.config, percentiles, most_bytes)
+        self._estimator.keep_prices()
+        return found
 
     def pool(self) -> Sequence[Estimate]:
         """The candidates for probes, fastest first, the base at the end if not before; a replay each."""

@@ -37,7 +37,8 @@ QUANTIZED_OVER_SHARE = 0.0185
 three have large vocabularies, and a loader that reads ahead (studies/published-t4)."""
 VARIED_SHARE = 0.10
 """Share of what is reserved that padded batches of varied lengths need besides: with 5 % one of two models
-ran out of memory, with 10 % none did (studies/no-card/lengths.jsonl)."""
+ran out of memory, with 10 % none did (studies/no-card/lengths.jsonl). Of 29 others two needed more
+(room.jsonl there): autotune.search.lengths_room sees to the answer."""
 COMPILED_SHARE = 0.10
 """Share of what is reserved that a compiled step needs besides. [judgement] It is the worst of those that ran
 without a card (studies/no-card/compiled_after.jsonl); none was measured on a card."""

@@ -11,6 +11,8 @@ import pytest
 from autotune.catalogue import gpu_rows
 from autotune.common.units import MIB
 from autotune.space import headroom
+from tools.gpu_check.records import read_records
+from validation import no_card_room
 from validation.headroom import (
     ODDS,
     README,
@@ -93,6 +95,22 @@ def test_lengths_that_vary_fit_with_the_share_that_is_kept_for_them() -> None:
     kept = 1 + headroom.VARIED_SHARE
     assert outcomes[kept] == {"ok"}
     assert all("oom" in found for budget, found in outcomes.items() if budget < kept)
+
+
+@pytest.mark.worker
+def test_runs_that_need_a_larger_share_for_their_lengths_need_it_in_the_replay_too() -> None:
+    """Those of studies/no-card/room.jsonl that ran out of memory with VARIED_SHARE."""
+    records = read_records(STUDIES / "no-card" / "room.jsonl")
+    needing = [
+        record
+        for record in records
+        if {"oom"} == {t["outcome"] for t in record["tried"] if t["share"] == headroom.VARIED_SHARE}
+    ]
+    assert len(needing) == 2
+    for record in needing:
+        failed, replay_failed, held, replay_held = no_card_room.found(record)
+        assert replay_failed >= failed == headroom.VARIED_SHARE
+        assert replay_held == held
 
 
 def test_compiled_steps_fit_with_the_share_that_is_kept_for_them() -> None:
