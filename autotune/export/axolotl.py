@@ -278,8 +278,9 @@ TARGET = TrainerFile(
         name: {"lr_scheduler": "lr_scheduler_type", "num_epochs": "num_train_epochs"}.get(name, name)
         for name in (
             "adam_beta1", "adam_beta2", "adam_epsilon", *LOADER_SETTINGS, "learning_rate",
-            "lr_scheduler", "max_grad_norm", "max_steps", "num_epochs", "seed", "warmup_ratio",
-            "warmup_steps", "weight_decay",
+            "logging_steps", "lr_scheduler", "max_grad_norm", "max_steps", "num_epochs", "output_dir",
+            "save_only_model", "save_steps", "save_strategy", "save_total_limit", "seed",
+            "warmup_ratio", "warmup_steps", "weight_decay",
         )
     },
     caveats=(

@@ -164,7 +164,11 @@ class Pricer:
         least = smallest(estimator, estimator.least_of_host(configs))
         if least is not None:
             needed = dataclasses.replace(case, budget_bytes=least[1])
-            ladders = [each for each in ladders if not self._is_hopeless(needed, each[0][1][0])]
+            ladders = [
+                ladder
+                for ladder in ladders
+                if not all(self._is_hopeless(needed, config) for config in ladder[0][1])
+            ]
         estimator, configs = self._thriftiest(case, ladders)
         least = smallest(estimator, estimator.least_of_host(configs))
         if least is None:

@@ -482,7 +482,16 @@ def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
     if smallest.lacks_on_host(pricer.host_memory_bytes) and needed_bytes <= case.budget_bytes:
         remedy = f"{host_option(smallest)} is enough for it. {remedy}"
     return NothingFitsError(
-        f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {case.value}",
+        f"Nothing fits into {format_bytes(case.budget_bytes)}, not even {_value_of(case)}",
         why=f"What needs least there, {describe(smallest.config)}, {needed}",
         remedy=remedy,
     )
+
+
+def _value_of(case: Case) -> str:
+    """The value of a case in words."""
+    if case.value == case.sequence_length:
+        return f"{case.value:,} tokens"
+    names = {"micro_batch_size": "micro-batch", "lora_rank": "rank"}
+    (name,) = (names[each] for each in case.fixed) if case.fixed else ("",)
+    return f"{name} {case.value}".strip()
