@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -88,7 +89,12 @@ def read_card(path: Path) -> dict[str, Any]:
     """
     text = files.read_text(path, 64 * KIB)
     try:
-        values = json_records.read(CardFile, tomllib.loads(text), "the card")
+        found = tomllib.loads(text)
+        every = dataclasses.fields(CardFile)
+        required = (each.name for each in every if each.default is dataclasses.MISSING)
+        if missing := [name for name in required if name not in found]:
+            raise ValueError(f"It lacks {', '.join(missing)}")
+        values = json_records.read(CardFile, found, "the card")
         for key in ("peak_tflop_per_second", "measured_tflop_per_second"):
             unknown = (getattr(values, key) or {}).keys() - set(PEAK_DTYPES)
             if unknown:

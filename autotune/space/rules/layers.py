@@ -74,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="flash-attention-computes-in-16-bits",
-        reason="FlashAttention has kernels for float16 and bfloat16 only",
+        reason="FlashAttention has kernels for float16 and bfloat16 only: take 16 bits, or sdpa",
         breaks=lambda c, _: c.attention in FLASH_ATTENTIONS and _computes_in_float32(c),
     ),
     Rule(
