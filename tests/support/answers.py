@@ -192,6 +192,9 @@ class MadeUpPrediction(Prediction):
         self.answer = answer
         self.considered = (answer.best, *answer.tied)
 
+    def goes_on(self) -> bool:
+        return True
+
     def pool(self) -> Sequence[Estimate]:
         return self.considered
 
