@@ -62,6 +62,7 @@ def estimate(
         made = pricing.priced(asked, progress=progress)
     estimator, priced = made.estimator, made.estimate
     pricing.note_room(question, made, note)
+    pricing.note_unsolved(asked, made, note)
     lines = explain_estimate(priced) if explain else ()
     book = textbook(estimator, priced, source.name) if explain else None
     if as_json:

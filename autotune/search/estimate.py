@@ -60,6 +60,14 @@ def note_room(question: Question, pricing: Pricing, note: Callable[[str], None])
         note(f"{format_bytes(room - spare)} of the room that {asked} asks for are lacking.")
 
 
+def note_unsolved(asked: Configuration, pricing: Pricing, note: Callable[[str], None]) -> None:
+    """Say where checkpointing was to be solved, and no plan of it fits."""
+    found = pricing.asked.config
+    is_solved = found.activation_checkpointing == 0 or found.has_plan
+    if asked.config.activation_checkpointing == SOLVE and not is_solved:
+        note("--checkpointing solve finds no plan that fits: every layer is checkpointed.")
+
+
 def priced(
     asked: Configuration, *, progress: Progress = lambda *_: None, with_operations: bool = False
 ) -> Pricing:

@@ -404,6 +404,27 @@ def test_room_that_lacks_is_said_where_it_was_asked_for(
     assert said is None or said in notes[0]
 
 
+@pytest.mark.parametrize(
+    ("asked", "found", "is_said"),
+    [
+        (SOLVE, {"activation_checkpointing": 1}, True),
+        (SOLVE, {"activation_checkpointing": 0}, False),
+        (SOLVE, {"checkpoint_plan": "recompute", "checkpoint_layers": 6}, False),
+        (1, {"activation_checkpointing": 1}, False),
+    ],
+)
+def test_where_no_plan_fits_that_is_said(asked: int, found: dict[str, Any], is_said: bool) -> None:
+    config = dataclasses.replace(answers.estimate().config, activation_checkpointing=1)
+    of_asked: Any = SimpleNamespace(
+        config=dataclasses.replace(config, activation_checkpointing=asked)
+    )
+    solved = dataclasses.replace(config, **found)
+    pricing: Any = SimpleNamespace(asked=SimpleNamespace(config=solved))
+    notes: list[str] = []
+    estimate_module.note_unsolved(of_asked, pricing, notes.append)
+    assert any("no plan that fits" in note for note in notes) == is_said
+
+
 def test_what_cannot_work_is_refused() -> None:
     asked = dataclasses.replace(QUESTION, settings={"activation_offloading": True})
     with pytest.raises(ConfigError, match="This configuration"):
