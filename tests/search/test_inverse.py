@@ -180,7 +180,7 @@ def test_updates_in_the_backward_pass_are_tried(server: here.Workers) -> None:
     found = questions.answer("micro-batch", asked(**options, space=space), server)
     # Where nothing fits, what needs least is one of them, and is said.
     tight = asked(methods=("full",), budget_bytes=500_000_000, space=space)
-    with pytest.raises(NothingFitsError, match="not even micro-batch 1.*update in the backward"):
+    with pytest.raises(NothingFitsError, match=r"not even micro-batch 1.*update in the backward"):
         questions.answer("micro-batch", tight, server)
     assert found.best.config.update_in_backward
     assert cast(int, found.value) >= 1
