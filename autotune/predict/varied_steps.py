@@ -32,6 +32,10 @@ from autotune.space.lengths import draw
 NUM_MICRO_BATCHES = 50
 """Micro-batches that are replayed in each order. [judgement] Of more the first ones tell as much: runs with
 half or twice as many held no less or more (studies/no-card)."""
+LEAST_MICRO_BATCHES = 20
+"""Of models with many layers. [judgement]"""
+_MOST_EVENTS = 1_000_000
+"""Allocations and frees that are replayed in each order, about. [judgement] A second or two of a core."""
 NUM_ORDERS = 2
 """Orders of the samples. [judgement] As many as a confirmation trains with."""
 _LEAST_STEPS = 2
@@ -71,16 +75,26 @@ def fits(
     `steps`: the configuration's first steps. `percentiles`: the samples' lengths
     (autotune.space.lengths.Lengths); none where any length is as likely.
     """
+    of_first = sum(
+        len(part.events)
+        for part in steps.parts
+        if part.step == 0 and not part.is_repeated and part.phase is not StepPhase.OPTIMIZER
+    )
+    num_micro_batches = max(_MOST_EVENTS // of_first, LEAST_MICRO_BATCHES)
+    orders = (longest(config, percentiles, seed, num_micro_batches) for seed in range(NUM_ORDERS))
     return all(
-        replay(steps, trace, config, longest(config, percentiles, seed), most_bytes).failed_event
-        is None
-        for seed in range(NUM_ORDERS)
+        replay(steps, trace, config, lengths, most_bytes).failed_event is None for lengths in orders
     )
 
 
-def longest(config: TrainConfig, percentiles: Sequence[int], seed: int) -> list[int]:
+def longest(
+    config: TrainConfig,
+    percentiles: Sequence[int],
+    seed: int,
+    most_micro_batches: int = NUM_MICRO_BATCHES,
+) -> list[int]:
     """Draw the tokens of the longest sample of each micro-batch, as long as the others are padded to."""
-    per_step, num_steps = _micro_batches(config)
+    per_step, num_steps = _micro_batches(config, min(most_micro_batches, NUM_MICRO_BATCHES))
     samples = config.samples_per_pass * config.rows_per_sample
     drawn = np.array(
         draw(percentiles, config.sequence_length, per_step * num_steps * samples, seed=seed)
@@ -94,10 +108,10 @@ def longest(config: TrainConfig, percentiles: Sequence[int], seed: int) -> list[
     return found
 
 
-def _micro_batches(config: TrainConfig) -> tuple[int, int]:
+def _micro_batches(config: TrainConfig, most: int) -> tuple[int, int]:
     """Return how many micro-batches a replayed step has, and how many steps are replayed."""
-    per_step = min(config.gradient_accumulation_steps, NUM_MICRO_BATCHES // _LEAST_STEPS)
-    return per_step, NUM_MICRO_BATCHES // per_step
+    per_step = min(config.gradient_accumulation_steps, most // _LEAST_STEPS)
+    return per_step, most // per_step
 
 
 def replay(
@@ -109,7 +123,8 @@ def replay(
 ) -> Replay:
     """Replay steps with micro-batches of these lengths, under a cap on reserved bytes if one is given."""
     tensors = _Tensors(steps, trace, config)
-    parts = list(_parts(steps, tensors, lengths, _micro_batches(config)[0]))
+    per_step, _ = _micro_batches(config, len(lengths))
+    parts = list(_parts(steps, tensors, lengths, per_step))
     return Replayer().replay(
         tensors.sizes(),
         parts,
