@@ -104,7 +104,7 @@ def _rows(program: Any, request: dict[str, Any]) -> tuple[Any, Any]:
         data = program.read_data(request["dataset"], options)
         data = dataclasses.replace(data, samples=data.samples[:MAX_SAMPLES])
         classes = program.classes_of(data) if program.RECIPE["has_classes"] else None
-        rows = program.make_dataset(data, reader, classes, options)
+        rows = program.make_dataset(data, reader, classes, options, request["dataset"])
     except SystemExit as end:  # The program's way to say that it cannot read something.
         raise UnusableData(str(end.code)) from end
     micro_batch = program.RECIPE["training_arguments"]["per_device_train_batch_size"]
