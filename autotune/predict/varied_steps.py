@@ -33,7 +33,7 @@ NUM_MICRO_BATCHES = 50
 """Micro-batches that are replayed in each order. [judgement] Of more the first ones tell as much: runs with
 half or twice as many held no less or more (studies/no-card)."""
 LEAST_MICRO_BATCHES = 20
-"""Of models with many layers. [judgement]"""
+"""Micro-batches of models with many layers, at least. [judgement]"""
 _MOST_EVENTS = 1_000_000
 """Allocations and frees that are replayed in each order, about. [judgement] A second or two of a core."""
 NUM_ORDERS = 2

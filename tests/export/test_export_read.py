@@ -121,6 +121,7 @@ def test_what_no_setting_decides_goes_into_other_exports() -> None:
 
     assert arguments("axolotl.yaml") == {
         "learning_rate": 2e-4,
+        "logging_steps": 1,
         "lr_scheduler_type": "cosine",
         "num_train_epochs": 3,
     }

@@ -209,6 +209,7 @@ def test_the_points_of_a_case_are_those_of_each_section_with_what_is_fixed() -> 
             space=SearchSpace(name="s", description="", methods=sections),
             question=question,
             methods=methods,
+            num_gpus=1,
             lengths=None,
             dataset=None,
         )

@@ -9,7 +9,7 @@ from test_rules import FULL, LORA, QLORA
 
 from autotune.space.config import LOADER_SETTINGS, TRADEOFF_CLASSES, TrainConfig
 from autotune.space.knobs import KNOBS
-from autotune.space.optimizers import OPTIMIZERS, Optimizer
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.tradeoffs import (
     form,
     further_trades,
@@ -94,9 +94,27 @@ def test_class_follows_the_users_own_optimizer(name: str, base_name: str, expect
     assert tradeoff_class(config, base) == expected
 
 
-@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
-def test_a_rows_own_tradeoff_is_its_class_against_adamw_torch(row: Optimizer) -> None:
-    assert tradeoff_class(dataclasses.replace(FULL, optimizer=row.name), FULL) == row.tradeoff
+CLASSES = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "exact"),
+    **dict.fromkeys(
+        (
+            "adamw_torch_8bit",
+            "adamw_torch_4bit",
+            "adamw_bnb_8bit",
+            "adamw_8bit",
+            "paged_adamw_8bit",
+            "paged_adamw_32bit",
+        ),
+        "numerics",
+    ),
+}
+"""Of optimizers that take AdamW's steps, against adamw_torch; all others are another recipe."""
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_another_optimizer_than_adamw_is_another_recipe(name: str) -> None:
+    config = dataclasses.replace(FULL, optimizer=name)
+    assert tradeoff_class(config, FULL) == CLASSES.get(name, "recipe")
 
 
 def test_of_one_class_fewer_settings_give_up_less() -> None:
