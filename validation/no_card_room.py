@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
-from autotune.records.estimate import TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, varied_steps
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.lengths import BY_TOKENS, Lengths
@@ -97,20 +98,33 @@ def drawn(
             return source, config
 
 
-def least_share(tried: dict[float, dict[str, Any]], holds: Any) -> None:
-    """Try the shares from the middle until the least that holds is found."""
+def tried(ends: Callable[[float], Measurement]) -> dict[float, Measurement]:
+    """How runs end by their share, from the middle of SHARES to the least that holds."""
+    seen: dict[float, Measurement] = {}
     low, high = -1, len(SHARES)
     while high - low > 1:
         middle = (low + high) // 2
-        tried[SHARES[middle]] = seen = holds(SHARES[middle])
-        if seen["outcome"] == "ok":
+        seen[SHARES[middle]] = ends(SHARES[middle])
+        if seen[SHARES[middle]].outcome == "ok":
             high = middle
         else:
             low = middle
+    return seen
 
 
-def told(seen: Measurement) -> dict[str, Any]:
+def run(
+    probes: ForkServer, source: ModelSource, spec: ProbeSpec, estimate: Estimate, share: float
+) -> Measurement:
+    """Train under a budget of what is predicted and a share of what it reserves besides."""
+    budget_bytes = estimate.peak_device_bytes + round(share * estimate.peak_reserved_bytes)
+    capped = dataclasses.replace(spec, memory_budget_bytes=budget_bytes)
+    table: Any = Nothing()
+    return Prober(OneCard(probes), table, source, capped).measure(estimate.config)
+
+
+def row_of(share: float, seen: Measurement) -> dict[str, Any]:
     return {
+        "share": share,
         "outcome": seen.outcome,
         "message": seen.message,
         "num_varied_steps": seen.num_varied_steps,
@@ -120,11 +134,34 @@ def told(seen: Measurement) -> dict[str, Any]:
     }
 
 
-def found(record: Record) -> tuple[float, float, float | None, float | None]:
-    """Return what a record brackets: (most that failed, least that held), run and replayed.
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Bracket:
+    """The largest share that memory ran out with, and the least that was enough; None: none was seen."""
 
-    -1: none failed. None: none held. What came to no end in time says nothing.
-    """
+    failed: float | None
+    held: float | None
+
+    @classmethod
+    def of(cls, holds: Mapping[float, bool]) -> Bracket:
+        return cls(
+            failed=max((share for share, is_held in holds.items() if not is_held), default=None),
+            held=min((share for share, is_held in holds.items() if is_held), default=None),
+        )
+
+    def cells(self) -> list[str]:
+        return ["" if share is None else f"{share:.0%}" for share in (self.failed, self.held)]
+
+
+def of_run(record: Record) -> Bracket:
+    """What a run needed. What came to no end in time says nothing."""
+    outcomes = {each["share"]: each["outcome"] for each in record["tried"]}
+    return Bracket.of(
+        {share: end == "ok" for share, end in outcomes.items() if end in ("ok", "oom")}
+    )
+
+
+def of_replay(record: Record) -> Bracket:
+    """What the same steps need where they are replayed."""
     card = find_gpu("H200")
     config = json_records.read(TrainConfig, record["prediction"]["config"])
     source = no_card_fuzz.cut(record["model"], record["num_layers"])
@@ -133,18 +170,11 @@ def found(record: Record) -> tuple[float, float, float | None, float | None]:
     estimator = Estimator(traces, card, memory_budget_bytes=card.capacity_bytes)
     reserved_bytes = record["prediction"]["peak_reserved_bytes"]
     lengths = percentiles(record["lengths"], length)
-    ran = {each["share"]: each["outcome"] for each in record["tried"]}
-    replayed = {
-        share: estimator.goes_on(config, lengths, round((1 + share) * reserved_bytes))
-        for share in SHARES
-    }
-    held = [share for share, outcome in ran.items() if outcome == "ok"]
-    failed = [share for share, outcome in ran.items() if outcome == "oom"]
-    return (
-        max(failed, default=-1.0),
-        max([share for share, is_held in replayed.items() if not is_held], default=-1.0),
-        min(held, default=None),
-        min([share for share, is_held in replayed.items() if is_held], default=None),
+    return Bracket.of(
+        {
+            share: estimator.goes_on(config, lengths, round((1 + share) * reserved_bytes))
+            for share in SHARES
+        }
     )
 
 
@@ -152,20 +182,15 @@ def compare(records: Iterable[Record]) -> None:
     """Print a row for each record, those in which the replay holds too early first."""
     rows = []
     for record in records:
-        failed, replay_failed, held, replay_held = found(record)
-        if held is None and failed < 0:
+        ran = of_run(record)
+        if ran == Bracket(failed=None, held=None):
             continue
-        is_early = replay_held is not None and replay_held <= failed
-        cells = [
-            record["key"].partition(f" {record['num_layers']} ")[0],
-            record["key"].partition(f" {record['num_layers']} ")[2].rpartition(" 0.0 ")[0],
-            record["lengths"],
-            *(" " if share is None or share < 0 else f"{share:.0%}" for share in (failed, held)),
-            *(
-                " " if share is None or share < 0 else f"{share:.0%}"
-                for share in (replay_failed, replay_held)
-            ),
-        ]
+        replayed = of_replay(record)
+        failed = -1.0 if ran.failed is None else ran.failed
+        is_early = replayed.held is not None and replayed.held <= failed
+        model, _, rest = record["key"].partition(f" {record['num_layers']} ")
+        what = rest.rpartition(" 0.0 ")[0]
+        cells = [model, what, record["lengths"], *ran.cells(), *replayed.cells()]
         rows.append((not is_early, -failed, cells))
     print("| model | configuration | lengths | ran out with | went on with | replay: out | on |")
     print("|---|---|---|---:|---:|---:|---:|")
@@ -189,7 +214,6 @@ def main() -> None:
         return
     card, card_bytes = card_and_budget("cuda", None)
     chance, records = random.Random(options.seed), Records(options.out)
-    table: Any = Nothing()
     with ForkServer() as tracers, ForkServer() as probes:
         for _ in range(options.num):
             source, config = drawn(chance, options, card.compute_capability)
@@ -220,30 +244,19 @@ def main() -> None:
                 lengths=percentiles(kind, length),
             )
 
-            def holds(share: float) -> dict[str, Any]:
-                room_bytes = round(share * estimate.peak_reserved_bytes)  # noqa: B023
-                budget_bytes = estimate.peak_device_bytes + room_bytes  # noqa: B023
-                capped = dataclasses.replace(spec, memory_budget_bytes=budget_bytes)  # noqa: B023
-                prober = Prober(OneCard(probes), table, source, capped)  # noqa: B023
-                return told(prober.measure(config))  # noqa: B023
-
-            tried: dict[float, dict[str, Any]] = {}
-            least_share(tried, holds)
-            held = [share for share, seen in tried.items() if seen["outcome"] == "ok"]
+            seen = tried(functools.partial(run, probes, source, spec, estimate))
             records.add(
                 key,
                 model=source.name,
                 num_layers=options.layers,
                 lengths=kind,
                 prediction=estimate.to_dict(card_bytes),
-                tried=[{"share": share, **seen} for share, seen in sorted(tried.items())],
+                tried=[row_of(share, each) for share, each in sorted(seen.items())],
             )
-            least = f"{min(held):.0%}" if held else f"more than {SHARES[-1]:.0%}"
             ends = {
-                share: f"{seen['outcome']} {seen['num_varied_retries']}"
-                for share, seen in tried.items()
+                share: f"{each.outcome} {each.num_varied_retries}" for share, each in seen.items()
             }
-            print(f"{least} {ends}: {key}", flush=True)
+            print(f"{ends}: {key}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autotune.catalogue.gpus import Gpu
@@ -71,12 +70,9 @@ class Estimator:
         host: Host | None = None,
         replays: ReplayCache | None = None,
         prices: PriceCache | None = None,
-        lengths_share: float = 0.0,
+        varied_share: float = VARIED_SHARE,
     ) -> None:
-        """`lengths_share`: of what is reserved, that is left for pieces where lengths vary.
-
-        It is VARIED_SHARE at least.
-        """
+        """Take what prices a run. `varied_share`: of what is reserved, that stays free where lengths vary."""
         assert gpu.context_bytes is not None
         self.gpu = gpu
         self.memory_budget_bytes = memory_budget_bytes
@@ -84,7 +80,7 @@ class Estimator:
         self.host_memory_bytes = host_memory_bytes
         self._traces = traces
         self._filling = filling
-        self._lengths_share = max(lengths_share, VARIED_SHARE)
+        self._varied_share = varied_share
         self._context_bytes = gpu.context_bytes
         factor = None if gpu.rates is None else gpu.rates.host_factor
         self._host = host or (USUAL if factor is None else USUAL.timed(factor))
@@ -118,25 +114,26 @@ class Estimator:
 
     def room_for(self, config: TrainConfig) -> int:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
+        is_replayed = varied_steps.is_replayed(config)
+        share = self._varied_share if is_replayed else VARIED_SHARE
+        return self._within(config, share)
+
+    def _within(self, config: TrainConfig, varied_share: float) -> int:
         is_shared = config.num_gpus > 1 and PARALLELISMS[config.parallelism].is_launched
         outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
         outside += vllm_kept_bytes(config, self.gpu.capacity_bytes)
-        room_bytes = self.headroom.within(self.memory_budget_bytes, outside, config)
-        if self._lengths_share > VARIED_SHARE and varied_steps.is_replayed(config):
-            share = (1 + VARIED_SHARE) / (1 + self._lengths_share)
-            room_bytes = outside + math.floor((room_bytes - outside) * share)
-        return room_bytes
+        return self.headroom.within(
+            self.memory_budget_bytes, outside, config, varied_share=varied_share
+        )
 
     def most_for_lengths(self, config: TrainConfig) -> int | None:
         """Return the bytes that torch may reserve in all where lengths vary; None where that is not replayed.
 
-        It is what a peak at full length may reserve, and the share that is kept for pieces. None, too, where
-        the room was asked for in bytes.
+        It is the room with nothing kept free for pieces. None, too, where the room was asked for in bytes.
         """
         if self.headroom.spare_bytes is not None or not varied_steps.is_replayed(config):
             return None
-        room_bytes = self.room_for(config) - self._outside_bytes(config)
-        return math.floor((1 + self._lengths_share) * room_bytes)
+        return self._within(config, 0.0) - self._outside_bytes(config)
 
     def goes_on(self, config: TrainConfig, percentiles: Sequence[int], most_bytes: int) -> bool:
         """Whether steps with samples of varied lengths go on within so many reserved bytes.

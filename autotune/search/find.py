@@ -183,7 +183,7 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
         )
         if problem.backend is not None:  # A confirmation trains with varied lengths.
             return search()
-        return lengths_room.with_room(lambda share: search(lengths_share=share), listener.note)
+        return lengths_room.with_room(lambda share: search(varied_share=share), listener.note)
 
 
 def measured_name(problem: Problem) -> str:

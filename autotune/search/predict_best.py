@@ -42,6 +42,7 @@ from autotune.search.traced_in_turn import TracesInTurn
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.enumeration import enumerate_configs
+from autotune.space.headroom import VARIED_SHARE
 from autotune.space.knobs import METHOD_WORDS
 from autotune.space.requirements import LeftOut, Reason, predictable
 from autotune.space.rules import Context, broken_rules
@@ -112,9 +113,8 @@ class Prediction:
 
     def goes_on(self) -> bool:
         """Whether the answer's steps go on within the budget where the lengths of samples vary."""
-        best = self.answer.best
-        most_bytes = self._estimator.most_for_lengths(best.config)
-        return most_bytes is None or self._goes_on(max(most_bytes, best.peak_reserved_bytes))
+        most_bytes = self._estimator.most_for_lengths(self.answer.best.config)
+        return most_bytes is None or self._goes_on(most_bytes)
 
     def goes_on_with(self, share: float) -> bool:
         """Whether they go on where that share of what is reserved at full length may be reserved besides."""
@@ -203,7 +203,7 @@ def find(
     cache: TraceCache | None = None,
     changes: Sequence[SpaceChange] = (),
     traces_all: bool = False,
-    lengths_share: float = 0.0,
+    varied_share: float = VARIED_SHARE,
 ) -> Prediction:
     """Answer a workload by prediction.
 
@@ -212,7 +212,7 @@ def find(
     `meanwhile` is called once, while the first worker starts.
     `changes` is what has become of the space before. `traces_all`: also what is slower by its bound than what
     fits, for who doubts predictions.
-    `lengths_share`: of what is reserved, that is kept for pieces where lengths vary.
+    `varied_share`: of what is reserved, that stays free for the pieces that varied lengths leave.
     Raises NothingFitsError with the smallest estimate, ConfigError for a space without valid points,
     HardwareError for a card whose speed is unknown.
     """
@@ -296,7 +296,7 @@ def find(
         filling=workload.filling if varied else None,
         replays=None if cache is None else cache.replays(),
         prices=None if cache is None else cache.prices(),
-        lengths_share=lengths_share,
+        varied_share=varied_share,
     )
     first_answers = None
     if so_far is not None:

@@ -37,8 +37,8 @@ QUANTIZED_OVER_SHARE = 0.0185
 three have large vocabularies, and a loader that reads ahead (studies/published-t4)."""
 VARIED_SHARE = 0.10
 """Share of what is reserved that padded batches of varied lengths need besides: with 5 % one of two models
-ran out of memory, with 10 % none did (studies/no-card/lengths.jsonl). Of 29 others two needed more
-(room.jsonl there): autotune.search.lengths_room sees to the answer."""
+ran out of memory, with 10 % none did (studies/no-card/lengths.jsonl). Of 29 others two needed 15 and
+20 % (room.jsonl there): autotune.search.lengths_room sees to the answer."""
 COMPILED_SHARE = 0.10
 """Share of what is reserved that a compiled step needs besides. [judgement] It is the worst of those that ran
 without a card (studies/no-card/compiled_after.jsonl); none was measured on a card."""
@@ -69,12 +69,22 @@ class Headroom:
             return self.spare_bytes
         return room_bytes(self.odds, reserved_bytes, run)
 
-    def within(self, budget_bytes: int, outside_bytes: int, run: Run) -> int:
-        """Bytes of the budget that a predicted peak may take. `outside_bytes`: outside torch's allocator."""
+    def within(
+        self,
+        budget_bytes: int,
+        outside_bytes: int,
+        run: Run,
+        *,
+        varied_share: float = VARIED_SHARE,
+    ) -> int:
+        """Bytes of the budget that a predicted peak may take. `outside_bytes`: outside torch's allocator.
+
+        `varied_share`: of what is reserved, that stays free for the pieces that varied lengths leave.
+        """
         if self.spare_bytes is not None:
             return budget_bytes - self.spare_bytes
         for_torch = budget_bytes - outside_bytes - context_spread_bytes(self.odds)
-        reserved = for_torch / (1 + _share(self.odds, run))
+        reserved = for_torch / (1 + _share(self.odds, run, varied_share))
         return outside_bytes + math.floor(reserved)
 
 
@@ -127,9 +137,9 @@ def odds_of(spare_bytes: int, reserved_bytes: int, run: Run) -> float:
     return high if room_bytes(high, reserved_bytes, run) <= spare_bytes else low
 
 
-def _share(odds: float, run: Run) -> float:
+def _share(odds: float, run: Run, varied_share: float = VARIED_SHARE) -> float:
     """Share of the predicted reserved bytes that such a run needs besides, with these odds."""
     is_4_bit = QUANTIZATIONS[run.quantization].bits == 4
     over = quantized_share(odds) if is_4_bit else reserved_share(odds)
-    over += VARIED_SHARE if vary(run.batching) else 0.0
+    over += varied_share if vary(run.batching) else 0.0
     return over + (COMPILED_SHARE if run.is_compiled else 0.0)

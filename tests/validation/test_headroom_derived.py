@@ -101,16 +101,17 @@ def test_lengths_that_vary_fit_with_the_share_that_is_kept_for_them() -> None:
 def test_runs_that_need_a_larger_share_for_their_lengths_need_it_in_the_replay_too() -> None:
     """Those of studies/no-card/room.jsonl that ran out of memory with VARIED_SHARE."""
     records = read_records(STUDIES / "no-card" / "room.jsonl")
-    needing = [
-        record
+    needing = {
+        ran.held: record
         for record in records
-        if {"oom"} == {t["outcome"] for t in record["tried"] if t["share"] == headroom.VARIED_SHARE}
-    ]
-    assert len(needing) == 2
-    for record in needing:
-        failed, replay_failed, held, replay_held = no_card_room.found(record)
-        assert replay_failed >= failed == headroom.VARIED_SHARE
-        assert replay_held == held
+        if (ran := no_card_room.of_run(record)).failed == headroom.VARIED_SHARE
+    }
+    assert set(needing) == {0.15, 0.2}
+    for held, record in needing.items():
+        replayed = no_card_room.of_replay(record)
+        assert replayed.failed is not None
+        assert replayed.failed >= headroom.VARIED_SHARE
+        assert replayed.held == held
 
 
 def test_compiled_steps_fit_with_the_share_that_is_kept_for_them() -> None:

@@ -490,8 +490,7 @@ def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
 
 def _value_of(case: Case) -> str:
     """The value of a case in words."""
-    if case.value == case.sequence_length:
-        return f"{case.value:,} tokens"
     names = {"micro_batch_size": "micro-batch", "lora_rank": "rank"}
-    (name,) = (names[each] for each in case.fixed) if case.fixed else ("",)
-    return f"{name} {case.value}".strip()
+    for name in case.fixed:
+        return f"{names[name]} {case.value}"
+    return f"{case.value:,} tokens" if case.value == case.sequence_length else str(case.value)
