@@ -721,6 +721,13 @@ def test_a_card_whose_rates_are_unknown_has_its_answer_without_a_speed(
     assert found.value == questions.answer("sequence-length", asked(**ask), server).value
 
 
+def test_settings_that_no_card_allows_are_refused(server: here.Workers) -> None:
+    ask = asked(card=None, space=for_gpus(tiny_model.SPACE, 2), num_gpus=2)
+    question = dataclasses.replace(ask.question, settings={"parallelism": "none"})
+    with pytest.raises(ConfigError, match="several GPUs share a run in one of the ways"):
+        questions.answer("gpu", dataclasses.replace(ask, question=question), server)
+
+
 def test_nothing_fits_says_what_needs_least(server: here.Workers) -> None:
     with pytest.raises(NothingFitsError, match=r"not even 512.*QLoRA r=8.*predicted to need"):
         questions.answer("sequence-length", asked(budget_bytes=650_000_000), server)

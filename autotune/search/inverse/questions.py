@@ -270,11 +270,11 @@ def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
 
 
 def _smallest_card(asked: LimitProblem, pricer: Pricer) -> Reached:
-    every = (_case(asked, card.slug, card=card) for card in unlike_cards())
+    every = [_case(asked, card.slug, card=card) for card in unlike_cards()]
     cases = list(filter(pricer.is_possible, every))
     number = first_card(cases, pricer)
     if number is None:
-        raise _nothing_fits(cases[-1], pricer)
+        raise _nothing_fits((cases or every)[-1], pricer)
     left_out: dict[str, str] = {}
     beyond = _nearest_beyond(cases[:number], pricer, left_out)
     why = "memory" if beyond is not None else "the catalogue has no smaller card"
