@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,25 @@ COMMANDS = {
 }
 TARGET_CONFIG_SECONDS = 1e-3
 
+YARDSTICK = """
+import json
+
+class Pair:
+    __slots__ = ("first", "second")
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+for _ in range(3):
+    pairs = [Pair(number, number * 7919 % 10007) for number in range(60_000)]
+    pairs.sort(key=lambda pair: (pair.second, pair.first))
+    groups = {}
+    for pair in pairs:
+        groups.setdefault(pair.second % 997, []).append([pair.first, str(pair.second)])
+    json.loads(json.dumps(groups))
+"""
+"""Program whose CPU time tells how fast a machine runs Python: objects, dictionaries, sorting, text."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
@@ -161,6 +181,18 @@ def _child_cost(arguments: Sequence[str], traces: Path | None, config: str) -> C
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         peak_bytes=usage.ru_maxrss * 1024,
     )
+
+
+def yardstick_seconds(repeats: int = 3) -> float:
+    """Mean CPU time of YARDSTICK in processes of its own, on this machine and beside what runs there now."""
+    return statistics.fmean(_cpu_seconds_of_yardstick() for _ in range(repeats))
+
+
+def _cpu_seconds_of_yardstick() -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-I", "-c", YARDSTICK], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def best_of(command: Command, repeats: int) -> Cost:
@@ -253,7 +285,10 @@ def main() -> None:
     )
     asked = parser.parse_args()
     repeats = asked.repeats
-    print(f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}\n")
+    print(
+        f"{os.cpu_count()} CPUs, {platform.machine()}, Python {platform.python_version()}; "
+        f"the yardstick takes {yardstick_seconds():.2f} s\n"
+    )
     print("| command | target | wall | CPU | largest process |\n|---|---:|---:|---:|---:|")
     for command in [COMMANDS[name] for name in asked.commands] or COMMANDS.values():
         cost = best_of(command, repeats)
