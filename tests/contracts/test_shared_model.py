@@ -14,6 +14,7 @@ import pytest
 
 from autotune.common import json_lines
 from autotune.records.estimate import TraceSpec
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, plan_offloads
 from autotune.worker.build import model as models
 from autotune.worker.trace import ahead, forks, shared_models
 from autotune.worker.trace import step as trace_module
@@ -68,22 +69,26 @@ def of_one_group(spec: TraceSpec) -> tuple[dict[str, Any], list[dict[str, Any]]]
     return asked, group
 
 
-@pytest.mark.parametrize("spec", SHARING.values(), ids=SHARING)
-@pytest.mark.parametrize("order", [1, -1], ids=["many first", "one first"])
-def test_a_trace_is_the_same_with_a_model_that_another_has_used(
-    spec: TraceSpec, order: int
-) -> None:
-    asked, group = of_one_group(spec)
-    answers = trace_module._answers(asked, group[::order], ADA)
-    for answer in answers:
+def assert_same_as_alone(asked: dict[str, Any], group: shared_models.Group) -> None:
+    """Trace a group with its one model, and each of it with a model of its own."""
+    for answer in trace_module._answers(asked, group, ADA):
         alone = trace_module.trace_step(
-            models.load_config(CONFIG),
+            models.load_config(asked["config"]),
             "causal-lm",
             TraceSpec(**asked["traces"][answer["id"]]["spec"]),
             sequence_length=64,
             device=ADA,
         )
         assert json.dumps(answer["trace"]) == json.dumps(alone)
+
+
+@pytest.mark.parametrize("spec", SHARING.values(), ids=SHARING)
+@pytest.mark.parametrize("order", [1, -1], ids=["many first", "one first"])
+def test_a_trace_is_the_same_with_a_model_that_another_has_used(
+    spec: TraceSpec, order: int
+) -> None:
+    asked, group = of_one_group(spec)
+    assert_same_as_alone(asked, group[::order])
 
 
 CHECKPOINTING = [(0, False), (1, False), (1, True), (2, False), (2, True)]
@@ -103,15 +108,44 @@ def test_a_trace_is_the_same_with_a_model_that_has_checkpointed_other_layers(
     )
     (group,) = shared_models.groups_of(asked["traces"])
     assert [each["id"] for each in group] == [0, 1, 2, 3, 4]
-    for answer in trace_module._answers(asked, group[::order], ADA):
-        alone = trace_module.trace_step(
-            models.load_config(CONFIG),
-            "causal-lm",
-            TraceSpec(**asked["traces"][answer["id"]]["spec"]),
-            sequence_length=64,
-            device=ADA,
+    assert_same_as_alone(asked, group[::order])
+
+
+@pytest.mark.parametrize(("spec", "order"), [(FULL, 1), (QLORA, -1)], ids=["full", "qlora"])
+def test_a_trace_is_the_same_with_a_model_whose_head_had_another_loss(
+    spec: TraceSpec, order: int
+) -> None:
+    asked = request(
+        *(
+            dataclasses.replace(spec, activation_checkpointing=every, chunked_loss=in_parts)
+            for in_parts in (False, True)
+            for every in (0, 1)
         )
-        assert json.dumps(answer["trace"]) == json.dumps(alone)
+    )
+    (group,) = shared_models.groups_of(asked["traces"])
+    assert_same_as_alone(asked, group[::order])
+
+
+@pytest.mark.parametrize(("spec", "order"), [(FULL, 1), (QLORA, -1)], ids=["full", "qlora"])
+def test_a_trace_is_the_same_with_a_model_whose_layers_had_another_plan(
+    spec: TraceSpec, order: int
+) -> None:
+    """Plans that fetch from the host have one more layer built, and a model of their own."""
+    planned = dataclasses.replace(spec, activation_checkpointing=1)
+    asked = request(
+        *(
+            dataclasses.replace(planned, checkpoint_plan=plan, chunked_loss=in_parts)
+            for plan in CHECKPOINT_PLANS
+            for in_parts in {False, plan == "products"}
+        )
+    )
+    asked["config"] = {**CONFIG, "num_hidden_layers": 12}
+    groups = shared_models.groups_of(asked["traces"])
+    assert [
+        {plan_offloads(each["spec"]["checkpoint_plan"]) for each in group} for group in groups
+    ] == [{False}, {True}]
+    for group in groups:
+        assert_same_as_alone(asked, group[::order])
 
 
 def test_a_trace_that_is_made_ahead_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import copy
 import inspect
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -183,33 +184,39 @@ def nothing() -> None:
     """Answer for the embeddings of a model that has none."""
 
 
-def chunk_loss_of(model: Any) -> None:
-    """Let a model make its loss in parts. Raises UnsupportedModel where its head does not let it."""
+def chunk_loss_of(model: Any) -> Callable[[], None]:
+    """Let a model make its loss in parts; return a function that undoes it.
+
+    Raises UnsupportedModel where its head does not let it.
+    """
     try:
-        chunk_loss(model)
+        return chunk_loss(model)
     except ValueError as error:
         raise UnsupportedModel(str(error)) from error
 
 
-def enable_checkpointing(model: Any, spec: TraceSpec) -> None:
+def enable_checkpointing(model: Any, spec: TraceSpec) -> Callable[[], None]:
     """Enable checkpointing as Trainer does for `activation_checkpointing=True`.
 
-    By a plan as the exported train.py does. Raises UnsupportedModel where that cannot be done.
+    By a plan as the exported train.py does. Return a function that takes a plan back; other checkpointing is
+    replaced by what is enabled next. Raises UnsupportedModel where that cannot be done.
     """
     model = getattr(model, "embedding_model", model)
     if spec.has_plan:
         plan = CHECKPOINT_PLANS[spec.checkpoint_plan]
         try:
-            checkpoint_layers(model, spec.checkpoint_layers, plan.first_keep, plan.others_keep)
+            return checkpoint_layers(
+                model, spec.checkpoint_layers, plan.first_keep, plan.others_keep
+            )
         except ValueError as error:
             raise UnsupportedModel(str(error)) from error
-        return
     kwargs: dict[str, Any] = {"use_reentrant": False}
     model.activation_checkpointing_enable(
         activation_checkpointing_kwargs=kwargs,
         every_n_layers=spec.activation_checkpointing,
         offload=spec.activation_offloading,
     )
+    return lambda: None
 
 
 def decayed_parameters(model: nn.Module) -> set[int]:

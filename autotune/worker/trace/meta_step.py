@@ -127,6 +127,7 @@ class MetaStep:
         self._last: tuple[Phase, Place] | None = None
         self.parameters: dict[int, nn.Parameter] = {}
         """Parameters by the number of their tensor."""
+        self._undo: list[Callable[[], None]] = []
         self.gradients: dict[int, int] = {}
         """Numbers of parameters' tensors, by the number of their gradient's tensor."""
         self.copied: set[int] = set()
@@ -232,11 +233,7 @@ class MetaStep:
             self.frozen = {*self.parameters} - before
         if spec.liger:
             liger.apply(self.model, self.task, spec.trainer)
-        if spec.chunked_loss:
-            models.chunk_loss_of(self.model)
-        # Of a compiled step the graph is marked.
-        if spec.activation_checkpointing and not spec.is_compiled:
-            models.enable_checkpointing(self.model, spec)
+        self.replace_parts()
         if spec.neftune_noise_alpha:
             activate_neftune(self.model, spec.neftune_noise_alpha)
         if spec.sequence_parts > 1:
@@ -248,6 +245,19 @@ class MetaStep:
         if precision.autocast:
             for each in filter(None, (self.model, self.reference)):
                 _wrap_forward(each, getattr(torch, precision.compute_dtype))
+
+    def replace_parts(self) -> None:
+        """Let a loss in parts take the head's place, and checkpointing that of layers."""
+        if self.spec.chunked_loss:
+            self._undo.append(models.chunk_loss_of(self.model))
+        # Of a compiled step the graph is marked.
+        if self.spec.activation_checkpointing and not self.spec.is_compiled:
+            self._undo.append(models.enable_checkpointing(self.model, self.spec))
+
+    def restore_parts(self) -> None:
+        """Undo what replace_parts has done, for the next trace with this model."""
+        while self._undo:
+            self._undo.pop()()
 
     def _load_quantized(self, place_of: Callable[[str], Place]) -> None:
         """Let weights reach the device as the loader of a quantised base brings them."""

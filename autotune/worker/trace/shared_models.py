@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autotune.records.estimate import TraceSpec
+from autotune.space.checkpoint_plans import INTERVAL, plan_offloads
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.trace import flex
 from autotune.worker.trace.meta_step import SetUp
@@ -20,7 +21,7 @@ Group = list[dict[str, Any]]
 
 @dataclass(slots=True, kw_only=True)
 class SharedModel:
-    """A model for traces whose specs differ in `single` and in checkpointing alone."""
+    """A model for traces whose specs differ in `single`, in checkpointing and in a loss in parts alone."""
 
     model: nn.Module
     layers: dict[str, dict[str, Any]]
@@ -31,7 +32,7 @@ class SharedModel:
     """Whether it can checkpoint no layer any more: what makes inputs need a gradient stays."""
 
 
-_SHARED = ("single", "activation_checkpointing", "activation_offloading")
+_SHARED = ("single", "activation_checkpointing", "activation_offloading", "chunked_loss")
 """Fields of a TraceSpec in which traces that share a model may differ."""
 
 SharedModels = dict[int, SharedModel]
@@ -46,7 +47,10 @@ def groups_of(wanted: Sequence[dict[str, Any]]) -> list[Group]:
         if not each.get("operations") and _is_left_as_it_was(TraceSpec(**spec)):
             # NEFTune's hook comes behind that of checkpointing.
             names = ("single",) if spec["neftune_noise_alpha"] else _SHARED
-            spec = {**spec, **dict.fromkeys(names)}
+            plan = spec["checkpoint_plan"]
+            # Plans have more layers built, and more again where one fetches what another has made.
+            of_plan = plan if plan == INTERVAL else plan_offloads(plan)
+            spec = {**spec, **dict.fromkeys(names), "checkpoint_plan": of_plan}
         groups.setdefault(json.dumps({**each, "id": None, "spec": spec}), []).append(each)
     for group in groups.values():
         group.sort(key=lambda each: each["spec"]["activation_checkpointing"])
@@ -67,15 +71,12 @@ def _is_left_as_it_was(spec: TraceSpec) -> bool:
     """Whether a step leaves the model as it was before, but for gradients.
 
     LLM.int8 moves its codes in the first step, fp8 keeps scales; Liger, FlexAttention and TRL's trainers but
-    for SFTTrainer are put in for the length of one trace, a loss in parts takes the head's place, and a plan
-    that of layers. Dynamo may keep what it likes.
+    for SFTTrainer are put in for the length of one trace. Dynamo may keep what it likes.
     """
     return (
         spec.quantization != "int8"
         and not PRECISIONS[spec.precision].fp8
         and not spec.liger
-        and not spec.chunked_loss
-        and not spec.has_plan
         and spec.trainer in ("transformers", "trl-sft")
         and spec.attention != flex.FLEX
         and not spec.is_compiled

@@ -247,7 +247,7 @@ def trace_step(
     """Trace one micro-step.
 
     `whole`: every layer, nothing extrapolated. `operations`: with what made each tensor. `shared`: between
-    traces whose specs differ in `single` and in checkpointing alone, the first of which sets the model up;
+    traces of one group of autotune.worker.trace.shared_models, the first of which sets the model up;
     not for models of which a step changes more than gradients (autotune.worker.trace.shared_models).
 
     Raises UnsupportedModel where the model cannot be built or run on `meta`: CrashedStep where that
@@ -315,6 +315,7 @@ def trace_step(
         base.model, task, spec, tracker, rank=RANK, copies=copies, sees=sees, teacher=taught_by
     )
     with contextlib.ExitStack() as stack:
+        stack.callback(step.restore_parts)
         stack.enter_context(_trace_settings(tracker))
         stack.enter_context(
             _techniques(spec, base.model, tracker, workspaces, device, chunks, sequence_length)
@@ -330,8 +331,7 @@ def trace_step(
                 base.ready = step.ready()
             else:
                 step.go_on_from(base.ready)
-                if spec.activation_checkpointing:
-                    models.enable_checkpointing(step.model, spec)
+                step.replace_parts()
             base.has_checkpointed |= spec.activation_checkpointing > 0
             with device_choices(device):
                 step.settle(micro_batch, sequence_length)
