@@ -581,7 +581,9 @@ def paging(estimate: Estimate) -> str:
     if not host_bytes:
         room = "and all of it finds room on the card"
         return f"{format_bytes(managed_bytes)} of optimizer state may be paged, {room}."
-    waits = f"{format_bytes(host_bytes)} find no room on the card and wait in host memory"
+    # A prediction may not fill the card with what is paged: that would be room no more.
+    where = "beside what is kept to spare" if estimate.headroom_bytes > 0 else "on the card"
+    waits = f"{format_bytes(host_bytes)} find no room {where} and wait in host memory"
     return (
         f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}; "
         "the transfers are in the step time."
