@@ -556,8 +556,9 @@ def notes(answer: Answer) -> list[str]:
     """Everything that the figures of an answer need to be read with."""
     best = answer.best
     paged = bool(best.state.optimizer_state_managed_bytes)
+    keeps_room = best.peak_device_bytes < answer.workload.memory_budget_bytes
     said = (
-        paging(best) if paged else "",
+        paging(best, keeps_room=keeps_room) if paged else "",
         *bounds(best),
         quantized_room(answer),
         compiled_room(answer),
@@ -574,15 +575,17 @@ SANE_HOST_BYTES = 32 * GIB
 """Host memory for each card that most machines have. [judgement]"""
 
 
-def paging(estimate: Estimate) -> str:
-    """The optimizer state that may leave the card, and the host memory that it takes then."""
+def paging(estimate: Estimate, *, keeps_room: bool = False) -> str:
+    """The optimizer state that may leave the card, and the host memory that it takes then.
+
+    `keeps_room`: whether room is kept on the card, which what is paged does not fill.
+    """
     managed_bytes = estimate.state.optimizer_state_managed_bytes
     host_bytes = managed_bytes - estimate.paged_in_bytes
     if not host_bytes:
         room = "and all of it finds room on the card"
         return f"{format_bytes(managed_bytes)} of optimizer state may be paged, {room}."
-    # A prediction may not fill the card with what is paged: that would be room no more.
-    where = "beside what is kept to spare" if estimate.headroom_bytes > 0 else "on the card"
+    where = "beside what is kept to spare" if keeps_room else "on the card"
     waits = f"{format_bytes(host_bytes)} find no room {where} and wait in host memory"
     return (
         f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}; "

@@ -513,8 +513,7 @@ def test_paged_state_is_named() -> None:
     found = answers.answer(best=paged, best_by_class=classes)
     shown = one_line(drawn(found))
     assert "paged: 3.00 GiB find no room beside what is kept to spare and wait in" in shown
-    filled = dataclasses.replace(paged, headroom_bytes=0)
-    assert "3.00 GiB find no room on the card and wait" in words.paging(filled)
+    assert "3.00 GiB find no room on the card and wait" in words.paging(paged)
     assert "more than" not in shown
     on_card = dataclasses.replace(paged, paged_in_bytes=4 * GIB)
     assert words.paging(on_card) == (
