@@ -7,7 +7,8 @@ with primes that no model dimension contains (one more or less than that is told
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -97,8 +98,43 @@ class Symbols:
         return number, 1, 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Weights:
+    """Facts about the weights of a model, by the parameter's id: alike in every trace with that model."""
+
+    decayed: set[int]
+    embeddings: set[int]
+    tied: nn.Parameter | None
+    linears: set[int]
+    of_root: set[int]
+    positions: dict[int, int]
+    counted: list[dict[str, Any]]
+    """Numbers of elements, by layer."""
+    why_not_fsdp2: str
+
+
+def weights_of(step: MetaStep, symbols: Symbols) -> Weights:
+    """Look through the weights of a step's model, as it is set up."""
+    model = step.model
+    names = dict(model.named_parameters())
+    place_of = place_finder(model, step.task)
+    outside = {id(parameter) for name, parameter in names.items() if place_of(name)[1] < 0}
+    modules = list(model.modules())
+    return Weights(
+        decayed=models.decayed_parameters(model),
+        embeddings={id(m.weight) for m in modules if isinstance(m, nn.Embedding)},
+        tied=models.tied_weight(model),
+        linears=models.linear_weights(model),
+        of_root=models.left_to_root(model) & outside,
+        positions=_positions(names, place_of),
+        counted=_count_parameters(names, modules, place_of, symbols),
+        why_not_fsdp2=models.why_not_fsdp2(model, is_quantized=step.spec.quantization != "none"),
+    )
+
+
 def encode(
     step: MetaStep,
+    weights: Weights,
     workspaces: Workspaces,
     chunks: Chunks,
     symbols: Symbols,
@@ -107,24 +143,13 @@ def encode(
 ) -> dict[str, Any]:
     """Encode a trace as autotune.memory.traces.Trace reads it.
 
-    `layers`: which were traced, as autotune.memory.traces.Stacks reads it.
+    `weights`: those of its model. `layers`: which were traced, as autotune.memory.traces.Stacks reads it.
     `made_by`: what made each tensor, where that was asked for.
     """
     recording = step.tracker.recording
     blocks = _blocks(recording, step, chunks, symbols)
     model: Any = step.model
     vocabulary = getattr(text_part(model.config), "vocab_size", -1)
-    decayed = models.decayed_parameters(step.model)
-    embeddings = {
-        id(module.weight) for module in step.model.modules() if isinstance(module, nn.Embedding)
-    }
-    tied = models.tied_weight(step.model)
-    linears = models.linear_weights(step.model)
-    place_of = place_finder(step.model, step.task)
-    of_root = models.left_to_root(step.model) & {
-        id(parameter) for name, parameter in step.model.named_parameters() if place_of(name)[1] < 0
-    }
-    positions = _positions(step.model, place_of)
     tensors: list[Any] = []
     for index, tensor in enumerate(recording.tensors):
         size_bytes, per_row = _per_row(tensor.size_bytes, chunks)
@@ -147,13 +172,13 @@ def encode(
             entry["dtype"] = tensor.dtype
             entry["trainable"] = parameter.requires_grad and index not in step.frozen
             entry["shape"] = [symbols.of_weight(n) for n in local(parameter).shape]
-            entry["group"] = int(id(parameter) not in decayed)
-            entry["embedding"] = id(parameter) in embeddings
-            if parameter is tied:
+            entry["group"] = int(id(parameter) not in weights.decayed)
+            entry["embedding"] = id(parameter) in weights.embeddings
+            if parameter is weights.tied:
                 entry["is_tied"] = True
-            entry["linear"] = id(parameter) in linears
-            entry["position"] = positions.get(id(parameter), 0)
-            if id(parameter) in of_root:
+            entry["linear"] = id(parameter) in weights.linears
+            entry["position"] = weights.positions.get(id(parameter), 0)
+            if id(parameter) in weights.of_root:
                 entry["of_root"] = True
         elif index in step.gradients:
             entry["category"] = "gradient"
@@ -176,13 +201,13 @@ def encode(
         **layers,
         "tensors": tensors,
         "blocks": blocks,
-        "parameters": _count_parameters(step.model, step.task, symbols),
+        "parameters": weights.counted,
         "loss": step.loss,
     }
     if step.returned is not None:
         answer["returned"] = _returned(step, step.returned, workspaces, symbols)
-    if why := models.why_not_fsdp2(step.model, is_quantized=step.spec.quantization != "none"):
-        answer["why_not_fsdp2"] = why
+    if weights.why_not_fsdp2:
+        answer["why_not_fsdp2"] = weights.why_not_fsdp2
     if chunks.is_symbolic and chunks.rule is not None:
         name, num_tokens, constant = chunks.rule
         answer["chunks"] = [name, symbols.term(num_tokens), symbols.beyond(num_tokens), constant]
@@ -206,11 +231,13 @@ def _returned(
     }
 
 
-def _positions(model: nn.Module, place_of: Callable[[str], Place]) -> dict[int, int]:
+def _positions(
+    names: Mapping[str, nn.Parameter], place_of: Callable[[str], Place]
+) -> dict[int, int]:
     """Count the weights of its layer that come before each in the model's order."""
     found: dict[int, int] = {}
     counts: Counter[Place] = Counter()
-    for name, parameter in model.named_parameters():
+    for name, parameter in names.items():
         found[id(parameter)] = counts[place_of(name)]
         counts[place_of(name)] += 1
     return found
@@ -223,13 +250,17 @@ def _per_row(number: int, chunks: Chunks) -> tuple[int, bool]:
     return number, False
 
 
-def _count_parameters(model: nn.Module, task: str, symbols: Symbols) -> list[dict[str, Any]]:
+def _count_parameters(
+    names: Mapping[str, nn.Parameter],
+    modules: Iterable[nn.Module],
+    place_of: Callable[[str], Place],
+    symbols: Symbols,
+) -> list[dict[str, Any]]:
     """Count elements of the traced layers by layer as in `blocks`, 4-bit weights unpacked."""
-    linears: list[Any] = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    linears: list[Any] = [m for m in modules if type(m).__name__ == "Linear4bit"]
     quantised: dict[int, int] = {id(m.weight): m.in_features * m.out_features for m in linears}
-    place_of = place_finder(model, task)
     counted: dict[Place, dict[str, Any]] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in names.items():
         elements = quantised.get(id(parameter), parameter.numel())
         stack, layer = place = place_of(name)
         counts = {"stack": stack, "layer": layer, "total": [], "trainable": []}

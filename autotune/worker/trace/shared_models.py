@@ -13,6 +13,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import INTERVAL, plan_offloads
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.trace import flex
+from autotune.worker.trace.encode import Weights
 from autotune.worker.trace.meta_step import SetUp
 
 Group = list[dict[str, Any]]
@@ -28,6 +29,8 @@ class SharedModel:
     """Layers that were built, as autotune.memory.traces.Stacks reads them."""
     ready: SetUp | None = None
     """The model as the first of them has set it up."""
+    weights: Weights | None = None
+    """Facts about its weights, from the first of them."""
     has_checkpointed: bool = False
     """Whether it can checkpoint no layer any more: what makes inputs need a gradient stays."""
 

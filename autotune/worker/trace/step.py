@@ -67,7 +67,7 @@ from autotune.worker.trace import (
 )
 from autotune.worker.trace.chunks import Chunks
 from autotune.worker.trace.cuda import META, Device, Workspaces, device_choices
-from autotune.worker.trace.encode import Symbols, encode
+from autotune.worker.trace.encode import Symbols, encode, weights_of
 from autotune.worker.trace.kernel_buffers import Multiprocessors, hidden_buffers
 from autotune.worker.trace.kernels import HiddenBuffers, TrackedKernel
 from autotune.worker.trace.meta_step import MetaStep
@@ -380,7 +380,9 @@ def trace_step(
     if isinstance(tracker, NamingTracker):
         made_by = with_weights(tracker.operations, step.model, step.parameters)
     said = {**base.layers, **of_teacher}
-    answer = encode(step, workspaces, chunks, symbols, said, made_by)
+    if base.weights is None:
+        base.weights = weights_of(step, symbols)
+    answer = encode(step, base.weights, workspaces, chunks, symbols, said, made_by)
     return {**answer, "compiled": True} if spec.is_compiled else answer
 
 
