@@ -199,6 +199,18 @@ def test_there_is_a_group_for_each_process() -> None:
     assert len(shared_models.parted(groups, 9)) == 4
 
 
+def test_plans_are_shared_among_processes_beside_what_takes_less() -> None:
+    lean = dataclasses.replace(LORA, activation_checkpointing=1)
+    plans = [
+        dataclasses.replace(lean, checkpoint_plan=plan, single=one)
+        for plan in ("products", "recompute")
+        for one in (False, True)
+    ]
+    groups = shared_models.groups_of(request(FULL, LORA, QLORA, *plans)["traces"])
+    assert [len(group) for group in groups] == [4, 1, 1, 1]
+    assert [len(group) for group in shared_models.parted(groups, 2)] == [2, 2, 1, 1, 1]
+
+
 def test_a_model_is_not_shared_that_a_step_changes() -> None:
     changed = [
         dataclasses.replace(QLORA, quantization="int8"),

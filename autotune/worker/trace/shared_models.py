@@ -19,6 +19,9 @@ from autotune.worker.trace.meta_step import SetUp
 Group = list[dict[str, Any]]
 """Requests for traces that share a model."""
 
+_SET_UP = 2
+"""Work that a group may have beyond a process's share, so that its model is not set up twice. [judgement]"""
+
 
 @dataclass(slots=True, kw_only=True)
 class SharedModel:
@@ -57,17 +60,25 @@ def groups_of(wanted: Sequence[dict[str, Any]]) -> list[Group]:
         groups.setdefault(json.dumps({**each, "id": None, "spec": spec}), []).append(each)
     for group in groups.values():
         group.sort(key=lambda each: each["spec"]["activation_checkpointing"])
-    return sorted(groups.values(), key=len, reverse=True)
+    return sorted(groups.values(), key=_work, reverse=True)
 
 
 def parted(groups: list[Group], num_processes: int) -> list[Group]:
-    """Halve the largest groups until there is one for each process."""
+    """Halve the largest groups until there is one for each process, none with far more than its share."""
     groups = list(groups)
-    while 0 < len(groups) < num_processes and len(groups[0]) > 1:
+    most = sum(map(_work, groups)) / num_processes + _SET_UP
+    while (
+        groups and len(groups[0]) > 1 and (len(groups) < num_processes or _work(groups[0]) > most)
+    ):
         largest = groups.pop(0)
         middle = len(largest) // 2
-        groups = sorted([*groups, largest[:middle], largest[middle:]], key=len, reverse=True)
+        groups = sorted([*groups, largest[:middle], largest[middle:]], key=_work, reverse=True)
     return groups
+
+
+def _work(group: Group) -> int:
+    """Return about how long a group takes: a plan of checkpointing has twice as many layers traced."""
+    return sum(1 if each["spec"]["checkpoint_plan"] == INTERVAL else 2 for each in group)
 
 
 def _is_left_as_it_was(spec: TraceSpec) -> bool:
