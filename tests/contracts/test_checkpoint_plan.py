@@ -286,12 +286,12 @@ def test_in_full_fine_tuning_no_other_layers_would_be_better_lean_ones(
     config = {**TINY, "model_type": "llama", "num_hidden_layers": 5, "intermediate_size": 704}
 
     def peak_bytes(lean: tuple[int, ...]) -> int:
-        def choose(model: Any, *_: Any) -> None:
+        def choose(model: Any, *_: Any) -> Any:
             layers = list(model.model.layers)
             others = [each for number, each in enumerate(layers) if number not in lean]
             order = [*(layers[number] for number in lean), *others]
             stack = SimpleNamespace(modules=lambda: order, config=model.config)
-            checkpoint_layers(stack, len(lean), plan.first_keep, plan.others_keep)
+            return checkpoint_layers(stack, len(lean), plan.first_keep, plan.others_keep)
 
         monkeypatch.setattr(models, "checkpoint_layers", choose)
         answer = trace_step(
