@@ -83,7 +83,7 @@ def figure_and_unit(size_bytes: float) -> tuple[str, str]:
     magnitude = abs(size_bytes)
     if magnitude >= 0.1 * GIB:
         decimals = 1 if magnitude >= 100 * GIB else 2
-        return f"{size_bytes / GIB:.{decimals}f}", "GiB"
+        return f"{size_bytes / GIB:,.{decimals}f}", "GiB"
     if magnitude >= MIB:
         return f"{size_bytes / MIB:.1f}", "MiB"
     if magnitude >= KIB:

@@ -255,7 +255,7 @@ def _loading(config: TrainConfig, dtype: str) -> dict[str, object]:
 
 def _libraries(row: Trainer, *, cuts: bool) -> str:
     """Return imports between argparse and sys."""
-    names = ["os", "signal"]
+    names = ["glob", "os", "signal"]
     if cuts:
         names += ["copy", "functools", "itertools"]
     elif row.is_rewarded:

@@ -148,7 +148,10 @@ def _label(name: str) -> str:
 
 def _text(value: Any) -> str:
     if isinstance(value, Mapping):
-        return counted(value["num_samples"], "sample") if "num_samples" in value else "given"
+        if "num_samples" not in value:
+            return "given"
+        mean_tokens = value["num_tokens"] / value["num_samples"]
+        return f"{counted(value['num_samples'], 'sample')}, {mean_tokens:,.0f} tokens on average"
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return _MISSING if value is None else str(value)

@@ -72,6 +72,12 @@ def read_dataset(
             f"{names} of the samples: no part of the format {answer['format']}, so not trained on "
             "(--format names another)."
         )
+    num_known, num_given = source.text_config.get("vocab_size"), answer.get("vocabulary_size", 0)
+    if question.tokenizer and num_known is not None and num_given > num_known:
+        note(
+            f"the tokenizer of {question.tokenizer} has {num_given:,} tokens, and the model a vocabulary of "
+            f"{num_known:,}: train with one that has no more."
+        )
     lengths = Lengths.of(
         {length + beside: count for length, count in answer["counts"]},
         sequence_length,

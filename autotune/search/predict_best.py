@@ -472,7 +472,14 @@ def find(
             fastest_now=candidates.fastest(candidates.at_most(chosen)),
         ),
         reaches_experts=beside.reaches_experts(best, model),
-        tip=best_tip(best, model, with_parts(changing.space, parting), context, chosen),
+        tip=best_tip(
+            best,
+            model,
+            with_parts(changing.space, parting),
+            context,
+            chosen,
+            memory_budget_bytes=workload.memory_budget_bytes,
+        ),
         counts=Counts(
             enumerated=points.num_enumerated + num_added,
             invalid=points.num_enumerated - len(points.configs),

@@ -35,6 +35,8 @@ class _Candidate:
     """Settings that do as much, of which nothing more needs to be said where the space has them."""
     model_has_it: Callable[[ModelSource], bool] = lambda _: True
     tasks: tuple[str, ...] = TASK_NAMES
+    saves_memory_alone: bool = False
+    """Whether it is told only where the allocator holds as much idle as the budget has to spare."""
     any_class: bool = False
     """Whether it is told where a lower class is wanted, too: the tip says so."""
 
@@ -100,6 +102,7 @@ _CANDIDATES = (
             best.peak_reserved_bytes - best.peak_allocated_bytes
             >= LARGE_SHARE * best.peak_device_bytes
         ),
+        saves_memory_alone=True,
     ),
     _Candidate(
         tip=Tip.COMPILE,
@@ -111,7 +114,13 @@ _CANDIDATES = (
 
 
 def best_tip(
-    best: Estimate, model: ModelSource, space: SearchSpace, context: Context, allow: str
+    best: Estimate,
+    model: ModelSource,
+    space: SearchSpace,
+    context: Context,
+    allow: str,
+    *,
+    memory_budget_bytes: int,
 ) -> Tip | None:
     """Return what the answer should hear of; None where the space has it or it would not pay.
 
@@ -124,12 +133,15 @@ def best_tip(
         for name, values in section.domains.items()
         for value in values
     }
+    spare_bytes = memory_budget_bytes - best.peak_device_bytes
+    is_scarce = best.peak_reserved_bytes - best.peak_allocated_bytes >= spare_bytes
     for candidate in _CANDIDATES:
         config = dataclasses.replace(best.config, **candidate.changes)
         if (
             config != best.config
             and offered.isdisjoint({*candidate.changes.items(), *candidate.others})
             and candidate.pays(best, context)
+            and (is_scarce or not candidate.saves_memory_alone)
             and candidate.model_has_it(model)
             and context.task in candidate.tasks
             and (candidate.any_class or LEVEL[tradeoff_class(config, best.config)] <= LEVEL[allow])

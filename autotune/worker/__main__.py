@@ -20,8 +20,8 @@ examine {}
         {"torch": {"problem": str, ...}}, then allocator, card, bitsandbytes, flash_attention
 lengths {"dataset": str, "format", "text_field", "answer_field", "loss_on": str or null, "task": str,
          "tokenizer": folder or id}
-        {fields of Dataset, "num_samples": int, "counts": [[tokens, samples], ...], "longest": int}, or
-        {"problem": str, "remedy": str}
+        {fields of Dataset, "num_samples": int, "counts": [[tokens, samples], ...], "longest": int,
+         "vocabulary_size": int where there is a tokenizer}, or {"problem": str, "remedy": str}
 pictures {"config": {...}, "processor": {...}, and "num_images": int, "width": int, "height": int, or
          "dataset": str, "folder": folder or id of the model}
         {fields of Media, "measured": null, or of a dataset {fields of PicturesOfDataset},

@@ -73,6 +73,7 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
         **_recognised(data, loss_on),
         "counts": sorted(counts.items()),
         "longest": max(*counts, *_counted(_of(data, longest), tokenizer, request["task"])),
+        "vocabulary_size": len(tokenizer),
     }
 
 

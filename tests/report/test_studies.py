@@ -137,7 +137,7 @@ def test_answers_side_by_side_show_what_differs() -> None:
         dataclasses.replace(answers.CONFIG, activation_checkpointing=0), step_seconds=4.0
     )
     faster = dataclasses.replace(faster, paged_in_bytes=GIB)  # Which gives way.
-    lengths = Lengths(num_samples=10, num_tokens=9, num_kept_tokens=9, percentiles=(1,) * 101)
+    lengths = Lengths(num_samples=10, num_tokens=90, num_kept_tokens=90, percentiles=(1,) * 101)
     workload = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=GIB, lengths=lengths)
     second = answers.answer(best=faster, workload=workload, measured=answers.measured())
     record = compare(
@@ -148,7 +148,7 @@ def test_answers_side_by_side_show_what_differs() -> None:
     # The model is always there; what is alike is not.
     assert told["model"] == [answers.WORKLOAD.model] * 2
     assert told["memory budget"] == ["11.18 GiB", "1.00 GiB"]
-    assert told["lengths"] == ["-", "10 samples"]
+    assert told["lengths"] == ["-", "10 samples, 9 tokens on average"]
     assert "gpu" not in told
     assert told["  activation checkpointing"] == ["checkpoint every 2nd layer", "no checkpointing"]
     assert "  optimizer" not in told

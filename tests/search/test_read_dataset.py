@@ -100,6 +100,13 @@ def test_a_dataset_is_recognised_and_its_samples_counted(
     found, _, _, request = read(monkeypatch, SEEN, dataset="data.txt", tokenizer="mine")
     assert (request["dataset"], request["tokenizer"]) == (str(tmp_path / "data.txt"), "mine")
     assert (found.name, found.tokenizer) == ("data.txt", "mine")
+    # A tokenizer of another model may have tokens that this one does not.
+    size = tiny_model.MODEL.config["vocab_size"]
+    for more in (0, 1):
+        counted = {**SEEN, "vocabulary_size": size + more}
+        _, _, notes, _ = read(monkeypatch, counted, tokenizer="mine")
+        assert len(notes) == more
+        assert all("the model a vocabulary of" in note for note in notes)
     # Samples are cut off, and fields that are not trained on are said.
     both = {**SEEN, "unread": ["system", "tools"]}
     _, cut, notes, _ = read(monkeypatch, both, length=10)

@@ -48,6 +48,7 @@ def tip_of(
     context: Context = CONTEXT,
     config: dict[str, Any] | None = None,
     allow: str = "numerics",
+    spare_bytes: int = 0,
     **offered: Any,
 ) -> Tip | None:
     model = dataclasses.replace(
@@ -59,7 +60,8 @@ def tip_of(
         for section in tiny_model.SPACE.methods
     ]
     space = dataclasses.replace(tiny_model.SPACE, methods=tuple(sections))
-    return best_tip(best, model, space, context, allow)
+    budget_bytes = best.peak_device_bytes + spare_bytes
+    return best_tip(best, model, space, context, allow, memory_budget_bytes=budget_bytes)
 
 
 def test_batches_of_like_lengths_where_much_is_padding() -> None:
@@ -120,6 +122,8 @@ def test_segments_that_grow_and_torch_compile() -> None:
     assert tip_of(spending(idle=0.11)) is Tip.EXPANDABLE_SEGMENTS
     assert tip_of(spending(idle=0.11), expandable_segments=(False, True)) is None
     assert tip_of(spending(idle=0.09)) is None
+    assert tip_of(spending(idle=0.2), spare_bytes=2 * GIB) is Tip.EXPANDABLE_SEGMENTS
+    assert tip_of(spending(idle=0.2), spare_bytes=3 * GIB) is None, "memory is not short"
     assert tip_of(spending(bound="launch")) is Tip.COMPILE
     assert tip_of(spending(bound="memory bandwidth"), torch_compile=("default",)) is None
 

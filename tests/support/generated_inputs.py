@@ -20,6 +20,7 @@ import shutil
 import signal
 import sqlite3
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -607,6 +608,9 @@ def _alone(*, is_stored: bool, is_traced: bool) -> Iterator[None]:
         def __call__(self, texts: list[str], **_: Any) -> dict[str, Any]:
             places = [[(n, n + 1) for n in range(len(text))] for text in texts]
             return {"input_ids": texts, "offset_mapping": places}
+
+        def __len__(self) -> int:
+            return sys.maxunicode + 1
 
         def get_chat_template(self) -> str:
             raise ValueError
