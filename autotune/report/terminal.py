@@ -33,7 +33,7 @@ from autotune.space.trainers import BY_TASK
 from autotune.space.words import describe
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.table import Table
 
 PIPED_WIDTH_COLUMNS = 100
@@ -409,7 +409,7 @@ def _print_under_names(console: Console, table: Table, widths: Sequence[int]) ->
             row.add_column(width=width, justify=column.justify, overflow="fold", style=style)
         row.add_row(*cells)
         console.print(name, style=style, soft_wrap=True)
-        console.print(Padding(row, (0, 0, 0, 2)))
+        _print_whole_numbers(console, Padding(row, (0, 0, 0, 2)))
 
 
 def console_on(file: TextIO) -> Console:
@@ -440,7 +440,7 @@ def _print_table(console: Console, table: Table) -> None:
     from rich.table import Table
 
     if console.width >= NARROW_COLUMNS or _num_columns(table) <= console.width:
-        console.print(table)
+        _print_whole_numbers(console, table)
         return
     for number, row in enumerate(zip(*(column.cells for column in table.columns), strict=True)):
         cells = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
@@ -451,7 +451,7 @@ def _print_table(console: Console, table: Table) -> None:
                 cells.add_row(column.header, cell)
         if number:
             console.print()
-        console.print(cells)
+        _print_whole_numbers(console, cells)
 
 
 def _num_columns(table: Table) -> int:
@@ -469,7 +469,19 @@ def _num_columns(table: Table) -> int:
 def _add_row(table: Table, cells: Iterable[str], *, bold: bool = False) -> None:
     from rich.text import Text
 
-    table.add_row(*(Text(printable(cell), "bold" if bold else "") for cell in cells))
+    style = "bold" if bold else ""
+    table.add_row(*(Text(_UNIT.sub(_GLUE_OF_TABLES, printable(cell)), style) for cell in cells))
+
+
+def _print_whole_numbers(console: Console, table: RenderableType) -> None:
+    """Print what has cells of a table: a number stays on a line with its unit."""
+    from rich.segment import Segment, Segments
+
+    drawn = (
+        Segment(text.replace(_GLUE_OF_TABLES, " "), style, control)
+        for text, style, control in console.render(table)
+    )
+    console.print(Segments(drawn))
 
 
 def _print_header(
@@ -487,6 +499,8 @@ def _print_header(
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:%|[KMGT]i?B|B|us|ms|s|min|h|x \d[\d,]*)(?![\w]))")
 """The space between a number and its unit, and before what it is multiplied by."""
+_GLUE_OF_TABLES = "\ue000"
+"""A character of no meaning, in place of a space: rich breaks lines at every space, words.GLUE included."""
 
 
 def _print_rows(console: Console, rows: Iterable[Row]) -> None:

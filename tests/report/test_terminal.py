@@ -557,6 +557,16 @@ def test_a_command_stays_whole_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPa
     assert "stored as study name in sqlite:///x.db" in one_line(file.getvalue())
 
 
+def test_a_number_in_a_table_stays_with_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = "LoRA r=16 on attention, sdpa; trains 0.5 % of the weights, 12 GiB, 3 ms"
+    for width in range(24, 120):
+        monkeypatch.setenv("COLUMNS", str(width))
+        file = io.StringIO()
+        terminal.draw_table(("class", "fastest of its class"), [("recipe", entry)], file)
+        for whole in ("0.5 %", "12 GiB", "3 ms"):
+            assert whole in file.getvalue()
+
+
 def test_a_number_stays_with_its_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     said = ("12.5 GiB", "99.6 %", "2 min 10 s", "9.46 ms", "micro-batch 2 x 1,024 y")
     for width in range(30, 60):
