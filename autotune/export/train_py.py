@@ -38,6 +38,33 @@ STOP = Path(__file__).with_name("stop.py.template").read_text(encoding="utf-8")
 """Code of a program that ends it with a line on Ctrl-C and SIGTERM; before imports, which take seconds."""
 REACHED = Path(__file__).with_name("reached.py.template").read_text(encoding="utf-8")
 """The callback that tells STOP's code how far the run is."""
+SET_BY_NAME = Path(__file__).with_name("set_by_name.py.template").read_text(encoding="utf-8")
+"""Code that reads --set, and looks whether what a run reports to is there."""
+_DECIDED = sorted(DECIDED.keys() | CHANGES_STEP.keys())
+"""Arguments that a configuration decides, or that change its step."""
+WITH_SETTINGS = (
+    SET_BY_NAME
+    + f"\n\nDECIDED = {_DECIDED}\n"
+    + """
+
+def with_settings(arguments: Any, pairs: list[str]) -> Any:
+    \"""The arguments with those of --set in their place.\"""
+    values = set_by_name(pairs, type(arguments), DECIDED)
+    if values.get("eval_strategy", "no") != "no":
+        sys.exit("--set eval_strategy: give the trainer an eval_dataset in this file, too")
+    if values and hasattr(arguments, "generation_batch_size"):  # Its class works it out, as before.
+        values.setdefault("generation_batch_size", None)
+    try:
+        arguments = dataclasses.replace(arguments, **values) if values else arguments
+    except ValueError as error:
+        sys.exit(f"--set {' '.join(pairs)}: {error}")
+    check_reports(arguments)
+    return arguments
+"""
+)
+"""The same for a program whose arguments have been made when its options are read."""
+OF_SETTINGS = ("dataclasses", "difflib")
+"""Modules that WITH_SETTINGS takes."""
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
@@ -50,6 +77,7 @@ _PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
 _PLACE = "# {samples}\n"
 _PLACE_OF_STOP = "# {stop}\n"
 _PLACE_OF_CARD = "# {one card}\n"
+_PLACE_OF_SET = "# {set by name}\n"
 _PLACE_OF_LOSS = "    # {loss in parts}\n"
 _LOSS_IN_PARTS = """\
     if RECIPE["chunked_loss"]:
@@ -152,6 +180,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
     program = program.replace(_PLACE_OF_STOP, STOP)
     program = program.replace(_PLACE_OF_CARD, see_one_card(config))
+    program = program.replace(_PLACE_OF_SET, SET_BY_NAME)
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
     program = program.replace(_PLACE_OF_SOUNDS, rows)
@@ -296,7 +325,7 @@ def _recipe(
         "environment": environment(config),
         # The newest names; the program translates them where it runs.
         "training_arguments": training_arguments(config, extra=workload.extra),
-        "decided": sorted(DECIDED.keys() | CHANGES_STEP.keys()),
+        "decided": _DECIDED,
     }
 
 

@@ -18,8 +18,10 @@ from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.train_py import (
+    OF_SETTINGS,
     REACHED,
     STOP,
+    WITH_SETTINGS,
     cutting_code,
     expanded_heads,
     plan_code,
@@ -238,6 +240,7 @@ def write(
         environment=set_environment(config) + see_one_card(config),
         stop=STOP,
         reached=REACHED,
+        settings=WITH_SETTINGS,
         reads=READS.read_text(encoding="utf-8"),
         model=ascii(model_reference(workload.model)),
         arguments=keywords(values),
@@ -255,7 +258,7 @@ def _loading(config: TrainConfig, dtype: str) -> dict[str, object]:
 
 def _libraries(row: Trainer, *, cuts: bool) -> str:
     """Return imports between argparse and sys."""
-    names = ["glob", "os", "signal"]
+    names = [*OF_SETTINGS, "glob", "os", "signal"]
     if cuts:
         names += ["copy", "functools", "itertools"]
     elif row.is_rewarded:

@@ -117,7 +117,7 @@ def test_a_run_may_report_only_to_what_is_installed(
     train: Train, tokenizer: Callable[[int], Path]
 ) -> None:
     options = ("--from-config", "--tokenizer", str(tokenizer(100)), "--report-to", "none-such")
-    assert is_helpful(train(EXAMPLE, *options), names=("--report-to none-such", "Install it"))
+    assert is_helpful(train(EXAMPLE, *options), names=("report_to none-such", "Install it"))
 
 
 def test_too_few_samples_to_evaluate_on_are_said_to_be_those(

@@ -368,11 +368,18 @@ def _take_in(
             found.adapted = function, node.lineno
     elif function == PLAN:
         found.plan = plan_of(program, node)
-    elif function in ("HfArgumentParser", "TrlParser"):
+    elif function in ("HfArgumentParser", "TrlParser") and not _reads_set(node):
         program.problems.append(
             f"line {node.lineno}: {function} takes settings from the command line: give the "
             "shell script that starts it, or the file that it reads"
         )
+
+
+def _reads_set(node: ast.Call) -> bool:
+    """Whether a parser reads `--set` of a program that was exported, which says the rest itself."""
+    return any(
+        each.arg == "prog" and ast.unparse(each.value) == "'--set'" for each in node.keywords
+    )
 
 
 def _take_call(program: Program, prefix: str, node: ast.Call, function: str) -> None:
