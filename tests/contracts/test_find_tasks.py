@@ -287,7 +287,7 @@ def test_what_is_found_trains(task: str, models_here: Path, tmp_path: Path) -> N
     assert case.names in program.read_text(encoding="utf-8")
     options = ["--dataset", str(dataset), "--max-steps", "2", "--output-dir", "trained"]
     if case.program != "train.py":
-        options, trained = [str(dataset)], tmp_path / "output"
+        options = [str(dataset), "--set", "max_steps=2", "--set", "output_dir=trained"]
     ran = here.workers.program(RUN, str(program), *options, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
     assert case.program != "train.py" or "2 steps, loss" in ran.stdout

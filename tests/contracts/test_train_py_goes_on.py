@@ -484,3 +484,63 @@ def test_micro_batches_by_tokens_are_those_that_were_predicted(
     assert len(of_padded) == NUM_STEPS
     for one, other in zip(of_padded, of_tokens, strict=True):
         assert other == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["max_step=3"], "DPOConfig has no such field. Did you mean max_steps?"),
+        (["max_steps"], "--set max_steps: write it as NAME=VALUE"),
+        (["eval_strategy=steps"], "give the trainer an eval_dataset in this file, too"),
+        (["report_to=none-such"], "report_to none-such: no library of that name"),
+        (["load_best_model_at_end=true"], "--set load_best_model_at_end=true: "),
+    ],
+)
+def test_a_program_of_trl_says_what_it_cannot_set(given: list[str], said: str) -> None:
+    trl = pytest.importorskip("trl")
+    program = settings_code()
+    with pytest.raises(SystemExit, match=re.escape(said)):
+        program["with_settings"](
+            trl.DPOConfig(use_cpu=True, bf16=False, activation_checkpointing=False), given
+        )
+
+
+def test_settings_of_a_program_of_trl_go_over_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    trl = pytest.importorskip("trl")
+    made = trl.GRPOConfig(
+        output_dir="o",
+        use_cpu=True,
+        bf16=False,
+        activation_checkpointing=False,
+        per_device_train_batch_size=4,
+        num_generations=2,
+    )
+    program = settings_code()
+    assert program["with_settings"](made, []) is made
+    given = ["num_train_epochs=2", "per_device_train_batch_size=2", "lr_scheduler_type=cosine"]
+    found = program["with_settings"](made, given)
+    assert (found.num_train_epochs, found.per_device_train_batch_size) == (2, 2)
+    assert (found.generation_batch_size, found.output_dir) == (2, "o")
+    assert found.lr_scheduler_type == "cosine"
+    printed = capsys.readouterr().out
+    assert printed.splitlines() == [
+        "--set per_device_train_batch_size=2 is not what was chosen: speed and memory may be others."
+    ]
+
+
+def settings_code() -> dict[str, Any]:
+    """The functions of a program whose arguments are made before its options are read."""
+    import difflib
+
+    from transformers import HfArgumentParser
+    from transformers.integrations import get_available_reporting_integrations
+
+    needed = (dataclasses, difflib, sys)
+    program: dict[str, Any] = {module.__name__: module for module in needed}
+    program |= {
+        "Any": Any,
+        "HfArgumentParser": HfArgumentParser,
+        "get_available_reporting_integrations": get_available_reporting_integrations,
+    }
+    exec(train_py.WITH_SETTINGS, program)
+    return program
