@@ -14,7 +14,7 @@ from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keyword
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.train_py import REACHED, STOP, WITH_SETTINGS, plan_code
+from autotune.export.train_py import REACHED, STOP, plan_code, settings_code
 from autotune.export.train_trl_py import READS, lora_arguments
 from autotune.export.training_args import (
     CARRIED,
@@ -83,7 +83,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         environment=set_environment(config) + see_one_card(config),
         stop=STOP,
         reached=REACHED,
-        settings=WITH_SETTINGS,
+        settings=settings_code(),
         reads=READS.read_text(encoding="utf-8"),
         loss=trainer.cached_loss if is_cached else trainer.loss,
         loss_options=f", mini_batch_size={config.samples_per_pass}" if is_cached else "",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,7 @@ SET_BY_NAME = Path(__file__).with_name("set_by_name.py.template").read_text(enco
 """Code that reads --set, and looks whether what a run reports to is there."""
 _DECIDED = sorted(DECIDED.keys() | CHANGES_STEP.keys())
 """Arguments that a configuration decides, or that change its step."""
-WITH_SETTINGS = (
-    SET_BY_NAME
-    + f"\n\nDECIDED = {_DECIDED}\n"
-    + """
-
-def with_settings(arguments: Any, pairs: list[str]) -> Any:
+_WITH_SETTINGS = """def with_settings(arguments: Any, pairs: list[str]) -> Any:
     \"""The arguments with those of --set in their place.\"""
     values = set_by_name(pairs, type(arguments), DECIDED)
     if values.get("eval_strategy", "no") != "no":
@@ -61,10 +56,8 @@ def with_settings(arguments: Any, pairs: list[str]) -> Any:
     check_reports(arguments)
     return arguments
 """
-)
-"""The same for a program whose arguments have been made when its options are read."""
 OF_SETTINGS = ("dataclasses", "difflib")
-"""Modules that WITH_SETTINGS takes."""
+"""Modules that settings_code takes."""
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
 _PLANNED = _EXPANDED.with_name("checkpoint_plan.py")
@@ -217,6 +210,15 @@ def _pasted() -> str:
     """The modules' code, without docstrings of theirs and imports, which the template has."""
     texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PASTED]
     return "\n\n".join(_after_imports(text) for text in texts)
+
+
+def settings_code(further: Iterable[str] = ()) -> str:
+    """Return the code that reads --set, for a program whose arguments are made before its options are read.
+
+    `further`: names of arguments that the configuration decides besides.
+    """
+    decided = sorted({*_DECIDED, *further})
+    return f"{SET_BY_NAME}\n\nDECIDED = {decided}\n\n\n{_WITH_SETTINGS}"
 
 
 def expanded_heads() -> str:

@@ -21,10 +21,10 @@ from autotune.export.train_py import (
     OF_SETTINGS,
     REACHED,
     STOP,
-    WITH_SETTINGS,
     cutting_code,
     expanded_heads,
     plan_code,
+    settings_code,
     update_code,
 )
 from autotune.export.training_args import (
@@ -32,6 +32,7 @@ from autotune.export.training_args import (
     attention_there,
     see_one_card,
     set_environment,
+    training_arguments,
     tried_on_a_cpu,
     without_checkpointing,
 )
@@ -240,7 +241,7 @@ def write(
         environment=set_environment(config) + see_one_card(config),
         stop=STOP,
         reached=REACHED,
-        settings=WITH_SETTINGS,
+        settings=settings_code(values.keys() - training_arguments(config).keys()),
         reads=READS.read_text(encoding="utf-8"),
         model=ascii(model_reference(workload.model)),
         arguments=keywords(values),

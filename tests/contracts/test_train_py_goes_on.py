@@ -542,5 +542,5 @@ def settings_code() -> dict[str, Any]:
         "HfArgumentParser": HfArgumentParser,
         "get_available_reporting_integrations": get_available_reporting_integrations,
     }
-    exec(train_py.WITH_SETTINGS, program)
+    exec(train_py.settings_code(["num_generations"]), program)
     return program
