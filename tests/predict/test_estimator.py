@@ -102,7 +102,7 @@ def test_a_step_that_no_memory_holds_is_refused(roomy: Estimator) -> None:
         if is_priced:
             assert roomy.estimate(config).peak_device_bytes > 10**9
             continue
-        with pytest.raises(ConfigError, match=r"At most 1048576.0 GiB are predicted"):
+        with pytest.raises(ConfigError, match=r"At most 1,048,576.0 GiB are predicted"):
             roomy.estimate(config)
 
 
