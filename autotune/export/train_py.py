@@ -36,8 +36,11 @@ from autotune.space.words import difference
 _TEMPLATE = Path(__file__).with_name("train.py.template")
 STOP = Path(__file__).with_name("stop.py.template").read_text(encoding="utf-8")
 """Code of a program that ends it with a line on Ctrl-C and SIGTERM; before imports, which take seconds."""
-REACHED = Path(__file__).with_name("reached.py.template").read_text(encoding="utf-8")
-"""The callback that tells STOP's code how far the run is."""
+_LATEST = Path(__file__).with_name("latest_checkpoint.py.template").read_text(encoding="utf-8")
+"""Code that finds the checkpoint to go on from."""
+_REACHED = Path(__file__).with_name("reached.py.template").read_text(encoding="utf-8")
+REACHED = f"{_REACHED}\n\n{_LATEST}"
+"""The callback that tells STOP's code how far the run is, and what the run goes on from."""
 SET_BY_NAME = Path(__file__).with_name("set_by_name.py.template").read_text(encoding="utf-8")
 """Code that reads --set, and looks whether what a run reports to is there."""
 _DECIDED = sorted(DECIDED.keys() | CHANGES_STEP.keys())
@@ -71,6 +74,7 @@ _PLACE = "# {samples}\n"
 _PLACE_OF_STOP = "# {stop}\n"
 _PLACE_OF_CARD = "# {one card}\n"
 _PLACE_OF_SET = "# {set by name}\n"
+_PLACE_OF_LATEST = "# {latest checkpoint}\n"
 _PLACE_OF_LOSS = "    # {loss in parts}\n"
 _LOSS_IN_PARTS = """\
     if RECIPE["chunked_loss"]:
@@ -174,6 +178,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     program = program.replace(_PLACE_OF_STOP, STOP)
     program = program.replace(_PLACE_OF_CARD, see_one_card(config))
     program = program.replace(_PLACE_OF_SET, SET_BY_NAME)
+    program = program.replace(_PLACE_OF_LATEST, _LATEST)
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
     program = program.replace(_PLACE_OF_SOUNDS, rows)

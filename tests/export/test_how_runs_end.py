@@ -45,7 +45,7 @@ def test_a_run_goes_on_from_the_latest_checkpoint_that_is_whole(
     program: dict[str, Any] = {}
     imports = "import glob, os\nfrom typing import Any\nTrainerCallback = object\n"
     exec(imports + REACHED, program)
-    assert program["latest_checkpoint"](str(tmp_path / "none")) is None
+    assert program["checkpoint_to_resume"](str(tmp_path / "none")) is None
     assert "There is no checkpoint in" in capsys.readouterr().out
     for name, is_whole in (
         ("checkpoint-9", True),
@@ -55,4 +55,4 @@ def test_a_run_goes_on_from_the_latest_checkpoint_that_is_whole(
         (tmp_path / name).mkdir()
         if is_whole:
             (tmp_path / name / "trainer_state.json").write_text("{}", encoding="utf-8")
-    assert program["latest_checkpoint"](str(tmp_path)) == str(tmp_path / "checkpoint-12")
+    assert program["checkpoint_to_resume"](str(tmp_path)) == str(tmp_path / "checkpoint-12")
