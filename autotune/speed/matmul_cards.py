@@ -195,7 +195,7 @@ def has_tensor_cores(gpu: Gpu) -> bool:
     capability = gpu.compute_capability
     if capability == (7, 5):
         peaks = gpu.peak_flop_per_second
-        return peaks.get("float16", math.inf) > 2 * peaks.get("float32", 0.0)
+        return peaks.get("float16", math.inf) > 3 * peaks.get("float32", 0.0)
     return capability is None or capability >= (7, 0)
 
 
