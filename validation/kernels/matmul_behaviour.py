@@ -171,7 +171,7 @@ def rate_on_lanes(
         ratios = zip(seconds, samples, strict=True)
         return -float(np.mean([np.median(np.log(each / rows.seconds)) for each, rows in ratios]))
 
-    return bisect.bisect_left(range(1000), 0, lo=1, key=too_fast) / 1000 * peak
+    return bisect.bisect_left(range(1000), 0.0, lo=1, key=too_fast) / 1000 * peak
 
 
 def _float32(card: str, of_peak: float, figures: Mapping[str, float], rows: Products) -> Floats:
