@@ -13,7 +13,8 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -354,6 +355,8 @@ class CatalogueEntry:
     stated_source: str
     config_source: str
     notes: str
+    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keys of the configuration that are others than in the file."""
 
     @property
     def short_name(self) -> str:
@@ -364,10 +367,30 @@ class CatalogueEntry:
 def catalogue() -> tuple[CatalogueEntry, ...]:
     """Return every model of data/models.csv, in the file's order."""
     with (_DATA / "models.csv").open(encoding="utf-8", newline="") as file:
+        rows: Iterable[dict[str, Any]] = csv.DictReader(file)
         return tuple(
-            CatalogueEntry(num_parameters=int(row.pop("num_parameters")), **row)
-            for row in csv.DictReader(file)
+            CatalogueEntry(num_parameters=int(row.pop("num_parameters")), **row) for row in rows
         )
+
+
+@functools.cache
+def known() -> tuple[CatalogueEntry, ...]:
+    """Return the catalogue, and the models of data/variants.csv: built as one of it, with other weights.
+
+    What a variant's configuration has otherwise, such as its longest text, is in its `changes`.
+    """
+    built = {entry.hub_id: entry for entry in catalogue()}
+    with (_DATA / "variants.csv").open(encoding="utf-8", newline="") as file:
+        variants = [
+            replace(
+                built[row["like"]],
+                hub_id=row["hub_id"],
+                config_source=row["source"],
+                changes=json.loads(row["changes"] or "{}"),
+            )
+            for row in csv.DictReader(file)
+        ]
+    return (*built.values(), *variants)
 
 
 def is_of_hub(model: str) -> bool:
@@ -458,7 +481,7 @@ def file_beside(source: ModelSource, name: str) -> Path | None:
 
 def _find_entry(model: str) -> CatalogueEntry | None:
     wanted = model.casefold()
-    for entry in catalogue():
+    for entry in known():
         if wanted in (entry.hub_id.casefold(), entry.short_name.casefold()):
             return entry
     return None
@@ -470,6 +493,7 @@ def _from_entry(entry: CatalogueEntry) -> ModelSource:
         "catalogue",
         _DATA / "models" / entry.file,
         num_parameters_known=entry.num_parameters,
+        changes=entry.changes,
     )
 
 
@@ -507,8 +531,9 @@ def _source(
     path: Path,
     *,
     num_parameters_known: int | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> ModelSource:
-    config = _read_config(path)
+    config = _read_config(path) | dict(changes or {})
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type.strip():
         if "auto_map" in config:
@@ -653,9 +678,9 @@ def _cached(hub_id: str) -> Path:
 
 def _known(model: str) -> str:
     if "/" in model:
-        names = [entry.hub_id for entry in catalogue()]
+        names = [entry.hub_id for entry in known()]
     else:
-        names = [entry.short_name for entry in catalogue()]
+        names = [entry.short_name for entry in known()]
     alike = nearest(model, names, lists=False)
     return f"{alike} List the catalogue with: autotune models".lstrip()
 
