@@ -120,9 +120,10 @@ def test_what_is_found_trains(task: str, llama: Path, tmp_path: Path) -> None:
     if row.is_rewarded:
         ran = here.workers.program(RUN, str(program), str(dataset), cwd=tmp_path)
         assert (ran.returncode, "--reward FILE.py:FUNCTION" in ran.stderr) == (1, True)
-    more += ["--set", "max_steps=2", "--set", "output_dir=trained"]
+    more += ["--set", "max_steps=2", "--set", "output_dir=trained", "--eval-split", "0.25"]
     ran = here.workers.program(RUN, str(program), str(dataset), *more, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.count("'eval_loss'") == 2  # as often as a checkpoint is saved
     saved = {path.name for path in (tmp_path / "trained").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
 
