@@ -136,12 +136,13 @@ WITH_VLLM = """
 
 @pytest.mark.usefixtures("forked_workers")
 def test_what_vllm_writes_is_predicted_and_needs_it(llama: Path, tmp_path: Path) -> None:
-    space = OF_COMPLETIONS.rstrip() + WITH_VLLM
+    space = OF_COMPLETIONS.replace("lora_rank: [16]", "lora_rank: [1000]").rstrip() + WITH_VLLM
     (tmp_path / "space.yaml").write_text(space, encoding="utf-8")
     asked = ("find", "--model", str(llama), "--task", "grpo", "--method", "lora")
     asked += ("--space", "space.yaml", "--seq-len", "32", "--effective-batch", "4")
     found = here.command(*asked, "--gpu", "rtx-4090", "--out", "out", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
+    assert "rank 1,000 adds nothing to it that" in found.stderr
     said = " ".join(found.stdout.split())
     assert "vLLM on 30 % of the card" in said
     assert "next pip install 'trl[vllm]' && python out/train_grpo.py" in said.replace("\xa0", " ")
