@@ -381,7 +381,8 @@ def find(
         def likely_next(candidates: Candidates) -> set[TraceSpec]:
             configs = list(filter(estimator.supports, possible))
             families = families_of(candidates, configs, estimator, methods=solving, allow=allow)
-            plans = (each.specs() for each in families)
+            # What may not be chosen anyway waits until the answer's own best is known.
+            plans = (each.specs() for each in families if each.answer is not None)
             _, best = _chosen(candidates, allow)
             in_parts = list[TraceSpec]()
             if best is not None and tried_on_best.parts_may_pay(best, configs, estimator):
