@@ -57,7 +57,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     imports, plan, trainer = [], "", EMBEDDERS.get(workload.task, _CLASSES)
     adapter, quantization = "adapter = None", "quantization = None"
     if config.method != "full":
-        imports.append("from peft import LoraConfig, get_peft_model\n")
+        imports.append("from peft import LoraConfig\n")
         adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, trainer))})"
     if config.quantization != "none":
         imports.append("from transformers import BitsAndBytesConfig\n")

@@ -57,7 +57,8 @@ _WITH_SETTINGS = """def with_settings(arguments: Any, options: argparse.Namespac
     try:
         arguments = dataclasses.replace(arguments, **values) if values else arguments
     except ValueError as error:
-        sys.exit(f"{' '.join(f'--set {pair}' for pair in options.set)}: {error}")
+        said = " ".join(f"--set {pair}" for pair in options.set)
+        sys.exit(f"{said or 'The evaluation'}: {error}")
     check_reports(arguments)
     return arguments
 """

@@ -295,6 +295,11 @@ def test_what_is_found_trains(task: str, models_here: Path, tmp_path: Path) -> N
     assert said in ran.stdout
     saved = {path.name for path in trained.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
+    if task == EMBEDDINGS:
+        options += ["--set", "max_steps=3", "--resume"]
+        ran = here.workers.program(RUN, str(program), *options, cwd=tmp_path)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        assert ran.stdout.count("'eval_loss'") == 1
 
 
 BAD = {

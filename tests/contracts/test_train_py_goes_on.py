@@ -516,10 +516,13 @@ def test_settings_of_a_program_of_trl_go_over_its_own(capsys: pytest.CaptureFixt
         bf16=False,
         activation_checkpointing=False,
         per_device_train_batch_size=4,
+        per_device_eval_batch_size=3,
         num_generations=2,
     )
     program = settings_code()
     assert program["with_settings"](made, asked()) is made
+    with pytest.raises(SystemExit, match="The evaluation: The global eval batch size"):
+        program["with_settings"](made, asked(eval_split=0.1))
     given = ["num_train_epochs=2", "per_device_train_batch_size=2", "lr_scheduler_type=cosine"]
     found = program["with_settings"](made, asked(*given))
     assert (found.num_train_epochs, found.per_device_train_batch_size) == (2, 2)
