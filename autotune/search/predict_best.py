@@ -111,6 +111,10 @@ class Prediction:
         self._ways_to_compile = ways_to_compile
         self._context = context
 
+    def narrowest_layer(self) -> int:
+        """The fewest inputs or outputs of a layer in which the answer has a rank; 0 where none has."""
+        return self._estimator.narrowest_layer(self.answer.best.config)
+
     def goes_on(self) -> bool:
         """Whether the answer's steps go on within the budget where the lengths of samples vary."""
         most_bytes = self._estimator.most_for_lengths(self.answer.best.config)

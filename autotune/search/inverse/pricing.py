@@ -18,7 +18,7 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
-from autotune.predict.estimator import Estimator
+from autotune.predict.estimator import Estimator, narrowest_layer
 from autotune.predict.floors import least_bytes
 from autotune.predict.least_budget import smallest
 from autotune.predict.sharding.shared_trace import SharedTrace
@@ -484,19 +484,3 @@ def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:
 
 def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(more, needs, strict=True))
-
-
-def narrowest_layer(trace: Trace | SharedTrace) -> int:
-    """The fewest inputs or outputs of a layer that has an adapter with a rank; 0 where none has.
-
-    They are the sides of the matrices A (rank, inputs) and B (outputs, rank) that the rank leaves alone.
-    """
-    once, twice = trace.trainable(1), trace.trainable(2)
-    sides = [
-        side
-        for one, two in zip(once, twice, strict=True)
-        if one.shape != two.shape
-        for side, other in zip(one.shape, two.shape, strict=True)
-        if side == other
-    ]
-    return min(sides, default=0)
