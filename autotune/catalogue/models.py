@@ -196,28 +196,7 @@ class ModelSource:
     @property
     def task(self) -> str:
         """The task that the model is trained for unless the user says otherwise, of TASKS."""
-        if self.origin in ("folder", "hub") and self.path.with_name(MODULES_NAME).is_file():
-            return EMBEDDINGS
-        architectures = self.config.get("architectures")
-        architecture = ""
-        if isinstance(architectures, list) and architectures:
-            architecture = str(architectures[0])
-        rows = [row for row in TASKS.values() if row.has_loss]
-        # Models that hear sequences classify them by classes that are named as those of texts.
-        of_family = [row for row in rows if self.config["model_type"] in row.families]
-        for row in of_family or rows:
-            if row.name != CAUSAL and architecture.endswith(row.architecture):
-                return row.name
-        if of_family:
-            return of_family[0].name
-        if self.has_encoder_and_decoder:
-            return "seq2seq-lm"
-        usual = "masked-lm" if self.reads_both_ways else CAUSAL
-        fits = tasks_of(self.config["model_type"]) or ()
-        if PICTURES in fits:  # Whether it is to see is said by its pictures.
-            return usual
-        first = (usual, "masked-lm", "seq2seq-lm", *fits)
-        return next((task for task in first if task in fits), usual)
+        return _usual_task(self)
 
     def own_task(self, task: str) -> str:
         """Return the row of TASKS for a task: models that write down what is said do so in two ways."""
@@ -339,6 +318,33 @@ class ModelSource:
         if self.origin == "folder":
             return path.name
         return path.parent.name if path.name == CONFIG_NAME else path.stem
+
+
+@functools.lru_cache(maxsize=256)
+def _usual_task(source: ModelSource) -> str:
+    # Who searches asks for each configuration.
+    if source.origin in ("folder", "hub") and source.path.with_name(MODULES_NAME).is_file():
+        return EMBEDDINGS
+    architectures = source.config.get("architectures")
+    architecture = ""
+    if isinstance(architectures, list) and architectures:
+        architecture = str(architectures[0])
+    rows = [row for row in TASKS.values() if row.has_loss]
+    # Models that hear sequences classify them by classes that are named as those of texts.
+    of_family = [row for row in rows if source.config["model_type"] in row.families]
+    for row in of_family or rows:
+        if row.name != CAUSAL and architecture.endswith(row.architecture):
+            return row.name
+    if of_family:
+        return of_family[0].name
+    if source.has_encoder_and_decoder:
+        return "seq2seq-lm"
+    usual = "masked-lm" if source.reads_both_ways else CAUSAL
+    fits = tasks_of(source.config["model_type"]) or ()
+    if PICTURES in fits:  # Whether it is to see is said by its pictures.
+        return usual
+    first = (usual, "masked-lm", "seq2seq-lm", *fits)
+    return next((task for task in first if task in fits), usual)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

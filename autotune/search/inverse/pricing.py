@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -436,13 +437,16 @@ def narrowed(
     return dataclasses.replace(space, methods=tuple(sections))
 
 
+_THRIFTY = ("single", "activation_checkpointing", "activation_offloading")
+_unlike = operator.attrgetter(
+    *(each.name for each in dataclasses.fields(TraceSpec) if each.name not in _THRIFTY)
+)
+
+
 def _structure(config: TrainConfig) -> tuple[object, ...]:
     """Settings in which traces differ, beside thrift."""
-    spec = TraceSpec.of(config)
-    thrifty = ("single", "activation_checkpointing", "activation_offloading")
-    return tuple(
-        getattr(spec, each.name) for each in dataclasses.fields(spec) if each.name not in thrifty
-    )
+    found: tuple[object, ...] = _unlike(TraceSpec.of(config))
+    return found
 
 
 def thrift(config: TrainConfig) -> tuple[int, ...]:
