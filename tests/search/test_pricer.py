@@ -304,13 +304,17 @@ def test_the_largest_models_that_take_the_length_are_asked_first(
         "c": (30, 513, "causal-lm"),
         "d": (40, None, "causal-lm"),
         "e": (50, None, "masked-lm"),
+        "v": (60, None, "causal-lm"),
         "z": (10, None, "causal-lm"),
     }
     entries = [SimpleNamespace(hub_id=name, num_parameters=of[0]) for name, of in sources.items()]
 
     def resolve(name: str) -> Any:
         _, longest, task = sources[name]
-        return SimpleNamespace(task=task, max_sequence_length=longest)
+        # Qwen2.5-VL has no class for text alone.
+        kind = {"e": "bert", "v": "qwen2_5_vl"}.get(name, "llama")
+        config = {"model_type": kind}
+        return SimpleNamespace(task=task, max_sequence_length=longest, config=config)
 
     monkeypatch.setattr(questions.models, "catalogue", lambda: entries)
     monkeypatch.setattr(questions.models, "resolve", resolve)
