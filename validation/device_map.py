@@ -162,11 +162,17 @@ CASES: dict[str, Case] = {
 
 def save_model(folder: Path, values: dict[str, Any], kind: str = "AutoModelForCausalLM") -> None:
     """Save a checkpoint of random weights, and a tokenizer of a few words."""
+    import torch
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     config = transformers.AutoConfig.for_model(**values)
-    getattr(transformers, kind).from_config(config).save_pretrained(folder)
+    model = getattr(transformers, kind).from_config(config)
+    if values.get("tie_word_embeddings") is False and model.config.tie_word_embeddings:
+        # Flan-T5's checkpoints have a head of their own, though Transformers ties what it makes.
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+        model.all_tied_weights_keys.pop("lm_head.weight")
+    model.save_pretrained(folder)
     words = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[EOS]", "w"])}
     tokenizer = Tokenizer(models.WordLevel(words, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

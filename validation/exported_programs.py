@@ -80,6 +80,7 @@ T5 = {
     "vocab_size": 32128,
     "decoder_start_token_id": 0,
 }
+FLAN_T5 = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 VIT = {"model_type": "vit", "num_hidden_layers": 8, "image_size": 224}
 WHISPER = {
     "model_type": "whisper",
@@ -270,6 +271,7 @@ CASES: dict[str, Case] = {
     "Answers: BERT, QLoRA": _case(BERT, QLORA, "question-answering", **_ACCUMULATING),
     "Masked: BERT, full": _case(BERT, FULL, "masked-lm", **_ACCUMULATING),
     "Seq2seq: T5, LoRA": _case(T5, LORA, "seq2seq-lm", attention="eager"),
+    "Seq2seq: Flan-T5, full, mixed": _case(FLAN_T5, MIXED, "seq2seq-lm", **_ACCUMULATING),
     "Pictures: ViT, full, mixed": _case(VIT, MIXED, "image-classification", micro_batch_size=16),
     "Sounds: Wav2Vec2, LoRA": _case(WAV2VEC2, LORA, "audio-classification", micro_batch_size=4),
     "Speech: Wav2Vec2 by CTC, full, mixed": _case(

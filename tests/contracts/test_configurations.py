@@ -94,12 +94,17 @@ def test_a_head_is_a_weight_of_its_own_where_the_file_and_the_checkpoint_say_so(
     config = json.loads(path.read_text())
     del config["tie_word_embeddings"]
     config |= {} if says is None else {"tie_word_embeddings": says}
-    config.pop("scale_decoder_outputs", None)
+    scales = config.pop("scale_decoder_outputs", None)
     path.write_text(json.dumps(config))
     loaded = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
     built = build_base(load_config(config), "seq2seq-lm", FULL)
     assert sizes_of(built) == sizes_of(loaded)
     assert (tied_weight(built) is None) == (says is False)
+    if scales is not None and says is False:
+        # As Transformers saves what it has loaded.
+        config |= {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+        again = build_base(load_config(config), "seq2seq-lm", FULL)
+        assert sizes_of(again) == sizes_of(loaded)
 
 
 def sizes_of(model: torch.nn.Module) -> dict[str, int]:

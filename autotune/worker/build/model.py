@@ -66,7 +66,8 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
         made = AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
-    if model_type in _WITH_HEADS and config.get("tie_word_embeddings") is False:
+    said = (config.get("tie_word_embeddings"), config.get("scale_decoder_outputs"))
+    if model_type in _WITH_HEADS and False in said:
         setattr(made, _HAS_OWN_HEAD, True)
     return made
 
@@ -74,7 +75,7 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
 _WITH_HEADS = ("t5", "mt5", "umt5")
 """Families whose configurations say in vain that embedding and head are two weights: transformers 5.23 takes
 them for one. Checkpoints of T5 1.1, Flan-T5, mT5 and UMT5 hold both, and `from_pretrained` keeps apart what
-differs (modeling_utils.py, tie_weights)."""
+differs (modeling_utils.py, tie_weights). What it saves of T5 says so by `scale_decoder_outputs`."""
 _HAS_OWN_HEAD = "autotune_has_own_head"
 """Attribute of a configuration whose file says so."""
 
