@@ -110,7 +110,11 @@ def nothing_fits(
         count = smaller.micro_batch_size
         remedy = f"--effective-batch {count} fits, {why_whole} all samples of a step at once"
         remedy += _in_mini_batches(allowed)
-    elif "qlora" not in workload.methods and model.checkpoint is None:
+    elif (
+        "qlora" not in workload.methods
+        and model.checkpoint is None
+        and lacking_bytes < _of_weights(smallest)
+    ):
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
         remedy = _lower_most(smallest, workload, lacking_bytes)
@@ -227,6 +231,12 @@ def _in_mini_batches(configs: Sequence[TrainConfig]) -> str:
     if not is_cached or divided == batch or any(each.loss_mini_batches > 1 for each in configs):
         return ""
     return f"; --effective-batch {divided} can be compared in mini-batches, which divide no {batch}"
+
+
+def _of_weights(smallest: Estimate) -> int:
+    """Return the bytes of weights, their gradients and their optimizer's state: QLoRA leaves less of them."""
+    parts = smallest.breakdown
+    return parts.parameters_bytes + parts.gradients_bytes + parts.optimizer_state_bytes
 
 
 def _shorter_samples(workload: Workload) -> str:
