@@ -70,11 +70,12 @@ def notes(target: TrainerFile, content: Mapping[str, Any]) -> tuple[str, ...]:
         key: [entry for entry in entries(content.get(key)) if (key, entry) not in ours]
         for key in dict.fromkeys(key for key, _ in ours)
     }
-    switched = {key: value_at(content, key) for key in target.unpredicted if _is_on(content, key)}
+    unpredicted = {key: f"{how}: not predicted" for key, how in target.unpredicted.items()}
     return (
         *(
-            f"{in_words(key)}: {_shown(value)} {target.unpredicted[key]}"
-            for key, value in switched.items()
+            f"{in_words(key)}: {_shown(value_at(content, key))} {how}"
+            for key, how in {**unpredicted, **target.noted}.items()
+            if _is_on(content, key)
         ),
         *(
             f"{key}: {_shown(', '.join(map(str, left)))} may change the model, which is not predicted"
