@@ -355,12 +355,12 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
     """The bytes that have to be on the device, of the budget, and the parts of the peak, in one line."""
     unit, unit_bytes = unit_for(budget_bytes)
     parted = [
-        f"{name} {size_bytes / unit_bytes:.1f}".replace(" ", GLUE)
+        f"{name} {size_bytes / unit_bytes:,.1f}".replace(" ", GLUE)
         for name, size_bytes in memory_parts(estimate)
     ]
     listed = f"{GLUE}| ".join(parted)
     used, of = estimate.resident_bytes / unit_bytes, budget_bytes / unit_bytes
-    return f"{used:.1f} of {of:.1f} {unit}  {listed}"
+    return f"{used:,.1f} of {of:,.1f} {unit}  {listed}"
 
 
 def budget(answer: Answer) -> str:

@@ -273,6 +273,13 @@ def test_what_is_carried_is_named() -> None:
     assert "carried" not in drawn(answers.answer())
 
 
+def test_thousands_of_memory_have_their_comma() -> None:
+    estimate = answers.estimate(device_gib=1536)
+    shown = one_line(words.memory(estimate, 11 * GIB))
+    assert shown.startswith("1,536.0 of 11.0 GiB")
+    assert "| activations 1,527.7 |" in shown
+
+
 def test_where_memory_does_not_bind_the_bound_is_said() -> None:
     shown = one_line(drawn(answers.answer(more_memory=None)))
     assert (
