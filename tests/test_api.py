@@ -411,10 +411,12 @@ TINY = str(Path(__file__).parents[1] / "examples" / "tiny-llama.json")
 @pytest.mark.usefixtures("forked_workers")
 def test_an_estimate_is_the_commands(tmp_path: Path) -> None:
     arguments = ("--model", TINY, "--gpu", "rtx-4090", "--seq-len", "64", "--micro-batch", "2")
-    told = json.loads(here.command("estimate", *arguments, "--json", cwd=tmp_path).stdout)
-    as_told = {
-        name: told["config"][name] for name in ("micro_batch_size", "activation_checkpointing")
-    }
+    arguments += ("--method", "lora", "--rank", "1000")
+    ran = here.command("estimate", *arguments, "--json", cwd=tmp_path)
+    assert "rank 1,000 adds nothing to it that" in ran.stderr
+    told = json.loads(ran.stdout)
+    names = ("method", "lora_rank", "micro_batch_size", "activation_checkpointing")
+    as_told = {name: told["config"][name] for name in names}
     made = autotune.estimate(TINY, gpu="rtx-4090", seq_len=64, **as_told)
     assert made.peak_device_bytes == told["peak_device_bytes"]
     assert made.tokens_per_second == told["tokens_per_second"]

@@ -13,7 +13,8 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,28 +196,7 @@ class ModelSource:
     @property
     def task(self) -> str:
         """The task that the model is trained for unless the user says otherwise, of TASKS."""
-        if self.origin in ("folder", "hub") and self.path.with_name(MODULES_NAME).is_file():
-            return EMBEDDINGS
-        architectures = self.config.get("architectures")
-        architecture = ""
-        if isinstance(architectures, list) and architectures:
-            architecture = str(architectures[0])
-        rows = [row for row in TASKS.values() if row.has_loss]
-        # Models that hear sequences classify them by classes that are named as those of texts.
-        of_family = [row for row in rows if self.config["model_type"] in row.families]
-        for row in of_family or rows:
-            if row.name != CAUSAL and architecture.endswith(row.architecture):
-                return row.name
-        if of_family:
-            return of_family[0].name
-        if self.has_encoder_and_decoder:
-            return "seq2seq-lm"
-        usual = "masked-lm" if self.reads_both_ways else CAUSAL
-        fits = tasks_of(self.config["model_type"]) or ()
-        if PICTURES in fits:  # Whether it is to see is said by its pictures.
-            return usual
-        first = (usual, "masked-lm", "seq2seq-lm", *fits)
-        return next((task for task in first if task in fits), usual)
+        return _usual_task(self)
 
     def own_task(self, task: str) -> str:
         """Return the row of TASKS for a task: models that write down what is said do so in two ways."""
@@ -340,6 +320,33 @@ class ModelSource:
         return path.parent.name if path.name == CONFIG_NAME else path.stem
 
 
+@functools.lru_cache(maxsize=256)
+def _usual_task(source: ModelSource) -> str:
+    # Who searches asks for each configuration.
+    if source.origin in ("folder", "hub") and source.path.with_name(MODULES_NAME).is_file():
+        return EMBEDDINGS
+    architectures = source.config.get("architectures")
+    architecture = ""
+    if isinstance(architectures, list) and architectures:
+        architecture = str(architectures[0])
+    rows = [row for row in TASKS.values() if row.has_loss]
+    # Models that hear sequences classify them by classes that are named as those of texts.
+    of_family = [row for row in rows if source.config["model_type"] in row.families]
+    for row in of_family or rows:
+        if row.name != CAUSAL and architecture.endswith(row.architecture):
+            return row.name
+    if of_family:
+        return of_family[0].name
+    if source.has_encoder_and_decoder:
+        return "seq2seq-lm"
+    usual = "masked-lm" if source.reads_both_ways else CAUSAL
+    fits = tasks_of(source.config["model_type"]) or ()
+    if PICTURES in fits:  # Whether it is to see is said by its pictures.
+        return usual
+    first = (usual, "masked-lm", "seq2seq-lm", *fits)
+    return next((task for task in first if task in fits), usual)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CatalogueEntry:
     """A model whose configuration is in the package, checked by its exact parameter count."""
@@ -354,6 +361,8 @@ class CatalogueEntry:
     stated_source: str
     config_source: str
     notes: str
+    changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Keys of the configuration that are others than in the file."""
 
     @property
     def short_name(self) -> str:
@@ -364,10 +373,30 @@ class CatalogueEntry:
 def catalogue() -> tuple[CatalogueEntry, ...]:
     """Return every model of data/models.csv, in the file's order."""
     with (_DATA / "models.csv").open(encoding="utf-8", newline="") as file:
+        rows: Iterable[dict[str, Any]] = csv.DictReader(file)
         return tuple(
-            CatalogueEntry(num_parameters=int(row.pop("num_parameters")), **row)
-            for row in csv.DictReader(file)
+            CatalogueEntry(num_parameters=int(row.pop("num_parameters")), **row) for row in rows
         )
+
+
+@functools.cache
+def known() -> tuple[CatalogueEntry, ...]:
+    """Return the catalogue, and the models of data/variants.csv: built as one of it, with other weights.
+
+    What a variant's configuration has otherwise, such as its longest text, is in its `changes`.
+    """
+    built = {entry.hub_id: entry for entry in catalogue()}
+    with (_DATA / "variants.csv").open(encoding="utf-8", newline="") as file:
+        variants = [
+            replace(
+                built[row["like"]],
+                hub_id=row["hub_id"],
+                config_source=row["source"],
+                changes=json.loads(row["changes"] or "{}"),
+            )
+            for row in csv.DictReader(file)
+        ]
+    return (*built.values(), *variants)
 
 
 def is_of_hub(model: str) -> bool:
@@ -458,7 +487,7 @@ def file_beside(source: ModelSource, name: str) -> Path | None:
 
 def _find_entry(model: str) -> CatalogueEntry | None:
     wanted = model.casefold()
-    for entry in catalogue():
+    for entry in known():
         if wanted in (entry.hub_id.casefold(), entry.short_name.casefold()):
             return entry
     return None
@@ -470,6 +499,7 @@ def _from_entry(entry: CatalogueEntry) -> ModelSource:
         "catalogue",
         _DATA / "models" / entry.file,
         num_parameters_known=entry.num_parameters,
+        changes=entry.changes,
     )
 
 
@@ -507,8 +537,9 @@ def _source(
     path: Path,
     *,
     num_parameters_known: int | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> ModelSource:
-    config = _read_config(path)
+    config = _read_config(path) | dict(changes or {})
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type.strip():
         if "auto_map" in config:
@@ -653,9 +684,9 @@ def _cached(hub_id: str) -> Path:
 
 def _known(model: str) -> str:
     if "/" in model:
-        names = [entry.hub_id for entry in catalogue()]
+        names = [entry.hub_id for entry in known()]
     else:
-        names = [entry.short_name for entry in catalogue()]
+        names = [entry.short_name for entry in known()]
     alike = nearest(model, names, lists=False)
     return f"{alike} List the catalogue with: autotune models".lstrip()
 

@@ -48,16 +48,16 @@ def completion(context: click.Context, /, *, shell: str) -> None:
 
 def models(_context: click.Context, _option: click.Parameter, typed: str) -> list[CompletionItem]:
     """Models of the catalogue, by Hub id or by the name after its slash; else folders and files."""
-    from autotune.catalogue.models import catalogue
+    from autotune.catalogue.models import known
 
     start = typed.casefold()
     found = [
         CompletionItem(entry.hub_id)
-        for entry in catalogue()
+        for entry in known()
         if entry.hub_id.casefold().startswith(start)
     ] + [
         CompletionItem(entry.short_name)
-        for entry in catalogue()
+        for entry in known()
         if typed and entry.short_name.casefold().startswith(start)
     ]
     return found or _paths(typed)

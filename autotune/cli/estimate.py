@@ -63,6 +63,7 @@ def estimate(
     estimator, priced = made.estimator, made.estimate
     pricing.note_room(question, made, note)
     pricing.note_unsolved(asked, made, note)
+    pricing.note_rank(priced.config, estimator.narrowest_layer(priced.config), note)
     lines = explain_estimate(priced) if explain else ()
     book = textbook(estimator, priced, source.name) if explain else None
     if as_json:

@@ -20,13 +20,13 @@ def gpus() -> None:
 @click.command()
 def models() -> None:
     """List the models that need no network. Others: a Hub id, a folder or a config.json."""
-    from autotune.catalogue.models import catalogue, resolve
+    from autotune.catalogue.models import known, resolve
     from autotune.common.units import format_count
     from autotune.report import terminal
 
     rows = [
         (entry.hub_id, format_count(entry.num_parameters), resolve(entry.hub_id).task)
-        for entry in catalogue()
+        for entry in sorted(known(), key=lambda entry: entry.hub_id.casefold())
     ]
     terminal.draw_table(("model", "parameters>", "--task"), rows, sys.stdout, is_list=True)
 

@@ -33,11 +33,16 @@ def with_own_modules(config: TrainConfig, model: str) -> TrainConfig:
 def attention_modules(model: str) -> tuple[str, ...]:
     """Return the names of the attention projections that the model has; none where that is not known."""
     try:
-        kind = models.resolve(model, asks_hub=False).config["model_type"]
+        config = models.resolve(model, asks_hub=False).config
     except AutotuneError:
         return ()
+    # A model that sees has a tower of another type.
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    kinds = {str(part["model_type"]) for part in parts if part.get("model_type")}
     return tuple(
-        name for name in ATTENTION_PROJECTIONS if _made_by(kind).issuperset(name.split("."))
+        name
+        for name in ATTENTION_PROJECTIONS
+        if any(_made_by(kind).issuperset(name.split(".")) for kind in kinds)
     )
 
 
@@ -69,8 +74,8 @@ def _files_of(kind: str) -> list[Path]:
     if spec is None or spec.origin is None:
         return []
     folder = Path(spec.origin).parent / "models"
-    names = (kind.replace("-", "_"), kind.removesuffix("_text").replace("-", "_"))
-    for name in names:
+    for ending in ("", "_text", "_vision_model"):
+        name = kind.removesuffix(ending).replace("-", "_")
         if (folder / name).is_dir():
             return sorted((folder / name).glob("modeling_*.py"))
     return []

@@ -15,7 +15,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.train_py import REACHED, STOP, plan_code, settings_code
-from autotune.export.train_trl_py import READS, lora_arguments
+from autotune.export.train_trl_py import LONG_RUN, READS, lora_arguments
 from autotune.export.training_args import (
     CARRIED,
     IN_ENVIRONMENT,
@@ -57,7 +57,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     imports, plan, trainer = [], "", EMBEDDERS.get(workload.task, _CLASSES)
     adapter, quantization = "adapter = None", "quantization = None"
     if config.method != "full":
-        imports.append("from peft import LoraConfig, get_peft_model\n")
+        imports.append("from peft import LoraConfig\n")
         adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, trainer))})"
     if config.quantization != "none":
         imports.append("from transformers import BitsAndBytesConfig\n")
@@ -90,7 +90,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         imports="".join(imports),
         model=ascii(model_reference(workload.model)),
         fields=ascii([*columns]),
-        arguments=keywords(tried_on_a_cpu(values)),
+        arguments=keywords({**LONG_RUN, **tried_on_a_cpu(values)}),
         adapter=adapter,
         quantization=quantization,
         dtype=PRECISIONS[config.precision].parameter_dtype,

@@ -43,23 +43,26 @@ REACHED = f"{_REACHED}\n\n{_LATEST}"
 """The callback that tells STOP's code how far the run is, and what the run goes on from."""
 SET_BY_NAME = Path(__file__).with_name("set_by_name.py.template").read_text(encoding="utf-8")
 """Code that reads --set, and looks whether what a run reports to is there."""
+_EVALUATION = Path(__file__).with_name("evaluation.py.template").read_text(encoding="utf-8")
+"""Code of options for an evaluation, and of when it is."""
 _DECIDED = sorted(DECIDED.keys() | CHANGES_STEP.keys())
 """Arguments that a configuration decides, or that change its step."""
-_WITH_SETTINGS = """def with_settings(arguments: Any, pairs: list[str]) -> Any:
-    \"""The arguments with those of --set in their place.\"""
-    values = set_by_name(pairs, type(arguments), DECIDED)
-    if values.get("eval_strategy", "no") != "no":
-        sys.exit("--set eval_strategy: give the trainer an eval_dataset in this file, too")
+_WITH_SETTINGS = """def with_settings(arguments: Any, options: argparse.Namespace) -> Any:
+    \"""The arguments with those of --set in their place, and with when to evaluate.\"""
+    usual = {field.name: field.default for field in dataclasses.fields(arguments) if field.init}
+    chosen = {name: getattr(arguments, name) for name in usual if getattr(arguments, name) != usual[name]}
+    values = settled(options, chosen, set_by_name(options.set, type(arguments), DECIDED))
     if values and hasattr(arguments, "generation_batch_size"):  # Its class works it out, as before.
         values.setdefault("generation_batch_size", None)
     try:
         arguments = dataclasses.replace(arguments, **values) if values else arguments
     except ValueError as error:
-        sys.exit(f"--set {' '.join(pairs)}: {error}")
+        said = " ".join(f"--set {pair}" for pair in options.set)
+        sys.exit(f"{said or 'The evaluation'}: {error}")
     check_reports(arguments)
     return arguments
 """
-OF_SETTINGS = ("dataclasses", "difflib")
+OF_SETTINGS = ("dataclasses", "difflib", "random")
 """Modules that settings_code takes."""
 _EXPANDED = Path(__file__).parents[1] / "worker" / "build" / "expanded_heads.py"
 _CHUNKED = _EXPANDED.with_name("chunked_loss.py")
@@ -74,6 +77,7 @@ _PLACE = "# {samples}\n"
 _PLACE_OF_STOP = "# {stop}\n"
 _PLACE_OF_CARD = "# {one card}\n"
 _PLACE_OF_SET = "# {set by name}\n"
+_PLACE_OF_EVALUATION = "# {evaluation}\n"
 _PLACE_OF_LATEST = "# {latest checkpoint}\n"
 _PLACE_OF_LOSS = "    # {loss in parts}\n"
 _LOSS_IN_PARTS = """\
@@ -178,6 +182,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     program = program.replace(_PLACE_OF_STOP, STOP)
     program = program.replace(_PLACE_OF_CARD, see_one_card(config))
     program = program.replace(_PLACE_OF_SET, SET_BY_NAME)
+    program = program.replace(_PLACE_OF_EVALUATION, _EVALUATION)
     program = program.replace(_PLACE_OF_LATEST, _LATEST)
     program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
     program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
@@ -218,12 +223,12 @@ def _pasted() -> str:
 
 
 def settings_code(further: Iterable[str] = ()) -> str:
-    """Return the code that reads --set, for a program whose arguments are made before its options are read.
+    """Return the code of --set and of evaluations, for a program that makes its arguments first.
 
     `further`: names of arguments that the configuration decides besides.
     """
     decided = sorted({*_DECIDED, *further})
-    return f"{SET_BY_NAME}\n\nDECIDED = {decided}\n\n\n{_WITH_SETTINGS}"
+    return f"{_EVALUATION}\n\n{SET_BY_NAME}\n\nDECIDED = {decided}\n\n\n{_WITH_SETTINGS}"
 
 
 def expanded_heads() -> str:

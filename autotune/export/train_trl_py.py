@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import UNPACKED_BY
@@ -56,7 +57,9 @@ from autotune.space.trainers import Trainer, trainers_of
 
 _PROGRAM = Path(__file__).with_name("train_trl.py.template")
 READS = Path(__file__).with_name("read_rows.py.template")
-"""The function of a program that reads its dataset."""
+"""The functions of a program that read its dataset, and what it evaluates on."""
+LONG_RUN: Mapping[str, object] = MappingProxyType({"logging_steps": 10, "save_total_limit": 2})
+"""Arguments of a run of hours, as train.py has them, where the user says no others."""
 _PLAN = """\
     try:
         checkpoint_layers(trainer.model, {count}, first_keep="{first}", others_keep="{others}")
@@ -73,9 +76,14 @@ _CAST = """\
             parameter.data = parameter.data.float()
 """
 _PICTURES = """\
+def rows_of(dataset: str) -> Any:
+    rows = read(dataset)
     for column, kind in (("image", Image()), ("images", List(Image()))):
         if column in rows.column_names:  # paths of files, where they are no pictures yet
             rows = rows.cast_column(column, kind)
+    return rows
+
+
 """
 _OF_REWARDS = """\
 def function_of(name: str) -> Any:
@@ -87,15 +95,6 @@ def function_of(name: str) -> Any:
         return getattr(importlib.import_module(place), function)
     except (AttributeError, ImportError, KeyError, OSError, ValueError) as error:
         sys.exit(f"--reward {name} names no function: {type(error).__name__} {error}.")
-
-
-"""
-_NUM_TOKENS = """\
-def num_tokens(tokenizer: Any, prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer(prompt)["input_ids"])
-    made = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-    return len(made["input_ids"])
 
 
 """
@@ -127,15 +126,31 @@ _VLLM = """\
         )
 """
 _PROMPTS = """\
+def num_tokens(tokenizer: Any, prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    made = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
+    return len(made["input_ids"])
+
+
+def rows_of(dataset: str) -> Any:
+    rows = read(dataset)
     if "prompt" not in rows.column_names:
-        sys.exit(f"{{options.dataset}} has no column prompt: it has {{', '.join(rows.column_names)}}.")
+        sys.exit(f"{{dataset}} has no column prompt: it has {{', '.join(rows.column_names)}}.")
     tokenizer = AutoTokenizer.from_pretrained(model)
     # The trainer cuts no prompt off: longer ones need more memory than was planned.
     short = rows.filter(lambda row: num_tokens(tokenizer, row["prompt"]) <= {most})
     if len(short) < len(rows):
         num_long = len(rows) - len(short)
         print(f"Left out: {{num_long}} of {{len(rows)}} prompts, longer than {most} tokens.", file=sys.stderr)
-    rows, needed = short, {needed}
+    if not len(short):
+        sys.exit(f"{{dataset}} has no prompt of {most} tokens at most.")
+    return short
+
+
+"""
+_FEW_PROMPTS = """\
+    needed = {needed}
     if len(rows) < needed:
         sys.exit(f"{{len(rows)}} prompts are too few: completions of {{needed}} are written at a time.")
 """
@@ -150,12 +165,16 @@ _MAKES_TRAINER = """\
             model,
             args=arguments,
             train_dataset=rows,
+            eval_dataset=evaluated,
 {further}            peft_config=adapter,
             quantization_config=unpacked or quantization,
         )
     except KeyError as error:
+        name = options.dataset
+        if options.eval_dataset and error.args[0] in rows.column_names:
+            name, rows = options.eval_dataset, evaluated
         there = ", ".join(rows.column_names)
-        sys.exit(f"{{options.dataset}} has no field {{error}}, but {{there}}: it needs {columns}.")
+        sys.exit(f"{{name}} has no field {{error}}, but {{there}}: it needs {columns}.")
 """
 _OR_SAYS_WHY_NOT = """\
     except ValueError as error:  # such as a chat template of which TRL has no form that marks the answers
@@ -169,7 +188,6 @@ def write(
     row: Trainer, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
 ) -> str:
     """Return a Python program. Every value in it is an ASCII literal."""
-    writes = row.generates is not None
     arguments, known = trl_arguments(config, workload, row), trl_fields(row)
     values = {key: arguments[key] for key in arguments if known is None or key in known}
     plan = ""
@@ -187,6 +205,10 @@ def write(
     values = tried_on_a_cpu(values)
     values["model_init_kwargs"] = _loading(config, PRECISIONS[config.precision].parameter_dtype)
     sees = _sees(row, workload)
+    rows_code, needed = (_PICTURES if sees else ""), ""
+    if row.generates is not None and config.max_completion_length is not None:
+        rows_code = _PROMPTS.format(most=config.sequence_length - config.max_completion_length)
+        needed = _FEW_PROMPTS.format(needed=_NEEDED[row.is_rewarded])
     imports, adapter, quantization = [], "adapter = None", "quantization = None"
     if config.method != "full":
         imports.append("from peft import LoraConfig\n")
@@ -223,15 +245,16 @@ def write(
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         columns=columns,
-        functions=(_OF_REWARDS if row.is_rewarded else "") + (_NUM_TOKENS if writes else ""),
+        functions=(_OF_REWARDS if row.is_rewarded else "") + rows_code,
+        rows_of="rows_of" if rows_code else "read",
+        needed=needed,
         options=_REWARD_OPTION if row.is_rewarded else "",
         rewards=(_REWARDS if row.is_rewarded else "") + _VLLM * config.writes_with_vllm,
         teacher=taught,
         models="(model, teacher)" if taught else "(model,)",
         makes_trainer=makes_trainer,
-        rows_code=_rows_code(row, config, sees=sees),
         rewarded=" --reward FILE.py:FUNCTION" if row.is_rewarded else "",
-        tokenizer=", AutoTokenizer" if writes else "",
+        tokenizer=", AutoTokenizer" if needed else "",
         filename=f"train_{row.command}.py",
         arguments_class=row.arguments_class,
         libraries=_libraries(row, cuts=cuts),
@@ -241,10 +264,12 @@ def write(
         environment=set_environment(config) + see_one_card(config),
         stop=STOP,
         reached=REACHED,
-        settings=settings_code(values.keys() - training_arguments(config).keys()),
+        settings=settings_code(
+            values.keys() - training_arguments(config, extra=workload.extra).keys()
+        ),
         reads=READS.read_text(encoding="utf-8"),
         model=ascii(model_reference(workload.model)),
-        arguments=keywords(values),
+        arguments=keywords({**LONG_RUN, **values}),
         adapter=adapter,
         quantization=quantization,
         unpacked_by=UNPACKED_BY,
@@ -265,14 +290,6 @@ def _libraries(row: Trainer, *, cuts: bool) -> str:
     elif row.is_rewarded:
         names += ["importlib", "runpy"]
     return "".join(f"import {name}\n" for name in sorted(names))
-
-
-def _rows_code(row: Trainer, config: TrainConfig, *, sees: bool) -> str:
-    """Return what is done to the rows that were read."""
-    if row.generates is not None and config.max_completion_length is not None:
-        most = config.sequence_length - config.max_completion_length
-        return _PROMPTS.format(most=most, needed=_NEEDED[row.is_rewarded])
-    return _PICTURES if sees else ""
 
 
 def _lacks(row: Trainer, workload: Workload) -> str:

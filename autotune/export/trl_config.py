@@ -8,8 +8,10 @@ trainer/utils.py get_quantization_config and get_peft_config).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.tasks import CAUSAL, PICTURES, TASKS
@@ -165,7 +167,7 @@ def trl_arguments(
     """Return keyword arguments of SFTConfig or its like, by the names of the installed Transformers."""
     fields = trl_fields(row) or ()
     is_old = "max_seq_length" in fields and "max_length" not in fields
-    plain = training_arguments(
+    plain: dict[str, Any] = training_arguments(
         config, installed_fields(), NONE if workload is None else workload.extra
     )
     if row.task:
@@ -174,7 +176,11 @@ def trl_arguments(
         # What the user has set is the user's.
         losses = {} if loss is None or "loss_type" in plain else {"loss_type": loss}
         if row.generates is not None:
-            return {**plain, **completion_arguments(config), **losses}
+            number = config.num_generations or row.generates.num_generations
+            # An evaluation writes as many completions of a prompt as a batch has room for.
+            room = math.gcd(plain["per_device_eval_batch_size"] * config.num_gpus, number)
+            groups = {"num_generations_eval": room} if row.is_rewarded and room < number else {}
+            return {**plain, **completion_arguments(config), **groups, **losses}
         return {**plain, "max_length": config.sequence_length, **scored, **losses}
     return {
         **plain,

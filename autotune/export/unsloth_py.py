@@ -15,7 +15,8 @@ from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keyword
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.train_py import REACHED, STOP
+from autotune.export.train_py import REACHED, STOP, settings_code
+from autotune.export.train_trl_py import LONG_RUN, READS
 from autotune.export.training_args import training_arguments
 from autotune.export.trl_config import lacks
 from autotune.space.adapters import peft_fields
@@ -60,15 +61,20 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         model += f"        quantization_config=BitsAndBytesConfig(\n{quantization}        ),\n"
     if config.method != "full":
         adapter = _ADAPTER.format(arguments=keywords(_adapter_arguments(config), indent=8))
+    arguments = _sft_arguments(workload, config)
     lost = (*cannot_express(config), *has_no_words_for(workload))
     head = heading("A run of Unsloth", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         stop=STOP,
         imports=imports,
         reached=REACHED,
+        settings=settings_code(
+            arguments.keys() - training_arguments(config, extra=workload.extra).keys()
+        ),
+        reads=READS.read_text(encoding="utf-8"),
         model=model,
         adapter=adapter,
-        arguments=keywords(_sft_arguments(workload, config), indent=12),
+        arguments=keywords({**LONG_RUN, **arguments}),
     )
 
 

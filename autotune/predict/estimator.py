@@ -213,6 +213,10 @@ class Estimator:
             bool, trace.identity, "is compiled", lambda: trace.is_compiled
         )
 
+    def narrowest_layer(self, config: TrainConfig) -> int:
+        """The fewest inputs or outputs of a layer in which the adapter has a rank; 0 where none has."""
+        return narrowest_layer(self._traces[TraceSpec.of(config)])
+
     def lean_layers(self, spec: TraceSpec) -> Sequence[int]:
         """The numbers of lean layers that the trace of a plan tells of; none of another trace, or without."""
         trace = self._traces.get(spec)
@@ -582,3 +586,20 @@ class Estimator:
             f"bytes {micro_batch} {rank} {in_backward}",
             lambda: micro_step_of(trace, micro_batch, rank, in_backward=in_backward),
         )
+
+
+def narrowest_layer(trace: Trace | SharedTrace) -> int:
+    """The fewest inputs or outputs of a layer that has an adapter with a rank; 0 where none has.
+
+    They are the sides of the matrices A (rank, inputs) and B (outputs, rank) that the rank leaves alone.
+    """
+    trainable = trace.trainable_by_all if isinstance(trace, SharedTrace) else trace.trainable
+    once, twice = trainable(1), trainable(2)
+    sides = [
+        side
+        for one, two in zip(once, twice, strict=True)
+        if one.shape != two.shape
+        for side, other in zip(one.shape, two.shape, strict=True)
+        if side == other
+    ]
+    return min(sides, default=0)

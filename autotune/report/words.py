@@ -346,7 +346,7 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
     ]
     if estimate.vllm_bytes:
         parted.append(("vLLM", estimate.vllm_bytes))
-    if estimate.state.optimizer_state_managed_bytes:
+    if estimate.paged_in_bytes:
         parted.append(("paged state", estimate.paged_in_bytes))
     return parted
 

@@ -369,7 +369,7 @@ def generation(
     By default for as many samples as a micro-batch holds.
     """
     return kv_cache(
-        source.config,
+        source.text_config,
         batch_size=batch_size or config.micro_batch_size,
         context=possible_length(source, context or config.sequence_length, is_given=True),
         dtype=PRECISIONS[config.precision].compute_dtype,

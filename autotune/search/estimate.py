@@ -15,6 +15,7 @@ from autotune.search.predict_best import Progress
 from autotune.search.resolve import Configuration, resolve_configuration
 from autotune.search.solved_checkpointing import PlanSolver, plan_specs
 from autotune.space.checkpoint_plans import SOLVE
+from autotune.space.config import TrainConfig
 from autotune.store.trace_cache import TraceCache
 
 
@@ -66,6 +67,15 @@ def note_unsolved(asked: Configuration, pricing: Pricing, note: Callable[[str], 
     is_solved = found.activation_checkpointing == 0 or found.has_plan
     if asked.config.activation_checkpointing == SOLVE and not is_solved:
         note("--checkpointing solve finds no plan that fits: every layer is checkpointed.")
+
+
+def note_rank(config: TrainConfig, width: int, note: Callable[[str], None]) -> None:
+    """Say where a rank is more than its narrowest layer is wide; a width of 0: no layer has one."""
+    if 0 < width < (config.lora_rank or 0):
+        note(
+            f"The narrowest layer that is adapted has {width:,} inputs or outputs: rank {config.lora_rank:,} "
+            f"adds nothing to it that {width:,} would not."
+        )
 
 
 def priced(

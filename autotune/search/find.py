@@ -21,6 +21,7 @@ from autotune.records.charts import Details
 from autotune.records.estimate import Estimate
 from autotune.records.question import Question
 from autotune.search import lengths_room, predict_best
+from autotune.search.estimate import note_rank
 from autotune.search.fleet import HERE, Cards, Where, fleet_on_ray
 from autotune.search.listener import SILENT, Listener
 from autotune.search.predict_best import Prediction
@@ -182,8 +183,11 @@ def predict(problem: Problem, *, listener: Listener) -> Prediction:
             traces_all=problem.backend is not None,
         )
         if problem.backend is not None:  # A confirmation trains with varied lengths.
-            return search()
-        return lengths_room.with_room(lambda share: search(varied_share=share), listener.note)
+            found = search()
+        else:
+            found = lengths_room.with_room(lambda share: search(varied_share=share), listener.note)
+    note_rank(found.answer.best.config, found.narrowest_layer(), listener.note)
+    return found
 
 
 def measured_name(problem: Problem) -> str:

@@ -111,6 +111,10 @@ class Prediction:
         self._ways_to_compile = ways_to_compile
         self._context = context
 
+    def narrowest_layer(self) -> int:
+        """The fewest inputs or outputs of a layer in which the answer has a rank; 0 where none has."""
+        return self._estimator.narrowest_layer(self.answer.best.config)
+
     def goes_on(self) -> bool:
         """Whether the answer's steps go on within the budget where the lengths of samples vary."""
         most_bytes = self._estimator.most_for_lengths(self.answer.best.config)
@@ -377,7 +381,8 @@ def find(
         def likely_next(candidates: Candidates) -> set[TraceSpec]:
             configs = list(filter(estimator.supports, possible))
             families = families_of(candidates, configs, estimator, methods=solving, allow=allow)
-            plans = (each.specs() for each in families)
+            # What may not be chosen anyway waits until the answer's own best is known.
+            plans = (each.specs() for each in families if each.answer is not None)
             _, best = _chosen(candidates, allow)
             in_parts = list[TraceSpec]()
             if best is not None and tried_on_best.parts_may_pay(best, configs, estimator):

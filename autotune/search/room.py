@@ -62,7 +62,7 @@ def served_by_vllm(model: ModelSource, gpu: Gpu) -> Served | None:
     if not isinstance(vocab_size, int) or count is None:
         return None
     try:
-        cache = kv_cache(model.config, batch_size=1, context=1, dtype="bfloat16")
+        cache = kv_cache(model.text_config, batch_size=1, context=1, dtype="bfloat16")
     except ConfigError:
         return None
     return Served(

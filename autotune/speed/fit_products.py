@@ -77,9 +77,7 @@ def fitted_products(
         rates = {d: rate * scales.get(d, others) for d, rate in card.flop_per_second.items()}
         figures = zip(FIGURES, x[len(dtypes) :], strict=True)
         return replace(
-            card,
-            flop_per_second=rates,
-            tensor_flop_per_second=rates["float16"],
+            card.with_rates(rates),
             behaviour=Behaviour(**{name: _from_search(name, value) for name, value in figures}),
         )
 

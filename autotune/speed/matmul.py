@@ -30,7 +30,7 @@ Not modelled
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,17 +80,44 @@ class MatmulCard:
     memory_bytes_per_second: float
     """The datasheet's."""
     tensor_flop_per_second: float
-    """Rate of 16-bit products without end; the L2 cache's rate goes with it."""
+    """Rate of 16-bit products without end; the L2 cache's rate goes with it. Of a card without tensor cores
+    it is that of a card with as many lanes that has some."""
     behaviour: Behaviour
     """Figures of products on tensor cores."""
     float32: Behaviour
     """Figures of those of float32, which are on none."""
+    has_tensor_cores: bool = True
+    """Whether 16-bit products run on tensor cores; False: on the lanes of float32."""
     flop_per_second: Mapping[str, float] = field(hash=False)
     """Rate of products without end that lasts, by dtype."""
     rates_from: Mapping[str, RatesFrom] = field(hash=False)
     """Evidence behind the times, by dtype."""
     spread: tuple[float, ...] | None = None
     """Standard deviation of a time's logarithm, by REGIMES, where this very card was calibrated."""
+
+    def with_rates(self, flop_per_second: Mapping[str, float]) -> MatmulCard:
+        """Return the card with other rates of products without end, and an L2 cache that goes with them."""
+        return replace(
+            self,
+            flop_per_second=flop_per_second,
+            tensor_flop_per_second=tensor_rate(
+                flop_per_second, has_tensor_cores=self.has_tensor_cores
+            ),
+        )
+
+
+def tensor_rate(flop_per_second: Mapping[str, float], *, has_tensor_cores: bool) -> float:
+    """Return the rate that the L2 cache's goes with, by the rates of products without end.
+
+    Without tensor cores it is what those of a V100 would do beside as many lanes, since its cache feeds both.
+    """
+    if has_tensor_cores:
+        return flop_per_second["float16"]
+    return _TENSOR_OF_LANES * flop_per_second["float32"]
+
+
+_TENSOR_OF_LANES = 8.0
+"""Rate of a V100's tensor cores over that of its float32 lanes (its datasheet: 125 and 15.7 TFLOP/s)."""
 
 
 def matmul_seconds(
@@ -109,13 +136,13 @@ def matmul_seconds(
     where it fits, as the operation before left it. `num_weights`: that many second operands take turns,
     as the tables' did. Raises KeyError for a dtype that the card has no rate for.
     """
-    is_float32, num_sms = dtype == "float32", card.num_sms
-    how = card.float32 if is_float32 else card.behaviour
+    on_lanes, num_sms = dtype == "float32" or not card.has_tensor_cores, card.num_sms
+    how = card.float32 if on_lanes else card.behaviour
     size_bytes = ELEMENT_BYTES[dtype]
     result_bytes = max(size_bytes, _LEAST_RESULT_BYTES)
     sm_l2_bytes_per_second = how.l2_bytes_per_flop * card.tensor_flop_per_second / num_sms
     l2_bytes_per_second = sm_l2_bytes_per_second * num_sms
-    tiles = _FLOAT32_TILES if is_float32 else _TENSOR_TILES
+    tiles = _FLOAT32_TILES if on_lanes else _TENSOR_TILES
     tile_m, tile_n = tiles[:, :1], tiles[:, 1:]
     sm_seconds = (
         2 * num_sms * tile_m * tile_n * (_LARGEST_TILE / (tile_m * tile_n)) ** how.tile_exponent
@@ -123,7 +150,7 @@ def matmul_seconds(
     reading = (tile_m + tile_n) / sm_l2_bytes_per_second
     step_seconds = np.maximum(sm_seconds / card.flop_per_second[dtype], size_bytes * reading)
     fill_seconds = step_seconds
-    if not is_float32:
+    if not on_lanes:
         fill_seconds = np.maximum(sm_seconds / card.tensor_flop_per_second, 2 * reading)
     fill_seconds = how.fill_steps * fill_seconds
 

@@ -11,6 +11,7 @@ where they are not, cards of one compute capability reach alike; bfloat16 is emu
 from __future__ import annotations
 
 import functools
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from autotune.speed.matmul import (
     MatmulCard,
     matmul_seconds,
     regime_of,
+    tensor_rate,
 )
 from autotune.speed.origin import RatesFrom
 
@@ -64,6 +66,7 @@ def matmul_card(
         or "float16" not in rates
     ):
         return None
+    by_dtype = {dtype: rate for dtype, (rate, _) in rates.items()}
     table = data()["behaviour"]
     has_table = gpu.name in table
     figures = table[gpu.name] if has_table else table["HBM" if has_hbm(gpu) else "GDDR"]
@@ -72,10 +75,11 @@ def matmul_card(
         num_sms=gpu.num_sms,
         l2_bytes=gpu.l2_bytes or gpu.num_sms * _l2_bytes_of_sm(gpu.compute_capability),
         memory_bytes_per_second=gpu.memory_bandwidth_bytes_per_second,
-        tensor_flop_per_second=rates["float16"][0],
+        tensor_flop_per_second=tensor_rate(by_dtype, has_tensor_cores=has_tensor_cores(gpu)),
         behaviour=Behaviour(**figures),
         float32=float32 or Behaviour(**table["float32"]),
-        flop_per_second={dtype: rate for dtype, (rate, _) in rates.items()},
+        has_tensor_cores=has_tensor_cores(gpu),
+        flop_per_second=by_dtype,
         rates_from={
             dtype: RatesFrom.THIS_CARD if has_table and dtype in _HALF else rates_from
             for dtype, (_, rates_from) in rates.items()
@@ -106,9 +110,7 @@ def _with_own(card: MatmulCard, own: OwnProducts | None) -> MatmulCard:
     for dtype, rate in card.flop_per_second.items():
         rates.setdefault(dtype, scale * rate)
     return replace(
-        card,
-        flop_per_second=rates,
-        tensor_flop_per_second=rates["float16"],
+        card.with_rates(rates),
         behaviour=own.behaviour,
         rates_from={**card.rates_from, **dict.fromkeys(own.flop_per_second, RatesFrom.THIS_CARD)},
         spread=own.spread,
@@ -148,19 +150,23 @@ def without_end(card: MatmulCard) -> MatmulCard:
         return float((flops / seconds).max()) / card.flop_per_second[dtype]
 
     rates = {dtype: rate / share(dtype) for dtype, rate in card.flop_per_second.items()}
-    return replace(card, flop_per_second=rates, tensor_flop_per_second=rates["float16"])
+    return card.with_rates(rates)
 
 
 def _no_faster_than(rested: float | None, card: MatmulCard) -> MatmulCard:
     """A card that lasts at a rate no higher than the one it had rested."""
     if rested is None:
         return card
-    rates = {d: min(r, rested) if d in _HALF else r for d, r in card.flop_per_second.items()}
-    return replace(card, flop_per_second=rates, tensor_flop_per_second=rates["float16"])
+    limited = _HALF if card.has_tensor_cores else card.flop_per_second
+    rates = {d: min(r, rested) if d in limited else r for d, r in card.flop_per_second.items()}
+    return card.with_rates(rates)
 
 
 def rested_flop_per_second(name: str) -> float | None:
-    """Rate without end that the tables' 16-bit products had on a rested card; None without a table."""
+    """Rate without end that the tables' products had on a rested card; None without a table.
+
+    They are of 16 bits, on a card without tensor cores of float32.
+    """
     rested = data()["rested_tflop_per_second"].get(name)
     return None if rested is None else rested * 1e12
 
@@ -179,6 +185,18 @@ def log_spread(card: MatmulCard, dtype: str, m: Floats, n: Floats, k: Floats) ->
 def of_capability(name: str, gpu: Gpu) -> str:
     """Key of `of_peak` for the cards of a class that have this one's compute capability."""
     return f"{name}_{'.'.join(map(str, gpu.compute_capability or ()))}"
+
+
+def has_tensor_cores(gpu: Gpu) -> bool:
+    """Whether it has tensor cores: from Volta on, but for the GTX cards of Turing.
+
+    A card whose capability is unknown is taken to have some.
+    """
+    capability = gpu.compute_capability
+    if capability == (7, 5):
+        peaks = gpu.peak_flop_per_second
+        return peaks.get("float16", math.inf) > 3 * peaks.get("float32", 0.0)
+    return capability is None or capability >= (7, 0)
 
 
 def has_own_lanes(gpu: Gpu) -> bool:

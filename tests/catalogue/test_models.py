@@ -27,7 +27,7 @@ def write_config(folder: Path, content: str | bytes | dict[str, object]) -> Path
     return path
 
 
-@pytest.mark.parametrize("entry", catalogue(), ids=lambda entry: entry.hub_id)
+@pytest.mark.parametrize("entry", models.known(), ids=lambda entry: entry.hub_id)
 def test_every_row_of_the_catalogue_resolves_and_is_sourced(entry: models.CatalogueEntry) -> None:
     source = resolve(entry.hub_id)
     assert source.name == entry.hub_id
@@ -43,7 +43,7 @@ def test_every_configuration_in_the_package_has_its_row() -> None:
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         entry.file for entry in catalogue()
     )
-    assert len(catalogue()) == 50
+    assert len(catalogue()) == 87
     # Published on the model's card.
     assert resolve("polyglot-ko-1.3b").num_parameters_known == 1_331_810_304
 
@@ -61,6 +61,22 @@ def test_names_of_the_catalogue(name: str, hub_id: str) -> None:
     source = resolve(name)
     assert source.name == hub_id
     assert source.short_name == hub_id.split("/")[1]
+
+
+def test_a_variant_is_built_as_the_model_it_is_like() -> None:
+    """Other weights alone, and another longest text where its row says so."""
+    names = [entry.hub_id for entry in models.known()]
+    assert len(names) == len({name.casefold() for name in names}) == 182
+    assert {entry.short_name.casefold() for entry in models.known()}.isdisjoint(names)
+    source, like = resolve("llama-3.1-8b-instruct"), resolve("meta-llama/Llama-3.1-8B")
+    assert source.name == "meta-llama/Llama-3.1-8B-Instruct"
+    assert (source.config, source.num_parameters_known) == (
+        like.config,
+        like.num_parameters_known,
+    )
+    thinking, qwen3 = resolve("Qwen/Qwen3-4B-Thinking-2507"), resolve("Qwen/Qwen3-4B")
+    assert thinking.positions == 262_144
+    assert thinking.config == qwen3.config | {"max_position_embeddings": 262_144}
 
 
 def test_a_folder(tmp_path: Path) -> None:

@@ -55,8 +55,14 @@ def values(folder: Path, line: str) -> list[str]:
 
 
 def test_models_cards_and_spaces(tmp_path: Path) -> None:
-    assert values(tmp_path, "autotune find --model qwen/qwen2.5-1.5") == ["Qwen/Qwen2.5-1.5B"]
-    assert values(tmp_path, "autotune estimate --model Qwen2.5-1.5") == ["Qwen2.5-1.5B"]
+    assert values(tmp_path, "autotune find --model qwen/qwen2.5-1.5") == [
+        "Qwen/Qwen2.5-1.5B",
+        "Qwen/Qwen2.5-1.5B-Instruct",
+    ]
+    assert values(tmp_path, "autotune estimate --model Qwen2.5-1.5") == [
+        "Qwen2.5-1.5B",
+        "Qwen2.5-1.5B-Instruct",
+    ]
     assert values(tmp_path, "autotune max --gpu rtx-pro-4") == [
         "rtx-pro-4000-blackwell",
         "rtx-pro-4500-blackwell",

@@ -9,6 +9,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from autotune.catalogue.attention import without
+from autotune.catalogue.tasks import SEEING
 
 TASKS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -19,6 +20,7 @@ TASKS = (
     "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
     "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
 )
 
 
@@ -26,6 +28,8 @@ def _classes() -> dict[str, list[Any]]:
     classes: dict[str, list[Any]] = {}
     for task in TASKS:
         for kind, names in getattr(modeling_auto, task).items():
+            if "IMAGE_TEXT" in task and kind not in SEEING:
+                continue
             name = names if isinstance(names, str) else names[0]
             classes.setdefault(kind, []).append(getattr(transformers, name))
     return classes

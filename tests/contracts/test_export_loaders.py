@@ -411,7 +411,13 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
     teacher = Teacher(name="larger", config_json="{}") if row.has_teacher else None
     export.export_files(
         tmp_path,
-        workload=Workload(model="llama", task=command, memory_budget_bytes=10**9, teacher=teacher),
+        workload=Workload(
+            model="llama",
+            task=command,
+            memory_budget_bytes=10**9,
+            teacher=teacher,
+            extra_arguments='{"eval_strategy": "steps"}',
+        ),
         config=config,
         result={"evidence": "predicted"},
     )
@@ -424,6 +430,8 @@ def test_trl_takes_the_settings_of_what_writes_completions(command: str, tmp_pat
     assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, 2)
     assert read.max_completion_length == 8
     assert read.model_init_kwargs == {"device_map": None}
+    # A batch of an evaluation has room for two completions of a prompt.
+    assert row.has_teacher or read.num_generations_eval == 2
     if row.has_teacher:
         assert read.teacher_model_name_or_path == "larger"
         loading = {"dtype": "float32", "device_map": None}

@@ -60,7 +60,9 @@ def test_what_is_found_trains(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "train.py").exists()
 
     program = tmp_path / "out" / "exports" / "train_sft.py"
-    ran = here.workers.program(RUN, str(program), str(dataset), cwd=tmp_path)
+    more = (str(dataset), "--eval-dataset", str(dataset))
+    ran = here.workers.program(RUN, str(program), *more, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "'eval_loss'" in ran.stdout
     saved = {path.name for path in (tmp_path / "output").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors", "processor_config.json"} <= saved

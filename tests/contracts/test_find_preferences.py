@@ -120,9 +120,10 @@ def test_what_is_found_trains(task: str, llama: Path, tmp_path: Path) -> None:
     if row.is_rewarded:
         ran = here.workers.program(RUN, str(program), str(dataset), cwd=tmp_path)
         assert (ran.returncode, "--reward FILE.py:FUNCTION" in ran.stderr) == (1, True)
-    more += ["--set", "max_steps=2", "--set", "output_dir=trained"]
+    more += ["--set", "max_steps=2", "--set", "output_dir=trained", "--eval-split", "0.25"]
     ran = here.workers.program(RUN, str(program), str(dataset), *more, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
+    assert ran.stdout.count("'eval_loss'") == 2  # as often as a checkpoint is saved
     saved = {path.name for path in (tmp_path / "trained").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
 
@@ -135,12 +136,13 @@ WITH_VLLM = """
 
 @pytest.mark.usefixtures("forked_workers")
 def test_what_vllm_writes_is_predicted_and_needs_it(llama: Path, tmp_path: Path) -> None:
-    space = OF_COMPLETIONS.rstrip() + WITH_VLLM
+    space = OF_COMPLETIONS.replace("lora_rank: [16]", "lora_rank: [1000]").rstrip() + WITH_VLLM
     (tmp_path / "space.yaml").write_text(space, encoding="utf-8")
     asked = ("find", "--model", str(llama), "--task", "grpo", "--method", "lora")
     asked += ("--space", "space.yaml", "--seq-len", "32", "--effective-batch", "4")
     found = here.command(*asked, "--gpu", "rtx-4090", "--out", "out", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
+    assert "rank 1,000 adds nothing to it that" in found.stderr
     said = " ".join(found.stdout.split())
     assert "vLLM on 30 % of the card" in said
     assert "next pip install 'trl[vllm]' && python out/train_grpo.py" in said.replace("\xa0", " ")

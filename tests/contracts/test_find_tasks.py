@@ -288,11 +288,18 @@ def test_what_is_found_trains(task: str, models_here: Path, tmp_path: Path) -> N
     options = ["--dataset", str(dataset), "--max-steps", "2", "--output-dir", "trained"]
     if case.program != "train.py":
         options = [str(dataset), "--set", "max_steps=2", "--set", "output_dir=trained"]
+        options += ["--eval-dataset", str(dataset)]
     ran = here.workers.program(RUN, str(program), *options, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    assert case.program != "train.py" or "2 steps, loss" in ran.stdout
+    said = "2 steps, loss" if case.program == "train.py" else "'eval_loss'"
+    assert said in ran.stdout
     saved = {path.name for path in trained.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
+    if task == EMBEDDINGS:
+        options += ["--set", "max_steps=3", "--resume"]
+        ran = here.workers.program(RUN, str(program), *options, cwd=tmp_path)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        assert ran.stdout.count("'eval_loss'") == 1
 
 
 BAD = {

@@ -39,6 +39,7 @@ def test_attention_is_what_the_model_has_of_it(family: str) -> None:
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+        if not name.startswith("head.")  # ModernBERT's, which no file is written for
     }
     own = tuple(name for name in ATTENTION_PROJECTIONS if name in leaves)
     assert attention_modules(source.name) == own

@@ -16,6 +16,7 @@ import re
 import runpy
 import signal
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from autotune.export import train_py
+from autotune.export import train_py, unsloth_py
 from autotune.memory.out_of_memory import says_out_of_memory
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.cut_by_tokens import cut_by_tokens
@@ -58,6 +59,7 @@ FALLBACKS = (
 )
 OF_ANOTHER_RUN = dataclasses.replace(ANSWER, micro_batch_size=1)
 PLENTY_BYTES = 10**12
+PREDICTED = {"evidence": "predicted"}
 NUM_STEPS = 8
 
 CAPPED = """
@@ -491,17 +493,18 @@ def test_micro_batches_by_tokens_are_those_that_were_predicted(
     [
         (["max_step=3"], "DPOConfig has no such field. Did you mean max_steps?"),
         (["max_steps"], "--set max_steps: write it as NAME=VALUE"),
-        (["eval_strategy=steps"], "give the trainer an eval_dataset in this file, too"),
         (["report_to=none-such"], "report_to none-such: no library of that name"),
-        (["load_best_model_at_end=true"], "--set load_best_model_at_end=true: "),
+        (["load_best_model_at_end=true", "eval_strategy=epoch"],
+         "--set load_best_model_at_end=true --set eval_strategy=epoch: "),
     ],
-)
+)  # fmt: skip
 def test_a_program_of_trl_says_what_it_cannot_set(given: list[str], said: str) -> None:
     trl = pytest.importorskip("trl")
     program = settings_code()
     with pytest.raises(SystemExit, match=re.escape(said)):
         program["with_settings"](
-            trl.DPOConfig(use_cpu=True, bf16=False, activation_checkpointing=False), given
+            trl.DPOConfig(use_cpu=True, bf16=False, activation_checkpointing=False),
+            asked(*given, eval_split=0.1),
         )
 
 
@@ -513,12 +516,15 @@ def test_settings_of_a_program_of_trl_go_over_its_own(capsys: pytest.CaptureFixt
         bf16=False,
         activation_checkpointing=False,
         per_device_train_batch_size=4,
+        per_device_eval_batch_size=3,
         num_generations=2,
     )
     program = settings_code()
-    assert program["with_settings"](made, []) is made
+    assert program["with_settings"](made, asked()) is made
+    with pytest.raises(SystemExit, match="The evaluation: The global eval batch size"):
+        program["with_settings"](made, asked(eval_split=0.1))
     given = ["num_train_epochs=2", "per_device_train_batch_size=2", "lr_scheduler_type=cosine"]
-    found = program["with_settings"](made, given)
+    found = program["with_settings"](made, asked(*given))
     assert (found.num_train_epochs, found.per_device_train_batch_size) == (2, 2)
     assert (found.generation_batch_size, found.output_dir) == (2, "o")
     assert found.lr_scheduler_type == "cosine"
@@ -528,6 +534,82 @@ def test_settings_of_a_program_of_trl_go_over_its_own(capsys: pytest.CaptureFixt
     ]
 
 
+BEST = {
+    "eval_strategy": "steps",
+    "save_steps": 50,
+    "eval_steps": 50,
+    "load_best_model_at_end": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "given", "share", "evaluated", "free"),
+    [
+        ({}, [], 0.1, ("steps", 500, False), ["save_steps", "eval_steps"]),
+        ({}, ["load_best_model_at_end=true"], 0.1, ("steps", 500, True), ["save_steps", "eval_steps"]),
+        ({"save_steps": 50}, [], 0.1, ("steps", 50, False), []),
+        ({}, ["save_strategy=epoch"], 0.1, ("epoch", 500, False), []),
+        (BEST, [], 0.1, ("steps", 50, True), []),
+        (BEST, [], None, ("no", 50, False), []),
+        ({}, ["eval_strategy=steps"], None, ("no", None, False), ["save_steps"]),
+        ({}, [], None, ("no", None, False), ["save_steps"]),
+    ],
+)  # fmt: skip
+def test_a_program_of_trl_evaluates_at_its_checkpoints(
+    chosen: dict[str, Any],
+    given: list[str],
+    share: float | None,
+    evaluated: tuple[str, int, bool],
+    free: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where there are samples to evaluate on, whatever the file that it was made from had said."""
+    trl = pytest.importorskip("trl")
+    made = trl.DPOConfig(use_cpu=True, bf16=False, activation_checkpointing=False, **chosen)
+    options = asked(*given, eval_split=share)
+    found = settings_code()["with_settings"](made, options)
+    assert (found.eval_strategy, found.eval_steps, found.load_best_model_at_end) == evaluated
+    assert options.free_intervals == free
+    off = "Without --eval-dataset or --eval-split there is nothing to evaluate: no eval_strategy"
+    assert (off in capsys.readouterr().out) is (share is None and bool(chosen or given))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated")  # TRL's default
+def test_the_program_for_unsloth_goes_on_and_evaluates(
+    folder: Path, here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it but Unsloth itself, which needs a card: Transformers loads the model here."""
+    pytest.importorskip("trl")
+    config = dataclasses.replace(ANSWER, trainer="trl-sft")
+    workload = Workload(model=str(folder / "model"), memory_budget_bytes=10**9)
+    program = folder / "train_unsloth.py"
+    program.write_text(unsloth_py.write(workload=workload, config=config, result=PREDICTED))
+    lines = (folder / "data.txt").read_text(encoding="utf-8").splitlines()
+    rows = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (folder / "rows.jsonl").write_text(rows, encoding="utf-8")
+    stands_in: Any = types.ModuleType("unsloth")
+    stands_in.FastLanguageModel = types.SimpleNamespace(from_pretrained=model_and_tokenizer)
+    here.setitem(sys.modules, "unsloth", stands_in)
+    told = [str(program), str(folder / "rows.jsonl"), "--eval-split", "0.25"]
+    for name, value in {"output_dir": folder / "unsloth", "use_cpu": True, "bf16": False}.items():
+        told += ["--set", f"{name}={value}"]
+    run(here, [*told, "--set", "max_steps=2"])
+    assert capsys.readouterr().out.count("'eval_loss'") == 2
+    run(here, [*told, "--set", "max_steps=3", "--resume"])
+    assert capsys.readouterr().out.count("'eval_loss'") == 1
+    saved = [path.name for path in (folder / "unsloth").glob("checkpoint-*")]
+    assert sorted(saved) == ["checkpoint-2", "checkpoint-3"]
+
+
+def model_and_tokenizer(model_name: str, **_: Any) -> tuple[Any, Any]:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_name)
+    return LlamaForCausalLM.from_pretrained(model_name), tokenizer
+
+
+def asked(*pairs: str, eval_split: float | None = None) -> argparse.Namespace:
+    return argparse.Namespace(set=[*pairs], eval_split=eval_split, eval_dataset=None)
+
+
 def settings_code() -> dict[str, Any]:
     """The functions of a program whose arguments are made before its options are read."""
     import difflib
@@ -535,7 +617,7 @@ def settings_code() -> dict[str, Any]:
     from transformers import HfArgumentParser
     from transformers.integrations import get_available_reporting_integrations
 
-    needed = (dataclasses, difflib, sys)
+    needed = (argparse, dataclasses, difflib, random, sys)
     program: dict[str, Any] = {module.__name__: module for module in needed}
     program |= {
         "Any": Any,

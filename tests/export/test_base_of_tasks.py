@@ -31,6 +31,8 @@ FULL = TrainConfig(
 QLORA = dataclasses.replace(
     FULL,
     method="qlora",
+    micro_batch_size=2,
+    gradient_accumulation_steps=16,
     quantization="nf4",
     precision="bf16-autocast",
     lora_rank=16,
@@ -105,7 +107,7 @@ def test_what_says_nothing_of_a_trainer_has_that_of_the_task(
     )
     batch = (run.config.micro_batch_size, run.config.gradient_accumulation_steps)
     least = 32 if row.compares_all else row.least_micro_batch
-    assert batch == ((4, 8) if name == "training-args" else (least, 32 // least))
+    assert batch == ((2, 16) if name == "training-args" else (least, 32 // least))
     space, _ = own_run.searched(
         space_file.load("default"), run, run.config, task, has_lengths=False
     )

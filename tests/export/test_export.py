@@ -665,6 +665,7 @@ def test_a_run_of_trl_says_that_a_configuration_alone_has_no_weights(
     main = ast.unparse(next(n for n in functions if n.name == "main"))
     names: dict[str, Any] = {"argparse": argparse, "sys": sys, "Path": Path, "model": str(path)}
     names |= {"arguments": None, "with_settings": lambda arguments, _: arguments}
+    names |= {"add_evaluation_options": lambda _: None}
     exec(main, names)
     monkeypatch.setattr("sys.argv", ["train_sft.py", "rows.jsonl"])
     with pytest.raises(SystemExit, match="neither weights nor a tokenizer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -51,6 +52,13 @@ def test_it_is_in_every_file_as_it_was(tmp_path: Path) -> None:
     base = train_config.read_train_config(tmp_path / "train_config.yaml")
     assert base.config == FULL
     assert json.loads(base.extra_arguments) == EXTRA
+
+
+@pytest.mark.parametrize("name", ["sft-python", "unsloth"])
+def test_a_program_does_not_say_of_it_that_it_was_chosen(name: str) -> None:
+    text = export.ALL[name].write(workload=workload_with(**EXTRA), config=FULL, result=RESULT)
+    (line,) = (each for each in text.splitlines() if each.startswith("DECIDED = "))
+    assert EXTRA.keys().isdisjoint(ast.literal_eval(line.removeprefix("DECIDED = ")))
 
 
 def test_without_any_nothing_is_written(tmp_path: Path) -> None:

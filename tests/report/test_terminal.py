@@ -527,6 +527,7 @@ def test_paged_state_is_named() -> None:
         "4.00 GiB of optimizer state may be paged, and all of it finds room on the card."
     )
     assert "CUDA 0.5 | paged state 1.0" in shown
+    assert "paged state" not in dict(words.memory_parts(answers.estimate(state=state)))
     # It gives way: what has to be there is a GiB less than the peak.
     assert "memory 10.0 of 11.2 GiB" in shown
     assert re.search(r"numerics the answer [\d,]+ 10\.0 ", shown)

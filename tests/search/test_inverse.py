@@ -416,6 +416,7 @@ def test_the_largest_model_is_that_of_a_full_search(
     budget_bytes, length = 1_150_000_000, 512
     rows = [entry(llama(width, 2, 8 * width), tmp_path) for width in (1024, 512, 2048, 1536)]
     monkeypatch.setattr(models, "catalogue", lambda: tuple(rows))
+    monkeypatch.setattr(models, "known", lambda: tuple(rows))
     found = questions.answer(
         "model", asked(source=None, budget_bytes=budget_bytes, methods=("lora",)), server
     )
@@ -749,6 +750,7 @@ def test_a_model_that_cannot_be_traced_does_not_end_the_search(
         space=space_file.load("quick"),
     )
     monkeypatch.setattr(models, "catalogue", lambda: tuple(few))
+    monkeypatch.setattr(models, "known", lambda: tuple(few))
     found = questions.answer("model", ask, server)
     assert found.value == few[0].hub_id
     assert found.beyond is None

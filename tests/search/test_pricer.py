@@ -11,13 +11,15 @@ import pytest
 import tiny_model
 
 from autotune.errors import ConfigError
+from autotune.predict.estimator import narrowest_layer
 from autotune.predict.floors import least_bytes
+from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.answer import MORE_MEMORY_BYTES
 from autotune.records.estimate import TraceSpec
 from autotune.records.question import Question
 from autotune.search import room
 from autotune.search.inverse import pricing, questions
-from autotune.search.inverse.pricing import Case, Pricer, narrowed, narrowest_layer
+from autotune.search.inverse.pricing import Case, Pricer, narrowed
 from autotune.search.predict_best import Prediction
 from autotune.space.config import TrainConfig
 from autotune.space.search_space import MethodSpace, SearchSpace
@@ -278,6 +280,14 @@ def test_the_narrowest_layer_is_the_lesser_side_of_any_that_the_rank_leaves_alon
     assert narrowest_layer(trained(*layer, (8,), (2, 16))) == 64
     assert narrowest_layer(trained((8,))) == narrowest_layer(trained()) == 0
 
+    class Flat(SharedTrace):
+        """One of several GPUs, which has no matrices."""
+
+        def trainable(self, rank: int) -> list[Any]:
+            return [SimpleNamespace(shape=(64 * rank,))]
+
+    assert narrowest_layer(Flat(trained(*layer), "zero3")) == 64
+
 
 def test_a_case_is_a_configuration_at_its_length_with_what_it_fixes() -> None:
     case = dataclasses.replace(CASE, sequence_length=77, fixed={"micro_batch_size": 3})
@@ -294,13 +304,17 @@ def test_the_largest_models_that_take_the_length_are_asked_first(
         "c": (30, 513, "causal-lm"),
         "d": (40, None, "causal-lm"),
         "e": (50, None, "masked-lm"),
+        "v": (60, None, "causal-lm"),
         "z": (10, None, "causal-lm"),
     }
     entries = [SimpleNamespace(hub_id=name, num_parameters=of[0]) for name, of in sources.items()]
 
     def resolve(name: str) -> Any:
         _, longest, task = sources[name]
-        return SimpleNamespace(task=task, max_sequence_length=longest)
+        # Qwen2.5-VL has no class for text alone.
+        kind = {"e": "bert", "v": "qwen2_5_vl"}.get(name, "llama")
+        config = {"model_type": kind}
+        return SimpleNamespace(task=task, max_sequence_length=longest, config=config)
 
     monkeypatch.setattr(questions.models, "catalogue", lambda: entries)
     monkeypatch.setattr(questions.models, "resolve", resolve)

@@ -425,6 +425,19 @@ def test_where_no_plan_fits_that_is_said(asked: int, found: dict[str, Any], is_s
     assert any("no plan that fits" in note for note in notes) == is_said
 
 
+@pytest.mark.parametrize(
+    ("rank", "width", "is_said"),
+    [(65, 64, True), (64, 64, False), (8, 0, False), (None, 64, False)],
+)
+def test_a_rank_that_adds_nothing_to_a_layer_is_noted(
+    rank: int | None, width: int, is_said: bool
+) -> None:
+    notes: list[str] = []
+    config = dataclasses.replace(answers.estimate().config, lora_rank=rank)
+    estimate_module.note_rank(config, width, notes.append)
+    assert any("64 inputs or outputs: rank 65 adds nothing" in note for note in notes) == is_said
+
+
 def test_what_cannot_work_is_refused() -> None:
     asked = dataclasses.replace(QUESTION, settings={"activation_offloading": True})
     with pytest.raises(ConfigError, match="This configuration"):

@@ -18,7 +18,9 @@ from autotune.predict.floors import least_bytes
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.search import predict_best, room
+from autotune.search.candidates import Candidates
 from autotune.search.predict_best import Prediction
+from autotune.search.solved_checkpointing import Families, plan_specs
 from autotune.search.traced_in_turn import SAVERS, _faster, of_each_method
 from autotune.space.config import TrainConfig
 from autotune.space.enumeration import enumerate_configs
@@ -215,6 +217,26 @@ def test_what_is_passed_over_is_what_less_memory_asks_for(
     # What saves less comes before what saves more.
     for number, spec in enumerate(after):
         assert {*_faster(spec, FULL)}.isdisjoint(after[number:])
+
+
+def test_plans_of_a_class_that_may_not_be_chosen_are_not_traced_ahead(
+    asked: list[set[TraceSpec]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lean, of_other = (
+        dataclasses.replace(config, activation_offloading=False) for config in (LEAN, QLORA)
+    )
+
+    def families_of(candidates: Candidates, *_: Any, **__: Any) -> list[Families]:
+        best = candidates.best(lambda _: True)
+        assert best is not None
+        return [
+            Families(best=best, answer=best, leans=(lean,)),
+            Families(best=best, leans=(of_other,)),
+        ]
+
+    monkeypatch.setattr(predict_best, "families_of", families_of)
+    searched(1100 * MB, FULL)
+    assert {spec for spec in set().union(*asked) if spec.has_plan} == plan_specs(lean)
 
 
 def test_a_step_that_is_refused_is_not_asked_for_with_less_memory(

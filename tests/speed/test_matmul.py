@@ -17,7 +17,7 @@ from autotune.speed.matmul import (
     matmul_seconds,
     regime_of,
 )
-from autotune.speed.matmul_cards import log_spread, matmul_card
+from autotune.speed.matmul_cards import has_tensor_cores, log_spread, matmul_card
 from autotune.speed.origin import RatesFrom
 from autotune.speed.roofline import peaks_of
 
@@ -229,6 +229,44 @@ def test_bfloat16_without_tensor_cores_is_slower_than_float32() -> None:
         card = known(name)
         rates = [card.flop_per_second[d] for d in ("bfloat16", "float32", "float16")]
         assert rates == sorted(rates)
+
+
+def test_without_tensor_cores_all_products_run_on_the_lanes() -> None:
+    """A P100: its products of 16 bits take float32's way, and its L2 cache is no slower than its memory.
+
+    Its rate is that of its own table of products, which is less than its best square one.
+    """
+    gpu, card = find_gpu("p100"), known("p100")
+    rate = card.flop_per_second["float16"]
+    assert rate == card.flop_per_second["float32"] < gpu.measured_flop_per_second["float32"]
+    as_float32 = dataclasses.replace(card, flop_per_second={"float16": rate}, behaviour=PLAIN)
+    assert one(as_float32, 1, 4096, 768, 768, dtype="float16") == one(
+        card, 1, 4096, 768, 768, dtype="float16"
+    )
+    l2_bytes_per_second = card.float32.l2_bytes_per_flop * card.tensor_flop_per_second
+    assert l2_bytes_per_second > card.memory_bytes_per_second
+
+
+@pytest.mark.parametrize(
+    ("capability", "float16", "float32", "has_some"),
+    [
+        ((6, 1), 12e12, 12e12, False),
+        ((7, 0), 125e12, 15.7e12, True),
+        ((7, 5), 10.9e12, 5.4e12, False),  # GTX 1660 Ti
+        ((7, 5), 52e12, 6.5e12, True),  # RTX 2060
+        ((8, 6), 71e12, 35.6e12, True),  # RTX 3090, by float32 accumulation
+        (None, 10e12, 10e12, True),
+    ],
+)
+def test_which_cards_have_tensor_cores(
+    capability: tuple[int, int] | None, float16: float, float32: float, has_some: bool
+) -> None:
+    gpu = dataclasses.replace(
+        find_gpu("rtx-3090"),
+        compute_capability=capability,
+        peak_flop_per_second={"float16": float16, "float32": float32},
+    )
+    assert has_tensor_cores(gpu) is has_some
 
 
 @pytest.mark.parametrize(

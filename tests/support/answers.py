@@ -192,6 +192,9 @@ class MadeUpPrediction(Prediction):
         self.answer = answer
         self.considered = (answer.best, *answer.tied)
 
+    def narrowest_layer(self) -> int:
+        return 0
+
     def goes_on(self) -> bool:
         return True
 

@@ -18,7 +18,14 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.speed import matmul_cards
 from autotune.speed.origin import RatesFrom
 from validation.kernels import matmul_held_out as held_out
-from validation.kernels.matmul_behaviour import FLOAT32_CARDS, RATE, fit, fit_float32
+from validation.kernels.matmul_behaviour import (
+    FLOAT32_CARDS,
+    RATE,
+    WITHOUT_TENSOR_CORES,
+    fit,
+    fit_float32,
+    rate_on_lanes,
+)
 from validation.kernels.matmul_rates import log_spread_80, shares_by_class
 from validation.kernels.measured_products import Products, bfloat16_products, float32_products
 
@@ -28,7 +35,8 @@ HEAD = """\
 #
 # behaviour               the fields of autotune.speed.matmul.Behaviour; gemm_bf16.csv.gz (aiconfigurator);
 #                         float32: fp32_kernels.csv.gz (NeuSight)
-# rested_tflop_per_second bfloat16 products without end on a rested card, from the same fits
+# rested_tflop_per_second bfloat16 products without end on a rested card, from the same fits; of a card
+#                         without tensor cores those of float32
 # of_peak                 median share of the peak that the measured rates of gpus.toml are, by class of card
 # log_spread              standard deviation of the logarithm of held-out times
 """
@@ -42,7 +50,8 @@ def main() -> None:
         for kind in ("HBM", "GDDR")
     }
     hbm = {name: value for name, value in behaviour["HBM"].items() if name != RATE}
-    behaviour["float32"] = fit_float32([float32_of(FLOAT32_CARDS, name) for name in FLOAT32], hbm)
+    lanes = fit_float32([float32_of(FLOAT32_CARDS, name) for name in FLOAT32], hbm)
+    behaviour["float32"] = lanes
     left_out = {card: (rows, held_out.card_left_out(card, tables)) for card, rows in tables.items()}
     shares = shares_by_class()
     of_peak = {name: statistics.median(values) for name, values in sorted(shares.items())}
@@ -61,6 +70,10 @@ def main() -> None:
         "rested_tflop_per_second": {
             card: figures[RATE] * find_gpu(card).peak_flop_per_second["bfloat16"] / 1e12
             for card, figures in own.items()
+        }
+        | {
+            card: rate_on_lanes(card, [float32_of([card], name) for name in FLOAT32], lanes) / 1e12
+            for card in WITHOUT_TENSOR_CORES
         },
     }
     for name, figures in {**behaviour, **own}.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 
@@ -12,7 +13,9 @@ from autotune.catalogue.own_rates import Behaviour
 from autotune.speed import least_squares
 from autotune.speed.fit_products import weights_of
 from autotune.speed.matmul import Floats, MatmulCard, matmul_seconds
+from autotune.speed.matmul_cards import matmul_card
 from autotune.speed.origin import RatesFrom
+from autotune.speed.roofline import peaks_of
 from validation.kernels.measured_products import Products
 
 NUM_WEIGHTS = 6.0
@@ -43,6 +46,8 @@ _UNUSED = Behaviour(**{name: _START[name] for name in _NAMES[1:]})
 
 FLOAT32_CARDS = ("NVIDIA A100-PCIE-40GB", "NVIDIA V100-PCIE-32GB")
 """Cards of fp32_kernels.csv.gz that neither power nor heat slows down in its tests."""
+WITHOUT_TENSOR_CORES = ("NVIDIA P100-PCIE-16GB",)
+"""Cards of it without tensor cores: their rate is their own, the other figures those of FLOAT32_CARDS."""
 _FLOAT32_FITTED = (
     "memory_share", "fill_steps", "whole_waves", "overlap", "split_seconds", "tile_exponent",
 )  # fmt: skip
@@ -144,6 +149,29 @@ def fit_float32(
 
 
 _LAUNCH_SECONDS = 2e-5
+
+
+def rate_on_lanes(
+    name: str, tables: Sequence[Mapping[str, Products]], figures: Mapping[str, float]
+) -> float:
+    """Return the rate of float32 products without end of a card that has no tensor cores.
+
+    With it the middle row of each table is predicted as measured, in the mean of the tables.
+    """
+    gpu = find_gpu(name)
+    peak = gpu.peak_flop_per_second["float32"]
+    card = matmul_card(gpu, peaks_of(gpu), Behaviour(**figures))
+    assert card is not None
+    samples = [table[name].where(table[name].seconds >= _LEAST_SECONDS) for table in tables]
+
+    def too_fast(per_mille: int) -> float:
+        tried = card.with_rates({"float32": per_mille / 1000 * peak})
+        shapes = ((rows.batch, rows.m, rows.n, rows.k) for rows in samples)
+        seconds = (matmul_seconds(tried, "float32", *shape) for shape in shapes)
+        ratios = zip(seconds, samples, strict=True)
+        return -float(np.mean([np.median(np.log(each / rows.seconds)) for each, rows in ratios]))
+
+    return bisect.bisect_left(range(1000), 0.0, lo=1, key=too_fast) / 1000 * peak
 
 
 def _float32(card: str, of_peak: float, figures: Mapping[str, float], rows: Products) -> Floats:

@@ -6,7 +6,12 @@ import numpy as np
 
 from autotune.catalogue.gpus import Gpu, catalogue
 from autotune.speed.matmul import Floats
-from autotune.speed.matmul_cards import FLOAT32_OWN_LANES, has_own_lanes, of_capability
+from autotune.speed.matmul_cards import (
+    FLOAT32_OWN_LANES,
+    has_own_lanes,
+    has_tensor_cores,
+    of_capability,
+)
 from autotune.speed.roofline import peaks_of
 
 
@@ -28,8 +33,7 @@ def classes_of(gpu: Gpu, dtype: str) -> tuple[str, ...]:
     Float32 of cards with lanes of its own has one for each compute capability besides: a card that is left
     out is 6 % off by its own capability's others, and 13 % by all (median of 11). Other classes gain nothing.
     """
-    has_tensor_cores = gpu.compute_capability is None or gpu.compute_capability >= (7, 0)
-    if dtype == "float32" or not has_tensor_cores:
+    if dtype == "float32" or not has_tensor_cores(gpu):
         if has_own_lanes(gpu):
             return FLOAT32_OWN_LANES, of_capability(FLOAT32_OWN_LANES, gpu)
         return ("float32_shared_lanes",)

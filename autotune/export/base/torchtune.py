@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from autotune.catalogue.models import CONFIG_NAME, catalogue
+from autotune.catalogue.models import CONFIG_NAME, known
 from autotune.export.mapping import (
     Row,
     Spelling,
@@ -100,7 +100,7 @@ def model_of(content: Mapping[str, Any]) -> str | None:
     )
     if not builds:
         return None
-    return next((each.hub_id for each in catalogue() if each.short_name.casefold() == last), None)
+    return next((each.hub_id for each in known() if each.short_name.casefold() == last), None)
 
 
 def _say_targets(targets: str) -> dict[str, Any]:

@@ -69,6 +69,10 @@ class SharedTrace:
         """The tensors that the optimizer updates on this GPU."""
         return self._trace.trainable(rank, self._weights)
 
+    def trainable_by_all(self, rank: int) -> list[TensorSpec]:
+        """The tensors that all GPUs together update, whole."""
+        return self._trace.trainable(rank)
+
     def exchange(self, micro_batch: int, rank: int) -> Exchange:
         """Bytes that are sent between the GPUs and to the host, and that are kept for it."""
         raise NotImplementedError

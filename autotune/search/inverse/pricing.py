@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.errors import ConfigError, HardwareError
 from autotune.memory.traces import Trace
-from autotune.predict.estimator import Estimator
+from autotune.predict.estimator import Estimator, narrowest_layer
 from autotune.predict.floors import least_bytes
 from autotune.predict.least_budget import smallest
 from autotune.predict.sharding.shared_trace import SharedTrace
@@ -436,13 +437,16 @@ def narrowed(
     return dataclasses.replace(space, methods=tuple(sections))
 
 
+_THRIFTY = ("single", "activation_checkpointing", "activation_offloading")
+_unlike = operator.attrgetter(
+    *(each.name for each in dataclasses.fields(TraceSpec) if each.name not in _THRIFTY)
+)
+
+
 def _structure(config: TrainConfig) -> tuple[object, ...]:
     """Settings in which traces differ, beside thrift."""
-    spec = TraceSpec.of(config)
-    thrifty = ("single", "activation_checkpointing", "activation_offloading")
-    return tuple(
-        getattr(spec, each.name) for each in dataclasses.fields(spec) if each.name not in thrifty
-    )
+    found: tuple[object, ...] = _unlike(TraceSpec.of(config))
+    return found
 
 
 def thrift(config: TrainConfig) -> tuple[int, ...]:
@@ -484,19 +488,3 @@ def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:
 
 def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(more, needs, strict=True))
-
-
-def narrowest_layer(trace: Trace | SharedTrace) -> int:
-    """The fewest inputs or outputs of a layer that has an adapter with a rank; 0 where none has.
-
-    They are the sides of the matrices A (rank, inputs) and B (outputs, rank) that the rank leaves alone.
-    """
-    once, twice = trace.trainable(1), trace.trainable(2)
-    sides = [
-        side
-        for one, two in zip(once, twice, strict=True)
-        if one.shape != two.shape
-        for side, other in zip(one.shape, two.shape, strict=True)
-        if side == other
-    ]
-    return min(sides, default=0)

@@ -23,7 +23,7 @@ from typing import Any
 from autotune.catalogue import gpus, models
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
-from autotune.catalogue.tasks import CAUSAL
+from autotune.catalogue.tasks import CAUSAL, tasks_of
 from autotune.common.units import format_bytes
 from autotune.errors import ConfigError, NothingFitsError
 from autotune.predict.tracing import of_card
@@ -257,7 +257,9 @@ def _largest_model(asked: LimitProblem, pricer: Pricer) -> Reached:
     cases = []
     for entry in sorted(models.catalogue(), key=lambda e: (-e.num_parameters, e.hub_id)):
         source = models.resolve(entry.hub_id)
-        if source.task == model_task(asked.question.task or CAUSAL):
+        task = model_task(asked.question.task or CAUSAL)
+        # Some that see have no class for text alone.
+        if source.task == task and task in (tasks_of(source.config["model_type"]) or (task,)):
             longest = source.max_sequence_length
             if longest is None or asked.sequence_length <= longest:
                 cases.append(_case(asked, entry.hub_id, source))

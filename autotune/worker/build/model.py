@@ -63,9 +63,20 @@ def load_config(config: dict[str, Any]) -> PretrainedConfig:
     left_out = ("model_type", "auto_map", "quantization_config")
     values = {key: _with_floats(value) for key, value in config.items() if key not in left_out}
     try:
-        return AutoConfig.for_model(model_type, **values)
+        made = AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise UnsupportedModel(f"transformers refuses the configuration: {error}") from error
+    if model_type in _WITH_HEADS and config.get("tie_word_embeddings") is False:
+        setattr(made, _HAS_OWN_HEAD, True)
+    return made
+
+
+_WITH_HEADS = ("t5", "mt5", "umt5")
+"""Families whose configurations say in vain that embedding and head are two weights: transformers 5.23 takes
+them for one. Checkpoints of T5 1.1, Flan-T5, mT5 and UMT5 hold both, and `from_pretrained` keeps apart what
+differs (modeling_utils.py, tie_weights)."""
+_HAS_OWN_HEAD = "autotune_has_own_head"
+"""Attribute of a configuration whose file says so."""
 
 
 _LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop", "speech_encoder_layerdrop")
@@ -152,6 +163,8 @@ def build_base(
                 f"{config.model_type}: another task may be its own (--task)"
             ) from error
         raise UnsupportedModel(first_line(error)) from error
+    if getattr(config, _HAS_OWN_HEAD, False):
+        _untie_head(model)
     for buffer in _CAST_IN_FIRST_STEP.get(config.model_type, ()):
         setattr(model.base_model, buffer, getattr(model.base_model, buffer).to(dtype))
     if any(not parameter.is_meta for parameter in model.parameters()):
@@ -274,6 +287,18 @@ def _ends(model: Any) -> tuple[Any, Any]:
             found.append(None)
     first, last = found
     return first, last
+
+
+def _untie_head(model: Any) -> None:
+    """Give the head a weight of its own, where it has the embedding's."""
+    weight = tied_weight(model)
+    if weight is None:
+        return
+    _, head = _ends(model)
+    head.weight = nn.Parameter(torch.empty_like(weight))
+    for name, own in model.named_parameters(remove_duplicate=False):
+        if own is head.weight:
+            model.all_tied_weights_keys.pop(name, None)
 
 
 def tied_weight(model: Any) -> nn.Parameter | None:
