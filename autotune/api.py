@@ -423,7 +423,7 @@ def estimate(
         host_memory_bytes=workload.host_memory_bytes,
         sees=workload.pictures,
         teacher=workload.teacher,
-        data=words.data(workload) if workload.lengths else "",
+        data=words.data(workload, priced.config.batching) if workload.lengths else "",
     )
     return _Priced(**_fields(priced), _draw=draw)
 

@@ -88,7 +88,7 @@ def estimate(
         host_memory_bytes=workload.host_memory_bytes,
         sees=workload.pictures,
         teacher=workload.teacher,
-        data=words.data(workload) if workload.lengths else "",
+        data=words.data(workload, priced.config.batching) if workload.lengths else "",
     )
     if cache is not None:
         draw_kv_cache(cache, priced, budget_bytes, sys.stdout)

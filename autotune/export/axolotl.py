@@ -360,7 +360,7 @@ def _of_pairs(*losses: tuple[Any, ...], **more: Any) -> TrainerFile:
 
 DPO = _of_pairs(("dpo", None), ("dpo", ["sigmoid"]))
 """Pairs of answers. axolotl runs the DPOTrainer of TRL 1.9."""
-IPO = _of_pairs(("ipo", None), unpredicted={**TARGET.unpredicted, "rl": AS_DPO})
+IPO = _of_pairs(("ipo", None), noted={"rl": AS_DPO})
 """Pairs of answers with another loss, which differs by a number a pair (core/trainers/dpo/__init__.py)."""
 KTO = _of_task(
     "kto",

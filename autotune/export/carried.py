@@ -19,6 +19,7 @@ _PLAIN = {field.name: field.default for field in dataclasses.fields(TrainConfig)
 
 _WORDS: dict[str, Callable[[TrainConfig], str]] = {
     "method": lambda config: METHOD_WORDS[config.method],
+    "micro_batch_size": lambda config: f"{config.micro_batch_size}",
     "gradient_accumulation_steps": lambda config: f"{config.gradient_accumulation_steps}",
     "sequence_length": lambda config: f"{config.sequence_length:,} tokens",
     "num_gpus": lambda config: f"{config.num_gpus}",
@@ -61,12 +62,7 @@ def unsaid(config: TrainConfig, carried: Collection[str]) -> tuple[Unsaid, ...]:
     return with_plan(
         config,
         tuple(
-            Unsaid(name, words_of(config, name))
-            for name, plain in _PLAIN.items()
-            if name not in carried
-            and has_meaning(name, config)
-            and getattr(config, name) is not None
-            and getattr(config, name) != plain
+            Unsaid(name, words) for name, words in settings(config).items() if name not in carried
         ),
     )
 
@@ -86,10 +82,14 @@ def with_plan(config: TrainConfig, lost: tuple[Unsaid, ...]) -> tuple[Unsaid, ..
     return (*others, Unsaid(plan, words, in_part=is_every_layer))
 
 
-def settings(config: TrainConfig) -> dict[str, str]:
-    """Return words for every setting that the configuration has, plain or not."""
-    names = [name for name in _PLAIN if getattr(config, name) is not None]
-    return {name: words_of(config, name) for name in names}
+def settings(config: TrainConfig, kept: Collection[str] = ()) -> dict[str, str]:
+    """Return words for the settings that are not as plain as they can be, and for those that are `kept`."""
+    values = {name: getattr(config, name) for name in _PLAIN if has_meaning(name, config)}
+    return {
+        name: words_of(config, name)
+        for name, value in values.items()
+        if value is not None and (name in kept or value != _PLAIN[name])
+    }
 
 
 def words_of(config: TrainConfig, name: str) -> str:

@@ -197,10 +197,10 @@ TARGET = TrainerFile(
     unpredicted={
         "additional_target": "trains further modules in full",
         "neat_packing": "gives attention a mask of blocks",
-        "freeze_vision_tower": "leaves out the tower that sees, which is predicted to train",
         "upcast_layernorm": "keeps norms in float32",
         "upcast_lmhead_output": "makes a float32 copy of the logits",
     },
+    noted={"freeze_vision_tower": "leaves out the tower that sees, which is predicted to train"},
 )  # fmt: skip
 
 _YOURS = {
@@ -245,7 +245,7 @@ _LOSSES = {
     loss: dataclasses.replace(
         DPO,
         rows=(*DPO.rows[:-1], table("", "stage pref_loss", ("dpo", loss))),
-        unpredicted={**DPO.unpredicted, "pref_loss": AS_DPO},
+        noted={**DPO.noted, "pref_loss": AS_DPO},
     )
     for loss in ("hinge", "ipo")
 }

@@ -129,6 +129,8 @@ class TrainerFile:
     """Keys that, switched on, change the run, and why that is not predicted."""
     unpredicted: Mapping[str, str] = field(default_factory=dict)
     """Keys that, switched on, change memory or speed as no prediction does, and how."""
+    noted: Mapping[str, str] = field(default_factory=dict)
+    """Keys that, switched on, are told of in other words than that they are not predicted."""
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Trainer's keys for TrainingArguments that no setting decides, where they have other names; else what is
     a field of that class is one."""

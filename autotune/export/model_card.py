@@ -14,13 +14,17 @@ from autotune.space.knobs import KNOBS
 from autotune.space.learning_rates import learning_rate
 from autotune.space.words import describe
 
+_KEPT = ("activation_checkpointing", "attention", "batching", "lora_alpha_ratio")
+"""Settings that a reader looks for however plain they are."""
+
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
     """Return Markdown; whatever the model is called, it stays the text of a cell."""
     evidence = result["evidence"]
     model = {"base model": workload.model, "task": workload.task}
     rate = {"learning_rate": f"{learning_rate(config, workload.extra):g}"}
-    said = {name: words for name, words in settings(config).items() if _goes_with(name, config)}
+    kept = [name for name in _KEPT if config.method in KNOBS[name].methods]
+    said = settings(config, kept)
     rows = {**model, **_figures(result), **said, **workload.extra, **rate}
     table = "".join(f"| {_cell(key)} | {_cell(value)} |\n" for key, value in rows.items())
     return f"""## Training configuration
@@ -31,11 +35,6 @@ Chosen by autotune as the fastest that fits a memory budget ({_cell(evidence)}):
 | setting | value |
 |---|---|
 {table}"""
-
-
-def _goes_with(name: str, config: TrainConfig) -> bool:
-    """Whether a setting means something for the method."""
-    return name not in KNOBS or config.method in KNOBS[name].methods
 
 
 def _figures(result: Mapping[str, Any]) -> dict[str, str]:

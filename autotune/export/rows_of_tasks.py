@@ -145,6 +145,17 @@ def classes_of(*datasets: Samples | None) -> list[Any]:
     return sorted({each for some in several for each in some}, key=in_order)
 
 
+def classes_to_learn(*datasets: Samples | None) -> list[Any]:
+    """The classes of all samples, in order. Raises UnusableData where they are one, which teaches nothing."""
+    classes = classes_of(*datasets)
+    if len(classes) == 1:
+        raise UnusableData(
+            f"all samples are of one class, {classes[0]}",
+            "A classifier tells classes apart: add samples of another",
+        )
+    return classes
+
+
 def in_order(name: Any) -> tuple[bool, Any]:
     """A key for numbers in their order, then names."""
     return isinstance(name, str), name

@@ -79,5 +79,6 @@ def _measured(
 def _predicted(estimate: Estimate, *, is_marked: bool) -> str:
     said, count = describe(estimate.config), estimate.parameters
     if count.trainable < count.total:
-        said += f"; trains {100 * count.trainable / count.total:.1f} % of the weights"
+        share = 100 * count.trainable / count.total
+        said += f"; trains {share:.{1 if share >= 0.1 else 2}f} % of the weights"
     return printable(said + "; predicted" * is_marked)

@@ -372,7 +372,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
         *(("left out", str(each)) for each in answer.left_out),
     ]
     if workload.lengths is not None:
-        rows.append(("data", words.data(workload)))
+        rows.append(("data", words.data(workload, answer.best.config.batching)))
     shown = "" if workload.pictures is None else words.pictures(workload.pictures)
     if text := words.heard(answer):
         rows.append(("sound", "; ".join(filter(None, (shown, text)))))

@@ -45,7 +45,11 @@ def draw_answer(answer: Limit, check: str, file: TextIO) -> None:
         ("next", _next(answer)),
         *(("left out", printable(f"{v}: {why}")) for v, why in answer.left_out.items()),
         ("note", _accumulating(answer)),
-        *([] if answer.workload is None else [("data", words.data(answer.workload))]),
+        *(
+            []
+            if answer.workload is None
+            else [("data", words.data(answer.workload, best.config.batching))]
+        ),
     ]
     if best.state.optimizer_state_managed_bytes:
         rows.append(("", words.paging(best)))

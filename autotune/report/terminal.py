@@ -50,6 +50,12 @@ Row = tuple[str, str] | tuple[str, str, str]
 """A labelled line: label, text, and perhaps a style."""
 
 
+def _data(answer: Answer) -> list[tuple[str, str]]:
+    if answer.workload.lengths is None:
+        return []
+    return [("data", words.data(answer.workload, answer.best.config.batching))]
+
+
 def _beside(seen: Media | None, teacher: Teacher | None) -> list[Row]:
     taught: list[Row] = [] if teacher is None else [("teacher", printable(teacher.name))]
     if seen is None:
@@ -78,7 +84,7 @@ def draw_answer(answer: Answer, file: TextIO) -> None:
                 f"{answer.space} {counts.enumerated:,} > valid {num_valid:,}{left} > fit "
                 f"{counts.feasible:,}, in {format_seconds(answer.elapsed_seconds)}",
             ),
-            *([("data", words.data(answer.workload))] if answer.workload.lengths else []),
+            *_data(answer),
             *_beside(answer.workload.pictures, answer.workload.teacher),
             *([("carried", words.carried(answer.workload))] if answer.workload.extra else []),
             *(("left out", str(each)) for each in answer.left_out),

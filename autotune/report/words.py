@@ -192,8 +192,8 @@ def predicted_compilation(answer: Answer) -> str:
     )
 
 
-def data(workload: Workload) -> str:
-    """The format of the dataset, and the lengths of its samples."""
+def data(workload: Workload, batching: str = "") -> str:
+    """The format of the dataset, and the lengths of its samples, which `batching` may not cut off."""
     lengths, dataset = workload.lengths, workload.dataset
     assert lengths is not None
     is_partial = dataset is not None and dataset.loss_on == "answers" and workload.task == CAUSAL
@@ -210,7 +210,7 @@ def data(workload: Workload) -> str:
         f"{f'{dataset.format}, ' if dataset else ''}{counted_}"
         f"{', of which the answers are learnt' if is_partial else ''}; "
         f"{format_count(lengths.num_tokens)} tokens"
-        f"{_kept(lengths)}: {lengths.num_kept_tokens / lengths.num_samples:,.0f} on average, "
+        f"{_kept(lengths, batching)}: {lengths.num_kept_tokens / lengths.num_samples:,.0f} on average, "
         f"{lengths.percentiles[50]:,} in the middle, at most {lengths.longest:,}"
     )
 
@@ -229,11 +229,12 @@ def pictures(seen: Media) -> str:
     )
 
 
-def _kept(lengths: Lengths) -> str:
+def _kept(lengths: Lengths, batching: str) -> str:
     """The tokens that are left of samples that are cut off; empty where none is."""
     if lengths.num_kept_tokens == lengths.num_tokens:
         return ""
-    return f", {format_count(lengths.num_kept_tokens)} after cutting off"
+    which = ", which packing does not" if batching == "packed" else ""
+    return f", {format_count(lengths.num_kept_tokens)} after cutting off{which}"
 
 
 def carried(workload: Workload) -> str:
@@ -354,12 +355,12 @@ def memory(estimate: Estimate, budget_bytes: int) -> str:
     """The bytes that have to be on the device, of the budget, and the parts of the peak, in one line."""
     unit, unit_bytes = unit_for(budget_bytes)
     parted = [
-        f"{name} {size_bytes / unit_bytes:.1f}".replace(" ", GLUE)
+        f"{name} {size_bytes / unit_bytes:,.1f}".replace(" ", GLUE)
         for name, size_bytes in memory_parts(estimate)
     ]
     listed = f"{GLUE}| ".join(parted)
     used, of = estimate.resident_bytes / unit_bytes, budget_bytes / unit_bytes
-    return f"{used:.1f} of {of:.1f} {unit}  {listed}"
+    return f"{used:,.1f} of {of:,.1f} {unit}  {listed}"
 
 
 def budget(answer: Answer) -> str:

@@ -17,6 +17,7 @@ from autotune.space.checkpoint_plans import INTERVAL
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig, Workload
 from autotune.space.requirements import LeftOut, Reason
 from autotune.space.rules import Context, broken_rules
+from autotune.space.search_space import SMALLEST_MINI_BATCH
 from autotune.space.trainers import TRAINERS
 from autotune.space.words import describe
 
@@ -108,10 +109,15 @@ def nothing_fits(
             why_whole = "as the loss compares"
         count = smaller.micro_batch_size
         remedy = f"--effective-batch {count} fits, {why_whole} all samples of a step at once"
-    elif "qlora" not in workload.methods and model.checkpoint is None:
+        remedy += _in_mini_batches(allowed)
+    elif (
+        "qlora" not in workload.methods
+        and model.checkpoint is None
+        and lacking_bytes < _of_weights(smallest)
+    ):
         remedy = "--method qlora lowers it most: the weights take 4 bits instead of 16 or 32"
     else:
-        remedy = _lower_most(smallest, workload)
+        remedy = _lower_most(smallest, workload, lacking_bytes)
     if not best_by_class and (on_host := _on_host(estimator, smallest.config, context, share)):
         remedy += f". {on_host}"
     return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
@@ -217,7 +223,33 @@ def _smaller_step(estimator: Estimator, configs: Sequence[TrainConfig]) -> Train
     )
 
 
-def _lower_most(smallest: Estimate, workload: Workload) -> str:
+def _in_mini_batches(configs: Sequence[TrainConfig]) -> str:
+    """Say which batch mini-batches divide, where they divide none; empty where the loss has none."""
+    batch = configs[0].micro_batch_size
+    divided = -(-batch // SMALLEST_MINI_BATCH) * SMALLEST_MINI_BATCH
+    is_cached = TRAINERS[configs[0].trainer].cached_loss
+    if not is_cached or divided == batch or any(each.loss_mini_batches > 1 for each in configs):
+        return ""
+    return f"; --effective-batch {divided} can be compared in mini-batches, which divide no {batch}"
+
+
+def _of_weights(smallest: Estimate) -> int:
+    """Return the bytes of weights, their gradients and their optimizer's state: QLoRA leaves less of them."""
+    parts = smallest.breakdown
+    return parts.parameters_bytes + parts.gradients_bytes + parts.optimizer_state_bytes
+
+
+def _shorter_samples(workload: Workload) -> str:
+    """Return the option that makes samples half as long; empty where they can be no shorter."""
+    media, half = workload.pictures, workload.sequence_length // 2
+    if media is not None and media.num_moments:
+        return f"--audio-seconds {media.seconds / 2:g}"
+    if half < 2 or (media is not None and (media.seconds or half <= media.num_tokens)):
+        return ""
+    return f"--seq-len {half}"
+
+
+def _lower_most(smallest: Estimate, workload: Workload, lacking_bytes: int) -> str:
     """Say which part of the peak to go for."""
     parts = smallest.breakdown
     if parts.is_of_loading:
@@ -228,11 +260,14 @@ def _lower_most(smallest: Estimate, workload: Workload) -> str:
         )
     grows_with_length = parts.activations_bytes + parts.logits_bytes + parts.temporaries_bytes
     if grows_with_length > parts.parameters_bytes:
-        half = workload.sequence_length // 2
-        return (
-            f"--seq-len {half} lowers it most: {format_bytes(grows_with_length)} of the peak grow "
-            "with the length"
-        )
+        shorter, grows = _shorter_samples(workload), format_bytes(grows_with_length)
+        if not shorter:
+            return (
+                f"Name a larger card or a smaller model: a step's samples take {grows} of the peak"
+            )
+        if grows_with_length < lacking_bytes:
+            return f"Name a larger card: no more than {grows} of the peak grow with the length"
+        return f"{shorter} lowers it most: {grows} of the peak grow with the length"
     return (
         "A smaller model lowers it most: the weights alone take "
         f"{format_bytes(parts.parameters_bytes)}. {smallest.unquantized_note}"

@@ -536,7 +536,7 @@ def _refused_kinds(
     supported: Sequence[TrainConfig],
     refused: Mapping[TraceSpec, str],
 ) -> Iterator[LeftOut]:
-    """Yield the methods, and the ways to share, of which nothing could be traced, and why.
+    """Yield the methods, their targets, and the ways to share, of which nothing could be traced, and why.
 
     Of a way to share the reasons are its own: not such as are given for a way that is supported.
     """
@@ -553,6 +553,30 @@ def _refused_kinds(
         reasons = sorted({why for spec, why in refused.items() if spec.parallelism == name} - told)
         if reasons:
             yield LeftOut(name, Reason.NOT_TRACED, "; ".join(reasons))
+    yield from _refused_targets(supported, refused)
+
+
+def _refused_targets(
+    supported: Sequence[TrainConfig], refused: Mapping[TraceSpec, str]
+) -> Iterator[LeftOut]:
+    """Yield the targets of adapters of which nothing could be traced in a way to share, and why.
+
+    Methods and ways of which nothing could be traced at all are told elsewhere.
+    """
+
+    def kind(each: TraceSpec | TrainConfig) -> tuple[str, str | None, str]:
+        return each.method, each.lora_targets, each.parallelism
+
+    methods, ways = ({getattr(c, n) for c in supported} for n in ("method", "parallelism"))
+    kept = {kind(config) for config in supported}
+    kinds: dict[str, set[str]] = {}
+    for spec, why in refused.items():
+        method, targets, way = kind(spec)
+        if targets and method in methods and way in ways and kind(spec) not in kept:
+            shared = "" if way == "none" else f" with {way}"
+            kinds.setdefault(why, set()).add(f"{METHOD_WORDS[method]} on {targets}{shared}")
+    for why, words in kinds.items():
+        yield LeftOut(", ".join(sorted(words)), Reason.NOT_TRACED, why)
 
 
 def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, Estimate | None]:

@@ -18,7 +18,7 @@ from typing import Any
 from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_sentence
 from autotune.export.encode import IGNORED, Encoded, encode, has_words
-from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of
+from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of, classes_to_learn
 from autotune.export.samples import (
     Columns,
     Sample,
@@ -55,6 +55,8 @@ def count_lengths(request: dict[str, Any]) -> dict[str, Any]:
         _check_pictures(_of(data, some))
     if row.reads in ("sound", "waves"):
         _check_sounds(_of(data, some))
+    if row.has_classes:
+        classes_to_learn(data)
     if not row.has_lengths:
         return {**_recognised(data, loss_on), "counts": [(1, len(data.samples))], "longest": 1}
     tokenizer = load_tokenizer(request["tokenizer"])

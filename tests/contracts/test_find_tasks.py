@@ -322,6 +322,12 @@ BAD = {
         {"tokens": ["w1"]},
         "takes tokens/words and ner_tags",
     ),
+    "one class": (
+        "sequence-classification",
+        "bert",
+        {"text": "w1", "label": "a"},
+        "All samples are of one class, a. A classifier tells classes apart",
+    ),
     "no picture": (
         "image-classification",
         "vit",

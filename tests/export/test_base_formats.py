@@ -523,7 +523,12 @@ def test_an_example_scripts_arguments_are_not_sfts(
     assert read_base(path, sequence_length=2048).config == answer
 
 
-ZERO3 = {"zero_optimization": {"stage": 3, "sub_group_size": 1e9}, "bf16": {"enabled": "auto"}}
+ZERO3 = {
+    "zero_optimization": {"stage": 3, "sub_group_size": 1e9},
+    "bf16": {"enabled": "auto"},
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": 4,
+}
 ARGUMENTS_OF_3 = "per_device_train_batch_size: 2\nbf16: true\n"
 
 
@@ -548,6 +553,7 @@ def test_deepspeeds_file_is_read_where_arguments_name_it(
     assert (run.config.num_gpus, run.config.parallelism) == (2, "zero3")
     assert "stage3_prefetch_bucket_size" in " ".join(notes)
     assert "sub_group_size" not in " ".join(notes)
+    assert "deepspeed: gradient_accumulation_steps: 4: training ends at once" in " ".join(notes)
     assert not changes(run, run.config, run.config)
     ddp = dataclasses.replace(run.config, parallelism="ddp")
     assert "deepspeed" in {each.key for each in changes(run, run.config, ddp) if not each.value}
@@ -626,15 +632,18 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("a.yaml", "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\n",
-         "fsdp_config.fsdp_version: 2 would be"),
+         "fsdp_config.fsdp_version: 2 or distributed_type: NO"),
         ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\n", "among machines"),
         ("a.yaml", "distributed_type: MULTI_GPU\n", "num_processes is missing"),
         ("a.yaml", "compute_environment: X\nmegatron_lm_config: {a: 1}\nnum_processes: 2\n", "megatron"),
         ("d.json", '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
          "is not predicted together"),
+        ("a.yaml", "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {zero_stage: 3, "
+         "offload_optimizer_device: cpu, offload_param_device: none}\n",
+         "together; deepspeed_config.offload_param_device: cpu or deepspeed_config.offload_optimizer_"),
         ("d.json", '{"zero_optimization": 3}', "zero_optimization must be a mapping"),
         ("q.json", '{"load_in_4bit": false}',
-         "quantization load_in_4bit: false is not predicted; quantization load_in_8bit: true or "),
+         "quantization load_in_4bit: false is not predicted; quantization load_in_4bit: true or "),
         ("q.json", '{"quant_method": "gptq", "bits": 4}',
          "quant_method: gptq: how such weights are trained is not modelled: name the model that it was made"),
         ("config.json", '{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}',

@@ -375,7 +375,16 @@ def test_how_gpus_share_the_run_is_read_of_accelerates_file_or_said_to_be_asked(
     }
     (folder / "fsdp.yaml").write_text(json.dumps(file), "utf-8")
     script = "accelerate launch --config_file fsdp.yaml trainer.py --bf16 True"
-    assert read_script(folder, script).config.parallelism == "fsdp2"
+    run = read_script(folder, script)
+    assert run.config.parallelism == "fsdp2"
+    assert "fsdp.yaml starts 2 processes: --num-gpus says how many" in run.notes
+    zero = {"zero_stage": 3, "gradient_accumulation_steps": 4}
+    file |= {"distributed_type": "DEEPSPEED", "deepspeed_config": zero}
+    (folder / "zero.yaml").write_text(json.dumps(file), "utf-8")
+    run = read_script(folder, script.replace("fsdp.yaml", "zero.yaml"))
+    said = "zero.yaml: deepspeed_config.gradient_accumulation_steps: 4: training ends at once"
+    assert any(note.startswith(said) for note in run.notes)
+    assert read_base(folder / "zero.yaml").config.gradient_accumulation_steps == 4
     (note,) = read_script(folder, script.replace("fsdp.yaml", "there.yaml")).notes[:1]
     assert "there.yaml is no file here or beside it: --parallelism" in note
     notes = read_script(

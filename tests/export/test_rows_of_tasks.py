@@ -11,7 +11,13 @@ from transformers import PreTrainedTokenizerFast
 from autotune.export import encode as encoding
 from autotune.export import rows_of_tasks
 from autotune.export.encode import ALPACA, IGNORED, encode, has_words
-from autotune.export.rows_of_tasks import ROWS_OF_TASKS, answered, classes_of, transcribed
+from autotune.export.rows_of_tasks import (
+    ROWS_OF_TASKS,
+    answered,
+    classes_of,
+    classes_to_learn,
+    transcribed,
+)
 from autotune.export.samples import Sample, Samples, UnusableData
 
 WORDS = ["[UNK]", "</s>", "a", "b", "c", "d", "e", "user:", "assistant:", "system:", "x."]
@@ -249,6 +255,9 @@ def test_classes_are_numbers_in_their_order_and_then_names() -> None:
     second = Samples("", [Sample("", answer=["a", "b"])])
     assert classes_of(first, None, second) == [2, 10, "a", "b"]
     assert classes_of(None) == []
+    assert classes_to_learn(first, None) == [2, 10, "b"]
+    with pytest.raises(UnusableData, match=r"All samples are of one class, b\. A classifier tells"):
+        classes_to_learn(Samples("", first.samples[1:2]))
 
 
 def test_a_question_that_leaves_no_room_for_its_context_is_refused_in_a_line() -> None:

@@ -273,6 +273,13 @@ def test_what_is_carried_is_named() -> None:
     assert "carried" not in drawn(answers.answer())
 
 
+def test_thousands_of_memory_have_their_comma() -> None:
+    estimate = answers.estimate(device_gib=1536)
+    shown = one_line(words.memory(estimate, 11 * GIB))
+    assert shown.startswith("1,536.0 of 11.0 GiB")
+    assert "| activations 1,527.7 |" in shown
+
+
 def test_where_memory_does_not_bind_the_bound_is_said() -> None:
     shown = one_line(drawn(answers.answer(more_memory=None)))
     assert (
@@ -727,6 +734,8 @@ def test_the_average_length_is_of_what_is_left_after_cutting_off() -> None:
     shown = words.data(workload)
     assert "4 samples; 9.10 k tokens, 3.17 k after cutting off: 793 on average" in shown
     assert shown.endswith("1,024 in the middle, at most 1,024")
+    assert "3.17 k after cutting off, which packing does not: 793" in words.data(workload, "packed")
+    assert words.data(workload, "padded") == shown
     whole = Lengths.of({100: 2, 300: 2}, 1024, num_samples=4, longest=300)
     shown = words.data(dataclasses.replace(workload, lengths=whole))
     assert "tokens: 200 on average" in shown
@@ -750,6 +759,15 @@ def test_the_classes_of_a_measured_answer_are_marked() -> None:
         found.final.tokens_per_second,
     )
     assert recipe.entry.endswith("% of the weights; predicted")
+    answer = answers.answer()
+    few = answer.best_by_class["recipe"]
+    few = dataclasses.replace(
+        few, parameters=dataclasses.replace(few.parameters, trainable=410_000)
+    )
+    *_, recipe = class_rows(
+        dataclasses.replace(answer, best_by_class={**answer.best_by_class, "recipe": few})
+    )
+    assert recipe.entry.endswith("; trains 0.03 % of the weights")
     found = answers.measured(of_classes={"exact": stopped})
     exact = class_rows(answers.answer(measured=found))[0]
     assert exact.entry.endswith("; measured until it was stopped as slower")

@@ -12,6 +12,7 @@ import pytest
 from autotune.common.units import GIB
 from autotune.records.estimate import PerGpu, TraceSpec
 from autotune.search.nothing_fits import (
+    _in_mini_batches,
     _lower_most,
     _smaller_step,
     host_option,
@@ -19,6 +20,7 @@ from autotune.search.nothing_fits import (
     none_of_class,
 )
 from autotune.space.config import TrainConfig
+from autotune.space.media import Media
 
 PLAIN = TrainConfig(
     method="full",
@@ -59,6 +61,15 @@ def test_a_step_that_is_one_micro_batch_is_halved_until_it_fits(
     config = dataclasses.replace(PLAIN, **changes)
     smaller = _smaller_step(fits_up_to(most), [config])
     assert (None if smaller is None else smaller.micro_batch_size) == found
+
+
+def test_a_batch_that_mini_batches_do_not_divide_is_told_one_that_they_do() -> None:
+    pairs = dataclasses.replace(PLAIN, trainer="sentence-transformers", micro_batch_size=1021)
+    cached = dataclasses.replace(pairs, micro_batch_size=1024, loss_mini_batches=4)
+    said = "; --effective-batch 1024 can be compared in mini-batches, which divide no 1021"
+    assert _in_mini_batches([pairs]) == said
+    for config in (cached, dataclasses.replace(cached, loss_mini_batches=1), PLAIN):
+        assert _in_mini_batches([config]) == ""
 
 
 LORA = dataclasses.replace(PLAIN, method="lora", lora_rank=8, lora_targets="all-linear")
@@ -168,12 +179,25 @@ def test_the_largest_part_of_the_peak_says_what_to_lower() -> None:
         logits_bytes=GIB,
         temporaries_bytes=GIB,
     )
-    for temporaries, said in (
-        (GIB, "A smaller model lowers it most: the weights alone take 3.00 GiB"),
-        (GIB + 2**20, "--seq-len 512 lowers it most: 3.00 GiB of the peak grow with the length"),
+    grow = "3.00 GiB of the peak grow with the length"
+    media = Media(num_images=1, width=8, height=8, num_tokens=0, tensors=())
+    sound = dataclasses.replace(media, seconds=10.0)
+    ctc = dataclasses.replace(sound, num_moments=499)
+    smaller = "A smaller model lowers it most: the weights alone take 3.00 GiB"
+    other = "Name a larger card or a smaller model: a step's samples take 3.00 GiB of the peak"
+    for temporaries, lacking, length, of_media, said in (
+        (GIB, GIB, 1024, None, smaller),
+        (GIB + 2**20, GIB, 1024, None, f"--seq-len 512 lowers it most: {grow}"),
+        (GIB + 2**20, 4 * GIB, 1024, None, f"Name a larger card: no more than {grow}"),
+        (GIB + 2**20, GIB, 3, None, other),
+        (GIB + 2**20, GIB, 1, media, other),
+        (GIB + 2**20, GIB, 448, sound, other),
+        (GIB + 2**20, GIB, 499, ctc, f"--audio-seconds 5 lowers it most: {grow}"),
+        (GIB + 2**20, GIB, 1024, dataclasses.replace(media, num_tokens=600), other),
     ):
         of = dataclasses.replace(parts, temporaries_bytes=temporaries)
-        found = _lower_most(dataclasses.replace(estimate, breakdown=of), answers.WORKLOAD)
+        workload = dataclasses.replace(answers.WORKLOAD, sequence_length=length, pictures=of_media)
+        found = _lower_most(dataclasses.replace(estimate, breakdown=of), workload, lacking)
         assert found.startswith(said)
 
 
@@ -186,7 +210,7 @@ def test_where_loading_peaks_it_is_said_on_how_many_gpus() -> None:
     numbers = {field.name: 0 for field in dataclasses.fields(PerGpu) if field.name != "layers"}
     shared: Any = PerGpu(**{**numbers, "parallelism": "zero2"})
     said = [
-        _lower_most(dataclasses.replace(alone, per_gpu=per_gpu), answers.WORKLOAD)
+        _lower_most(dataclasses.replace(alone, per_gpu=per_gpu), answers.WORKLOAD, GIB)
         for per_gpu in (None, shared)
     ]
     assert all(text.startswith("A smaller model lowers it most") for text in said)

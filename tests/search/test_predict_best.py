@@ -1232,6 +1232,14 @@ def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own()
     (found,) = predict_best._refused_kinds([], [config], refused)
     assert str(found) == "fsdp2 (its weight is two)"
 
+    adapters = [
+        dataclasses.replace(config, method="lora", lora_targets=targets, parallelism=way)
+        for targets, way in (("attention", "fsdp2"), ("all-linear", "fsdp2"), ("attention", "ddp"))
+    ]
+    refused = {TraceSpec.of(adapters[1]): "experts"}
+    found, *others = predict_best._refused_kinds([], [config, *adapters[::2]], refused)
+    assert (str(found), others) == ("LoRA on all-linear with fsdp2 (experts)", [])
+
 
 def test_a_card_of_unknown_speed_is_refused() -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})

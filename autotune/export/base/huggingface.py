@@ -289,7 +289,7 @@ _REFUSED_OF_A_TEACHER = {
     "use_vllm": "writes completions with vLLM, which is predicted for GRPO and RLOO alone",
     "teacher_model_init_kwargs.quantization_config": "quantises the teacher, which is not predicted",
 }
-_UNPREDICTED_OF_A_TEACHER = {
+_NOTED_OF_A_TEACHER = {
     "beta": "between 0 and 1 goes through both heads once more, which is not timed",
 }
 _ANOTHER_WAY = "writes completions in another way than the one that is predicted"
@@ -313,9 +313,9 @@ def refused_of_task(trainer: Trainer) -> dict[str, str]:
     return {**REFUSED_OF_TASKS, **more, **of_teacher}
 
 
-def unpredicted_of_task(trainer: Trainer) -> dict[str, str]:
-    """Return keys of the trainer's that are noted, as TrainerFile.unpredicted."""
-    return _UNPREDICTED_OF_A_TEACHER if trainer.has_teacher else {}
+def noted_of_task(trainer: Trainer) -> dict[str, str]:
+    """Return keys of the trainer's that are noted, as TrainerFile.noted."""
+    return _NOTED_OF_A_TEACHER if trainer.has_teacher else {}
 
 
 def defaults_of_task(trainer: Trainer) -> dict[str, Any]:
@@ -386,7 +386,7 @@ def _of_task(trainer: Trainer) -> TrainerFile:
         defaults={**SFT.defaults, **defaults_of_task(trainer)},
         fixed={"trainer": trainer.name, **fixed_of(trainer)},
         refused={**SFT.refused, **refused_of_task(trainer)},
-        unpredicted={**SFT.unpredicted, **unpredicted_of_task(trainer)},
+        noted=noted_of_task(trainer),
         # A language model's is TRL's default.
         follows=None if kind == TASKS[CAUSAL].peft_type else follows,
     )

@@ -24,6 +24,17 @@ _MESH = "parallelism_config"
 BESIDE = "deepspeed:"
 """Prefix of the keys of DeepSpeed's own file, where accelerate's names one."""
 _FILE = f"{_PLUGIN}.deepspeed_config_file"
+_ACCUMULATION = f"{_PLUGIN}.gradient_accumulation_steps"
+_OF_BATCHES = (
+    _ACCUMULATION,
+    "gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu",
+    "train_batch_size",
+)
+"""Keys whose numbers Transformers compares with TrainingArguments', and refuses where they differ.
+
+Source: transformers 5.23 integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_finalize.
+"""
 
 
 def _of_zero(
@@ -61,11 +72,25 @@ def further(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
     differing = [
         key for key, value in _beside(_ZERO, name).items() if value_at(content, key) != value
     ]
+    said = numbers_of_batches(content)
     if not differing:
-        return ()
+        return said
     return (
         f"{', '.join(differing)} may keep more weights than is predicted, which deepspeed.json of the answer "
         "does not",
+        *said,
+    )
+
+
+def numbers_of_batches(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note on a file of the user's that says batches, too, and stays as it is."""
+    values = {key: value_at(content, key) for key in _OF_BATCHES}
+    numbers = [f"{key}: {value}" for key, value in values.items() if type(value) is int]
+    if not numbers:
+        return ()
+    return (
+        f"{', '.join(numbers)}: training ends at once where the program is told another number, as by the "
+        "answer: write auto there",
     )
 
 
@@ -168,12 +193,15 @@ def fitted_accelerate(content: Mapping[str, Any], method: str) -> TrainerFile:  
         of_file = _said(_deepspeed_rows(BESIDE), content)
         rows = (*of_file, *(row for row in rows if row.ours == ("num_gpus",)))
     else:
-        is_shared_out = value_at(content, "distributed_type") in ("FSDP", "DEEPSPEED")
+        is_deepspeed = value_at(content, "distributed_type") == "DEEPSPEED"
+        is_shared_out = is_deepspeed or value_at(content, "distributed_type") == "FSDP"
         mesh = value_at(content, _MESH)
         if isinstance(mesh, Mapping) and (meant := _parallelism_of(mesh, content)) is not None:
             rows = (_of_mesh(meant, mesh), *rows[1:])
             del refused[_MESH]
         rows = (*rows, _precisions(is_shared_out=is_shared_out))
+        if is_deepspeed and type(value_at(content, _ACCUMULATION)) is int:
+            rows = (*rows, of_key("gradient_accumulation_steps", _ACCUMULATION))
     said = {name for row in rows for name in row.ours}
     elsewhere = tuple(name for name in _ALL if name not in said)
     return dataclasses.replace(ACCELERATE, rows=rows, elsewhere=elsewhere, refused=refused)

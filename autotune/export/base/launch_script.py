@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.errors import ConfigError
-from autotune.export.base import huggingface
+from autotune.export.base import huggingface, launch
 from autotune.export.base.command_line import Command
 from autotune.export.base.mapping_read import read
 from autotune.export.base.opened import (
@@ -109,18 +109,23 @@ def _named_by_option(path: Path, named: object) -> dict[str, Any]:
 def _shared_by_accelerate(
     path: Path, target: TrainerFile, command: Command
 ) -> tuple[TrainerFile, tuple[str, ...]]:
-    """Return the table with what accelerate's file shares, if the launcher names one, and a note."""
+    """Return the table with what accelerate's file shares, if the launcher names one, and notes."""
     named = command.launched.get("config_file")
     if named is None:
         return target, ()
     place = found_beside(path, str(named))
     problem = f"{named} is no file here or beside it"
+    said: list[str] = []
     if place is not None:
         try:
             opened = open_mapping(read_part(place), "full")
             assert opened.target is not None
             values, problems = read(opened.target, opened.content)
             problem = "; ".join(problems)
+            said += (f"{named}: {note}" for note in launch.numbers_of_batches(opened.content))
+            number = opened.content.get("num_processes")
+            if command.num_processes is None and type(number) is int and number > 1:
+                said.append(f"{named} starts {number} processes: --num-gpus says how many")
         except ConfigError as error:
             problem = str(error)
         if not problem:
@@ -128,8 +133,9 @@ def _shared_by_accelerate(
             names = (values["parallelism"], "none")
             row = choices(("parallelism",), *(Spelling(ours=(name,), theirs={}) for name in names))
             others = (each for each in target.rows if each.ours != row.ours)
-            return dataclasses.replace(target, rows=(*others, row)), ()
-    return target, (f"{problem}: --parallelism says how GPUs share the run",)
+            return dataclasses.replace(target, rows=(*others, row)), tuple(said)
+        problem = f"{named}: {problem}"
+    return target, (f"{problem}: --parallelism says how GPUs share the run", *said)
 
 
 def _escaped(text: str) -> str:

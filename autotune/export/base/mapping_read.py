@@ -70,11 +70,12 @@ def notes(target: TrainerFile, content: Mapping[str, Any]) -> tuple[str, ...]:
         key: [entry for entry in entries(content.get(key)) if (key, entry) not in ours]
         for key in dict.fromkeys(key for key, _ in ours)
     }
-    switched = {key: value_at(content, key) for key in target.unpredicted if _is_on(content, key)}
+    unpredicted = {key: f"{how}: not predicted" for key, how in target.unpredicted.items()}
     return (
         *(
-            f"{in_words(key)}: {_shown(value)} {target.unpredicted[key]}"
-            for key, value in switched.items()
+            f"{in_words(key)}: {_shown(value_at(content, key))} {how}"
+            for key, how in {**unpredicted, **target.noted}.items()
+            if _is_on(content, key)
         ),
         *(
             f"{key}: {_shown(', '.join(map(str, left)))} may change the model, which is not predicted"
@@ -163,13 +164,14 @@ def _unknown(row: Row, said: Mapping[str, Any], content: Mapping[str, Any]) -> s
 
 
 def _one_step_away(row: Row, said: Mapping[str, Any]) -> str:
-    """Return predicted values that differ in one key, as a remedy."""
-    steps: dict[str, None] = {}
+    """Return predicted values that differ in one key, as a remedy: of the last keys first."""
+    steps: dict[str, int] = {}
     for choice in row.choices:
         differing = [key for key, value in choice.theirs.items() if not same(said[key], value)]
         if len(differing) == 1 and choice.theirs[differing[0]] is not None:
-            steps[f"{in_words(differing[0])}: {_shown(choice.theirs[differing[0]])}"] = None
-    return " or ".join(list(steps)[:3])
+            (key,) = differing
+            steps[f"{in_words(key)}: {_shown(choice.theirs[key])}"] = row.keys.index(key)
+    return " or ".join(sorted(steps, key=lambda step: -steps[step])[:3])
 
 
 def _shown(value: object) -> str:

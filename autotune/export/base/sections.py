@@ -22,10 +22,10 @@ from autotune.export.base.huggingface import (
     SFT,
     TRAINING_ARGUMENTS,
     defaults_of_task,
+    noted_of_task,
     refused_of_task,
     rows_beside,
     rows_of_task,
-    unpredicted_of_task,
 )
 from autotune.export.base.section_rows import (
     ADAPTER,
@@ -273,7 +273,8 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             **(refused_of_task(trainer) if trainer.task else {}),
             **(_REFUSED_OF_EMBEDDERS if trainer.passes_apart else {}),
         },
-        unpredicted={**UNPREDICTED, **_NOT_READ_BY_TRL, **unpredicted_of_task(trainer)},
+        unpredicted=UNPREDICTED,
+        noted={**_NOT_READ_BY_TRL, **noted_of_task(trainer)},
         caveats=caveats,
     )
 

@@ -38,7 +38,7 @@ def uncarried(
     rows = [row for row in target.rows if config.method in row.methods]
     carried = {key for row in rows for key in _carried_by(target, row, current, config)}
     carried |= {key for key, name in target.arguments.items() if name in arguments}
-    carried |= {*_IMPLIED, target.model_key, *target.unpredicted}
+    carried |= {*_IMPLIED, target.model_key, *target.unpredicted, *target.noted}
     if not target.has_own_names:
         carried |= {*arguments}
     if "warmup_steps" in arguments:
