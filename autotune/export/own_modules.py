@@ -50,13 +50,13 @@ def attention_modules(model: str) -> tuple[str, ...]:
 def _made_by(kind: str) -> frozenset[str]:
     """Return the attributes that the layers of a model type make by a call, or a choice of calls: nn.Linear.
 
-    The heads of other tasks are left out: a model of this task has none of them.
+    The heads and poolers of other tasks are left out: a model of this task has none of them.
     """
     return frozenset(
         name
         for path in _files_of(kind)
         for layer in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(layer, ast.ClassDef) and not layer.name.endswith("Head")
+        if isinstance(layer, ast.ClassDef) and not layer.name.endswith(("Head", "Pooler"))
         for node in ast.walk(layer)
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call | ast.IfExp)
         for target in node.targets

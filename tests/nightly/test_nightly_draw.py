@@ -283,7 +283,7 @@ def test_a_dry_run_says_why_and_touches_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fingerprints, "assumed_fingerprint", lambda backend: HERE)
-    text = "models: [gpt2, gpt2-medium, who/knows]\nbudgets: [2GB]"
+    text = "models: [gpt2, gpt2-huge, who/knows]\nbudgets: [2GB]"
     Path("matrix.yaml").write_text(text, encoding="utf-8")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
@@ -294,8 +294,8 @@ def test_a_dry_run_says_why_and_touches_nothing(
     assert lines[1].startswith(
         "  new          gpt2-2gb-seq1024-any  never tuned on this machine: search, about 13 min 55 s"
     )
-    assert "gpt2-medium-2gb-seq1024-any  never tuned on this machine: cannot begin" in lines[2]
-    assert lines[3].strip().startswith("Unknown model 'gpt2-medium'")
+    assert "gpt2-huge-2gb-seq1024-any  never tuned on this machine: cannot begin" in lines[2]
+    assert lines[3].strip().startswith("Unknown model 'gpt2-huge'")
     assert lines[5].strip() == (
         "The configuration of who/knows is not here. It is neither in the catalogue nor in the Hub's "
         "cache, and the Hub was not asked. A search asks the Hub for it."
