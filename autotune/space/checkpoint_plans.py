@@ -57,6 +57,10 @@ def plan_offloads(plan: str) -> bool:
 
 
 def plan_words(plan: str, num_layers: int) -> str:
-    """Return a plan in words, for people. `num_layers`: how many the first are."""
+    """Return a plan in words, for people. `num_layers`: how many the first are.
+
+    A plan that is not known here, as a later version or a damaged file may have it, stands by its name.
+    """
     layers = "layer" if num_layers == 1 else f"{num_layers} layers"
-    return f"checkpoint the first {layers}{CHECKPOINT_PLANS[plan].words}"
+    row = CHECKPOINT_PLANS.get(plan)
+    return f"checkpoint the first {layers}{f', {plan}' if row is None else row.words}"

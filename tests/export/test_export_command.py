@@ -63,7 +63,7 @@ def test_one_format_is_a_file(run: Export) -> None:
 def test_what_the_file_does_not_carry_is_told(run: Export) -> None:
     _, _, err = run("qlora", "--format", "peft", "--format", "torchtune", "--out", "out")
     peft, torchtune = err.splitlines()
-    assert peft.startswith("note: not in adapter_config.json: micro_batch_size: micro-batch 8;")
+    assert peft.startswith("note: not in adapter_config.json: micro_batch_size: 8;")
     assert "activation_checkpointing: checkpoint every 2nd layer" in torchtune
     assert "precision: bf16-autocast" in torchtune
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_rules import FULL as CONFIG
 
+from autotune.space.checkpoint_plans import plan_words
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import KNOBS
@@ -235,3 +236,10 @@ def test_what_samples_of_embeddings_are_decides_their_task() -> None:
         assert found == {row.format: row.task for row in EMBEDDERS.values()}
         assert task_of_format(task, "messages") == task
     assert task_of_format("causal-lm", "pairs") == "causal-lm"
+
+
+def test_a_plan_of_checkpointing_is_said_by_its_first_layers() -> None:
+    assert plan_words("recompute", 1) == "checkpoint the first layer"
+    assert plan_words("products", 12) == "checkpoint the first 12 layers, products kept"
+    # Of a later version, or a damaged database.
+    assert plan_words("5nterval", 12) == "checkpoint the first 12 layers, 5nterval"
