@@ -25,6 +25,7 @@ from pathlib import Path
 
 from autotune.catalogue import gpus, models
 from autotune.catalogue.gpus import Gpu
+from autotune.catalogue.tasks import TASKS, tasks_of
 from autotune.common import json_records
 from autotune.errors import AutotuneError, NothingFitsError
 from autotune.predict.tracing import of_card
@@ -160,6 +161,17 @@ def kinds() -> list[list[Gpu]]:
     return list(groups.values())
 
 
+def of_text() -> list[models.CatalogueEntry]:
+    """Return the models of the catalogue that are asked about by the length of a text alone."""
+    sources = {entry: models.resolve(entry.hub_id) for entry in models.catalogue()}
+    return [
+        entry
+        for entry, source in sources.items()
+        if source.task in (tasks_of(source.config["model_type"]) or ())
+        and TASKS[source.task].reads == "tokens"
+    ]
+
+
 def pairs(seed: int, num_cards: int | None) -> Iterator[tuple[str, Gpu]]:
     """Yield models and cards: every model, then every model on another kind of card, and so on.
 
@@ -167,7 +179,7 @@ def pairs(seed: int, num_cards: int | None) -> Iterator[tuple[str, Gpu]]:
     over.
     """
     draw = random.Random(seed)
-    entries, groups = list(models.catalogue()), kinds()
+    entries, groups = of_text(), kinds()
     draw.shuffle(entries)
     draw.shuffle(groups)
     for shift in range(len(groups)):

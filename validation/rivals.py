@@ -63,7 +63,7 @@ from autotune.space.search_space import (
 from autotune.space.tradeoffs import LEVEL, form, tradeoff_class
 from autotune.space.words import describe
 from autotune.store.trace_cache import TraceCache
-from validation.answers import predicted
+from validation.answers import of_text, predicted
 
 STUDY = Path(__file__).resolve().parents[1] / "studies" / "answers" / "rivals.jsonl"
 _INTRODUCTION = """# Rivals of answers
@@ -163,7 +163,7 @@ def drawn(seed: int, *, long: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the options of questions, without an end. `long`: of long sequences, with host memory."""
     draw = random.Random(seed)
     lengths = [each for each in _LENGTHS if each >= 8192] if long else _LENGTHS
-    entries = [e for e in models.catalogue() if e.num_parameters < 40e9]
+    entries = [e for e in of_text() if e.num_parameters < 40e9]
     cards = [
         c
         for c in gpus.catalogue()
