@@ -1,8 +1,9 @@
 """Values of `--model`, and the configuration behind each: never weights, never remote code.
 
 In this order: an existing folder with a config.json, an existing configuration file, a name of the catalogue
-(data/models.csv; needs no network), a Hub id `organisation/name`, of which config.json alone is downloaded.
-Nothing that is read is executed; JSON is the only format.
+(data/models.csv, and data/variants.csv for models that differ in weights; needs no network), a Hub id
+`organisation/name`, of which config.json alone is downloaded. Nothing that is read is executed; JSON is the
+only format.
 """
 
 from __future__ import annotations
@@ -435,7 +436,7 @@ def resolve(model: str, *, asks_hub: bool = True) -> ModelSource:
     raise ConfigError(
         f"Unknown model {_shown(model)}",
         why="It is no folder, no file, no name of the catalogue, and no Hub id (organisation/name)",
-        remedy=_known(model),
+        remedy=_names_alike(model),
     )
 
 
@@ -639,12 +640,12 @@ def _download(hub_id: str) -> Path:
             f"The model {hub_id} is gated",
             why="The Hub gives its files only to those who accepted its conditions",
             remedy=f"Accept them at https://huggingface.co/{hub_id} and run `hf auth login`, or "
-            f"give a folder that has its {CONFIG_NAME}. {_known(hub_id)}",
+            f"give a folder that has its {CONFIG_NAME}. {_names_alike(hub_id)}",
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ConfigError(
             f"The Hub has no model {hub_id}, or it is private",
-            remedy=f"{_known(hub_id)} A private model needs `hf auth login`",
+            remedy=f"{_names_alike(hub_id)} A private model needs `hf auth login`",
         ) from error
     except errors.RemoteEntryNotFoundError as error:
         raise ConfigError(
@@ -665,7 +666,7 @@ def _download(hub_id: str) -> Path:
             f"The configuration of {hub_id} could not be fetched",
             why=f"It is not in the catalogue, and {why}",
             remedy=f"Connect, or give a folder or file that has its {CONFIG_NAME}. "
-            f"{_known(hub_id)}",
+            f"{_names_alike(hub_id)}",
         ) from error
 
 
@@ -682,7 +683,7 @@ def _cached(hub_id: str) -> Path:
     )
 
 
-def _known(model: str) -> str:
+def _names_alike(model: str) -> str:
     if "/" in model:
         names = [entry.hub_id for entry in known()]
     else:

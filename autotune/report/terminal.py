@@ -51,6 +51,7 @@ Row = tuple[str, str] | tuple[str, str, str]
 
 
 def _data(answer: Answer) -> list[tuple[str, str]]:
+    """The line about the dataset; none where there is none."""
     if answer.workload.lengths is None:
         return []
     return [("data", words.data(answer.workload, answer.best.config.batching))]
