@@ -69,14 +69,13 @@ def matmul_card(
     by_dtype = {dtype: rate for dtype, (rate, _) in rates.items()}
     table = data()["behaviour"]
     has_table = gpu.name in table
-    figures = table[gpu.name] if has_table else table["HBM" if has_hbm(gpu) else "GDDR"]
     card = MatmulCard(
         name=gpu.name,
         num_sms=gpu.num_sms,
         l2_bytes=gpu.l2_bytes or gpu.num_sms * _l2_bytes_of_sm(gpu.compute_capability),
         memory_bytes_per_second=gpu.memory_bandwidth_bytes_per_second,
         tensor_flop_per_second=tensor_rate(by_dtype, has_tensor_cores=has_tensor_cores(gpu)),
-        behaviour=Behaviour(**figures),
+        behaviour=_behaviour(gpu),
         float32=float32 or Behaviour(**table["float32"]),
         has_tensor_cores=has_tensor_cores(gpu),
         flop_per_second=by_dtype,
@@ -87,6 +86,20 @@ def matmul_card(
     )
     card = _no_faster_than(rested_flop_per_second(gpu.name), without_end(card))
     return card if gpu.rates is None else _with_own(card, gpu.rates.products)
+
+
+def _behaviour(gpu: Gpu) -> Behaviour:
+    """Figures of a card's products on tensor cores: its own, else those of its kind of memory."""
+    table = data()["behaviour"]
+    return Behaviour(**table.get(gpu.name) or table["HBM" if has_hbm(gpu) else "GDDR"])
+
+
+def held_l2_bytes(gpu: Gpu) -> float:
+    """Bytes of the L2 cache in which one kernel finds what another left; 0 where its size is not known.
+
+    The share of the cache is that of measured products, whose first operand and results stay in it.
+    """
+    return _behaviour(gpu).l2_share * (gpu.l2_bytes or 0)
 
 
 @functools.cache

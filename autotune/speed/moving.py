@@ -40,7 +40,7 @@ from typing import Any
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.own_rates import OwnMoving
 from autotune.speed.arrays import Numbers, either, larger
-from autotune.speed.matmul_cards import has_hbm
+from autotune.speed.matmul_cards import has_hbm, held_l2_bytes
 from autotune.speed.origin import RatesFrom
 
 _TABLE = Path(__file__).with_name("data") / "moving.toml"
@@ -70,7 +70,8 @@ KERNEL_TAIL_SECONDS = 3e-6
 """A kernel's start and drain: rms_norm on the A100 takes 0.1 ms for its 27 kernels beyond what grows with its
 width."""
 
-BYTES_OF_4_BIT_WEIGHT = 0.5 + 2 + 4 / 64
+_RESULT_BYTES = 2
+BYTES_OF_4_BIT_WEIGHT = 0.5 + _RESULT_BYTES + 4 / 64
 """Bytes that unpacking a 4-bit weight moves: the code, 16 bits of result, float32 scales of blocks of 64."""
 
 
@@ -89,6 +90,8 @@ class MovingRates:
     data/moving.toml."""
     l2_bytes: float
     """Size of the L2 cache; 0 where it is not known."""
+    held_l2_bytes: float
+    """Bytes of it that hold what is written until it is written over; 0 where it is not known."""
     rates_from: RatesFrom
     spread: Mapping[str, float] = field(hash=False)
     """Standard deviation of ln(predicted / measured), by family of FAMILIES or `named`: those of the
@@ -135,6 +138,9 @@ def moving_seconds(
     if family == "copy_host":
         return seconds
     if family == "dequantize":
+        if rates.held_l2_bytes:
+            kept = 1 / (1 + (bytes_moved / rates.held_l2_bytes) ** 2)
+            seconds = seconds * (1 - kept * _RESULT_BYTES / BYTES_OF_4_BIT_WEIGHT)
         if rates.weights_per_second is None:
             return seconds
         return larger(seconds, bytes_moved / BYTES_OF_4_BIT_WEIGHT / rates.weights_per_second)
@@ -354,6 +360,7 @@ def rates_from_rows(
         elements_per_second=elements_per_second,
         lists=lists,
         l2_bytes=gpu.l2_bytes or 0,
+        held_l2_bytes=held_l2_bytes(gpu),
         rates_from=rates_from,
         spread=rules["spread"][rates_from.name.lower()],
     )

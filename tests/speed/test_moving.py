@@ -32,6 +32,7 @@ RATES = MovingRates(
     weights_per_second=1e8,
     elements_per_second={"strided": 1e8, "strided_16_bits": 2e8},
     l2_bytes=0,
+    held_l2_bytes=0,
     rates_from=RatesFrom.THIS_CARD,
     spread={},
 )
@@ -57,6 +58,38 @@ def test_4_bit_weights_take_instructions_or_bytes() -> None:
     assert moving_seconds(quick, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
     unknown = dataclasses.replace(RATES, weights_per_second=None)
     assert moving_seconds(unknown, "dequantize", bytes_moved=moved) == pytest.approx(moved / 1e9)
+
+
+def test_unpacked_weights_that_the_cache_holds_never_reach_memory() -> None:
+    quick = dataclasses.replace(RATES, weights_per_second=1e12, held_l2_bytes=3e6)
+
+    def share_of_bandwidth(num_weights: float) -> float:
+        moved = num_weights * BYTES_OF_4_BIT_WEIGHT
+        return float(moving_seconds(quick, "dequantize", bytes_moved=moved)) * 1e9 / moved
+
+    # Codes and scales are always read: 0.5625 of 2.5625 bytes.
+    assert share_of_bandwidth(1e3) == pytest.approx(0.5625 / BYTES_OF_4_BIT_WEIGHT, rel=1e-3)
+    # At the size of what is held, half of the results stay.
+    assert share_of_bandwidth(3e6 / BYTES_OF_4_BIT_WEIGHT) == pytest.approx(
+        1.5625 / BYTES_OF_4_BIT_WEIGHT
+    )
+    assert share_of_bandwidth(1e9) == pytest.approx(1, rel=1e-3)
+    # Instructions take as long wherever results go.
+    slow = dataclasses.replace(quick, weights_per_second=1e8)
+    moved = 1e3 * BYTES_OF_4_BIT_WEIGHT
+    assert moving_seconds(slow, "dequantize", bytes_moved=moved) == pytest.approx(1e-5)
+
+
+def test_large_caches_hold_a_layer_s_unpacked_weights() -> None:
+    moved = 4096 * 4096 * BYTES_OF_4_BIT_WEIGHT
+
+    def seconds_over_memory_s(name: str) -> float:
+        rates = rates_of(find_gpu(name))
+        at_bandwidth = moved / rates.bytes_per_second["dequantize"]
+        return float(moving_seconds(rates, "dequantize", bytes_moved=moved)) / at_bandwidth
+
+    assert seconds_over_memory_s("rtx-4090") < 0.6
+    assert seconds_over_memory_s("rtx-3090") == pytest.approx(1, abs=0.03)
 
 
 def test_finding_each_element_takes_instructions_or_bytes() -> None:

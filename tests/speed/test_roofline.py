@@ -72,6 +72,7 @@ MACHINE = CardRates(
         weights_per_second=None,
         elements_per_second={},
         l2_bytes=0,
+        held_l2_bytes=0,
         rates_from=RatesFrom.DATASHEET,
         spread={},
     ),
