@@ -1,4 +1,7 @@
-"""Memory that the host has left, and the control groups of this process. Linux; elsewhere unknown."""
+"""Memory that the host has left, the control groups of this process, and whether a card's memory is paged.
+
+Linux; elsewhere unknown.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,16 @@ def left_in_group_bytes(root: Path = ROOT) -> int | None:
             continue
         left.append(max(limit - used + _inactive_file_bytes(folder), 0))
     return min(left, default=None)
+
+
+def pages_out(root: Path = ROOT) -> bool:
+    """Whether managed memory may be more than a card has, so that a part of it waits on the host.
+
+    In WSL 2 it may not (NVIDIA's CUDA on WSL User Guide, constraints; bitsandbytes issues 453 and 726):
+    a paged optimizer ends there with "out of memory".
+    """
+    release = "".join(_lines(root / "proc/sys/kernel/osrelease"))
+    return "microsoft" not in release.lower()
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:

@@ -121,7 +121,7 @@ class Estimator:
     def _within(self, config: TrainConfig, varied_share: float) -> int:
         is_shared = config.num_gpus > 1 and PARALLELISMS[config.parallelism].is_launched
         outside = self._context_bytes + (self.gpu.nccl_bytes if is_shared else 0)
-        outside += vllm_kept_bytes(config, self.gpu.capacity_bytes)
+        outside += vllm_kept_bytes(config, self.gpu.capacity_bytes) + self._staying_bytes(config)
         return self.headroom.within(
             self.memory_budget_bytes, outside, config, varied_share=varied_share
         )
@@ -237,6 +237,7 @@ class Estimator:
             config.updater,
             config.gradient_accumulation_steps,
         )
+        floor_bytes += self._staying_bytes(config)
         if not config.writes_with_vllm:
             return floor_bytes
         floor_bytes += vllm_kept_bytes(config, self.gpu.capacity_bytes)
@@ -437,7 +438,7 @@ class Estimator:
             gpu=self.gpu.name,
             peak_allocated_bytes=result.peak_allocated_bytes,
             peak_reserved_bytes=result.peak_reserved_bytes,
-            nontorch_bytes=outside + managed + beyond,
+            nontorch_bytes=outside + (managed if self.gpu.pages_out else 0) + beyond,
             paged_in_bytes=managed,
             host_bytes=self._host_bytes(config, paged_out),
             vllm_bytes=vllm_kept_bytes(config, self.gpu.capacity_bytes) + beyond,
@@ -502,10 +503,10 @@ class Estimator:
         return compiling.compile_seconds(num_kernels=num_kernels, num_updates=num_updates)
 
     def _outside_bytes(self, config: TrainConfig) -> int:
-        """Device memory beside what is replayed: the context, NCCL's buffers, and what vLLM keeps."""
-        return self._outside_of(TraceSpec.of(config)) + vllm_kept_bytes(
-            config, self.gpu.capacity_bytes
-        )
+        """Device memory beside what is replayed: context, NCCL's buffers, vLLM's part, what cannot leave."""
+        outside_bytes = self._outside_of(TraceSpec.of(config))
+        outside_bytes += vllm_kept_bytes(config, self.gpu.capacity_bytes)
+        return outside_bytes + self._staying_bytes(config)
 
     def _outside_of(self, spec: TraceSpec) -> int:
         is_shared = isinstance(self._traces[spec], SharedTrace)
@@ -569,12 +570,16 @@ class Estimator:
         Without `resident_bytes` torch is taken to hold the floor.
         """
         managed_bytes = self._update(config).managed_bytes
-        if not managed_bytes:
+        if not managed_bytes or not self.gpu.pages_out:
             return 0
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config)
         room = max(self.room_for(config) - resident_bytes, 0)
         return max(managed_bytes - room, 0)
+
+    def _staying_bytes(self, config: TrainConfig) -> int:
+        """Managed state that cannot leave the card."""
+        return 0 if self.gpu.pages_out else self._update(config).managed_bytes
 
     def _find_micro_step(
         self, spec: TraceSpec, micro_batch: int, rank: int, in_backward: bool

@@ -559,7 +559,7 @@ def notes(answer: Answer) -> list[str]:
     paged = bool(best.state.optimizer_state_managed_bytes)
     keeps_room = best.peak_device_bytes < answer.workload.memory_budget_bytes
     said = (
-        paging(best, keeps_room=keeps_room) if paged else "",
+        paging(best, keeps_room=keeps_room, was_run=answer.measured is not None) if paged else "",
         *bounds(best),
         quantized_room(answer),
         compiled_room(answer),
@@ -576,10 +576,11 @@ SANE_HOST_BYTES = 32 * GIB
 """Host memory for each card that most machines have. [judgement]"""
 
 
-def paging(estimate: Estimate, *, keeps_room: bool = False) -> str:
+def paging(estimate: Estimate, *, keeps_room: bool = False, was_run: bool = False) -> str:
     """The optimizer state that may leave the card, and the host memory that it takes then.
 
-    `keeps_room`: whether room is kept on the card, which what is paged does not fill.
+    `keeps_room`: whether room is kept on the card, which what is paged does not fill. `was_run`: whether this
+    machine has run it, and so can page.
     """
     managed_bytes = estimate.state.optimizer_state_managed_bytes
     host_bytes = managed_bytes - estimate.paged_in_bytes
@@ -591,6 +592,11 @@ def paging(estimate: Estimate, *, keeps_room: bool = False) -> str:
     return (
         f"{format_bytes(managed_bytes)} of optimizer state is paged: {waits}; "
         "the transfers are in the step time."
+        + (
+            ""
+            if was_run
+            else " In WSL 2 none of it can leave the card: ask there, or with --host-mem 0."
+        )
     )
 
 

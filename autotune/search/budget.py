@@ -6,6 +6,7 @@ Each function raises ConfigError with what, why and the remedy when the pieces d
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from autotune.catalogue import gpus, nvml
+from autotune.catalogue import gpus, host_memory, nvml
 from autotune.catalogue.embeddings import with_modules_behind
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
@@ -69,9 +70,26 @@ class ChosenCard:
         """Why this card, in words."""
         between = {CardSource.PLANNED: ": ", CardSource.FOUND: "; "}.get(self.source, "")
         why = f"{self.source}{between}{self.note}" if self.note else str(self.source)
-        return f"{why}; {self.own_rates}" if self.own_rates else why
+        staying = "" if self.gpu.pages_out else "in WSL 2, where paged state stays on the card"
+        return "; ".join(filter(None, (why, self.own_rates, staying)))
 
 
+_Choose = Callable[[str | None, str | None], ChosenCard]
+
+
+def _in_this_machine(choose: _Choose) -> _Choose:
+    """Let the card that is chosen have what this machine's system lets cards have."""
+
+    @functools.wraps(choose)
+    def chosen(name: str | None, size: str | None) -> ChosenCard:
+        card = choose(name, size)
+        gpu = dataclasses.replace(card.gpu, pages_out=host_memory.pages_out())
+        return dataclasses.replace(card, gpu=gpu)
+
+    return chosen
+
+
+@_in_this_machine
 def choose_card(name: str | None, size: str | None) -> ChosenCard:
     """Choose by what was typed: a name, a size, both. The budget is the size, else all of the card.
 
@@ -432,6 +450,7 @@ def check_rules(
         raise ConfigError(f"{what} cannot work: {reasons}")
 
 
+@_in_this_machine
 def card_here(name: str | None, size: str | None) -> ChosenCard:
     """Choose the card of this machine for probes on CUDA, under a smaller budget where one was typed.
 

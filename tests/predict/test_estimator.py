@@ -517,6 +517,25 @@ def test_what_does_not_fit_is_paged_out_and_paid_for(roomy: Estimator) -> None:
     assert hopeless.peak_device_bytes > free.peak_reserved_bytes
 
 
+def test_what_cannot_leave_the_card_is_part_of_every_peak(
+    traces: Mapping[TraceSpec, Trace], roomy: Estimator
+) -> None:
+    card = dataclasses.replace(tiny_model.gpu(), pages_out=False)
+    staying = Estimator(traces, card, memory_budget_bytes=ROOMY)
+    free, kept = roomy.estimate(PAGED), staying.estimate(PAGED)
+    assert kept.peak_device_bytes == free.peak_device_bytes
+    assert kept.tokens_per_second == free.tokens_per_second
+    assert staying.floor_bytes(PAGED) == (
+        roomy.floor_bytes(PAGED) + free.state.optimizer_state_managed_bytes
+    )
+    assert staying.floor_bytes(FULL) == roomy.floor_bytes(FULL)
+    just, tight = (kept.peak_device_bytes - less for less in (0, 1))
+    assert staying.with_budget(just).fitting(PAGED) == kept
+    assert roomy.with_budget(tight).fitting(PAGED) is not None
+    assert staying.with_budget(tight).fitting(PAGED) is None
+    assert staying.with_budget(tight).estimate(PAGED).host_bytes == 0
+
+
 def test_more_memory_is_never_slower(roomy: Estimator) -> None:
     paged = [config for config in tiny_model.configs() if "paged" in config.optimizer]
     assert paged

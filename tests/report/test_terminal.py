@@ -521,6 +521,8 @@ def test_paged_state_is_named() -> None:
     shown = one_line(drawn(found))
     assert "paged: 3.00 GiB find no room beside what is kept to spare and wait in" in shown
     assert "3.00 GiB find no room on the card and wait" in words.paging(paged)
+    assert "In WSL 2 none of it can leave the card: ask there, or with --host-mem 0." in shown
+    assert "WSL" not in words.paging(paged, was_run=True)
     assert "more than" not in shown
     on_card = dataclasses.replace(paged, paged_in_bytes=4 * GIB)
     assert words.paging(on_card) == (

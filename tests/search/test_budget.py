@@ -10,7 +10,7 @@ import answers
 import pytest
 from fake_nvml import fake_nvml
 
-from autotune.catalogue import gpus, nvml
+from autotune.catalogue import gpus, host_memory, nvml
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
 from autotune.catalogue.tasks import SPEECH
@@ -72,6 +72,19 @@ def test_without_a_card_one_is_planned_for(here: list[Gpu]) -> None:
     assert budget_bytes == 12_000_000_000
     here.append(find_gpu("t4"))
     assert "the GPU here has less" in budget.choose_card(None, "40GB").why
+
+
+def test_in_wsl_paged_state_stays_on_the_card(
+    here: list[Gpu], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert budget.choose_card("t4", None).gpu.pages_out
+    monkeypatch.setattr(host_memory, "pages_out", lambda: False)
+    for name, size in (("t4", None), (None, "12GB")):
+        chosen = budget.choose_card(name, size)
+        assert not chosen.gpu.pages_out
+        assert chosen.why.endswith("; in WSL 2, where paged state stays on the card")
+    here.append(find_gpu("t4"))
+    assert not budget.CHOOSERS["cuda"](None, None).gpu.pages_out
 
 
 def test_without_card_and_size_there_is_no_budget(here: list[Gpu]) -> None:
