@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 
+from autotune.catalogue import gpus
 from autotune.catalogue.tasks import CAUSAL
 from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.common.user_text import printable
@@ -560,6 +561,7 @@ def notes(answer: Answer) -> list[str]:
     keeps_room = best.peak_device_bytes < answer.workload.memory_budget_bytes
     said = (
         paging(best, keeps_room=keeps_room, was_run=answer.measured is not None) if paged else "",
+        screen(answer),
         *bounds(best),
         quantized_room(answer),
         compiled_room(answer),
@@ -597,6 +599,30 @@ def paging(estimate: Estimate, *, keeps_room: bool = False, was_run: bool = Fals
             if was_run
             else " In WSL 2 none of it can leave the card: ask there, or with --host-mem 0."
         )
+    )
+
+
+_SCREEN_BYTES = GIB
+"""Memory of a card that a desktop with its programs may hold. [judgement] Some hold half, some twice that."""
+
+
+def screen(answer: Answer) -> str:
+    """A note where a screen on the card may take what a prediction has to spare; else empty.
+
+    Not where the budget or the headroom that was asked for leaves room for one.
+    """
+    workload, best = answer.workload, answer.best
+    known = next((card for card in gpus.catalogue() if card.name == answer.gpu), None)
+    if answer.measured is not None or known is None or not {"RTX", "TITAN"} & {*known.name.split()}:
+        return ""
+    spare_bytes = max(workload.memory_budget_bytes - best.resident_bytes, 0)
+    is_asked_for = workload.headroom.spare_bytes is not None
+    has_room = known.capacity_bytes - workload.memory_budget_bytes + spare_bytes >= _SCREEN_BYTES
+    if is_asked_for or has_room:
+        return ""
+    return (
+        f"A screen on this card often takes more than the {format_bytes(spare_bytes)} to spare: with one, "
+        "give --gpu-mem what nvidia-smi shows as free."
     )
 
 

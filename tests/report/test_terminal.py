@@ -35,6 +35,7 @@ from autotune.report.classes import class_rows
 from autotune.report.explain import explain
 from autotune.report.generation import draw_kv_cache
 from autotune.space.dataset import Dataset
+from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths
 from autotune.space.media import Media
 from autotune.space.words import describe
@@ -506,6 +507,33 @@ def test_an_effective_batch_without_divisors_is_named_where_memory_is_left(
     assert noted.endswith(said)
     assert bool(noted) == bool(said)
     assert words.coarse_batch(answers.answer(best=answers.estimate(config, device_gib=11.0))) == ""
+
+
+@pytest.mark.parametrize(
+    ("card", "used_gib", "spare"),
+    [
+        ("rtx-4070", 11.0, "0.49 GiB"),
+        ("rtx-4070", 10.0, ""),
+        ("t4", 14.0, ""),
+        ("titan-rtx", 23.2, "0."),
+    ],
+)
+def test_a_screen_may_take_what_is_spare(card: str, used_gib: float, spare: str) -> None:
+    known = find_gpu(card)
+    workload = dataclasses.replace(
+        answers.WORKLOAD, memory_budget_bytes=known.capacity_bytes, headroom=USUAL_HEADROOM
+    )
+    best = answers.estimate(device_gib=used_gib)
+    found = answers.answer(best=best, gpu=known.name, workload=workload)
+    noted = words.screen(found)
+    assert f"more than the {spare}" in noted if spare else noted == ""
+    # Whoever asked for less than the card, or for room, has thought of it.
+    for changed in (
+        {"memory_budget_bytes": known.capacity_bytes - GIB, "headroom": USUAL_HEADROOM},
+        {"headroom": Headroom(spare_bytes=GIB)},
+    ):
+        asked = dataclasses.replace(workload, **changed)
+        assert words.screen(dataclasses.replace(found, workload=asked)) == ""
 
 
 def test_paged_state_is_named() -> None:
