@@ -93,8 +93,8 @@ class Gpu:
     notes: str = ""
     advice: str = ""
     """A sentence for whoever plans for it."""
-    pages_out: bool = True
-    """Whether managed memory may be more than the card has; False in WSL 2."""
+    in_wsl: bool = False
+    """Whether it is in WSL 2, where managed memory is no larger than the card and segments may not expand."""
     rates: OwnRates | None = field(default=None, hash=False)
     """Rates that were measured on this very card; None: its times follow from the facts above."""
 

@@ -1,4 +1,4 @@
-"""Memory that the host has left, the control groups of this process, and whether a card's memory is paged.
+"""Memory that the host has left, the control groups of this process, and whether this is WSL 2.
 
 Linux; elsewhere unknown.
 """
@@ -42,14 +42,14 @@ def left_in_group_bytes(root: Path = ROOT) -> int | None:
     return min(left, default=None)
 
 
-def pages_out(root: Path = ROOT) -> bool:
-    """Whether managed memory may be more than a card has, so that a part of it waits on the host.
+def in_wsl(root: Path = ROOT) -> bool:
+    """Whether this is Windows' Linux, WSL 2, where CUDA's memory has limits of its own.
 
-    In WSL 2 it may not (NVIDIA's CUDA on WSL User Guide, constraints; bitsandbytes issues 453 and 726):
-    a paged optimizer ends there with "out of memory".
+    Managed memory is no larger than the card, so that paged optimizers run out (NVIDIA's CUDA on WSL User
+    Guide, constraints; bitsandbytes issues 453 and 726). Expandable segments may fail at the first
+    allocation (pytorch issues 112957 and 192330).
     """
-    release = "".join(_lines(root / "proc/sys/kernel/osrelease"))
-    return "microsoft" not in release.lower()
+    return "microsoft" in "".join(_lines(root / "proc/sys/kernel/osrelease")).lower()
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:

@@ -438,7 +438,7 @@ class Estimator:
             gpu=self.gpu.name,
             peak_allocated_bytes=result.peak_allocated_bytes,
             peak_reserved_bytes=result.peak_reserved_bytes,
-            nontorch_bytes=outside + (managed if self.gpu.pages_out else 0) + beyond,
+            nontorch_bytes=outside + (0 if self.gpu.in_wsl else managed) + beyond,
             paged_in_bytes=managed,
             host_bytes=self._host_bytes(config, paged_out),
             vllm_bytes=vllm_kept_bytes(config, self.gpu.capacity_bytes) + beyond,
@@ -570,7 +570,7 @@ class Estimator:
         Without `resident_bytes` torch is taken to hold the floor.
         """
         managed_bytes = self._update(config).managed_bytes
-        if not managed_bytes or not self.gpu.pages_out:
+        if not managed_bytes or self.gpu.in_wsl:
             return 0
         if resident_bytes is None:
             resident_bytes = self.floor_bytes(config)
@@ -579,7 +579,7 @@ class Estimator:
 
     def _staying_bytes(self, config: TrainConfig) -> int:
         """Managed state that cannot leave the card."""
-        return 0 if self.gpu.pages_out else self._update(config).managed_bytes
+        return self._update(config).managed_bytes if self.gpu.in_wsl else 0
 
     def _find_micro_step(
         self, spec: TraceSpec, micro_batch: int, rank: int, in_backward: bool

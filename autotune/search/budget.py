@@ -70,7 +70,7 @@ class ChosenCard:
         """Why this card, in words."""
         between = {CardSource.PLANNED: ": ", CardSource.FOUND: "; "}.get(self.source, "")
         why = f"{self.source}{between}{self.note}" if self.note else str(self.source)
-        staying = "" if self.gpu.pages_out else "in WSL 2, where paged state stays on the card"
+        staying = "in WSL 2, where paged state stays on the card" if self.gpu.in_wsl else ""
         return "; ".join(filter(None, (why, self.own_rates, staying)))
 
 
@@ -83,7 +83,7 @@ def _in_this_machine(choose: _Choose) -> _Choose:
     @functools.wraps(choose)
     def chosen(name: str | None, size: str | None) -> ChosenCard:
         card = choose(name, size)
-        gpu = dataclasses.replace(card.gpu, pages_out=host_memory.pages_out())
+        gpu = dataclasses.replace(card.gpu, in_wsl=host_memory.in_wsl())
         return dataclasses.replace(card, gpu=gpu)
 
     return chosen

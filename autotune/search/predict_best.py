@@ -483,6 +483,7 @@ def find(
             with_parts(changing.space, parting),
             context,
             chosen,
+            gpu=gpu,
             memory_budget_bytes=workload.memory_budget_bytes,
         ),
         counts=Counts(

@@ -43,6 +43,7 @@ from autotune.space.search_space import (
     unlisted,
     usual_batching,
     with_divisors,
+    with_fixed_segments,
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
@@ -125,6 +126,8 @@ def resolve(
         changing.to(with_peft(changing.space, question.peft), "--peft")
     if question.compile_mode is not None:
         changing.to(compiled.with_mode(changing.space, question.compile_mode), "--compile")
+    if card.gpu.in_wsl and question.space in space_file.names():
+        changing.to(with_fixed_segments(changing.space), "WSL 2")
     run = read_run(question, card.gpu, note=note)
     base = None if run is None else run.config
     if run is not None and run.uncarried:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
+from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CAUSAL
 from autotune.records.answer import Tip
@@ -120,6 +121,7 @@ def best_tip(
     context: Context,
     allow: str,
     *,
+    gpu: Gpu,
     memory_budget_bytes: int,
 ) -> Tip | None:
     """Return what the answer should hear of; None where the space has it or it would not pay.
@@ -142,6 +144,7 @@ def best_tip(
             and offered.isdisjoint({*candidate.changes.items(), *candidate.others})
             and candidate.pays(best, context)
             and (is_scarce or not candidate.saves_memory_alone)
+            and not (gpu.in_wsl and config.expandable_segments)
             and candidate.model_has_it(model)
             and context.task in candidate.tasks
             and (candidate.any_class or LEVEL[tradeoff_class(config, best.config)] <= LEVEL[allow])

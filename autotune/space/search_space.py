@@ -105,6 +105,12 @@ def with_divisors(space: SearchSpace, num_samples: int) -> SearchSpace:
     return with_domains(space, divided)
 
 
+def with_fixed_segments(space: SearchSpace) -> SearchSpace:
+    """Return the space without segments that expand: in WSL 2 the first allocation may fail with them."""
+    name = "expandable_segments"
+    return with_domains(space, lambda section: {name: (False,)} if name in section.domains else {})
+
+
 def without_solve(space: SearchSpace) -> tuple[SearchSpace, frozenset[str]]:
     """Return the space with no and all layers checkpointed in place of `solve`, and the methods with it."""
     name = "activation_checkpointing"

@@ -26,14 +26,14 @@ def test_memory_of_the_machine(tmp_path: Path) -> None:
     assert host_memory.left_bytes(system(tmp_path, group="")) == 64 * GIB
 
 
-def test_wsl_pages_nothing_out(tmp_path: Path) -> None:
-    assert host_memory.pages_out(tmp_path)
+def test_wsl_says_so(tmp_path: Path) -> None:
+    assert not host_memory.in_wsl(tmp_path)
     release = tmp_path / "proc/sys/kernel/osrelease"
     release.parent.mkdir(parents=True)
     release.write_text("6.8.0-49-generic\n", encoding="utf-8")
-    assert host_memory.pages_out(tmp_path)
+    assert not host_memory.in_wsl(tmp_path)
     release.write_text("5.15.167.4-microsoft-standard-WSL2\n", encoding="utf-8")
-    assert not host_memory.pages_out(tmp_path)
+    assert host_memory.in_wsl(tmp_path)
 
 
 def test_memory_within_a_control_group(tmp_path: Path) -> None:

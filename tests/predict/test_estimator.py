@@ -520,7 +520,7 @@ def test_what_does_not_fit_is_paged_out_and_paid_for(roomy: Estimator) -> None:
 def test_what_cannot_leave_the_card_is_part_of_every_peak(
     traces: Mapping[TraceSpec, Trace], roomy: Estimator
 ) -> None:
-    card = dataclasses.replace(tiny_model.gpu(), pages_out=False)
+    card = dataclasses.replace(tiny_model.gpu(), in_wsl=True)
     staying = Estimator(traces, card, memory_budget_bytes=ROOMY)
     free, kept = roomy.estimate(PAGED), staying.estimate(PAGED)
     assert kept.peak_device_bytes == free.peak_device_bytes

@@ -77,14 +77,14 @@ def test_without_a_card_one_is_planned_for(here: list[Gpu]) -> None:
 def test_in_wsl_paged_state_stays_on_the_card(
     here: list[Gpu], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert budget.choose_card("t4", None).gpu.pages_out
-    monkeypatch.setattr(host_memory, "pages_out", lambda: False)
+    assert not budget.choose_card("t4", None).gpu.in_wsl
+    monkeypatch.setattr(host_memory, "in_wsl", lambda: True)
     for name, size in (("t4", None), (None, "12GB")):
         chosen = budget.choose_card(name, size)
-        assert not chosen.gpu.pages_out
+        assert chosen.gpu.in_wsl
         assert chosen.why.endswith("; in WSL 2, where paged state stays on the card")
     here.append(find_gpu("t4"))
-    assert not budget.CHOOSERS["cuda"](None, None).gpu.pages_out
+    assert budget.CHOOSERS["cuda"](None, None).gpu.in_wsl
 
 
 def test_without_card_and_size_there_is_no_budget(here: list[Gpu]) -> None:

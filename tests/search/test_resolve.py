@@ -15,7 +15,7 @@ import answers
 import pytest
 import yaml
 
-from autotune.catalogue import models
+from autotune.catalogue import host_memory, models
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.tasks import PICTURES
 from autotune.errors import ConfigError
@@ -484,6 +484,22 @@ def test_a_length_that_was_asked_for_is_refused_where_the_model_ends_before() ->
         resolve_configuration(dataclasses.replace(gpt2, seq_len=2048))
     bert = dataclasses.replace(QUESTION, model="google-bert/bert-base-uncased")
     assert resolve_configuration(bert).config.sequence_length == 512
+
+
+def test_in_wsl_no_shipped_space_expands_segments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def values(space: str) -> set[Any]:
+        question = Question(model="Qwen/Qwen2.5-0.5B", gpu="rtx-4090", space=space)
+        sections = resolve(question).space.methods
+        return {value for each in sections for value in each.domains.get("expandable_segments", ())}
+
+    own = tmp_path / "own.yaml"
+    own.write_text(Path("search_spaces/default.yaml").read_text("utf-8"), encoding="utf-8")
+    assert values("default") == values(str(own)) == {False, True}
+    monkeypatch.setattr(host_memory, "in_wsl", lambda: True)
+    assert values("default") == {False}
+    assert values(str(own)) == {False, True}
 
 
 @pytest.mark.parametrize(

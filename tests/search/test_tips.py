@@ -49,6 +49,7 @@ def tip_of(
     config: dict[str, Any] | None = None,
     allow: str = "numerics",
     spare_bytes: int = 0,
+    in_wsl: bool = False,
     **offered: Any,
 ) -> Tip | None:
     model = dataclasses.replace(
@@ -61,7 +62,8 @@ def tip_of(
     ]
     space = dataclasses.replace(tiny_model.SPACE, methods=tuple(sections))
     budget_bytes = best.peak_device_bytes + spare_bytes
-    return best_tip(best, model, space, context, allow, memory_budget_bytes=budget_bytes)
+    gpu = dataclasses.replace(tiny_model.gpu(), in_wsl=in_wsl)
+    return best_tip(best, model, space, context, allow, gpu=gpu, memory_budget_bytes=budget_bytes)
 
 
 def test_batches_of_like_lengths_where_much_is_padding() -> None:
@@ -120,6 +122,7 @@ def test_grouped_heads_are_expanded_where_the_card_fuses_nothing_else() -> None:
 
 def test_segments_that_grow_and_torch_compile() -> None:
     assert tip_of(spending(idle=0.11)) is Tip.EXPANDABLE_SEGMENTS
+    assert tip_of(spending(idle=0.11), in_wsl=True) is None
     assert tip_of(spending(idle=0.11), expandable_segments=(False, True)) is None
     assert tip_of(spending(idle=0.09)) is None
     assert tip_of(spending(idle=0.2), spare_bytes=2 * GIB) is Tip.EXPANDABLE_SEGMENTS

@@ -21,6 +21,7 @@ from autotune.space.requirements import predictable
 from autotune.space.search_space import (
     for_gpus,
     may_pack,
+    with_fixed_segments,
     with_peft,
     without_solve,
 )
@@ -97,6 +98,8 @@ def resolve_limit(question: Question, what: str, *, multiple_of: int) -> LimitPr
         source = budget.for_task(source, task)
     space, _ = without_solve(space_file.load(question.space))
     space, _ = predictable(space)
+    if card is not None and card.gpu.in_wsl and question.space in space_file.names():
+        space = with_fixed_segments(space)
     num_gpus = question.num_gpus or 1
     if num_gpus > 1:
         space = for_gpus(space, num_gpus)
