@@ -429,7 +429,8 @@ class Estimator:
         # What is beyond the peak of training while vLLM writes is taken for vLLM's.
         beyond = max(self._writing_bytes(config) - resident, 0)
         paged_out = self._paged_out_bytes(config, resident)
-        managed = self._update(config).managed_bytes - paged_out
+        staying = self._staying_bytes(config)
+        managed = self._update(config).managed_bytes - paged_out - staying
         seconds, parts = self.seconds(config, resident), self.parts(config)
         flops, model_flops = memory.flops
         state = memory.state
@@ -438,8 +439,9 @@ class Estimator:
             gpu=self.gpu.name,
             peak_allocated_bytes=result.peak_allocated_bytes,
             peak_reserved_bytes=result.peak_reserved_bytes,
-            nontorch_bytes=outside + (0 if self.gpu.in_wsl else managed) + beyond,
+            nontorch_bytes=outside + managed + beyond,
             paged_in_bytes=managed,
+            staying_bytes=staying,
             host_bytes=self._host_bytes(config, paged_out),
             vllm_bytes=vllm_kept_bytes(config, self.gpu.capacity_bytes) + beyond,
             breakdown=memory.breakdown,

@@ -360,6 +360,8 @@ class Estimate(Timed):
     paged_in_bytes: int = 0
     """Bytes of paged optimizer state on the device, a part of `nontorch_bytes`: it gives way to what has
     to be there."""
+    staying_bytes: int = 0
+    """Bytes of paged optimizer state that cannot leave the device, a part of `nontorch_bytes`: in WSL 2."""
     host_bytes: int = 0
     """Bytes of host memory that each GPU takes: what is offloaded, activations and state that wait there, and
     paged state that is not on the device. Activations are pinned: each is rounded up to a power of two."""
@@ -452,6 +454,7 @@ class Estimate(Timed):
             "peak_device_bytes": self.peak_device_bytes,
             "resident_bytes": self.resident_bytes,
             "paged_in_bytes": self.paged_in_bytes,
+            "staying_bytes": self.staying_bytes,
             "host_bytes": self.host_bytes,
             "vllm_bytes": self.vllm_bytes,
             "headroom_bytes": budget_bytes - self.resident_bytes,

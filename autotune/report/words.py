@@ -329,6 +329,7 @@ def describe_base(config: TrainConfig) -> str:
 def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
     """The parts of memory that are alive at the peak, in bytes; they add up to the peak on the device."""
     parts = estimate.breakdown
+    paged_bytes = estimate.paged_in_bytes + estimate.staying_bytes
     parted = [
         ("weights", parts.parameters_bytes),
         ("gradients", parts.gradients_bytes),
@@ -342,13 +343,13 @@ def memory_parts(estimate: Estimate) -> list[tuple[str, int]]:
         ("cached", estimate.peak_reserved_bytes - estimate.peak_allocated_bytes),
         (
             "CUDA",
-            estimate.nontorch_bytes - estimate.paged_in_bytes - estimate.vllm_bytes,
+            estimate.nontorch_bytes - paged_bytes - estimate.vllm_bytes,
         ),
     ]
     if estimate.vllm_bytes:
         parted.append(("vLLM", estimate.vllm_bytes))
-    if estimate.paged_in_bytes:
-        parted.append(("paged state", estimate.paged_in_bytes))
+    if paged_bytes:
+        parted.append(("paged state", paged_bytes))
     return parted
 
 
@@ -585,6 +586,9 @@ def paging(estimate: Estimate, *, keeps_room: bool = False, was_run: bool = Fals
     machine has run it, and so can page.
     """
     managed_bytes = estimate.state.optimizer_state_managed_bytes
+    if estimate.staying_bytes:
+        held = f"{format_bytes(managed_bytes)} of optimizer state would be paged"
+        return f"{held}: in WSL 2 it stays on the card."
     host_bytes = managed_bytes - estimate.paged_in_bytes
     if not host_bytes:
         room = "and all of it finds room on the card"

@@ -523,7 +523,8 @@ def test_what_cannot_leave_the_card_is_part_of_every_peak(
     card = dataclasses.replace(tiny_model.gpu(), in_wsl=True)
     staying = Estimator(traces, card, memory_budget_bytes=ROOMY)
     free, kept = roomy.estimate(PAGED), staying.estimate(PAGED)
-    assert kept.peak_device_bytes == free.peak_device_bytes
+    assert kept.peak_device_bytes == kept.resident_bytes == free.peak_device_bytes
+    assert kept.staying_bytes == free.paged_in_bytes > 0 == kept.paged_in_bytes
     assert kept.tokens_per_second == free.tokens_per_second
     assert staying.floor_bytes(PAGED) == (
         roomy.floor_bytes(PAGED) + free.state.optimizer_state_managed_bytes

@@ -551,6 +551,11 @@ def test_paged_state_is_named() -> None:
     assert "3.00 GiB find no room on the card and wait" in words.paging(paged)
     assert "In WSL 2 none of it can leave the card: ask there, or with --host-mem 0." in shown
     assert "WSL" not in words.paging(paged, was_run=True)
+    staying = dataclasses.replace(paged, paged_in_bytes=0, staying_bytes=4 * GIB)
+    assert dict(words.memory_parts(staying))["paged state"] == 4 * GIB
+    assert words.paging(staying) == (
+        "4.00 GiB of optimizer state would be paged: in WSL 2 it stays on the card."
+    )
     assert "more than" not in shown
     on_card = dataclasses.replace(paged, paged_in_bytes=4 * GIB)
     assert words.paging(on_card) == (
