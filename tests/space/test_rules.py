@@ -472,6 +472,10 @@ BREAKERS = {
         ADA,
     ),
     "fp8-needs-float-weights": (dataclasses.replace(QLORA, precision="fp8-autocast"), ADA),
+    "fp8-needs-a-causal-model": (
+        dataclasses.replace(FULL, precision="fp8-mixed", batching="padded"),
+        dataclasses.replace(ADA, task="sequence-classification"),
+    ),
     "fp8-needs-one-gpu": (dataclasses.replace(ON_TWO, precision="fp8-mixed"), ADA),
     "liger-needs-whole-weights": (dataclasses.replace(ON_TWO, liger=True), ADA),
     "trl-needs-a-whole-head": (dataclasses.replace(SPLIT, trainer="trl-sft"), ADA),
@@ -861,6 +865,11 @@ BORDERS: dict[str, list[dict[str, Any] | Context]] = {
     "fp8-needs-ada": [ada(compute_capability=(8, 9)), UNKNOWN, {"precision": "bf16-mixed"}],
     "fp8-needs-multiples-of-16": [{"sequence_length": 1008}, {"precision": "bf16-mixed"}],
     "fp8-needs-float-weights": [{"quantization": "none"}, {"precision": "bf16-mixed"}],
+    "fp8-needs-a-causal-model": [
+        {"precision": "bf16-mixed"},
+        dataclasses.replace(ADA, task="causal-lm"),
+        dataclasses.replace(ADA, task=None),
+    ],
     "fp8-needs-one-gpu": [{"parallelism": "none"}, {"precision": "bf16-mixed"}],
     "flash-attention-needs-ampere": [
         ada(compute_capability=(8, 0)),

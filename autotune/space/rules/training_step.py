@@ -160,6 +160,14 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: PRECISIONS[c.precision].fp8 and c.quantization != "none",
     ),
     Rule(
+        # BERT with classes, by PyTorch's CUDA build without a card: predicted to take three times as much.
+        name="fp8-needs-a-causal-model",
+        reason="fp8 is not modelled for what is no causal language model",
+        breaks=lambda c, context: (
+            PRECISIONS[c.precision].fp8 and model_task(context.task or CAUSAL) != CAUSAL
+        ),
+    ),
+    Rule(
         name="fp8-needs-one-gpu",
         reason="fp8 is not modelled on several GPUs",
         breaks=lambda c, _: c.parallelism != "none" and PRECISIONS[c.precision].fp8,
