@@ -78,6 +78,8 @@ class Adapter:
     """Whether each layer has a part of its own, alike in all: a few traced layers stand for the rest."""
     takes_targets: bool = False
     """Whether the setting lora_targets says which modules get one."""
+    leaves_out: bool = True
+    """Whether PEFT's configuration of it has exclude_modules."""
     quantization: str = "optional"
     """Whether the base is quantised: required, optional or refused."""
     checkpointing: bool = True
@@ -119,6 +121,7 @@ ADAPTERS: dict[str, Adapter] = {
             size_field="r",
             scales=True,
             takes_targets=True,
+            leaves_out=False,
         ),
         # Its input is padded to a multiple of the rank, so that sizes are no products with it.
         Adapter(
@@ -244,6 +247,8 @@ def peft_fields(
         fields["target_modules"] = _target_modules(choice.lora_targets or "all-linear")
         if task is not None:
             fields |= task.adapter_fields
+            if not row.leaves_out:
+                fields.pop("exclude_modules", None)
     return fields
 
 

@@ -247,6 +247,14 @@ def test_every_method_is_here() -> None:
     assert {case.method for case in CASES.values()} == set(ADAPTERS) - {"qlora"}
 
 
+def test_what_can_leave_modules_out() -> None:
+    for row in ADAPTERS.values():
+        if row.takes_targets:
+            kind = peft.PEFT_TYPE_TO_CONFIG_MAPPING[row.peft_type]
+            names = {field.name for field in dataclasses.fields(kind)}
+            assert ("exclude_modules" in names) == row.leaves_out, row.name
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> None:
     assert_as_traced(CASES[name], tmp_path)

@@ -110,6 +110,9 @@ def test_a_reference_that_scores_before_training_leaves_checkpointing_alone() ->
 
 BY_TOKENS = dataclasses.replace(FULL, batching="by-tokens")
 SEES = dataclasses.replace(FULL, trainer="trl-sft", batching="padded")
+VERA = dataclasses.replace(
+    FULL, method="vera", lora_rank=256, lora_targets="all-linear", batching="padded"
+)
 OF_PICTURES = dataclasses.replace(ADA, task="image-text-to-text")
 GRPO = dataclasses.replace(
     FULL,
@@ -299,6 +302,10 @@ BREAKERS = {
     "storage-needs-4-bits": (dataclasses.replace(LORA, quantization_storage="bfloat16"), ADA),
     "qlora-needs-quantization": (dataclasses.replace(QLORA, quantization="none"), ADA),
     "adapter-has-no-such-setting": (dataclasses.replace(LORA, num_virtual_tokens=8), ADA),
+    "vera-needs-targets-beside-a-head": (
+        VERA,
+        dataclasses.replace(ADA, task="token-classification"),
+    ),
     "prefix-without-checkpointing": (
         dataclasses.replace(
             FULL, method="prefix_tuning", num_virtual_tokens=8, activation_checkpointing=1
@@ -988,6 +995,12 @@ BORDERS: dict[str, list[dict[str, Any] | Context]] = {
     "qlora-needs-quantization": [{"quantization": "nf4"}, {"method": "lora"}],
     "quantization-needs-qlora": [{"quantization": "none"}, {"method": "qlora"}],
     "checkpoint-is-quantized": [UNKNOWN, {"quantization": "nf4"}],
+    "vera-needs-targets-beside-a-head": [
+        {"lora_targets": "attention"},
+        {"method": "lora"},
+        dataclasses.replace(ADA, task="sequence-classification"),
+        dataclasses.replace(ADA, task=None),
+    ],
     "prefix-without-checkpointing": [
         {"activation_checkpointing": 0},
         {"method": "prompt_tuning"},

@@ -124,6 +124,18 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.method == "qlora" and c.quantization == "none",
     ),
     Rule(
+        name="vera-needs-targets-beside-a-head",
+        reason="PEFT's VeRA leaves no module out, and on all linear layers would adapt the head: name "
+        "targets (--targets attention)",
+        breaks=lambda c, context: (
+            c.method in ADAPTERS
+            and c.lora_targets == "all-linear"
+            and not adapter_of(c).leaves_out
+            and context.task_row is not None
+            and "exclude_modules" in context.task_row.adapter_fields
+        ),
+    ),
+    Rule(
         name="prefix-without-checkpointing",
         reason="prefix tuning hands past keys to the layers, which checkpointing drops",
         breaks=lambda c, _: (
