@@ -88,7 +88,13 @@ def show_usage(error: click.ClickException) -> None:
     if context is not None:
         hint = f"Try '{context.command_path} {context.help_option_names[0]}' for help."
         click.echo(f"{context.get_usage()}\n{hint}\n", err=True)
-    say(f"error: {error.format_message()}", level=logging.ERROR)
+    said = error.format_message()
+    if isinstance(error, click.NoSuchOption) and context is not None:
+        of_all = {name for each in context.find_root().command.params for name in each.opts}
+        if error.option_name in of_all:
+            command = context.command_path.partition(" ")[2]
+            said = f"{error.option_name} stands before the command: autotune {error.option_name} {command}"
+    say(f"error: {said}", level=logging.ERROR)
 
 
 def command_on(study: str, command: str, storage: str) -> str:

@@ -64,6 +64,23 @@ def all_commands(group: click.Command) -> list[click.Command]:
     return [group, *(each for one in subcommands for each in all_commands(one))]
 
 
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("find -v", "-v stands before the command: autotune -v find"),
+        (
+            "studies list --log-file x",
+            "--log-file stands before the command: autotune --log-file studies",
+        ),
+        ("find --nosuch", "No such option '--nosuch'"),
+    ],
+)
+def test_options_of_every_command_stand_before_it(main: Main, typed: str, said: str) -> None:
+    ran = main(*typed.split())
+    assert ran.code == 2
+    assert f"error: {said}" in ran.err
+
+
 def test_values_of_options_may_be_in_upper_case() -> None:
     choices = [
         (command.name, option.opts[0], option.type)
