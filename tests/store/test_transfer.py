@@ -104,6 +104,16 @@ def test_to_a_server_and_back_it_is_the_same_file(
     assert stored_answers.load(third, "one").answer == answers.answer()
 
 
+def test_where_clocks_say_another_hour_it_is_the_same_file(
+    file: Path, url: str, tmp_path: Path, go_far_from_greenwich: Callable[[], None]
+) -> None:
+    import_file(url, file)
+    go_far_from_greenwich()
+    assert set(import_file(url, file).values()) == {0}
+    export(url, [], tmp_path / "back.jsonl")
+    assert (tmp_path / "back.jsonl").read_text() == file.read_text()
+
+
 def test_what_another_machine_found_is_merged(file: Path, tmp_path: Path) -> None:
     here = f"sqlite:///{tmp_path}/here.db"
     own = answers.estimate(dataclasses.replace(answers.CONFIG, micro_batch_size=2))

@@ -154,6 +154,7 @@ def line_of_trial(trial: FrozenTrial) -> TrialLine:
     if trial.datetime_complete is None:
         raise ValueError(f"trial {trial.number} has no end")
     values = {str(k): v for k, v in trial.intermediate_values.items() if math.isfinite(v)}
+    start = trial.datetime_start  # Optuna's are of this machine's zone, without saying so.
     return TrialLine(
         state=state,
         value=trial.value,
@@ -164,8 +165,8 @@ def line_of_trial(trial: FrozenTrial) -> TrialLine:
         user_attrs=trial.user_attrs,
         system_attrs=trial.system_attrs,
         intermediate_values=values,
-        datetime_start=trial.datetime_start,
-        datetime_complete=trial.datetime_complete,
+        datetime_start=start and start.astimezone(datetime.UTC),
+        datetime_complete=trial.datetime_complete.astimezone(datetime.UTC),
     )
 
 
