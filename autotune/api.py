@@ -87,7 +87,10 @@ class Result:
     @classmethod
     def load(cls, study: str, *, storage: str = DEFAULT_URL) -> Result:
         """The latest answer of a study, of the command line's too. Raises ConfigError, StorageError."""
-        stored = stored_answers.load(storage, study)
+        check_text("study", study, str)
+        check_text("storage", storage, str)
+        with _named_as_arguments():
+            stored = stored_answers.load(storage, study)
         return cls(
             answer=stored.answer,
             study=study,
@@ -193,10 +196,21 @@ class Result:
         updates in the backward pass (`update_in_backward`), it puts that into the run as training begins;
         without it the Trainer checkpoints every layer, and keeps and clips all gradients.
         autotune.worker.given.callback says what is compared. `tolerance`: the share by which the speed may
-        differ [default: 0.1 of what was measured, 0.3 of what was predicted].
+        differ [default: 0.1 of what was measured, 0.3 of what was predicted]. `window_steps`: the steps that
+        a speed is taken over. Raises ConfigError for numbers that these cannot be.
         """
         from autotune.worker.given.callback import WatchCallback, say_on_stderr
 
+        if tolerance is not None and not (type(tolerance) in (int, float) and tolerance >= 0):
+            raise ConfigError(
+                f"tolerance is {repr(tolerance)[:40]}",
+                why="It should be a share of the speed, such as 0.1",
+            )
+        if not (type(window_steps) is int and window_steps >= 1):
+            raise ConfigError(
+                f"window_steps is {repr(window_steps)[:40]}",
+                why="It should be a whole number from 1",
+            )
         return WatchCallback(
             self.answer,
             tolerance=tolerance,
@@ -211,6 +225,7 @@ class Result:
         of; every file says it at its top. Raises ConfigError for a format that is unknown, or has no file
         for this answer, and StorageError.
         """
+        check_text("folder", folder, str, os.PathLike)
         exporters = export.exporters_for(self.config, self.workload)
         if formats is not None:
             names = (formats,) if isinstance(formats, str) else tuple(formats)
@@ -244,6 +259,7 @@ class Result:
         Without a study it has the configurations that the prediction considered, and of probes the
         answer's only. Raises ConfigError for an unknown format, StorageError.
         """
+        check_text("path", path, str, os.PathLike)
         if format not in report_files.TEXTS:
             shown = str(format)[:40]
             raise ConfigError(f"There is no format {shown!r}", nearest(shown, report_files.TEXTS))

@@ -24,6 +24,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.cli.report import FORMATS
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, StorageError
+from autotune.records.answer import Sureness, Tip
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
 from autotune.search import budget, predict_best
@@ -270,7 +271,7 @@ def test_a_database_that_cannot_be_used_is_refused(asked: list[dict[str, Any]]) 
     Path("text.db").write_text("no database, and long enough to be read as one" * 9)
     with pytest.raises(StorageError, match="damaged"):
         autotune.find(**ASK, storage="sqlite:///text.db")
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match="another database with storage"):
         Result.load("any", storage="sqlite:///text.db")
 
 
@@ -284,12 +285,15 @@ def test_fallbacks_are_results_of_their_own() -> None:
         )
         for size in (2, 1)
     )
-    result = Result(answer=answers.answer(fallbacks=rungs, measured=answers.measured()))
+    sure = Sureness(odds=0.3, rival=rungs[0], rival_odds=0.2)
+    said: dict[str, Any] = {"sureness": sure, "tip": Tip.COMPILE}
+    result = Result(answer=answers.answer(fallbacks=rungs, measured=answers.measured(), **said))
     first, second = result.fallbacks
     assert [each.config.micro_batch_size for each in (first, second)] == [2, 1]
     assert [each.evidence for each in (result, first, second)] == ["measured", *["predicted"] * 2]
     assert [each.config for each in first.fallbacks] == [second.config]
     assert second.fallbacks == ()
+    assert first.answer.sureness is first.answer.tip is None, "they are of what was searched for"
     assert [each["config"] for each in result.answer.to_dict()["fallbacks"]] == [  # type: ignore[attr-defined]
         first.config.to_dict(),
         second.config.to_dict(),
@@ -405,6 +409,7 @@ def test_its_words_are_one_screen() -> None:
     assert "PREDICTED, not measured." in lines[0]
 
 
+ANY = Result(answer=answers.answer())
 TINY = str(Path(__file__).parents[1] / "examples" / "tiny-llama.json")
 
 
@@ -463,6 +468,12 @@ def test_a_limit_is_the_commands(tmp_path: Path) -> None:
             lambda: autotune.limits("micro-batch", TINY, gpu="t4", task="masked-lm"),
             'Give task="causal-lm", sequence-classification',
         ),
+        (lambda: Result.load(3), "study is 3. It should be a text"),  # type: ignore[arg-type]
+        (lambda: ANY.callback(tolerance="10 %"), "a share of the speed"),  # type: ignore[arg-type]
+        (lambda: ANY.callback(tolerance=float("nan")), "tolerance is nan. It should be a share"),
+        (lambda: ANY.callback(window_steps=0), "a whole number from 1"),
+        (lambda: ANY.export(3), "folder is 3. It should be a text"),  # type: ignore[arg-type]
+        (lambda: ANY.report(3), "path is 3. It should be a text"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_asked_is_said(ask: Any, said: str) -> None:

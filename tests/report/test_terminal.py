@@ -1468,7 +1468,7 @@ def test_what_compiling_was_worth_is_said_as_measured() -> None:
         (Tip.LIGER, "logits take 0.25 GiB of 10.00 GiB, and Liger's loss makes none: "),
         (Tip.CHUNKED_LOSS, "logits take 0.25 GiB of 10.00 GiB, and a loss in parts never has"),
         (Tip.FLASH_ATTENTION, "eager attention keeps all scores, of the length squared"),
-        (Tip.EXPANDED_HEADS, "this card has no fused attention for grouped key heads"),
+        (Tip.EXPANDED_HEADS, "in bf16-true this card has no fused attention for grouped key heads"),
         (Tip.EXPANDABLE_SEGMENTS, "0.50 GiB of 10.00 GiB lie idle in the allocator"),
         (Tip.COMPILE, "the step is bound by compute, which torch.compile may lower"),
         (None, ""),
