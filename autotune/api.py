@@ -234,9 +234,10 @@ class Result:
             whole = [each for each in exporters if not getattr(each, "part", "")]
             for line in export.unsaid_lines(whole, self.workload, self.config):
                 warnings.warn(line, stacklevel=2)
-        places = export.export_paths(Path(folder), exporters)
+        place = _path(folder)
+        places = export.export_paths(place, exporters)
         return export.export_files(
-            Path(folder),
+            place,
             workload=self.workload,
             config=self.config,
             result={**self.answer.to_dict(), "files": [str(path) for path in places]},
@@ -268,7 +269,7 @@ class Result:
                 "There is nothing to report of",
                 why="This Result is neither of autotune.find nor of Result.load",
             )
-        place = Path(path)
+        place: Path = _path(path)
         report_files.write(place, report_files.TEXTS[format](self._report_data()))
         return place
 
@@ -374,9 +375,7 @@ def find(
             listener=_noting(notes, progress),
             where=Where(cards=None if cards is None else str(cards), on=on),
         )
-    delivered = deliver(
-        finding, folder=None if out is None else Path(out), storage=storage, command=command
-    )
+    delivered = deliver(finding, folder=_path(out), storage=storage, command=command)
     notes += delivered.notes
     for problem in delivered.problems:
         notes.append(str(problem))
@@ -581,7 +580,7 @@ def _command(given: Mapping[str, Any]) -> str:
 
 def _path(value: Any) -> Any:
     """A path; what is none is for Question to refuse."""
-    return Path(value) if isinstance(value, (str, os.PathLike)) else value
+    return Path(os.path.expanduser(value)) if isinstance(value, (str, os.PathLike)) else value
 
 
 def _text(value: StrPath) -> str:
@@ -591,7 +590,7 @@ def _text(value: StrPath) -> str:
 
 def _peft(value: Mapping[str, Any] | StrPath) -> str:
     check_text("peft", value, Mapping, str, os.PathLike)
-    fields = value if isinstance(value, Mapping) else budget.read_yaml(Path(value))
+    fields = value if isinstance(value, Mapping) else budget.read_yaml(_path(value))
     try:
         return read_peft(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import json_option, one_of
+from autotune.cli.options import FILE, json_option, one_of
 from autotune.cli.output import note, print_json, say
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--export",
     "export",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE.toml",
     help="Write the card with its rates as a file, which --gpu-file of other commands reads anywhere.",
 )

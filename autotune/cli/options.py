@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,16 @@ from autotune.space.knobs import KNOBS, Knob
 from autotune.space.trainers import TASK_NAMES
 from autotune.store import database
 
+
+class UserPath(click.Path):
+    """A path, `~` its home: shells leave that to the command in `--out=~/answer`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
+PATH = UserPath(path_type=Path)
+FILE = UserPath(path_type=Path, dir_okay=False)
 COUNT = click.IntRange(*RANGES["effective_batch"])
 
 
@@ -206,7 +217,7 @@ def base_option(what: str) -> Option:
     """Return the option that names the user's own file; `what` it is to the command, in words."""
     return click.option(
         "--base",
-        type=click.Path(path_type=Path),
+        type=PATH,
         metavar="FILE|FOLDER|COMMAND",
         help=f"{what}: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
         "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's "

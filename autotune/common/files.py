@@ -16,6 +16,9 @@ from pathlib import Path
 from autotune.common.units import KIB, MIB
 from autotune.errors import ConfigError, StorageError
 
+STDOUT = "-"
+"""Name of a file that is stdout where something is written, and stdin where it is read."""
+
 
 def read_bytes(path: Path, max_bytes: int, *, usual: str = "") -> bytes:
     """Content of a user's file, of whole KiB at most. `usual` says how large one is, or can be made.

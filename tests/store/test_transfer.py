@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -310,6 +312,30 @@ def test_the_commands_say_what_they_moved(
     assert json.loads(out)["added"] == dict.fromkeys(
         ("probe", "recommendation", "study", "trial"), 0
     )
+
+
+def test_studies_go_through_a_pipe(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(url)
+
+    def run(*words: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit):
+            cli.main(["studies", *words])
+        return capsys.readouterr()
+
+    text, said = run("export", "--out", "-", "--storage", url)
+    assert "5 trials, 3 probes and 2 recommendations to stdout" in said
+    assert "Both go to stdout" in run("export", "--out", "-", "--json", "--storage", url)[1]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    with pipe.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        said = run("import", "-", "--storage", f"sqlite:///{tmp_path}/here.db")[1]
+    writer.join()
+    assert "Added 2 studies, 5 trials, 3 probes and 2 recommendations" in said
 
 
 def test_a_study_that_is_searched_meanwhile_is_exported_without_what_runs(
