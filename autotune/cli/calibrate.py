@@ -48,9 +48,20 @@ def calibrate(
     rates of the card's kind are fitted to them, and kept for this card at this power limit and these clocks,
     in autotune/autotune.db in XDG_DATA_HOME (AUTOTUNE_CALIBRATIONS names another database).
     """
-    from autotune.errors import EXIT_INTERRUPTED
+    from autotune.errors import EXIT_INTERRUPTED, ConfigError
 
     if backend == "cpu":
+        for option, value in {
+            "--stored": stored,
+            "--export": export,
+            "--gpu-file": gpu_file,
+        }.items():
+            if value:
+                raise ConfigError(
+                    f"{option} does not go with --backend cpu",
+                    why="What is tried there is of no card, and not kept",
+                    remedy="Leave out one of them",
+                )
         _try_on_cpu(as_json=as_json)
         return None
     try:

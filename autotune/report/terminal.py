@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -423,7 +424,10 @@ def console_on(file: TextIO) -> Console:
     """A console as wide as the terminal, which takes the text of others for no markup."""
     from rich.console import Console
 
-    width = None if file.isatty() or os.environ.get("COLUMNS") else PIPED_WIDTH_COLUMNS
+    columns = os.environ.get("COLUMNS", "")
+    width = None if file.isatty() or columns else PIPED_WIDTH_COLUMNS
+    if columns and not columns.strip("0"):  # Nobody knows; rich would draw nothing.
+        width = shutil.get_terminal_size((PIPED_WIDTH_COLUMNS, 1)).columns
     return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
 
