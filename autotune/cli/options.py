@@ -317,6 +317,7 @@ def command_line(context: click.Context) -> str:
         if option.name == "storage" or not is_given(context, option.name):
             continue
         value = context.params[option.name]
+        name = [] if isinstance(option, click.Argument) else [option.opts[0]]
         for each in value if isinstance(value, tuple) else (value,):
-            words += [option.opts[0]] if each is True else [option.opts[0], str(each)]
+            words += name if each is True else [*name, str(each)]
     return shlex.join(words)

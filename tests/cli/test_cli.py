@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import resource
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -24,7 +25,7 @@ from optuna_storage import unpooled
 
 from autotune import cli
 from autotune.catalogue.models import ModelSource
-from autotune.cli.options import LENGTH, KnobType, one_of
+from autotune.cli.options import LENGTH, KnobType, command_line, one_of
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.records.question import EFFORTS
@@ -353,6 +354,19 @@ def test_commands_and_options_are_frozen() -> None:
             assert (seen[name][option] or default) == (default or seen[name][option]), option
             if default is not None:
                 assert seen[name][option] == default
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "nightly m.yaml --backend cpu --dry-run",
+        "find --model gpt2 --method lora --method qlora --out 'a b'",
+    ],
+)
+def test_the_command_that_a_study_keeps_can_be_typed_again(typed: str) -> None:
+    name, *words = shlex.split(typed)
+    context = cli.cli.commands[name].make_context(name, words)
+    assert command_line(context) == f"autotune {typed}"
 
 
 def paths_of(command: click.Command) -> Iterator[click.Parameter]:
