@@ -454,6 +454,20 @@ def test_names_that_would_fill_a_terminal_stand_above_their_rows(
     assert lines[4:] == ["short", f"  {'m':60}  {'1,234':>6}"]
 
 
+def test_names_that_leave_no_room_stand_above_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of studies on a usual terminal, with a name as find makes it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    headers = ("study", "model", "budget>", "evidence", "tokens/s>", "trials>", "last trial")
+    name = "smollm2-135m-batch16-nvidia-rtx-4090"
+    row = ("m" * 27, "23.63 GiB", "predicted", "37,134", "3", "2026-11-29 17:57")
+    file = io.StringIO()
+    terminal.draw_table(headers, [(name, *row)], file, is_list=True)
+    lines = [line.split() for line in file.getvalue().splitlines()]
+    assert lines[2] == [name]
+    assert lines[3] == [word for cell in ("m" * 20, *row[1:]) for word in cell.split()]
+    assert lines[4:] == [["m" * 7]]
+
+
 def test_a_list_is_not_spelt_downwards_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
