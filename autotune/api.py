@@ -345,6 +345,7 @@ def find(
     on: str | None = None,
     storage: str | None = None,
     out: StrPath | None = None,
+    wait: bool = False,
     progress: bool = False,
 ) -> Result:
     """The fastest configuration that fits: `autotune find`, with its options by their names.
@@ -374,6 +375,7 @@ def find(
             command=command,
             listener=_noting(notes, progress),
             where=Where(cards=None if cards is None else str(cards), on=on),
+            waits=wait,
         )
     delivered = deliver(finding, folder=_path(out), storage=storage, command=command)
     notes += delivered.notes
@@ -520,6 +522,8 @@ def _as_argument(option: re.Match[str]) -> str:
         return f"{name}=False{value and f' {value}'}"
     if value.isdecimal():
         return f"{name}={value}"
+    if find.__annotations__.get(name) == "bool":
+        return f"{name}=True{value and f' {value}'}"
     is_value = re.search(r"\d", value) or value in _VALUES.get(name, ())
     return f'{name}="{value}"' if is_value else f"{name} {value}".rstrip()
 
@@ -562,7 +566,7 @@ _ASKED_FOR = {"sequence_length": "seq_len", "gradient_accumulation_steps": "accu
 """Fields of TrainConfig that an argument of its own asks for."""
 
 
-_NOT_IN_COMMAND = ("storage", "progress")
+_NOT_IN_COMMAND = ("storage", "wait", "progress")
 """Arguments that the study does not keep of the call: a database's address may hold a password."""
 
 

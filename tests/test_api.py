@@ -30,6 +30,7 @@ from autotune.report import files
 from autotune.search import budget, predict_best
 from autotune.search.predict_best import Prediction
 from autotune.space.config import METHODS
+from autotune.store.locks import StudyBusyError
 from autotune.store.trace_cache import TraceCache
 
 ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}
@@ -71,9 +72,7 @@ def test_its_options_are_those_of_the_command() -> None:
         default = option.get_default(context)
         name = option.opts[0].removeprefix("--").replace("-", "_")
         typed[name] = default if isinstance(default, str | int) else None
-    # Of the command alone: how it prints, and whether it waits for another search.
-    for name in ("json", "wait"):
-        del typed[name]
+    del typed["json"]
     named = {
         name: parameter.default
         for name, parameter in inspect.signature(autotune.find).parameters.items()
@@ -135,6 +134,18 @@ def test_it_keeps_and_prints_nothing_unless_asked(
     assert result.workload.sequence_length == SEQUENCE_LENGTH
     assert result.workload.methods == METHODS
     assert result.evidence == "predicted"
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_it_waits_for_another_search_where_it_is_asked_to(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(*_: Any, waits: bool, **__: Any) -> None:
+        raise StudyBusyError("Another search works", remedy=f"{waits}; wait for it with --wait")
+
+    monkeypatch.setattr(api, "search", search)
+    with pytest.raises(StudyBusyError, match=f"{wait}; wait for it with wait=True"):
+        autotune.find(**ASK, wait=wait)
 
 
 def test_notes_are_in_the_result_and_told_with_progress(
@@ -489,6 +500,7 @@ def test_what_cannot_be_asked_is_said(ask: Any, said: str) -> None:
         ("--method qlora; --image-size says", 'method="qlora"; image_size says'),
         ("--micro-batch 4 (--targets attention)", 'micro_batch_size=4 (lora_targets="attention")'),
         ("with autotune gpus --json or --model", "with autotune gpus --json or model"),
+        ("Wait with --wait, or --study", "Wait with wait=True, or study"),
         ("with --compile and --space everything.", 'with compile and space="everything".'),
     ],
 )
