@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli import completion
-from autotune.cli.options import PATH, storage_option
+from autotune.cli.options import UserPath, storage_option
 from autotune.cli.output import say
 from autotune.common.files import STDOUT
 from autotune.common.user_text import printable
@@ -36,7 +36,7 @@ EVERY = "all"
 )
 @click.option(
     "--out",
-    type=PATH,
+    type=UserPath(path_type=Path, allow_dash=True),
     required=True,
     metavar="PATH",
     help="A file for one format, a folder for several, - for stdout. What is there stays, but with "

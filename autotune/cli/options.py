@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from autotune.cli import completion
+from autotune.common.files import STDOUT
 from autotune.records.question import ODDS, RANGES, SECONDS, SEQUENCE_LENGTH, Question
 from autotune.space.config import METHODS
 from autotune.space.dataset import FORMATS, LOSS_ON
@@ -24,14 +25,20 @@ from autotune.store import database
 
 
 class UserPath(click.Path):
-    """A path, `~` its home: shells leave that to the command in `--out=~/answer`."""
+    """A path, `~` its home: shells leave that to the command in `--out=~/answer`.
+
+    `-` is refused where `allow_dash` does not make it stdout or stdin.
+    """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) == STDOUT and not self.allow_dash:
+            self.fail("- is no file here. Name one.", param, ctx)
         return super().convert(os.path.expanduser(value), param, ctx)
 
 
 PATH = UserPath(path_type=Path)
 FILE = UserPath(path_type=Path, dir_okay=False)
+FILE_OR_DASH = UserPath(path_type=Path, dir_okay=False, allow_dash=True)
 COUNT = click.IntRange(*RANGES["effective_batch"])
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli import completion
-from autotune.cli.options import FILE, one_of, storage_option
+from autotune.cli.options import FILE_OR_DASH, one_of, storage_option
 from autotune.cli.output import print_json
 from autotune.common.files import STDOUT
 
@@ -32,7 +32,7 @@ FORMATS = ("html", "markdown", "json", "terminal")
 )
 @click.option(
     "--out",
-    type=FILE,
+    type=FILE_OR_DASH,
     metavar="FILE",
     help=f"Where it goes, - for stdout [default: {FILENAME} for html, else stdout].",
 )

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from autotune.cli import completion
-from autotune.cli.options import FILE, PATH, stored_command
+from autotune.cli.options import FILE_OR_DASH, stored_command
 from autotune.cli.output import command_on, print_json, say
 from autotune.common.files import STDOUT
 from autotune.common.units import counted
@@ -118,7 +118,7 @@ def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, metavar="[STUDY]...", shell_complete=completion.studies)
 @click.option(
     "--out",
-    type=FILE,
+    type=FILE_OR_DASH,
     metavar="FILE.jsonl",
     required=True,
     help="Where the lines go; - for stdout.",
@@ -145,7 +145,7 @@ def export_studies(*, names: tuple[str, ...], out: Path, storage: str, as_json: 
 
 
 @_command("import")
-@click.argument("file", type=PATH, metavar="FILE.jsonl")
+@click.argument("file", type=FILE_OR_DASH, metavar="FILE.jsonl")
 def import_studies(*, file: Path, storage: str, as_json: bool) -> None:
     """Add what `studies export` wrote to a database. What is there already is not added again.
 

@@ -385,6 +385,16 @@ def test_every_path_knows_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(read.values()) == {Path("/home/me/a")}
 
 
+def test_what_is_neither_stdout_nor_stdin_is_no_file_called_dash(main: Main) -> None:
+    for typed in (
+        ("debug", "trace", "--out", "-"),
+        ("calibrate", "--export", "-"),
+        (*FIND, "--out", "-"),
+    ):
+        ran = main(*typed)
+        assert (ran.code, "- is no file here. Name one." in ran.err) == (2, True), typed
+
+
 def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "adapter.json"
     file.write_text('{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "x", "bias": "all"}')
