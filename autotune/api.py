@@ -355,7 +355,8 @@ def find(
     measurements without `storage` ("sqlite:///studies/autotune.db" is the command line's). Nothing is
     printed without `progress`, which goes to stderr; notes are in the Result. `num_gpus`, `seq_len` and
     `effective_batch` None: the base's, else 1, 1024 and 32. `method`: one or several [default: all].
-    `peft`: the fields of a PeftConfig, or a file of them. `cards`: a number, or "all".
+    `peft`: the fields of a PeftConfig, or a file of them. `cards`: a number, or "all". `wait`: until another
+    search in the same study is done, in place of a StorageError.
 
     Files or a study that cannot be written are warned of and noted in the Result, which is not lost; a
     database that is damaged and a study of something else are refused before the search.
