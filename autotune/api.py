@@ -87,7 +87,10 @@ class Result:
     @classmethod
     def load(cls, study: str, *, storage: str = DEFAULT_URL) -> Result:
         """The latest answer of a study, of the command line's too. Raises ConfigError, StorageError."""
-        stored = stored_answers.load(storage, study)
+        check_text("study", study, str)
+        check_text("storage", storage, str)
+        with _named_as_arguments():
+            stored = stored_answers.load(storage, study)
         return cls(
             answer=stored.answer,
             study=study,
@@ -193,10 +196,21 @@ class Result:
         updates in the backward pass (`update_in_backward`), it puts that into the run as training begins;
         without it the Trainer checkpoints every layer, and keeps and clips all gradients.
         autotune.worker.given.callback says what is compared. `tolerance`: the share by which the speed may
-        differ [default: 0.1 of what was measured, 0.3 of what was predicted].
+        differ [default: 0.1 of what was measured, 0.3 of what was predicted]. `window_steps`: the steps that
+        a speed is taken over. Raises ConfigError for numbers that these cannot be.
         """
         from autotune.worker.given.callback import WatchCallback, say_on_stderr
 
+        if tolerance is not None and not (type(tolerance) in (int, float) and tolerance >= 0):
+            raise ConfigError(
+                f"tolerance is {repr(tolerance)[:40]}",
+                why="It should be a share of the speed, such as 0.1",
+            )
+        if not (type(window_steps) is int and window_steps >= 1):
+            raise ConfigError(
+                f"window_steps is {repr(window_steps)[:40]}",
+                why="It should be a whole number from 1",
+            )
         return WatchCallback(
             self.answer,
             tolerance=tolerance,
@@ -211,6 +225,7 @@ class Result:
         of; every file says it at its top. Raises ConfigError for a format that is unknown, or has no file
         for this answer, and StorageError.
         """
+        check_text("folder", folder, str, os.PathLike)
         exporters = export.exporters_for(self.config, self.workload)
         if formats is not None:
             names = (formats,) if isinstance(formats, str) else tuple(formats)
@@ -219,9 +234,10 @@ class Result:
             whole = [each for each in exporters if not getattr(each, "part", "")]
             for line in export.unsaid_lines(whole, self.workload, self.config):
                 warnings.warn(line, stacklevel=2)
-        places = export.export_paths(Path(folder), exporters)
+        place = _path(folder)
+        places = export.export_paths(place, exporters)
         return export.export_files(
-            Path(folder),
+            place,
             workload=self.workload,
             config=self.config,
             result={**self.answer.to_dict(), "files": [str(path) for path in places]},
@@ -244,6 +260,7 @@ class Result:
         Without a study it has the configurations that the prediction considered, and of probes the
         answer's only. Raises ConfigError for an unknown format, StorageError.
         """
+        check_text("path", path, str, os.PathLike)
         if format not in report_files.TEXTS:
             shown = str(format)[:40]
             raise ConfigError(f"There is no format {shown!r}", nearest(shown, report_files.TEXTS))
@@ -252,7 +269,7 @@ class Result:
                 "There is nothing to report of",
                 why="This Result is neither of autotune.find nor of Result.load",
             )
-        place = Path(path)
+        place: Path = _path(path)
         report_files.write(place, report_files.TEXTS[format](self._report_data()))
         return place
 
@@ -328,6 +345,7 @@ def find(
     on: str | None = None,
     storage: str | None = None,
     out: StrPath | None = None,
+    wait: bool = False,
     progress: bool = False,
 ) -> Result:
     """The fastest configuration that fits: `autotune find`, with its options by their names.
@@ -337,7 +355,8 @@ def find(
     measurements without `storage` ("sqlite:///studies/autotune.db" is the command line's). Nothing is
     printed without `progress`, which goes to stderr; notes are in the Result. `num_gpus`, `seq_len` and
     `effective_batch` None: the base's, else 1, 1024 and 32. `method`: one or several [default: all].
-    `peft`: the fields of a PeftConfig, or a file of them. `cards`: a number, or "all".
+    `peft`: the fields of a PeftConfig, or a file of them. `cards`: a number, or "all". `wait`: until another
+    search in the same study is done, in place of a StorageError.
 
     Files or a study that cannot be written are warned of and noted in the Result, which is not lost; a
     database that is damaged and a study of something else are refused before the search.
@@ -357,10 +376,9 @@ def find(
             command=command,
             listener=_noting(notes, progress),
             where=Where(cards=None if cards is None else str(cards), on=on),
+            waits=wait,
         )
-    delivered = deliver(
-        finding, folder=None if out is None else Path(out), storage=storage, command=command
-    )
+    delivered = deliver(finding, folder=_path(out), storage=storage, command=command)
     notes += delivered.notes
     for problem in delivered.problems:
         notes.append(str(problem))
@@ -505,6 +523,8 @@ def _as_argument(option: re.Match[str]) -> str:
         return f"{name}=False{value and f' {value}'}"
     if value.isdecimal():
         return f"{name}={value}"
+    if find.__annotations__.get(name) == "bool":
+        return f"{name}=True{value and f' {value}'}"
     is_value = re.search(r"\d", value) or value in _VALUES.get(name, ())
     return f'{name}="{value}"' if is_value else f"{name} {value}".rstrip()
 
@@ -547,7 +567,7 @@ _ASKED_FOR = {"sequence_length": "seq_len", "gradient_accumulation_steps": "accu
 """Fields of TrainConfig that an argument of its own asks for."""
 
 
-_NOT_IN_COMMAND = ("storage", "progress")
+_NOT_IN_COMMAND = ("storage", "wait", "progress")
 """Arguments that the study does not keep of the call: a database's address may hold a password."""
 
 
@@ -565,7 +585,7 @@ def _command(given: Mapping[str, Any]) -> str:
 
 def _path(value: Any) -> Any:
     """A path; what is none is for Question to refuse."""
-    return Path(value) if isinstance(value, (str, os.PathLike)) else value
+    return Path(os.path.expanduser(value)) if isinstance(value, (str, os.PathLike)) else value
 
 
 def _text(value: StrPath) -> str:
@@ -575,7 +595,7 @@ def _text(value: StrPath) -> str:
 
 def _peft(value: Mapping[str, Any] | StrPath) -> str:
     check_text("peft", value, Mapping, str, os.PathLike)
-    fields = value if isinstance(value, Mapping) else budget.read_yaml(Path(value))
+    fields = value if isinstance(value, Mapping) else budget.read_yaml(_path(value))
     try:
         return read_peft(dict(fields) if isinstance(fields, Mapping) else fields)
     except ValueError as error:

@@ -24,11 +24,13 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import ModelSource
 from autotune.cli.report import FORMATS
 from autotune.errors import ConfigError, HardwareError, NothingFitsError, StorageError
+from autotune.records.answer import Sureness, Tip
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
 from autotune.search import budget, predict_best
 from autotune.search.predict_best import Prediction
 from autotune.space.config import METHODS
+from autotune.store.locks import StudyBusyError
 from autotune.store.trace_cache import TraceCache
 
 ASK = {"model": "qwen2.5-1.5b", "gpu_mem": "12GB"}
@@ -70,9 +72,7 @@ def test_its_options_are_those_of_the_command() -> None:
         default = option.get_default(context)
         name = option.opts[0].removeprefix("--").replace("-", "_")
         typed[name] = default if isinstance(default, str | int) else None
-    # Of the command alone: how it prints, and whether it waits for another search.
-    for name in ("json", "wait"):
-        del typed[name]
+    del typed["json"]
     named = {
         name: parameter.default
         for name, parameter in inspect.signature(autotune.find).parameters.items()
@@ -134,6 +134,18 @@ def test_it_keeps_and_prints_nothing_unless_asked(
     assert result.workload.sequence_length == SEQUENCE_LENGTH
     assert result.workload.methods == METHODS
     assert result.evidence == "predicted"
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_it_waits_for_another_search_where_it_is_asked_to(
+    wait: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def search(*_: Any, waits: bool, **__: Any) -> None:
+        raise StudyBusyError("Another search works", remedy=f"{waits}; wait for it with --wait")
+
+    monkeypatch.setattr(api, "search", search)
+    with pytest.raises(StudyBusyError, match=f"{wait}; wait for it with wait=True"):
+        autotune.find(**ASK, wait=wait)
 
 
 def test_notes_are_in_the_result_and_told_with_progress(
@@ -270,7 +282,7 @@ def test_a_database_that_cannot_be_used_is_refused(asked: list[dict[str, Any]]) 
     Path("text.db").write_text("no database, and long enough to be read as one" * 9)
     with pytest.raises(StorageError, match="damaged"):
         autotune.find(**ASK, storage="sqlite:///text.db")
-    with pytest.raises(StorageError):
+    with pytest.raises(StorageError, match="another database with storage"):
         Result.load("any", storage="sqlite:///text.db")
 
 
@@ -284,24 +296,28 @@ def test_fallbacks_are_results_of_their_own() -> None:
         )
         for size in (2, 1)
     )
-    result = Result(answer=answers.answer(fallbacks=rungs, measured=answers.measured()))
+    sure = Sureness(odds=0.3, rival=rungs[0], rival_odds=0.2)
+    said: dict[str, Any] = {"sureness": sure, "tip": Tip.COMPILE}
+    result = Result(answer=answers.answer(fallbacks=rungs, measured=answers.measured(), **said))
     first, second = result.fallbacks
     assert [each.config.micro_batch_size for each in (first, second)] == [2, 1]
     assert [each.evidence for each in (result, first, second)] == ["measured", *["predicted"] * 2]
     assert [each.config for each in first.fallbacks] == [second.config]
     assert second.fallbacks == ()
+    assert first.answer.sureness is first.answer.tip is None, "they are of what was searched for"
     assert [each["config"] for each in result.answer.to_dict()["fallbacks"]] == [  # type: ignore[attr-defined]
         first.config.to_dict(),
         second.config.to_dict(),
     ]
 
 
-def test_the_files_of_some_formats(tmp_path: Path) -> None:
+def test_the_files_of_some_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     result = Result(answer=answers.answer())
     paths = result.export(tmp_path / "some", ["training-args", "train-config"])
     assert [path.name for path in paths] == ["training_args.json", "train_config.yaml"]
     assert sorted(tmp_path.joinpath("some").iterdir()) == sorted(paths)
-    assert "train.py" in {path.name for path in result.export(str(tmp_path / "all"))}
+    assert tmp_path / "all" / "train.py" in result.export("~/all")
     with pytest.raises(ConfigError, match=r"no format 'train_config'\. Did you mean"):
         result.export(tmp_path, ["train_config"])
     # Of several GPUs, and here is one.
@@ -405,6 +421,7 @@ def test_its_words_are_one_screen() -> None:
     assert "PREDICTED, not measured." in lines[0]
 
 
+ANY = Result(answer=answers.answer())
 TINY = str(Path(__file__).parents[1] / "examples" / "tiny-llama.json")
 
 
@@ -463,6 +480,12 @@ def test_a_limit_is_the_commands(tmp_path: Path) -> None:
             lambda: autotune.limits("micro-batch", TINY, gpu="t4", task="masked-lm"),
             'Give task="causal-lm", sequence-classification',
         ),
+        (lambda: Result.load(3), "study is 3. It should be a text"),  # type: ignore[arg-type]
+        (lambda: ANY.callback(tolerance="10 %"), "a share of the speed"),  # type: ignore[arg-type]
+        (lambda: ANY.callback(tolerance=float("nan")), "tolerance is nan. It should be a share"),
+        (lambda: ANY.callback(window_steps=0), "a whole number from 1"),
+        (lambda: ANY.export(3), "folder is 3. It should be a text"),  # type: ignore[arg-type]
+        (lambda: ANY.report(3), "path is 3. It should be a text"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_asked_is_said(ask: Any, said: str) -> None:
@@ -477,6 +500,7 @@ def test_what_cannot_be_asked_is_said(ask: Any, said: str) -> None:
         ("--method qlora; --image-size says", 'method="qlora"; image_size says'),
         ("--micro-batch 4 (--targets attention)", 'micro_batch_size=4 (lora_targets="attention")'),
         ("with autotune gpus --json or --model", "with autotune gpus --json or model"),
+        ("Wait with --wait, or --study", "Wait with wait=True, or study"),
         ("with --compile and --space everything.", 'with compile and space="everything".'),
     ],
 )

@@ -36,6 +36,7 @@ from autotune.cli import (
     studies,
     tables,
 )
+from autotune.cli.options import FILE
 from autotune.cli.output import drop_output, explain, full_disk_explained, note, say, show_usage
 from autotune.common import log
 from autotune.common.secrets import command_line
@@ -159,7 +160,7 @@ def _print_version(context: click.Context, _option: click.Parameter, is_asked: b
 )
 @click.option(
     "--log-file",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE",
     help=f"The log [default: {log.VARIABLE}, or autotune/autotune.log in XDG_STATE_HOME].",
 )

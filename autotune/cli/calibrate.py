@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import json_option, one_of
+from autotune.cli.options import FILE, json_option, one_of
 from autotune.cli.output import note, print_json, say
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option(
     "--export",
     "export",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     metavar="FILE.toml",
     help="Write the card with its rates as a file, which --gpu-file of other commands reads anywhere.",
 )
@@ -48,9 +48,20 @@ def calibrate(
     rates of the card's kind are fitted to them, and kept for this card at this power limit and these clocks,
     in autotune/autotune.db in XDG_DATA_HOME (AUTOTUNE_CALIBRATIONS names another database).
     """
-    from autotune.errors import EXIT_INTERRUPTED
+    from autotune.errors import EXIT_INTERRUPTED, ConfigError
 
     if backend == "cpu":
+        for option, value in {
+            "--stored": stored,
+            "--export": export,
+            "--gpu-file": gpu_file,
+        }.items():
+            if value:
+                raise ConfigError(
+                    f"{option} does not go with --backend cpu",
+                    why="What is tried there is of no card, and not kept",
+                    remedy="Leave out one of them",
+                )
         _try_on_cpu(as_json=as_json)
         return None
     try:

@@ -7,6 +7,7 @@ read by sqlite3, read-only, and whatever stands in the way completes nothing.
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ def studies(context: click.Context, _option: click.Parameter, typed: str) -> lis
 
 
 def _stored(url: str) -> Iterator[str]:
-    path = Path(url.removeprefix(_SQLITE))
+    path = Path(os.path.expanduser(url.removeprefix(_SQLITE)))
     with contextlib.suppress(sqlite3.Error, OSError, ValueError):
         if url.startswith(_SQLITE) and path.is_file():
             database = f"file:{quote(str(path))}?mode=ro"

@@ -10,11 +10,9 @@ from typing import Any
 import click
 
 from autotune.cli.configuration import configuration_options, question_of
-from autotune.cli.options import json_option
+from autotune.cli.options import FILE, json_option
 from autotune.cli.output import note, print_json
 from autotune.common.user_text import printable
-
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.group()
@@ -27,7 +25,7 @@ def debug() -> None:
 
 @debug.command()
 @configuration_options
-@click.option("--out", type=_FILE, metavar="FILE.json", help="Where the whole prediction goes.")
+@click.option("--out", type=FILE, metavar="FILE.json", help="Where the whole prediction goes.")
 @click.pass_context
 def trace(context: click.Context, /, *, as_json: bool, out: Path | None, **settings: Any) -> None:
     """Predict one configuration, and write every allocation with the operation that made it.
@@ -60,11 +58,11 @@ def trace(context: click.Context, /, *, as_json: bool, out: Path | None, **setti
 
 
 @debug.command()
-@click.argument("file", type=_FILE)
+@click.argument("file", type=FILE)
 @click.option(
     "--trace",
     "tape_file",
-    type=_FILE,
+    type=FILE,
     metavar="FILE.json",
     required=True,
     help="The prediction of the same run: autotune debug trace --out.",

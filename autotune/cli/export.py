@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli import completion
-from autotune.cli.options import storage_option
+from autotune.cli.options import UserPath, storage_option
 from autotune.cli.output import say
+from autotune.common.files import STDOUT
 from autotune.common.user_text import printable
 from autotune.errors import ConfigError, nearest
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from autotune.store.stored_answers import StoredAnswer
 
 EVERY = "all"
-STDOUT = "-"
 
 
 @click.command()
@@ -36,6 +36,7 @@ STDOUT = "-"
 )
 @click.option(
     "--out",
+    type=UserPath(path_type=Path, allow_dash=True),
     required=True,
     metavar="PATH",
     help="A file for one format, a folder for several, - for stdout. What is there stays, but with "
@@ -55,7 +56,7 @@ def export(
     *,
     study: str,
     formats: tuple[str, ...],
-    out: str,
+    out: Path,
     versions: tuple[str, ...],
     force: bool,
     storage: str,
@@ -75,7 +76,7 @@ def export(
     with targets.named(named):
         texts = {exporter: _text(exporter, stored) for exporter in exporters}
         lines = unsaid_lines(exporters, workload, config, in_full=EVERY not in formats)
-    if out == STDOUT:
+    if str(out) == STDOUT:
         if len(exporters) > 1:
             raise ConfigError(
                 f"{len(exporters)} formats do not go to stdout together",
@@ -83,7 +84,7 @@ def export(
             )
         sys.stdout.write(texts[exporters[0]])
     else:
-        places = _places(Path(out), exporters, is_folder=len(formats) > 1 or EVERY in formats)
+        places = _places(out, exporters, is_folder=len(formats) > 1 or EVERY in formats)
         files = {places[exporter]: text for exporter, text in texts.items()}
         _refuse_to_replace(files, force=force)
         write_texts(files)

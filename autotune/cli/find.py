@@ -12,6 +12,7 @@ import click
 from autotune.cli import completion
 from autotune.cli.options import (
     COUNT,
+    PATH,
     KnobType,
     base_option,
     command_line,
@@ -103,7 +104,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 @storage_option()
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FOLDER",
     help="Where the files go [default: studies/ and the study's name].",
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.options import Minutes, command_line, json_option, one_of, storage_option
+from autotune.cli.options import PATH, Minutes, command_line, json_option, one_of, storage_option
 from autotune.cli.output import note, print_json, say
 from autotune.errors import ConfigError
 from autotune.records.question import BACKENDS
@@ -24,7 +24,7 @@ STUDIES = Path("studies")
 
 
 @click.command()
-@click.argument("file", type=click.Path(path_type=Path), default=MATRIX)
+@click.argument("file", type=PATH, default=MATRIX)
 @click.option(
     "--backend",
     type=one_of(("auto", *BACKENDS)),
@@ -44,7 +44,7 @@ STUDIES = Path("studies")
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=STUDIES,
     metavar="FOLDER",
     help="Where the folder of this machine is.",

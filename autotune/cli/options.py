@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import click
 
 from autotune.cli import completion
+from autotune.common.files import STDOUT
 from autotune.records.question import ODDS, RANGES, SECONDS, SEQUENCE_LENGTH, Question
 from autotune.space.config import METHODS
 from autotune.space.dataset import FORMATS, LOSS_ON
@@ -21,6 +23,22 @@ from autotune.space.knobs import KNOBS, Knob
 from autotune.space.trainers import TASK_NAMES
 from autotune.store import database
 
+
+class UserPath(click.Path):
+    """A path, `~` its home: shells leave that to the command in `--out=~/answer`.
+
+    `-` is refused where `allow_dash` does not make it stdout or stdin.
+    """
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) == STDOUT and not self.allow_dash:
+            self.fail("- is no file here. Name one.", param, ctx)
+        return super().convert(os.path.expanduser(value), param, ctx)
+
+
+PATH = UserPath(path_type=Path)
+FILE = UserPath(path_type=Path, dir_okay=False)
+FILE_OR_DASH = UserPath(path_type=Path, dir_okay=False, allow_dash=True)
 COUNT = click.IntRange(*RANGES["effective_batch"])
 
 
@@ -206,7 +224,7 @@ def base_option(what: str) -> Option:
     """Return the option that names the user's own file; `what` it is to the command, in words."""
     return click.option(
         "--base",
-        type=click.Path(path_type=Path),
+        type=PATH,
         metavar="FILE|FOLDER|COMMAND",
         help=f"{what}: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
         "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's "
@@ -306,6 +324,7 @@ def command_line(context: click.Context) -> str:
         if option.name == "storage" or not is_given(context, option.name):
             continue
         value = context.params[option.name]
+        name = [] if isinstance(option, click.Argument) else [option.opts[0]]
         for each in value if isinstance(value, tuple) else (value,):
-            words += [option.opts[0]] if each is True else [option.opts[0], str(each)]
+            words += name if each is True else [*name, str(each)]
     return shlex.join(words)

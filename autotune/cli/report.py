@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from autotune.cli import completion
-from autotune.cli.options import one_of, storage_option
+from autotune.cli.options import FILE_OR_DASH, one_of, storage_option
 from autotune.cli.output import print_json
+from autotune.common.files import STDOUT
 
 if TYPE_CHECKING:
     from autotune.report.data import ReportData
@@ -31,9 +32,9 @@ FORMATS = ("html", "markdown", "json", "terminal")
 )
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE_OR_DASH,
     metavar="FILE",
-    help=f"Where it goes [default: {FILENAME} for html, else stdout].",
+    help=f"Where it goes, - for stdout [default: {FILENAME} for html, else stdout].",
 )
 @storage_option()
 def report(*, study: str, format_name: str, out: Path | None, storage: str) -> None:
@@ -46,7 +47,7 @@ def report(*, study: str, format_name: str, out: Path | None, storage: str) -> N
     from autotune.report.files import TEXTS, write
 
     data = read(storage, study)
-    if out is None and format_name != "html":
+    if str(out) == STDOUT or (out is None and format_name != "html"):
         _print(data, format_name)
         return
     path = out or Path(FILENAME)

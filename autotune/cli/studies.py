@@ -12,8 +12,9 @@ from typing import Any
 import click
 
 from autotune.cli import completion
-from autotune.cli.options import stored_command
+from autotune.cli.options import FILE_OR_DASH, stored_command
 from autotune.cli.output import command_on, print_json, say
+from autotune.common.files import STDOUT
 from autotune.common.units import counted
 from autotune.errors import ConfigError
 from autotune.store import database
@@ -117,10 +118,10 @@ def rm(*, study: str, yes: bool, storage: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, metavar="[STUDY]...", shell_complete=completion.studies)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE_OR_DASH,
     metavar="FILE.jsonl",
     required=True,
-    help="Where the lines go.",
+    help="Where the lines go; - for stdout.",
 )
 def export_studies(*, names: tuple[str, ...], out: Path, storage: str, as_json: bool) -> None:
     """Write studies, what was probed for them and what was recommended as JSON lines.
@@ -129,17 +130,27 @@ def export_studies(*, names: tuple[str, ...], out: Path, storage: str, as_json: 
     """
     from autotune.store.transfer.exporting import export
 
+    is_stdout = str(out) == STDOUT
+    if is_stdout and as_json:
+        raise ConfigError(
+            "--json does not go with --out -",
+            why="Both go to stdout",
+            remedy="Leave out one of them",
+        )
     counts = export(storage, names, out)
     if as_json:
         print_json({"file": str(out), "exported": counts})
     else:
-        say(f"Wrote {_counts_in_words(counts)} to {out}.")
+        say(f"Wrote {_counts_in_words(counts)} to {'stdout' if is_stdout else out}.")
 
 
 @_command("import")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.jsonl")
+@click.argument("file", type=FILE_OR_DASH, metavar="FILE.jsonl")
 def import_studies(*, file: Path, storage: str, as_json: bool) -> None:
-    """Add what `studies export` wrote to a database. What is there already is not added again."""
+    """Add what `studies export` wrote to a database. What is there already is not added again.
+
+    - is stdin.
+    """
     from autotune.store.transfer.importing import import_file
 
     counts = import_file(storage, file)
@@ -147,7 +158,9 @@ def import_studies(*, file: Path, storage: str, as_json: bool) -> None:
         print_json({"file": str(file), "added": counts})
     else:
         place = database.shown_url(storage)
-        say(f"Added {_counts_in_words(counts)} to {place}; the rest was there already.")
+        say(
+            f"Added {_counts_in_words(counts)} to {place}; what was there already was left as it is."
+        )
 
 
 def _counts_in_words(counts: Mapping[str, int]) -> str:

@@ -10,11 +10,15 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from autotune.common.units import KIB, MIB
 from autotune.errors import ConfigError, StorageError
+
+STDOUT = "-"
+"""Name of a file that is stdout where something is written, and stdin where it is read."""
 
 
 def read_bytes(path: Path, max_bytes: int, *, usual: str = "") -> bytes:
@@ -57,13 +61,14 @@ def write_all(
 
     Moving starts when all are written: a full disk leaves the earlier files as they were. So does a file
     that cannot be moved, and an interrupt: what was moved before it is undone. A cut of the power while
-    files are moved may leave some of each. Raises StorageError: "`what` cannot be written to `to`", and
-    the remedy to name another `kind` with the option.
+    files are moved may leave some of each. Devices and pipes are written into. Raises StorageError: "`what`
+    cannot be written to `to`", and the remedy to name another `kind` with the option.
     """
     places, earlier = dict[Path, Path](), dict[Path, Path]()
     try:
-        places |= _beside(texts)
-        earlier |= _beside(texts)
+        streams = [path for path in texts if _is_stream(path)]
+        places |= _beside([path for path in texts if path not in streams])
+        earlier |= _beside(places)
         for path, place in places.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             with place.open("x", encoding="utf-8", newline="\n") as file:
@@ -71,6 +76,9 @@ def write_all(
                 file.flush()
                 os.fsync(file.fileno())
         _move(places, earlier)
+        for path in streams:
+            with path.open("w", encoding="utf-8", newline="\n") as file:
+                file.writelines(texts[path])
     except (OSError, ValueError) as error:
         raise StorageError(
             f"{what} cannot be written to {str(to)[:200]}",
@@ -81,6 +89,15 @@ def write_all(
         for place in (*places.values(), *earlier.values()):
             with contextlib.suppress(OSError, ValueError):
                 place.unlink()
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether it is a device or a pipe: root would have a file in its place, /dev/null's or /dev/stdout's."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return path.parent == Path("/dev") or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _beside(paths: Collection[Path]) -> dict[Path, Path]:

@@ -129,6 +129,9 @@ def markdown(digest: Digest) -> str:
                 (_row(each) for each in ordered(digest.done)),
             ),
             _EXPLAINED,
+        ]
+    if any(each.night is not None for each in digest.done):
+        parts += [
             "## Answers",
             table(
                 ("cell", "configuration", "probes>", "trend, oldest first"),

@@ -331,6 +331,8 @@ class Answer:
                 changes=(),
                 more_memory=None,
                 measured=None,
+                sureness=None,
+                tip=None,
                 fallbacks=self.fallbacks[number:],
             )
             for number, fallback in enumerate(self.fallbacks, start=1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -377,7 +378,8 @@ def draw_table(
     """Draw a plain table; a column whose header ends in `>` is aligned to the right.
 
     `is_list`: the first column has names that are typed again and stay unbroken. A pipe gets a line per
-    row; on a terminal names that would take more than half of it stand above their row.
+    row; on a terminal names that would take more than half of it, or leave the rest no room, stand above
+    their row.
     """
     from rich.cells import cell_len
 
@@ -390,10 +392,14 @@ def draw_table(
         if not (file.isatty() or os.environ.get("COLUMNS")):
             console.width = sum(widths) + 2 * len(widths)
         table.columns[0].no_wrap = True
-        is_wide = (
-            widths[0] > console.width // 2 and sum(widths) + 2 * len(widths) - 2 > console.width
-        )
-        if is_wide and console.width >= NARROW_COLUMNS:
+        lacking = sum(widths) + 2 * len(widths) - 2 - console.width
+        # The second column is the one to fold; with less than half of it the others would be folded, too.
+        is_crushed = widths[1] == max(widths[1:]) and 2 * lacking > widths[1]
+        if (
+            lacking > 0
+            and (widths[0] > console.width // 2 or is_crushed)
+            and console.width >= NARROW_COLUMNS
+        ):
             _print_under_names(console, table, widths)
             return
     _print_table(console, table)
@@ -423,7 +429,10 @@ def console_on(file: TextIO) -> Console:
     """A console as wide as the terminal, which takes the text of others for no markup."""
     from rich.console import Console
 
-    width = None if file.isatty() or os.environ.get("COLUMNS") else PIPED_WIDTH_COLUMNS
+    columns = os.environ.get("COLUMNS", "")
+    width = None if file.isatty() or columns else PIPED_WIDTH_COLUMNS
+    if columns and not columns.strip("0"):  # Nobody knows; rich would draw nothing.
+        width = shutil.get_terminal_size((PIPED_WIDTH_COLUMNS, 1)).columns
     return Console(file=file, highlight=False, markup=False, emoji=False, width=width)
 
 

@@ -38,8 +38,8 @@ def tip(answer: Answer) -> str:
             )
         case Tip.EXPANDED_HEADS:
             return (
-                "this card has no fused attention for grouped key heads, and has one once they are expanded: "
-                "attention: [sdpa_expanded] in a --space, without --base."
+                f"in {best.config.precision} this card has no fused attention for grouped key heads, and has "
+                "one once they are expanded: attention: [sdpa_expanded] in a --space, without --base."
             )
         case Tip.EXPANDABLE_SEGMENTS:
             idle_bytes = best.peak_reserved_bytes - best.peak_allocated_bytes

@@ -155,7 +155,7 @@ def cpu_as_card(name: str | None, size: str | None) -> ChosenCard:
         raise ConfigError(
             "There is no memory budget",
             why="On the CPU a probe may use what --gpu-mem allows, as if it were a card",
-            remedy="Give --gpu-mem, such as --gpu-mem 500MB",
+            remedy="Give --gpu-mem, such as 500MB",
         )
     budget_bytes = parse_bytes(size)
     if budget_bytes > card.capacity_bytes // 2:

@@ -126,6 +126,8 @@ def parse_url(url: str) -> URL:
     try:
         url.encode()
         parsed = sqlalchemy.make_url(url)
+        if file_of(parsed) is not None:  # No shell knows the ~ of sqlite:///~/autotune.db.
+            parsed = parsed.set(database=os.path.expanduser(parsed.database or ""))
         file = file_of(parsed)
         if file is not None:
             _check_file_name(file)

@@ -161,8 +161,8 @@ def _listed(study: optuna.Study) -> ListedStudy:
     return ListedStudy(
         name=study.study_name,
         num_trials=len(trials),
-        # Optuna 5 stores UTC without saying so.
-        last_trial_at=max(ended).replace(tzinfo=datetime.UTC) if ended else None,
+        # Optuna gives times of this machine's zone, without saying so.
+        last_trial_at=max(ended).astimezone(datetime.UTC) if ended else None,
         is_ours=ours,
         workload=workload if ours and isinstance(workload, dict) else None,
         answer=answer,

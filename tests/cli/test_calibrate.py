@@ -228,6 +228,9 @@ def test_no_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "error: There is no card to calibrate. NVIDIA's driver is not installed. Run it on the "
             "machine with the card; --backend cpu tries the program.",
         )
+        if arguments:
+            said = f"error: {arguments[0]} does not go with --backend cpu. What is tried there is "
+            assert refused(tmp_path, *arguments, "--backend", "cpu")[1].startswith(said)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,11 +7,12 @@ import dataclasses
 import json
 import os
 import resource
+import shlex
 import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from optuna_storage import unpooled
 
 from autotune import cli
 from autotune.catalogue.models import ModelSource
-from autotune.cli.options import LENGTH, KnobType, one_of
+from autotune.cli.options import LENGTH, KnobType, command_line, one_of
 from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.records.question import EFFORTS
@@ -372,6 +373,45 @@ def test_commands_and_options_are_frozen() -> None:
                 assert seen[name][option] == default
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "nightly m.yaml --backend cpu --dry-run",
+        "find --model gpt2 --method lora --method qlora --out 'a b'",
+    ],
+)
+def test_the_command_that_a_study_keeps_can_be_typed_again(typed: str) -> None:
+    name, *words = shlex.split(typed)
+    context = cli.cli.commands[name].make_context(name, words)
+    assert command_line(context) == f"autotune {typed}"
+
+
+def paths_of(command: click.Command) -> Iterator[click.Parameter]:
+    """The options and arguments of a command, and of those of its group, that are paths."""
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            yield from paths_of(each)
+    yield from (each for each in command.params if isinstance(each.type, click.Path))
+
+
+def test_every_path_knows_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shells leave the ~ of `--out=~/answer` to the command: a folder of that name was made."""
+    monkeypatch.setenv("HOME", "/home/me")
+    read = {each.opts[0]: each.type.convert("~/a", None, None) for each in paths_of(cli.cli)}
+    assert {"--out", "--base", "--log-file", "--export", "file"} <= set(read)
+    assert set(read.values()) == {Path("/home/me/a")}
+
+
+def test_what_is_neither_stdout_nor_stdin_is_no_file_called_dash(main: Main) -> None:
+    for typed in (
+        ("debug", "trace", "--out", "-"),
+        ("calibrate", "--export", "-"),
+        (*FIND, "--out", "-"),
+    ):
+        ran = main(*typed)
+        assert (ran.code, "- is no file here. Name one." in ran.err) == (2, True), typed
+
+
 def test_a_peft_config_of_a_file(main: Main, asked: list[dict[str, Any]], tmp_path: Path) -> None:
     file = tmp_path / "adapter.json"
     file.write_text('{"peft_type": "LORA", "r": 4, "base_model_name_or_path": "x", "bias": "all"}')
@@ -530,6 +570,7 @@ def test_find_leaves_a_report_and_report_draws_it_again(
     drawn = here.command("report", folder.name, "--out", "again.html", cwd=tiny)
     assert drawn.returncode == 0, drawn.stderr
     assert (tiny / "again.html").read_text(encoding="utf-8") == beside
+    assert here.command("report", folder.name, "--out", "-", cwd=tiny).stdout == beside
     told = here.command("report", folder.name, "--format", "json", cwd=tiny)
     record = json.loads(told.stdout)
     # The way from the base to the answer ends at the answer.

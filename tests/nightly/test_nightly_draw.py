@@ -104,6 +104,9 @@ def test_a_digest_says_what_changed_by_how_much_and_since_when() -> None:
         assert "driver 580.10 -> 590.2" in text.replace("\\", "")
         assert "950" in text
     assert "1,000 950 950" in draw.markdown(digest(REGRESSED))
+    failed = Done(planned=planned("none"), night=None, problem="No such file", exit_code=2)
+    assert "## Answers" in draw.markdown(digest(REGRESSED, failed))
+    assert "## Answers" not in draw.markdown(digest(failed))
 
 
 def test_whatever_others_wrote_is_text() -> None:
@@ -318,6 +321,7 @@ def test_a_dry_run_says_why_and_touches_nothing(
         main(["nightly", "matrix.yaml", "--backend", "cpu", "--dry-run"])
     no_budget, no_teacher = capsys.readouterr().out.splitlines()[2::2]
     assert no_budget.strip().startswith("There is no memory budget")
+    assert no_budget.endswith("Give budgets, such as 500MB."), "a list, which one text is not"
     assert no_teacher.strip().startswith("The task distillation needs a teacher")
     assert [path.name for path in tmp_path.iterdir()] == ["matrix.yaml"]
 

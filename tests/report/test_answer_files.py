@@ -136,6 +136,20 @@ def test_files_replace_earlier_ones_and_leave_nothing_else(tmp_path: Path) -> No
     assert {file.read_text(encoding="utf-8") for file in (first, new)} == {"after"}
 
 
+def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
+    """As root a file took the place of /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_texts(tmp_path / "a.txt", pipe)
+        assert os.read(reader, 100) == b"after"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "a.txt", pipe]
+
+
 def test_a_path_without_a_name_is_refused() -> None:
     with pytest.raises(StorageError, match=r"cannot be written to .*Is a directory"):
         write_texts(Path(""))

@@ -455,6 +455,20 @@ def test_names_that_would_fill_a_terminal_stand_above_their_rows(
     assert lines[4:] == ["short", f"  {'m':60}  {'1,234':>6}"]
 
 
+def test_names_that_leave_no_room_stand_above_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of studies on a usual terminal, with a name as find makes it."""
+    monkeypatch.setenv("COLUMNS", "80")
+    headers = ("study", "model", "budget>", "evidence", "tokens/s>", "trials>", "last trial")
+    name = "smollm2-135m-batch16-nvidia-rtx-4090"
+    row = ("m" * 27, "23.63 GiB", "predicted", "37,134", "3", "2026-11-29 17:57")
+    file = io.StringIO()
+    terminal.draw_table(headers, [(name, *row)], file, is_list=True)
+    lines = [line.split() for line in file.getvalue().splitlines()]
+    assert lines[2] == [name]
+    assert lines[3] == [word for cell in ("m" * 20, *row[1:]) for word in cell.split()]
+    assert lines[4:] == [["m" * 7]]
+
+
 def test_a_list_is_not_spelt_downwards_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -582,11 +596,12 @@ def test_a_hostile_name_is_escaped_and_cut() -> None:
     assert len(first) < 200
 
 
-@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize("columns", [0, 40, 80, 120])
 def test_lines_keep_to_the_width(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Without columns nobody knows how wide it is: nothing at all was drawn."""
     monkeypatch.setenv("COLUMNS", str(columns))
     text = drawn(answers.answer())
-    assert max(len(line) for line in text.splitlines()) <= columns
+    assert max(len(line) for line in text.splitlines()) <= (columns or 100)
     assert "4,096 tokens/s" in text
 
 
@@ -1503,7 +1518,7 @@ def test_what_compiling_was_worth_is_said_as_measured() -> None:
         (Tip.LIGER, "logits take 0.25 GiB of 10.00 GiB, and Liger's loss makes none: "),
         (Tip.CHUNKED_LOSS, "logits take 0.25 GiB of 10.00 GiB, and a loss in parts never has"),
         (Tip.FLASH_ATTENTION, "eager attention keeps all scores, of the length squared"),
-        (Tip.EXPANDED_HEADS, "this card has no fused attention for grouped key heads"),
+        (Tip.EXPANDED_HEADS, "in bf16-true this card has no fused attention for grouped key heads"),
         (Tip.EXPANDABLE_SEGMENTS, "0.50 GiB of 10.00 GiB lie idle in the allocator"),
         (Tip.COMPILE, "the step is bound by compute, which torch.compile may lower"),
         (None, ""),

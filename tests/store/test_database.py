@@ -41,6 +41,7 @@ def test_an_address_that_no_database_can_have(url: str, says: str) -> None:
     [
         ("sqlite:///a.db", "a.db"),
         ("sqlite:////tmp/a.db", "/tmp/a.db"),
+        ("sqlite:///~/a.db", "/home/me/a.db"),
         ("sqlite:///file:a%20b.db?uri=true", "a b.db"),
         ("sqlite:///file:///tmp/a.db?uri=true", "/tmp/a.db"),
         ("sqlite:///file:x?mode=memory&uri=true", None),
@@ -49,7 +50,10 @@ def test_an_address_that_no_database_can_have(url: str, says: str) -> None:
         ("postgresql+psycopg://host/a.db", None),
     ],
 )
-def test_the_file_of_an_address(url: str, file: str | None, tmp_path: Path) -> None:
+def test_the_file_of_an_address(
+    url: str, file: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
     parsed = parse_url(url)
     assert database.file_of(parsed) == (None if file is None else Path(file))
     if file is None and url.startswith("sqlite"):

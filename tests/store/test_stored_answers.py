@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import sqlite3
 from collections.abc import Callable
@@ -100,9 +101,13 @@ def measured_summary() -> Answer:
 
 
 def test_every_study_is_listed_without_its_trials_being_read(
-    url: str, main: Main, monkeypatch: pytest.MonkeyPatch
+    url: str,
+    main: Main,
+    monkeypatch: pytest.MonkeyPatch,
+    go_far_from_greenwich: Callable[[], None],
 ) -> None:
     store_some(url)
+    go_far_from_greenwich()
 
     def read(*_: Any, **__: Any) -> None:
         raise AssertionError("trials were read")
@@ -117,7 +122,9 @@ def test_every_study_is_listed_without_its_trials_being_read(
     # 32 x 1024 tokens in 8 s as predicted, in 10 s as measured.
     assert (one["evidence"], one["tokens_per_second"]) == ("predicted", 4096.0)
     assert (two["evidence"], two["tokens_per_second"]) == ("measured", 3276.8)
-    assert one["last_trial_at"].endswith("+00:00")
+    ended = datetime.datetime.fromisoformat(one["last_trial_at"])
+    assert ended.utcoffset() == datetime.timedelta()
+    assert abs(datetime.datetime.now(datetime.UTC) - ended) < datetime.timedelta(minutes=10)
     assert (hostile["study"], hostile["problem"]) == (HOSTILE, "no answer")
     assert strange["is_autotunes"] is False
     assert strange["tokens_per_second"] is None

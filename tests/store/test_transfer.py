@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,16 @@ def test_to_a_server_and_back_it_is_the_same_file(
     assert [t.state.name for t in study.trials] == ["COMPLETE", "PRUNED", "PRUNED"]
     assert study.trials[2].intermediate_values == {1: 3.5}
     assert stored_answers.load(third, "one").answer == answers.answer()
+
+
+def test_where_clocks_say_another_hour_it_is_the_same_file(
+    file: Path, url: str, tmp_path: Path, go_far_from_greenwich: Callable[[], None]
+) -> None:
+    import_file(url, file)
+    go_far_from_greenwich()
+    assert set(import_file(url, file).values()) == {0}
+    export(url, [], tmp_path / "back.jsonl")
+    assert (tmp_path / "back.jsonl").read_text() == file.read_text()
 
 
 def test_what_another_machine_found_is_merged(file: Path, tmp_path: Path) -> None:
@@ -300,6 +312,30 @@ def test_the_commands_say_what_they_moved(
     assert json.loads(out)["added"] == dict.fromkeys(
         ("probe", "recommendation", "study", "trial"), 0
     )
+
+
+def test_studies_go_through_a_pipe(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(url)
+
+    def run(*words: str) -> tuple[str, str]:
+        with pytest.raises(SystemExit):
+            cli.main(["studies", *words])
+        return capsys.readouterr()
+
+    text, said = run("export", "--out", "-", "--storage", url)
+    assert "5 trials, 3 probes and 2 recommendations to stdout" in said
+    assert "Both go to stdout" in run("export", "--out", "-", "--json", "--storage", url)[1]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(text,))
+    writer.start()
+    with pipe.open() as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        said = run("import", "-", "--storage", f"sqlite:///{tmp_path}/here.db")[1]
+    writer.join()
+    assert "Added 2 studies, 5 trials, 3 probes and 2 recommendations" in said
 
 
 def test_a_study_that_is_searched_meanwhile_is_exported_without_what_runs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ LEFT_OUT = "left out"
 def export(url: str, names: Sequence[str], path: Path) -> dict[str, int]:
     """Write the studies of these names, or all; return how many records of each kind were written.
 
+    The path - is stdout.
     With names, the recommendations of these studies and the probes of their models; without, all.
     Raises ConfigError for a name that is not autotune's study, StorageError.
     """
@@ -33,7 +35,10 @@ def export(url: str, names: Sequence[str], path: Path) -> dict[str, int]:
             )
     counts: Counter[str] = Counter()
     texts = map(lines.text_of, _records(url, names or ours, counts, everything=not names))
-    files.write_all({path: texts}, what="The export", to=path, kind="file")
+    if str(path) == files.STDOUT:
+        sys.stdout.writelines(texts)
+    else:
+        files.write_all({path: texts}, what="The export", to=path, kind="file")
     return dict(counts)
 
 

@@ -8,9 +8,10 @@ Killed in between, the same command goes on: what is there is not added again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,17 +39,22 @@ def import_file(url: str, path: Path) -> dict[str, int]:
     Raises ConfigError for a damaged file, before anything is added, and for a study that was made for
     something else; StorageError.
     """
-    for _ in lines.read(path):
+    with lines.opened(path) as file:
+        return _import(url, functools.partial(lines.read, file, str(path)))
+
+
+def _import(url: str, read: Callable[[], Iterator[Any]]) -> dict[str, int]:
+    for _ in read():
         pass
     counts: Counter[str] = Counter({"probe": 0, "recommendation": 0, "study": 0, "trial": 0})
     with open_engine(url) as engine, alone(engine) as connection:
-        for probes in pages(one for one in lines.read(path) if isinstance(one, ProbeLine)):
+        for probes in pages(one for one in read() if isinstance(one, ProbeLine)):
             counts["probe"] += _add_probes(connection, probes)
-        for answers in pages(one for one in lines.read(path) if isinstance(one, Recommendation)):
+        for answers in pages(one for one in read() if isinstance(one, Recommendation)):
             counts["recommendation"] += _add_recommendations(connection, answers)
         connection.commit()
     with opened_storage(parse_url(url)) as storage:
-        for study, trials in _studies(lines.read(path)):
+        for study, trials in _studies(read()):
             is_new, num_trials = _add_study(storage, study, trials)
             counts["study"] += is_new
             counts["trial"] += num_trials

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import math
+import os
 import re
+import shutil
+import stat
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from autotune.common import json_records
+from autotune.common.files import STDOUT
 from autotune.common.version import __version__
 from autotune.errors import ConfigError
 from autotune.records.measurement import measurement_from_dict
@@ -154,6 +161,7 @@ def line_of_trial(trial: FrozenTrial) -> TrialLine:
     if trial.datetime_complete is None:
         raise ValueError(f"trial {trial.number} has no end")
     values = {str(k): v for k, v in trial.intermediate_values.items() if math.isfinite(v)}
+    start = trial.datetime_start  # Optuna's are of this machine's zone, without saying so.
     return TrialLine(
         state=state,
         value=trial.value,
@@ -164,8 +172,8 @@ def line_of_trial(trial: FrozenTrial) -> TrialLine:
         user_attrs=trial.user_attrs,
         system_attrs=trial.system_attrs,
         intermediate_values=values,
-        datetime_start=trial.datetime_start,
-        datetime_complete=trial.datetime_complete,
+        datetime_start=start and start.astimezone(datetime.UTC),
+        datetime_complete=trial.datetime_complete.astimezone(datetime.UTC),
     )
 
 
@@ -180,36 +188,54 @@ def identity(trial: FrozenTrial) -> str:
     return json.dumps(json_records.plain(line_of_trial(trial)), sort_keys=True)
 
 
-def read(path: Path) -> Iterator[ProbeLine | Recommendation | StudyLine | FrozenTrial]:
-    """Read every record of the file, checked.
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open the file, or stdin for -, so that it can be read twice: a pipe as a copy.
+
+    Raises ConfigError.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            file = sys.stdin.buffer if str(path) == STDOUT else held.enter_context(path.open("rb"))
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                copy = held.enter_context(tempfile.TemporaryFile())
+                shutil.copyfileobj(file, copy)
+                file = copy
+        except OSError as error:
+            raise ConfigError(
+                f"{str(path)[:200]} cannot be read",
+                why=error.strerror or str(error),
+                remedy="Name a file that `autotune studies export` has written",
+            ) from error
+        yield file
+
+
+def read(
+    file: BinaryIO, name: str
+) -> Iterator[ProbeLine | Recommendation | StudyLine | FrozenTrial]:
+    """Read every record of the file of that name from its beginning, checked.
 
     Raises ConfigError, which names the line.
     """
     num_left = number = 0
     try:
-        with path.open("rb") as file:
-            texts = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
-            for number, text in enumerate(texts, start=1):
-                line = _line(text, is_first=number == 1)
-                num_left = _next_left(line, num_left)
-                if not isinstance(line, FileHeader):
-                    yield line.trial() if isinstance(line, TrialLine) else line
-    except OSError as error:
-        raise ConfigError(
-            f"{str(path)[:200]} cannot be read",
-            why=error.strerror or str(error),
-            remedy="Name a file that `autotune studies export` has written",
-        ) from error
+        file.seek(0)
+        texts = iter(lambda: file.readline(MAX_LINE_BYTES + 1), b"")
+        for number, text in enumerate(texts, start=1):
+            line = _line(text, is_first=number == 1)
+            num_left = _next_left(line, num_left)
+            if not isinstance(line, FileHeader):
+                yield line.trial() if isinstance(line, TrialLine) else line
     except (ValueError, KeyError, TypeError, RecursionError, UserWarning) as error:
         said = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(
-            f"Line {number} of {str(path)[:200]} cannot be imported",
+            f"Line {number} of {name[:200]} cannot be imported",
             why=said[:300] or type(error).__name__,
             remedy="Nothing was imported. Export it again",
         ) from error
     if number == 0 or num_left:
         raise ConfigError(
-            f"{str(path)[:200]} ends too early",
+            f"{name[:200]} ends too early",
             why=f"{num_left} of a study's trials are not there" if number else "It is empty",
             remedy="Nothing was imported. Export it again",
         )
