@@ -165,6 +165,7 @@ def read_base(
         task=opened.task or (None if ours is None else ours.task),
         notes=(
             *opened.notes,
+            *_on_processes(opened.starts, num_gpus),
             *chosen,
             *stored,
             *notes(target, content),
@@ -177,6 +178,16 @@ def read_base(
         taken=tuple(taken),
         parts=opened.parts,
     )
+
+
+def _on_processes(starts: tuple[str, int] | None, num_gpus: int) -> tuple[str, ...]:
+    """Say how many processes a script starts, where that is not the number of GPUs."""
+    if starts is None or starts[1] == num_gpus:
+        return ()
+    named, number = starts
+    if num_gpus == 1:
+        return (f"{named} starts {number} processes: --num-gpus says how many",)
+    return (f"{named} starts {number} processes, where --num-gpus is {num_gpus}",)
 
 
 def _as_ours(
