@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ from autotune.search.dataset import note_unread, read_dataset
 from autotune.search.pictures import read_pictures, task_of
 from autotune.search.teacher import read_teacher
 from autotune.space import space_file
+from autotune.space.adapters import ADAPTERS, BESIDE_OUT_PROJ, WITHOUT_OUT_PROJ
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import completions_of, default_base
@@ -186,6 +187,7 @@ def resolve(
     asked_for = question.backend if question.backend in BACKENDS else None
     backend = "cuda" if measures_here else asked_for
     space_file.require_method(changing.space, methods)
+    _note_out_proj(source, methods, question.settings.get("lora_targets", "all-linear"), note)
     workload = Workload(
         model=source.name,
         task=task,
@@ -332,6 +334,7 @@ def resolve_configuration(
         config = dataclasses.replace(base, sequence_length=length)
     if PRECISIONS[config.precision].compute_dtype == "float16":
         _note_overflow(source, note)
+    _note_out_proj(source, (config.method,), config.lora_targets, note)
     checked = config
     if config.activation_checkpointing == SOLVE:
         # Any plan must be possible.
@@ -479,6 +482,16 @@ def _note_unpacked(source: ModelSource, note: Callable[[str], None]) -> None:
             f"The checkpoint of {source.short_name} is quantised, and is unpacked into 16 bits as it is "
             f"loaded ({source.checkpoint.unpacked_by}): its weights take more memory than its files."
         )
+
+
+def _note_out_proj(
+    source: ModelSource, methods: Collection[str], targets: object, note: Callable[[str], None]
+) -> None:
+    """Say that LoRA has none of the layers that PEFT refuses."""
+    kind = source.config["model_type"]
+    is_lora = any(name in ADAPTERS and ADAPTERS[name].peft_type == "LORA" for name in methods)
+    if is_lora and targets in BESIDE_OUT_PROJ and kind in WITHOUT_OUT_PROJ:
+        note(f"LoRA leaves out_proj out: PEFT adapts none in models of type {kind}.")
 
 
 def _note_untrained_positions(

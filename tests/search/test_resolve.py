@@ -573,6 +573,20 @@ def test_a_context_that_no_sample_of_a_dataset_fills_is_not_warned_of(
     assert notes == ["no sample has more than 900 tokens: that is the sequence length."]
 
 
+def test_that_lora_leaves_out_proj_out_of_mamba_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "mamba.json"
+    file.write_text('{"model_type": "mamba", "num_hidden_layers": 2, "vocab_size": 100}')
+    asked = Question(model=str(file), gpu_mem="8GB", seq_len=64)
+    said = "LoRA leaves out_proj out: PEFT adapts none in models of type mamba."
+    for question, is_said in (
+        (asked, True),
+        (dataclasses.replace(asked, methods=("full",)), False),
+    ):
+        notes: list[str] = []
+        resolve(question, note=notes.append)
+        assert (said in notes) is is_said
+
+
 @pytest.mark.parametrize(
     ("methods", "study"),
     [((), "gpt-oss-20b-80gb"), (("lora",), "gpt-oss-20b-80gb-lora")],

@@ -24,7 +24,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import NotLiteral, Row, TrainerFile, entries, same, value_at
 from autotune.export.mapping_write import keys_of
-from autotune.export.own_modules import with_own_modules
+from autotune.export.own_modules import with_adaptable_modules, with_own_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
 from autotune.export.trainer_rows import TEACHER_KEY
@@ -197,7 +197,8 @@ def _as_ours(
     if values.get("method", ours.method) != ours.method:
         return dict(values)
     content = in_current_words(target, content)
-    as_named = with_own_modules(ours, _model_of(target, content) or "")
+    named = _model_of(target, content) or ""
+    as_named = with_own_modules(with_adaptable_modules(ours, named), named)
     written: dict[str, Any] = {
         **training_arguments(ours),
         **_behind(ADAPTER, peft_fields(as_named) if ours.method in ADAPTERS else {}),
