@@ -19,6 +19,7 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.models import resolve as find_model
 from autotune.catalogue.tasks import PICTURES
+from autotune.common.user_text import printable
 from autotune.errors import AutotuneError, ConfigError
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun, model_in
@@ -140,6 +141,7 @@ def resolve(
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
     source = budget.for_task(source, task)
+    _note_cached(source, note)
     base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):
@@ -276,6 +278,7 @@ def resolve_configuration(
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
     source = budget.for_task(source, task)
+    _note_cached(source, note)
     _check_pictures(question, run, task)
     base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
@@ -472,6 +475,17 @@ def _note_overflow(source: ModelSource, note: Callable[[str], None]) -> None:
             f"Values of {source.short_name} may leave float16's range, so that losses become nan "
             "(transformers issue 23918): look at the first ones where fp16 is chosen; fp32 "
             "and bfloat16 are safe."
+        )
+
+
+def _note_cached(source: ModelSource, note: Callable[[str], None]) -> None:
+    """Say that the configuration is not the catalogue's, whose name was typed."""
+    if source.differs_in:
+        first = ", ".join(printable(key) for key in source.differs_in[:3])
+        more = ", ..." * (len(source.differs_in) > 3)
+        note(
+            f"The configuration of {source.short_name} is that of the Hub's cache, which differs from the "
+            f"catalogue's ({first}{more})."
         )
 
 
