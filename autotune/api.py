@@ -156,6 +156,11 @@ class Result:
         config = None
         if model is None and objects.needs_model(self.config):
             config = models.resolve(self.workload.model).config
+        elif model is None:
+            with contextlib.suppress(
+                ConfigError
+            ):  # a few types of models have targets of their own
+                config = models.resolve(self.workload.model, asks_hub=False).config
         return objects.adapter_config(
             self.config, self.workload.task, model_config=config, model=model
         )

@@ -1,9 +1,9 @@
 """Values of `--model`, and the configuration behind each: never weights, never remote code.
 
 In this order: an existing folder with a config.json, an existing configuration file, a name of the catalogue
-(data/models.csv, and data/variants.csv for models that differ in weights; needs no network), a Hub id
-`organisation/name`, of which config.json alone is downloaded. Nothing that is read is executed; JSON is the
-only format.
+(data/models.csv, and data/variants.csv for models that differ in weights; needs no network, but a file in the
+Hub's cache goes before it where it differs), a Hub id `organisation/name`, of which config.json alone is
+downloaded. Nothing that is read is executed; JSON is the only format.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from autotune.catalogue import liger
+from autotune.catalogue import hub_cache, liger
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
 from autotune.catalogue.tasks import CAUSAL, CTC, EMBEDDINGS, PICTURES, SPEECH, TASKS, tasks_of
@@ -188,6 +188,8 @@ class ModelSource:
     """The configuration file that was read."""
     num_parameters_known: int | None = None
     """The catalogue's exact count (of the task's usual class: see CatalogueEntry.notes)."""
+    differs_in: tuple[str, ...] = ()
+    """Keys in which it is another than the catalogue's, whose name it has."""
 
     @property
     def folder_or_id(self) -> str:
@@ -495,13 +497,26 @@ def _find_entry(model: str) -> CatalogueEntry | None:
 
 
 def _from_entry(entry: CatalogueEntry) -> ModelSource:
-    return _source(
+    """Return the catalogue's own, or the file in the Hub's cache where that would be trained otherwise.
+
+    Where they are alike it is the catalogue's: its count is known, and stored studies go on with it.
+    """
+    ours = _source(
         entry.hub_id,
         "catalogue",
         _DATA / "models" / entry.file,
         num_parameters_known=entry.num_parameters,
         changes=entry.changes,
     )
+    path = hub_cache.cached_file(entry.hub_id, CONFIG_NAME)
+    if path is None:
+        return ours
+    try:
+        theirs = _source(entry.hub_id, "hub", path)
+    except ConfigError:
+        return ours
+    keys = hub_cache.differing(ours.config, theirs.config)
+    return replace(theirs, differs_in=keys) if keys else ours
 
 
 def _from_folder(model: str, folder: Path) -> ModelSource:

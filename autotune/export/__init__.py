@@ -34,7 +34,7 @@ from autotune.export import (
 )
 from autotune.export.carried import Unsaid
 from autotune.export.exporter import Exporter
-from autotune.export.own_modules import with_own_modules
+from autotune.export.own_modules import with_adaptable_modules, with_own_modules
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import TRL_BY_TASK
@@ -195,7 +195,12 @@ def export_files(
 def text_of(
     exporter: Exporter, *, workload: Workload, config: TrainConfig, result: Mapping[str, object]
 ) -> str:
-    """Return the text of a file; those of other programs have the model's own names for modules."""
+    """Return the text of a file; those of other programs have the model's own names for modules.
+
+    All but ours name them where PEFT refuses one of those that are meant.
+    """
+    if exporter is not train_config.EXPORTER:
+        config = with_adaptable_modules(config, workload.model)
     if exporter in FURTHER:
         config = with_own_modules(config, workload.model)
     return exporter.write(workload=workload, config=config, result=result)

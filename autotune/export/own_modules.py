@@ -14,7 +14,11 @@ from pathlib import Path
 
 from autotune.catalogue import models
 from autotune.errors import AutotuneError
-from autotune.space.adapters import ATTENTION_PROJECTIONS
+from autotune.space.adapters import (
+    ATTENTION_PROJECTIONS,
+    BESIDE_OUT_PROJ,
+    beside_out_proj,
+)
 from autotune.space.config import TrainConfig
 
 
@@ -27,6 +31,23 @@ def with_own_modules(config: TrainConfig, model: str) -> TrainConfig:
         return config
     names = attention_modules(model)
     return dataclasses.replace(config, lora_targets=",".join(names)) if names else config
+
+
+def with_adaptable_modules(config: TrainConfig, model: str) -> TrainConfig:
+    """Return the configuration with the names of modules where PEFT refuses one of those that are meant.
+
+    It stays as it is where the model is not known here.
+    """
+    if config.lora_targets not in BESIDE_OUT_PROJ:
+        return config
+    try:
+        kind = str(models.resolve(model, asks_hub=False).config["model_type"])
+    except AutotuneError:
+        return config
+    wanted = beside_out_proj(config, kind)
+    made = _made_by(kind) or wanted
+    names = ",".join(name for name in wanted if name in made)
+    return dataclasses.replace(config, lora_targets=names) if names else config
 
 
 @functools.cache

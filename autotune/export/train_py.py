@@ -18,6 +18,7 @@ from autotune.catalogue.checkpoint import UNPACKED_BY
 from autotune.catalogue.tasks import CTC, PICTURES, SPEECH
 from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
+from autotune.export.own_modules import with_adaptable_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.samples import FORMATS_OF_TASKS
@@ -156,7 +157,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     fallbacks: list[dict[str, object]] = []
     rungs = [config]
     for each in given:
-        fallback = TrainConfig(**each["config"])
+        fallback = with_adaptable_modules(TrainConfig(**each["config"]), workload.model)
         rungs.append(fallback)
         other = _recipe(workload, fallback, _layers(fallback, each))
         changes = _changes(recipe, other)

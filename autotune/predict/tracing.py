@@ -27,7 +27,6 @@ from autotune.predict.sharding.shards import is_tied
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.trace_jobs import TraceJobs
 from autotune.records.estimate import TraceSpec
-from autotune.space.adapters import WITHOUT_OUT_PROJ
 from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.teacher import Teacher
@@ -276,10 +275,6 @@ def _refusal(
         remedy = "Take another way to share (--parallelism fsdp2), or another --num-gpus"
     elif any(spec.lora_targets not in (None, "all-linear", "attention") for spec in specs):
         remedy = "Name modules that it has with --targets, or another model or method"
-    elif family in WITHOUT_OUT_PROJ and all(spec.lora_targets for spec in specs):
-        remedy = (
-            "Name layers but out_proj with --targets, or as lora_targets in a --space: in_proj, say"
-        )
     elif pictures is not None and pictures.seconds:
         remedy = "Give another --audio-seconds, model, method or precision"
     why = reason[:1].upper() + reason[1:]

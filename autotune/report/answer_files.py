@@ -20,6 +20,8 @@ from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
 
 MAX_RESULT_BYTES = 16 * MIB
+_FOLDERS = (export.FURTHER_FOLDER, own_run.YOURS)
+"""Folders of an answer's files, in its own."""
 SAME_TIME_SECONDS = 5.0
 """Most seconds between the files of one answer: they are written one after the other, result.json among the
 first."""
@@ -73,6 +75,7 @@ class AnswerFiles:
             if path.resolve() not in theirs:
                 with contextlib.suppress(OSError):
                     path.unlink()
+                    path.parent.rmdir()  # Nothing is left in it, or it stays.
         return written
 
     @property
@@ -98,24 +101,27 @@ class AnswerFiles:
 def _untouched_in(folder: Path) -> set[Path]:
     """The files of an earlier answer in the folder that nobody has changed since.
 
-    They are those that the folder's result.json lists under names that we give, and that are as old as it;
-    the folder may have moved.
+    They are those that the folder's result.json lists under names that we give, and that are no younger than
+    it; the folder may have moved. Copies of a user's files have their names: they are as old as it besides.
     """
     place = folder / result_json.filename
     try:
         result = json.loads(read_text(place, MAX_RESULT_BYTES))
-        last_seconds = place.stat().st_mtime + SAME_TIME_SECONDS
+        written_seconds = place.stat().st_mtime
     except (ConfigError, ValueError, RecursionError, OSError):
         return set()
     listed = result.get("files") if isinstance(result, dict) else None
-    names = {PurePath(str(name)) for name in (listed if isinstance(listed, list) else ())}
-    is_listed = {
-        (name.parent.name == export.FURTHER_FOLDER, name.name)
-        for name in names
-        if name.name in {exporter.filename for exporter in export.ALL.values()}
-    }
-    paths = {
-        (folder / export.FURTHER_FOLDER if is_further else folder) / name
-        for is_further, name in is_listed
-    }
-    return {path for path in paths if path.is_file() and path.stat().st_mtime <= last_seconds}
+    ours = {exporter.filename for exporter in export.ALL.values()}
+    found = set()
+    for name in map(PurePath, map(str, listed if isinstance(listed, list) else ())):
+        beside = name.parent.name if name.parent.name in _FOLDERS else ""
+        path = folder / beside / name.name
+        if not path.is_file():
+            continue
+        after_seconds = path.stat().st_mtime - written_seconds
+        is_ours = name.name in ours
+        if beside == own_run.YOURS:
+            is_ours = after_seconds >= -SAME_TIME_SECONDS
+        if is_ours and after_seconds <= SAME_TIME_SECONDS:
+            found.add(path)
+    return found

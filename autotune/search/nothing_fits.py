@@ -87,16 +87,13 @@ def nothing_fits(
 
     `share` makes the trace of a shared run, where it follows from one that is there.
     """
-    budget = format_bytes(estimator.memory_budget_bytes)
     least = least_budget.smallest(estimator, estimator.least_of_host(allowed))
     assert least is not None  # Something is allowed.
     smallest, needed_bytes = least
-    room_bytes = needed_bytes - smallest.peak_device_bytes
-    needed = needs(smallest, room_bytes, estimator.host_memory_bytes)
+    budget_bytes = estimator.memory_budget_bytes
+    needed = needs(smallest, needed_bytes, budget_bytes, estimator.host_memory_bytes)
     why = f"The smallest, {describe(smallest.config)}, {needed}"
-    lacking_bytes = needed_bytes - estimator.memory_budget_bytes
-    if lacking_bytes > 0 and not smallest.lacks_on_host(estimator.host_memory_bytes):
-        why += f", {format_bytes(lacking_bytes)} too much"
+    lacking_bytes = needed_bytes - budget_bytes
     refused = [each for each in left_out if each.reason is Reason.NOT_TRACED]
     why = "; ".join([why, *(f"no {each.words}: {each.details}" for each in refused)])
     if best_by_class:
@@ -120,7 +117,9 @@ def nothing_fits(
         remedy = _lower_most(smallest, workload, lacking_bytes)
     if not best_by_class and (on_host := _on_host(estimator, smallest.config, context, share)):
         remedy += f". {on_host}"
-    return NothingFitsError(f"Nothing fits into {budget}", why=why, remedy=remedy)
+    return NothingFitsError(
+        f"Nothing fits into {format_bytes(budget_bytes)}", why=why, remedy=remedy
+    )
 
 
 _ON_HOST_SPACE = "host-memory"
@@ -186,14 +185,23 @@ def host_option(estimate: Estimate) -> str:
     return f"--host-mem {math.ceil(estimate.all_host_bytes / 10**8) / 10:g}GB"
 
 
-def needs(estimate: Estimate, room_bytes: int, host_memory_bytes: int | None) -> str:
-    """Say what a configuration that does not fit needs, with the room that the question leaves."""
+def needs(
+    estimate: Estimate, needed_bytes: int, budget_bytes: int, host_memory_bytes: int | None
+) -> str:
+    """Say what a configuration that does not fit needs and lacks, with the room that the question leaves.
+
+    `needed_bytes`: the budget that is enough for it, its room included.
+    """
     if lacking_bytes := estimate.lacks_on_host(host_memory_bytes):
         taken, lacking = format_bytes(estimate.all_host_bytes), format_bytes(lacking_bytes)
         return f"is predicted to take {taken} of host memory, {lacking} too much (--host-mem)"
-    peak_bytes = estimate.peak_device_bytes
+    room_bytes, lacking_bytes = (
+        needed_bytes - estimate.peak_device_bytes,
+        needed_bytes - budget_bytes,
+    )
     room = f" with {format_bytes(room_bytes)} of room (--odds, --headroom)" if room_bytes else ""
-    return f"is predicted to need {format_bytes(peak_bytes + room_bytes)}{room}"
+    lack = f", {format_bytes(lacking_bytes)} too much" if lacking_bytes > 0 else ""
+    return f"is predicted to need {format_bytes(needed_bytes)}{room}{lack}"
 
 
 def _smaller_step(estimator: Estimator, configs: Sequence[TrainConfig]) -> TrainConfig | None:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +19,7 @@ from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.catalogue.models import resolve as find_model
 from autotune.catalogue.tasks import PICTURES
+from autotune.common.user_text import printable
 from autotune.errors import AutotuneError, ConfigError
 from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun, model_in
@@ -30,6 +31,7 @@ from autotune.search.dataset import note_unread, read_dataset
 from autotune.search.pictures import read_pictures, task_of
 from autotune.search.teacher import read_teacher
 from autotune.space import space_file
+from autotune.space.adapters import ADAPTERS, BESIDE_OUT_PROJ, WITHOUT_OUT_PROJ
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
 from autotune.space.defaults import completions_of, default_base
@@ -142,6 +144,7 @@ def resolve(
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
     source = budget.for_task(source, task)
+    _note_cached(source, note)
     base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):
@@ -189,6 +192,7 @@ def resolve(
     asked_for = question.backend if question.backend in BACKENDS else None
     backend = "cuda" if measures_here else asked_for
     space_file.require_method(changing.space, methods)
+    _note_out_proj(source, methods, question.settings.get("lora_targets", "all-linear"), note)
     workload = Workload(
         model=source.name,
         task=task,
@@ -277,6 +281,7 @@ def resolve_configuration(
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
     source = budget.for_task(source, task)
+    _note_cached(source, note)
     _check_pictures(question, run, task)
     base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
@@ -335,6 +340,7 @@ def resolve_configuration(
         config = dataclasses.replace(base, sequence_length=length)
     if PRECISIONS[config.precision].compute_dtype == "float16":
         _note_overflow(source, note)
+    _note_out_proj(source, (config.method,), config.lora_targets, note)
     checked = config
     if config.activation_checkpointing == SOLVE:
         # Any plan must be possible.
@@ -475,6 +481,17 @@ def _note_overflow(source: ModelSource, note: Callable[[str], None]) -> None:
         )
 
 
+def _note_cached(source: ModelSource, note: Callable[[str], None]) -> None:
+    """Say that the configuration is not the catalogue's, whose name was typed."""
+    if source.differs_in:
+        first = ", ".join(printable(key) for key in source.differs_in[:3])
+        more = ", ..." * (len(source.differs_in) > 3)
+        note(
+            f"The configuration of {source.short_name} is that of the Hub's cache, which differs from the "
+            f"catalogue's ({first}{more})."
+        )
+
+
 def _note_unpacked(source: ModelSource, note: Callable[[str], None]) -> None:
     """Say that a quantised checkpoint trains in 16 bits: it takes several times the memory of its files."""
     if source.checkpoint is not None and source.checkpoint.unpacked_by is not None:
@@ -482,6 +499,16 @@ def _note_unpacked(source: ModelSource, note: Callable[[str], None]) -> None:
             f"The checkpoint of {source.short_name} is quantised, and is unpacked into 16 bits as it is "
             f"loaded ({source.checkpoint.unpacked_by}): its weights take more memory than its files."
         )
+
+
+def _note_out_proj(
+    source: ModelSource, methods: Collection[str], targets: object, note: Callable[[str], None]
+) -> None:
+    """Say that LoRA has none of the layers that PEFT refuses."""
+    kind = source.config["model_type"]
+    is_lora = any(name in ADAPTERS and ADAPTERS[name].peft_type == "LORA" for name in methods)
+    if is_lora and targets in BESIDE_OUT_PROJ and kind in WITHOUT_OUT_PROJ:
+        note(f"LoRA leaves out_proj out: PEFT adapts none in models of type {kind}.")
 
 
 def _note_untrained_positions(

@@ -44,8 +44,25 @@ def is_attention(names: Collection[str]) -> bool:
 WITHOUT_OUT_PROJ = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 """Types of models with Mamba's layers, of which PEFT adapts no out_proj and no conv1d by LoRA.
 
-Source: peft 0.21 tuners/tuners_utils.py, _check_lora_target_modules_mamba.
+Its own `all-linear` names out_proj, and ends in an error. Source: peft 0.21 tuners/tuners_utils.py,
+_check_lora_target_modules_mamba.
 """
+BESIDE_OUT_PROJ = {
+    "all-linear": (
+        "in_proj", "x_proj", "dt_proj", "q_proj", "k_proj", "v_proj", "o_proj",
+        "gate_proj", "up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj",
+    ),
+    "attention": tuple(name for name in ATTENTION_PROJECTIONS if name != "out_proj"),
+}  # fmt: skip
+"""Modules that a value of lora_targets means for LoRA in these models, as far as a model has them."""
+
+
+def beside_out_proj(choice: AdapterSettings, model_type: str) -> tuple[str, ...]:
+    """Return the modules of BESIDE_OUT_PROJ for an adapter of a model of this type; none of other types."""
+    is_lora = choice.method in ADAPTERS and ADAPTERS[choice.method].peft_type == "LORA"
+    names = BESIDE_OUT_PROJ.get(choice.lora_targets or "") if is_lora else None
+    return names if names and model_type in WITHOUT_OUT_PROJ else ()
+
 
 TARGETS_BY_COLUMN = "q_proj,k_proj,v_proj,gate_proj,up_proj"
 """Modules of Llama's kin that tensor parallelism splits by their columns; PEFT adapts no others then."""

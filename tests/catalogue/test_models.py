@@ -296,6 +296,30 @@ def test_the_catalogue_answers_without_asking_the_hub(hub: list[str]) -> None:
     assert hub == []
 
 
+def test_the_hubs_cache_goes_before_the_catalogue_where_it_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they are alike it is the catalogue's, whose number of parameters is known."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    name, key = "Qwen/Qwen2.5-0.5B", "num_hidden_layers"
+    ours = resolve(name)
+    assert ours.origin == "catalogue"
+    folder = tmp_path / "models--Qwen--Qwen2.5-0.5B"
+    for made in (folder / "refs", folder / "snapshots" / "abc"):
+        made.mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    file = folder / "snapshots" / "abc" / "config.json"
+    alike = {**ours.config, "transformers_version": "9", "eos_token_id": 1, "unsloth_fixed": True}
+    alike["dtype"] = alike.pop("torch_dtype", None) or alike["dtype"]
+    for written in (alike, {key: 3}, "no JSON"):
+        file.write_text(json.dumps(written) if written != "no JSON" else "{")
+        assert resolve(name) == ours
+    file.write_text(json.dumps(alike | {key: 3}))
+    found = resolve("qwen2.5-0.5b", asks_hub=False)
+    assert (found.origin, found.path, found.config[key]) == ("hub", file, 3)
+    assert (found.num_parameters_known, found.differs_in) == (None, (key,))
+
+
 def test_offline_the_hubs_cache_answers_else_one_error(
     hub: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,14 @@ from test_trace_is_the_trainer import (
 
 from autotune.export import train_py
 from autotune.export.base.classes import PEFT_TYPES
-from autotune.space.adapters import ADAPTERS, LORA_VARIANTS, peft_fields, read_peft
+from autotune.export.own_modules import with_adaptable_modules
+from autotune.space.adapters import (
+    ADAPTERS,
+    LORA_VARIANTS,
+    WITHOUT_OUT_PROJ,
+    peft_fields,
+    read_peft,
+)
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import adapters
@@ -312,6 +319,47 @@ def test_an_adapter_of_16_bits_on_experts_is_refused_in_plain_words() -> None:
         UnsupportedModel, match=r"experts that share one weight .*--targets attention"
     ):
         trainer_test.traced(asked)
+
+
+@pytest.mark.parametrize("kind", sorted(WITHOUT_OUT_PROJ))
+def test_all_linear_leaves_out_what_peft_refuses(kind: str, tmp_path: Path) -> None:
+    """It is all that PEFT's own adapts where out_proj is excluded, and the files name the same."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 32, "num_heads": 2}
+    config = transformers.AutoConfig.for_model(kind, **small)
+
+    def model() -> Any:
+        with torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+    with pytest.raises(ValueError, match="'out_proj' is incompatible with Mamba"):
+        peft.get_peft_model(model(), lora())
+    theirs: Any = peft.get_peft_model(
+        model(), lora(exclude_modules=["out_proj"]), low_cpu_mem_usage=True
+    )
+    choice = TrainConfig(
+        method="lora",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=8,
+        precision="bf16-autocast",
+        optimizer="sgd",
+        lora_rank=RANK,
+        lora_targets="all-linear",
+    )
+    ours: Any = adapters.add_adapter(model(), "causal-lm", choice)
+    assert sorted(ours.targeted_module_names) == sorted(theirs.targeted_module_names)
+    assert ours.get_nb_trainable_parameters() == theirs.get_nb_trainable_parameters()
+    file = tmp_path / "config.json"
+    file.write_text(config.to_json_string())
+    named = with_adaptable_modules(choice, str(file)).lora_targets
+    assert named is not None
+    assert {name.rpartition(".")[2] for name in ours.targeted_module_names} <= set(named.split(","))
+    assert "out_proj" not in named
+    if kind in ("falcon_h1", "nemotron_h"):
+        choice = dataclasses.replace(choice, lora_targets="attention")
+        ours = adapters.add_adapter(model(), "causal-lm", choice)
+        found = {name.rpartition(".")[2] for name in ours.targeted_module_names}
+        assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_lora_from_a_file_is_lora() -> None:

@@ -296,10 +296,16 @@ def test_what_is_found_trains(task: str, models_here: Path, tmp_path: Path) -> N
     saved = {path.name for path in trained.iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= saved
     if task == EMBEDDINGS:
+        # The base is here already: a checkpoint whose base is nowhere brings back its adapter.
+        (adapter,) = trained.glob("checkpoint-2/adapter_config.json")
+        said_of_adapter = json.loads(adapter.read_text(encoding="utf-8"))
+        adapter.write_text(json.dumps(said_of_adapter | {"base_model_name_or_path": "nowhere"}))
         options += ["--set", "max_steps=3", "--resume"]
         ran = here.workers.program(RUN, str(program), *options, cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr[-4000:]
         assert ran.stdout.count("'eval_loss'") == 1
+        modules = json.loads((trained / "modules.json").read_text(encoding="utf-8"))
+        assert modules[0]["type"] == "sentence_transformers.base.modules.transformer.Transformer"
 
 
 BAD = {

@@ -387,11 +387,16 @@ def test_how_gpus_share_the_run_is_read_of_accelerates_file_or_said_to_be_asked(
     assert read_base(folder / "zero.yaml").config.gradient_accumulation_steps == 4
     (note,) = read_script(folder, script.replace("fsdp.yaml", "there.yaml")).notes[:1]
     assert "there.yaml is no file here or beside it: --parallelism" in note
-    notes = read_script(
-        folder, "accelerate launch --num_processes 4 --use_fsdp trainer.py --bf16 True"
-    ).notes
-    assert any("starts 4 processes: --num-gpus" in note for note in notes)
+    launched = "accelerate launch --num_processes 4 --use_fsdp trainer.py --bf16 True"
+    notes = read_script(folder, launched).notes
     assert any("--use_fsdp is not read: --parallelism" in note for note in notes)
+    for num_gpus, said in (
+        (1, ["line 2 starts 4 processes: --num-gpus says how many"]),
+        (2, ["line 2 starts 4 processes, where --num-gpus is 2"]),
+        (4, []),
+    ):
+        notes = read_script(folder, launched, num_gpus=num_gpus, samples=4).notes
+        assert [note for note in notes if "starts" in note] == said
 
 
 def test_a_long_script_takes_no_time() -> None:

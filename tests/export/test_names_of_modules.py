@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -41,6 +42,25 @@ def test_files_of_other_programs_name_the_models_own_modules(tmp_path: Path) -> 
     # Our own file means every model's, and its folder is still the same run.
     assert yaml.safe_load(texts["train_config.yaml"])["config"]["lora_targets"] == "attention"
     assert read_base(tmp_path).config == LORA
+
+
+def test_where_peft_refuses_out_proj_all_files_but_ours_name_the_others(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "mamba.json"
+    file.write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
+    mamba = Workload(model=str(file), memory_budget_bytes=1)
+    everywhere = dataclasses.replace(LORA, lora_targets="all-linear")
+    fallback = {"config": dataclasses.replace(everywhere, micro_batch_size=1).to_dict()}
+    result = {"evidence": "predicted", "fallbacks": [fallback]}
+    paths = export.export_files(tmp_path / "a", workload=mamba, config=everywhere, result=result)
+    texts = {path.name: path.read_text() for path in paths}
+    names = ["in_proj", "x_proj", "dt_proj"]
+    assert f"'target_modules': {names}" in texts["train.py"]
+    assert "all-linear" not in texts["train.py"]
+    assert json.loads(texts["adapter_config.json"])["target_modules"] == names
+    assert yaml.safe_load(texts["llama_factory.yaml"])["lora_target"] == ",".join(names)
+    assert yaml.safe_load(texts["train_config.yaml"])["config"]["lora_targets"] == "all-linear"
+    assert read_base(tmp_path / "a").config == everywhere
 
 
 @pytest.mark.parametrize("task", ["masked-lm", "sequence-classification"])

@@ -78,6 +78,30 @@ def test_the_base_stays_where_the_answer_goes_beside_it(tmp_path: Path) -> None:
     assert base.read_text(encoding="utf-8") == before
 
 
+def test_copies_of_an_earlier_base_go_unless_they_were_changed(tmp_path: Path) -> None:
+    """Their names are the user's: what was there long before is not ours, whatever the list says."""
+    folder = tmp_path / "a"
+    names = ("kept.yaml", "gone.yaml", "older.yaml")
+    for name in names:
+        base = tmp_path / name
+        base.write_text("per_device_train_batch_size: 4\nbf16: true\n", encoding="utf-8")
+        written = write(answers.CONFIG, folder, base=base)
+        assert folder / "yours" / name in written
+        if name == "kept.yaml":
+            later = (folder / "result.json").stat().st_mtime + 60
+            os.utime(folder / "yours" / name, (later, later))
+        if name == "older.yaml":
+            os.utime(folder / "yours" / name, (1e9, 1e9))
+    left = {folder / "yours" / name for name in ("kept.yaml", "older.yaml")}
+    assert present(folder) == {*written, *left}
+    written = write(answers.CONFIG, folder)
+    assert present(folder) == {*written, *left}
+    only = tmp_path / "b"
+    write(answers.CONFIG, only, base=tmp_path / "gone.yaml")
+    write(answers.CONFIG, only)
+    assert not (only / "yours").exists()
+
+
 @pytest.mark.parametrize(
     "content", ["", "[" * 100_000, "[1]", "{}", '{"files": 1}', '{"files": ["", "/", "..", 3]}']
 )

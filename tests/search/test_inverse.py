@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -20,8 +19,11 @@ from autotune.catalogue import models
 from autotune.catalogue.gpus import Gpu, catalogue, find_gpu
 from autotune.catalogue.models import CatalogueEntry, ModelSource
 from autotune.errors import ConfigError, NothingFitsError
+from autotune.memory.allocator import Replay
 from autotune.memory.traces import Trace
+from autotune.predict import estimator
 from autotune.predict.estimator import Estimator
+from autotune.predict.replays import Replayable, Replays
 from autotune.predict.tracing import of_card, trace_all
 from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.question import Question
@@ -525,13 +527,23 @@ def test_the_next_card_and_its_traces_are_told_while_they_are_made(server: here.
     assert "trace" in {what for what, _, _ in told}
 
 
-def test_many_micro_batches_per_step_are_answered_in_seconds(server: here.Workers) -> None:
-    started = time.process_time()
-    found = questions.answer(
-        "micro-batch", asked(budget_bytes=11 * GB, accumulation=100_000), server
-    )
+def test_few_are_replayed_where_all_fit(
+    server: here.Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches, ranks and plans need a replay each only where a misfit would spare a trace."""
+    replayed: set[TrainConfig] = set()
+
+    class Counted(Replays):
+        def whole(self, run: Replayable) -> Replay:
+            replayed.add(run.config)
+            return super().whole(run)
+
+    monkeypatch.setattr(estimator, "Replays", Counted)
+    ask = asked(budget_bytes=60 * GB, accumulation=100_000, methods=("lora",))
+    found = questions.answer("sequence-length", ask, server)
+    assert (found.value, found.beyond) == (2048, None)
     assert found.best.config.gradient_accumulation_steps == 100_000
-    assert time.process_time() - started < 10
+    assert len(replayed) < 2 * found.num_traces
 
 
 LENGTHS_OF_SAMPLES = Lengths.of({128: 500, 1100: 500}, 2048, num_samples=1000, longest=1100)
@@ -730,7 +742,8 @@ def test_settings_that_no_card_allows_are_refused(server: here.Workers) -> None:
 
 
 def test_nothing_fits_says_what_needs_least(server: here.Workers) -> None:
-    with pytest.raises(NothingFitsError, match=r"not even 512.*QLoRA r=8.*predicted to need"):
+    said = r"not even 512.*QLoRA r=8.*predicted to need .* too much"
+    with pytest.raises(NothingFitsError, match=said):
         questions.answer("sequence-length", asked(budget_bytes=650_000_000), server)
 
 

@@ -151,8 +151,11 @@ def test_why_a_class_has_nothing_and_what_to_change(
     [
         (GIB, 0, 0, None, "is predicted to need 1.00 GiB"),
         (GIB, 0, 0, 0, "is predicted to need 1.00 GiB"),
-        (GIB, 0, GIB // 2, 0, "to need 1.50 GiB with 0.50 GiB of room (--odds, --headroom)"),
-        (GIB, 2 * GIB, GIB, 2 * GIB, "to need 2.00 GiB with 1.00 GiB of room (--odds, --headroom)"),
+        (2 * GIB, 0, 0, 0, "is predicted to need 2.00 GiB, 1.00 GiB too much"),
+        (
+            *(GIB, 2 * GIB, GIB, 2 * GIB),
+            "to need 2.00 GiB with 1.00 GiB of room (--odds, --headroom), 1.00 GiB too much",
+        ),
         (GIB, 2 * GIB, 0, GIB, "to take 2.00 GiB of host memory, 1.00 GiB too much (--host-mem)"),
         (GIB, 2 * GIB, GIB, 0, "to take 2.00 GiB of host memory, 2.00 GiB too much (--host-mem)"),
     ],
@@ -164,7 +167,7 @@ def test_what_lacks_is_of_the_host_or_of_the_card(
     estimate = dataclasses.replace(
         estimate, peak_reserved_bytes=peak - estimate.nontorch_bytes, host_bytes=taken
     )
-    assert needs(estimate, room, limit).endswith(said)
+    assert needs(estimate, peak + room, GIB, limit).endswith(said)
     if taken:
         # Tenths of a GB, rounded up, so that it is enough.
         assert host_option(estimate) == "--host-mem 2.2GB"

@@ -243,11 +243,16 @@ def test_the_points_of_a_case_are_those_of_each_section_with_what_is_fixed() -> 
     assert points(both, parallelism="ddp") == (set(), {**broken, "parallelism-needs-gpus": 4})
 
 
+def rung(*needs: int, of: TrainConfig = answers.CONFIG) -> pricing._Rung:
+    return pricing._Rung(needs=needs, configs=[of], specs=frozenset())
+
+
 def test_what_needs_no_less_than_a_misfit_is_no_more_asked() -> None:
-    assert pricing._covers((2, 3), (2, 3))
-    assert pricing._covers((3, 3), (2, 3))
-    assert not pricing._covers((3, 2), (2, 3))
-    assert not pricing._covers((1, 4), (2, 3))
+    misfit = rung(2, 3)
+    assert rung(2, 3).covers(misfit)
+    assert rung(3, 3).covers(misfit)
+    assert not rung(3, 2).covers(misfit)
+    assert not rung(1, 4).covers(misfit)
 
 
 def test_of_structures_those_of_the_least_weights_in_parts_come_first() -> None:
@@ -256,8 +261,8 @@ def test_of_structures_those_of_the_least_weights_in_parts_come_first() -> None:
     packed = dataclasses.replace(adapter, method="qlora", quantization="nf4")
 
     def first(*configs: TrainConfig) -> tuple[list[TrainConfig], list[TrainConfig]]:
-        least, others = pricing._likely_least([[((1,), [each])] for each in configs])
-        return ([each[0][1][0] for each in some] for some in (least, others))  # type: ignore[return-value]
+        least, others = pricing._likely_least([[rung(1, of=each)] for each in configs])
+        return ([each[0].configs[0] for each in some] for some in (least, others))  # type: ignore[return-value]
 
     assert tuple(first(plain, parts, adapter)) == ([adapter], [plain, parts])
     assert tuple(first(plain, packed, adapter, packed)) == ([packed, packed], [plain, adapter])

@@ -589,6 +589,37 @@ def test_a_context_that_no_sample_of_a_dataset_fills_is_not_warned_of(
     assert notes == ["no sample has more than 900 tokens: that is the sequence length."]
 
 
+def test_that_the_hubs_cache_was_read_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models--Qwen--Qwen2.5-0.5B"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    config = models.resolve("Qwen/Qwen2.5-0.5B").config | {"num_hidden_layers": 3}
+    (folder / "snapshots" / "abc" / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    notes: list[str] = []
+    found = resolve(Question(model="Qwen/Qwen2.5-0.5B", gpu_mem="8GB"), note=notes.append)
+    assert found.source.num_layers == 3
+    said = "is that of the Hub's cache, which differs from the catalogue's (num_hidden_layers)."
+    assert any(note.endswith(said) for note in notes)
+
+
+def test_that_lora_leaves_out_proj_out_of_mamba_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "mamba.json"
+    file.write_text('{"model_type": "mamba", "num_hidden_layers": 2, "vocab_size": 100}')
+    asked = Question(model=str(file), gpu_mem="8GB", seq_len=64)
+    said = "LoRA leaves out_proj out: PEFT adapts none in models of type mamba."
+    for question, is_said in (
+        (asked, True),
+        (dataclasses.replace(asked, methods=("full",)), False),
+    ):
+        notes: list[str] = []
+        resolve(question, note=notes.append)
+        assert (said in notes) is is_said
+
+
 @pytest.mark.parametrize(
     ("methods", "study"),
     [((), "gpt-oss-20b-80gb"), (("lora",), "gpt-oss-20b-80gb-lora")],

@@ -285,6 +285,22 @@ def test_the_adapter_is_of_its_own_class_and_fits_the_model(method: str, tmp_pat
     assert 0 < num_trainable < sum(p.numel() for p in adapted.parameters())
 
 
+def test_lora_on_all_linear_is_on_what_peft_adapts(tmp_path: Path) -> None:
+    """Its own fields say all-linear, which it expands itself; of Mamba it refuses that."""
+    everywhere = dataclasses.replace(
+        ADAPTER, method="lora", lora_rank=4, lora_targets="all-linear", attention="eager"
+    )
+    file = tmp_path / "config.json"
+    for content, targets in (
+        (EXAMPLE.read_text(), "all-linear"),
+        ('{"model_type": "mamba2", "num_hidden_layers": 1}', {"in_proj"}),
+    ):
+        file.write_text(content)
+        made = result(everywhere, str(tmp_path)).lora_config()
+        assert made is not None
+        assert made.target_modules == targets
+
+
 def test_a_full_fine_tune_has_no_adapter_and_no_quantisation() -> None:
     found = result(FULL)
     assert found.lora_config() is None

@@ -52,13 +52,16 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     )
     program = None if place is None else read_part(place, has_bf16=part.has_bf16)
     said = notes_on_launch(command)
+    number = command.num_processes
+    starts = (f"line {command.line}", number) if number is not None and number > 1 else None
     if program is not None and not takes_all_options(program.text):
         opened = open_program(dataclasses.replace(program, given=content), method, task)
         assert opened.target is not None
         before = shlex.join(command.launcher)
         launch = f"{_escaped(before)} {{file}} {_escaped(command.rest)}".strip()
         target = dataclasses.replace(opened.target, launch=launch, launch_several="")
-        return dataclasses.replace(opened, target=target, notes=(*opened.notes, *said))
+        notes = (*opened.notes, *said)
+        return dataclasses.replace(opened, target=target, notes=notes, starts=starts)
     text = None if program is None else program.text
     defaults = {} if text is None else defaults_of(text)
     if reads_recipe(command, text):
@@ -81,7 +84,7 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         launch_several="",
     )
     target, of_deepspeed = shared_by_deepspeed(path, target, content)
-    target, of_accelerate = _shared_by_accelerate(path, target, command)
+    target, of_accelerate, started = _shared_by_accelerate(path, target, command)
     said = [*said, *notes_on_options, *of_deepspeed, *of_accelerate]
     return Opened(
         parts=(part,),
@@ -89,6 +92,7 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         content=content,
         notes=tuple(said),
         task=task_of(command, text or ""),
+        starts=starts or (started if number is None else None),
     )
 
 
@@ -108,12 +112,13 @@ def _named_by_option(path: Path, named: object) -> dict[str, Any]:
 
 def _shared_by_accelerate(
     path: Path, target: TrainerFile, command: Command
-) -> tuple[TrainerFile, tuple[str, ...]]:
-    """Return the table with what accelerate's file shares, if the launcher names one, and notes."""
+) -> tuple[TrainerFile, tuple[str, ...], tuple[str, int] | None]:
+    """Return the table with what accelerate's file shares, if the launcher names one, notes, and `starts`."""
     named = command.launched.get("config_file")
     if named is None:
-        return target, ()
+        return target, (), None
     place = found_beside(path, str(named))
+    starts = None
     problem = f"{named} is no file here or beside it"
     said: list[str] = []
     if place is not None:
@@ -124,8 +129,8 @@ def _shared_by_accelerate(
             problem = "; ".join(problems)
             said += (f"{named}: {note}" for note in launch.numbers_of_batches(opened.content))
             number = opened.content.get("num_processes")
-            if command.num_processes is None and type(number) is int and number > 1:
-                said.append(f"{named} starts {number} processes: --num-gpus says how many")
+            if type(number) is int and number > 1:
+                starts = str(named), number
         except ConfigError as error:
             problem = str(error)
         if not problem:
@@ -133,9 +138,9 @@ def _shared_by_accelerate(
             names = (values["parallelism"], "none")
             row = choices(("parallelism",), *(Spelling(ours=(name,), theirs={}) for name in names))
             others = (each for each in target.rows if each.ours != row.ours)
-            return dataclasses.replace(target, rows=(*others, row)), tuple(said)
+            return dataclasses.replace(target, rows=(*others, row)), tuple(said), starts
         problem = f"{named}: {problem}"
-    return target, (f"{problem}: --parallelism says how GPUs share the run", *said)
+    return target, (f"{problem}: --parallelism says how GPUs share the run", *said), starts
 
 
 def _escaped(text: str) -> str:

@@ -116,6 +116,8 @@ class Opened:
     """Content of our own file, or of the one beside them."""
     task: str | None = None
     """Task of the class that a program loads the model with."""
+    starts: tuple[str, int] | None = None
+    """The place that says how many processes a script starts, and their number; None where that is one."""
 
 
 def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:

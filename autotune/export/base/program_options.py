@@ -217,9 +217,6 @@ def _without_dtype(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFi
 def notes_on_launch(command: Command) -> list[str]:
     """Return notes on how the command is launched, which is not read."""
     notes = []
-    number = command.num_processes or 1
-    if number > 1:
-        notes.append(f"line {command.line} starts {number} processes: --num-gpus says how many")
     shares = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
     if named := [f"--{name}" for name in shares if command.launched.get(name)]:
         notes.append(

@@ -24,7 +24,7 @@ from autotune.export.exporter import Exporter
 from autotune.export.extra_arguments import DECIDED, read_extra_arguments
 from autotune.export.mapping import NotLiteral, Row, TrainerFile, entries, same, value_at
 from autotune.export.mapping_write import keys_of
-from autotune.export.own_modules import with_own_modules
+from autotune.export.own_modules import with_adaptable_modules, with_own_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
 from autotune.export.trainer_rows import TEACHER_KEY
@@ -165,6 +165,7 @@ def read_base(
         task=opened.task or (None if ours is None else ours.task),
         notes=(
             *opened.notes,
+            *_on_processes(opened.starts, num_gpus),
             *chosen,
             *stored,
             *notes(target, content),
@@ -179,6 +180,16 @@ def read_base(
     )
 
 
+def _on_processes(starts: tuple[str, int] | None, num_gpus: int) -> tuple[str, ...]:
+    """Say how many processes a script starts, where that is not the number of GPUs."""
+    if starts is None or starts[1] == num_gpus:
+        return ()
+    named, number = starts
+    if num_gpus == 1:
+        return (f"{named} starts {number} processes: --num-gpus says how many",)
+    return (f"{named} starts {number} processes, where --num-gpus is {num_gpus}",)
+
+
 def _as_ours(
     target: TrainerFile, content: Mapping[str, Any], values: Mapping[str, Any], ours: TrainConfig
 ) -> dict[str, Any]:
@@ -186,7 +197,8 @@ def _as_ours(
     if values.get("method", ours.method) != ours.method:
         return dict(values)
     content = in_current_words(target, content)
-    as_named = with_own_modules(ours, _model_of(target, content) or "")
+    named = _model_of(target, content) or ""
+    as_named = with_own_modules(with_adaptable_modules(ours, named), named)
     written: dict[str, Any] = {
         **training_arguments(ours),
         **_behind(ADAPTER, peft_fields(as_named) if ours.method in ADAPTERS else {}),

@@ -168,7 +168,7 @@ class Pricer:
             ladders = [
                 ladder
                 for ladder in ladders
-                if not all(self._is_hopeless(needed, config) for config in ladder[0][1])
+                if not all(self._is_hopeless(needed, config) for config in ladder[0].configs)
             ]
         estimator, configs = self._thriftiest(case, ladders)
         least = smallest(estimator, estimator.least_of_host(configs))
@@ -201,22 +201,29 @@ class Pricer:
 
         The second is None where it cannot be. Where the card's rates are unknown: the one that needs least.
         """
-        base = default_base(self.workload(case), case.gpu, case.source)
-        best = None
-        for parts in (False, True):  # the loss in parts takes time: for what fits with it alone
-            estimator, configs = self._possible(case, parts=parts)
-            try:
-                best = best or Candidates(estimator, configs, base).further(lambda _: True)
-            except HardwareError:
-                break
-        best = best or self.smallest(case)[0]
+        best = self._fastest(case) or self.smallest(case)[0]
         accumulation = max(2, best.config.gradient_accumulation_steps)
         config = dataclasses.replace(best.config, gradient_accumulation_steps=accumulation)
         context = Context(
             effective_batch_size=config.effective_batch_size,
             compute_capability=case.gpu.compute_capability,
         )
-        return best, None if broken_rules(config, context) else estimator.estimate(config)
+        if broken_rules(config, context):
+            return best, None
+        return best, self._estimator(case, []).estimate(config)
+
+    def _fastest(self, case: Case) -> Estimate | None:
+        """The fastest that fits; None where none does, or where the card's rates are unknown."""
+        base = default_base(self.workload(case), case.gpu, case.source)
+        for parts in (False, True):  # the loss in parts takes time: for what fits with it alone
+            estimator, configs = self._possible(case, parts=parts)
+            try:
+                best = Candidates(estimator, configs, base).further(lambda _: True)
+            except HardwareError:
+                return None
+            if best is not None:
+                return best
+        return None
 
     def widest(self, case: Case) -> int:
         """Width of the narrowest layer that is adapted, where the settings leave it widest.
@@ -258,8 +265,8 @@ class Pricer:
         while ladders:
             estimator = self._estimator(case, _first_rungs(ladders))
             left = []
-            for (_, configs), *later in ladders:
-                supported = self._supported(case, estimator, configs)
+            for rung, *later in ladders:
+                supported = self._supported(case, estimator, rung.configs)
                 thriftiest += supported
                 if later and not supported:
                     left.append(later)
@@ -268,22 +275,32 @@ class Pricer:
         return estimator, sorted(thriftiest, key=lambda c: (estimator.floor_bytes(c), repr(c)))
 
     def _possible(self, case: Case, *, parts: bool) -> tuple[Estimator, list[TrainConfig]]:
-        """Return the configurations whose live tensors fit; what needs more than a misfit is not traced."""
+        """Return the configurations whose live tensors fit; what needs more than a misfit is not traced.
+
+        Whether one fits is asked only where a misfit would spare a trace.
+        """
         ladders = self._ladders(case, prune=True, parts=parts)
         possible: list[TrainConfig] = []
         while ladders:
             estimator = self._estimator(case, _first_rungs(ladders))
             left = []
-            for (needs, configs), *later in ladders:
-                supported = self._supported(case, estimator, configs)
-                supported.sort(key=estimator.floor_bytes)
+            for rung, *later in ladders:
+                supported = self._supported(case, estimator, rung.configs)
                 possible += filter(estimator.may_fit, supported)
-                if supported and not _fits(estimator, supported[0]):
-                    later = [(more, rest) for more, rest in later if not _covers(more, needs)]
+                other = [more for more in later if not more.covers(rung)]
+                if supported and self._spares_traces(case, later, other):
+                    least = min(supported, key=estimator.floor_bytes)
+                    if not estimator.may_fit(least) or estimator.fitting(least) is None:
+                        later = other
                 if later:
                     left.append(later)
             ladders = left
         return self._estimator(case, []), possible
+
+    def _spares_traces(self, case: Case, ladder: _Ladder, part: _Ladder) -> bool:
+        """Whether the part of a ladder needs fewer further traces than the whole."""
+        spared = _specs(ladder) - _specs(part)
+        return bool(spared - self._traces[self._key(case)].keys() - self._refused[self._key(case)])
 
     def _ladders(self, case: Case, *, prune: bool, parts: bool | None = None) -> list[_Ladder]:
         """The configurations of each structure by thrift.
@@ -297,7 +314,20 @@ class Pricer:
                 rungs = groups.setdefault(_structure(config), {})
                 rungs.setdefault(thrift(config), []).append(config)
         by_weights = sorted(groups.values(), key=lambda rungs: least_bytes(_any_of(rungs), 10**9))
-        return [sorted(rungs.items()) for rungs in by_weights]
+        varied = self._asked.lengths is not None
+        return [
+            [
+                _Rung(
+                    needs=needs,
+                    configs=configs,
+                    specs=frozenset[TraceSpec]().union(
+                        *(specs_for(each, varied=varied) for each in configs)
+                    ),
+                )
+                for needs, configs in sorted(rungs.items())
+            ]
+            for rungs in by_weights
+        ]
 
     def _no_configuration(self, case: Case) -> ConfigError:
         _, broken, reasons = self._enumerate(case)
@@ -455,7 +485,22 @@ def thrift(config: TrainConfig) -> tuple[int, ...]:
     return config.micro_batch_size, interval, config.lora_rank or 0
 
 
-_Ladder = list[tuple[tuple[int, ...], list[TrainConfig]]]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rung:
+    """Configurations of one structure that need alike."""
+
+    needs: tuple[int, ...]
+    """Their `thrift`."""
+    configs: list[TrainConfig]
+    specs: frozenset[TraceSpec]
+    """The traces that price them."""
+
+    def covers(self, other: _Rung) -> bool:
+        """Whether these need no less than those of the other rung."""
+        return all(a >= b for a, b in zip(self.needs, other.needs, strict=True))
+
+
+_Ladder = list[_Rung]
 """Configurations of one structure, by thrift."""
 
 
@@ -463,7 +508,7 @@ def _likely_least(ladders: list[_Ladder]) -> tuple[list[_Ladder], list[_Ladder]]
     """The ladders of the least weights, with the loss in parts where it can be, and the others."""
 
     def key(rungs: _Ladder) -> tuple[object, ...]:
-        config = rungs[0][1][0]
+        config = rungs[0].configs[0]
         return not config.chunked_loss, least_bytes(config, 10**9)
 
     keys = list(map(key, ladders))
@@ -478,13 +523,9 @@ def _any_of(rungs: Mapping[tuple[int, ...], list[TrainConfig]]) -> TrainConfig:
     return next(iter(rungs.values()))[0]
 
 
-def _fits(estimator: Estimator, config: TrainConfig) -> bool:
-    return estimator.may_fit(config) and estimator.fits(estimator.estimate(config))
-
-
 def _first_rungs(ladders: Iterable[_Ladder]) -> list[TrainConfig]:
-    return [config for ladder in ladders for config in ladder[0][1]]
+    return [config for ladder in ladders for config in ladder[0].configs]
 
 
-def _covers(more: tuple[int, ...], needs: tuple[int, ...]) -> bool:
-    return all(a >= b for a, b in zip(more, needs, strict=True))
+def _specs(ladder: _Ladder) -> frozenset[TraceSpec]:
+    return frozenset[TraceSpec]().union(*(rung.specs for rung in ladder))

@@ -478,8 +478,7 @@ def last_below(
 def _nothing_fits(case: Case, pricer: Pricer) -> NothingFitsError:
     """Say what needs least in the easiest case."""
     smallest, needed_bytes = pricer.smallest(case)
-    room_bytes = needed_bytes - smallest.peak_device_bytes
-    needed = needs(smallest, room_bytes, pricer.host_memory_bytes)
+    needed = needs(smallest, needed_bytes, case.budget_bytes, pricer.host_memory_bytes)
     remedy = "Fix fewer settings, allow --method qlora, or take a smaller model"
     if smallest.lacks_on_host(pricer.host_memory_bytes) and needed_bytes <= case.budget_bytes:
         remedy = f"{host_option(smallest)} is enough for it. {remedy}"

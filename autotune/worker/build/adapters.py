@@ -15,7 +15,14 @@ from torch import nn
 from torch.fx.experimental import _config as fx_config
 
 from autotune.errors import first_line, nearest
-from autotune.space.adapters import ADAPTERS, ATTENTION_PROJECTIONS, AdapterSettings, peft_fields
+from autotune.space.adapters import (
+    ADAPTERS,
+    ATTENTION_PROJECTIONS,
+    BESIDE_OUT_PROJ,
+    WITHOUT_OUT_PROJ,
+    AdapterSettings,
+    peft_fields,
+)
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import row_of
 from autotune.worker.build.layers import num_layers
@@ -160,6 +167,9 @@ def peft_config(model: Any, task: str, fields: dict[str, Any], method: str) -> A
         raise UnsupportedModel(f"the adapter's task_type is not that of {task}, {task_type}")
     if task_type is None and ADAPTERS[method].is_prompt:
         raise UnsupportedModel(f"PEFT's {ADAPTERS[method].words} does not know the task {task}")
+    family = None if model is None else model.config.model_type
+    if method != "peft" and kind == "LORA" and family in WITHOUT_OUT_PROJ:
+        fields["target_modules"] = _adaptable(fields["target_modules"])
     if method != "peft" and isinstance(fields.get("target_modules"), list):
         fields["target_modules"] = _present(model, fields["target_modules"])
     if fields.get("adapter_layers") == "all":
@@ -189,15 +199,23 @@ def true_masks(choice: AdapterSettings) -> contextlib.AbstractContextManager[Any
     return contextlib.nullcontext()
 
 
+def _adaptable(targets: str | list[str]) -> list[str]:
+    """The modules that targets mean in a model whose out_proj PEFT refuses."""
+    if isinstance(targets, str):
+        return list(BESIDE_OUT_PROJ[targets])
+    is_attention = targets == list(ATTENTION_PROJECTIONS)
+    return list(BESIDE_OUT_PROJ["attention"]) if is_attention else targets
+
+
 def _present(model: nn.Module, wanted: list[str]) -> list[str]:
     """The names of target modules that linear layers of this model have.
 
-    All must be there but for `attention`. Raises UnsupportedModel.
+    All must be there but for `attention` and `all-linear`. Raises UnsupportedModel.
     """
     projections = [f".{name}" for name, m in model.named_modules() if _is_projection(m)]
     found = [name for name in wanted if any(each.endswith(f".{name}") for each in projections)]
     missing = [name for name in wanted if name not in found]
-    if missing and wanted != list(ATTENTION_PROJECTIONS):
+    if missing and tuple(wanted) not in (ATTENTION_PROJECTIONS, *BESIDE_OUT_PROJ.values()):
         raise UnsupportedModel(
             f"LoRA targets {', '.join(missing)} are no linear layers of this model: it has "
             f"{', '.join(sorted({each.rpartition('.')[2] for each in projections}))}"

@@ -169,7 +169,8 @@ def adapter_config(
         return None
     fields = fields_of.peft_fields(config, task=row_of(task))
     try:
-        if model is None and needs_model(config):
+        kind = str((model_config or {}).get("model_type"))
+        if model is None and (needs_model(config) or fields_of.beside_out_proj(config, kind)):
             assert model_config is not None
             spec = TraceSpec.of(config)
             model = models.build_base(models.load_config(dict(model_config)), task, spec)
