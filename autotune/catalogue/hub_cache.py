@@ -9,9 +9,12 @@ from typing import Any
 
 _IMMATERIAL = frozenset(
     {"_name_or_path", "auto_map", "id2label", "initializer_range", "label2id", "use_cache"}
+    | {"rope_parameters", "rope_scaling", "rope_theta", "task_specific_params"}
 )
 """Keys of a configuration that neither memory nor time depends on, beside token ids and versions."""
 _IMMATERIAL_ENDS = ("_token_id", "_version")
+_NEW_NAMES = {"torch_dtype": "dtype"}
+"""Keys that Transformers has renamed."""
 
 
 def cached_file(hub_id: str, name: str) -> Path | None:
@@ -38,24 +41,22 @@ def _folder() -> Path:
 def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys that memory or time may depend on whose values differ between configurations.
 
-    A key that only one of them has counts where it is more than a switch.
+    A key that only one of them has says, as a rule, what is so by default: it counts where it quantises.
     """
-    ours, theirs = _material(ours), _material(theirs)
-    return tuple(
-        key
-        for key in sorted(ours.keys() | theirs.keys())
-        if ours.get(key) != theirs.get(key)
-        and not (key not in ours and isinstance(theirs[key], bool | None))
-        and not (key not in theirs and isinstance(ours[key], bool | None))
-    )
+    ours, theirs = _by_new_names(ours), _by_new_names(theirs)
+    return tuple(key for key in sorted(ours.keys() | theirs.keys()) if _differs(ours, theirs, key))
 
 
-def _material(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what matters of a configuration, and of the parts in it; `torch_dtype` is `dtype`'s old name."""
-    return {
-        "dtype" if key == "torch_dtype" else key: _material(value)
-        if isinstance(value, Mapping)
-        else value
-        for key, value in config.items()
-        if key not in _IMMATERIAL and not key.endswith(_IMMATERIAL_ENDS)
-    }
+def _differs(ours: Mapping[str, Any], theirs: Mapping[str, Any], key: str) -> bool:
+    if key in _IMMATERIAL or key.endswith(_IMMATERIAL_ENDS):
+        return False
+    if key not in ours or key not in theirs:
+        return key == "quantization_config"
+    one, other = ours[key], theirs[key]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return bool(differing(one, other))
+    return bool(one != other)
+
+
+def _by_new_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {_NEW_NAMES.get(key, key): value for key, value in config.items()}

@@ -309,7 +309,9 @@ def test_the_hubs_cache_goes_before_the_catalogue_where_it_differs(
         made.mkdir(parents=True)
     (folder / "refs" / "main").write_text("abc")
     file = folder / "snapshots" / "abc" / "config.json"
-    alike = {**ours.config, "transformers_version": "9", "eos_token_id": 1, "unsloth_fixed": True}
+    alike = {**ours.config, "transformers_version": "9", "eos_token_id": 1, "rope_theta": 1.0}
+    # The Hub's files say what is so by default, too.
+    alike |= {"max_window_layers": 24, "sliding_window": 32768, "pretraining_tp": 1}
     alike["dtype"] = alike.pop("torch_dtype", None) or alike["dtype"]
     for written in (alike, {key: 3}, "no JSON"):
         file.write_text(json.dumps(written) if written != "no JSON" else "{")
@@ -318,6 +320,8 @@ def test_the_hubs_cache_goes_before_the_catalogue_where_it_differs(
     found = resolve("qwen2.5-0.5b", asks_hub=False)
     assert (found.origin, found.path, found.config[key]) == ("hub", file, 3)
     assert (found.num_parameters_known, found.differs_in) == (None, (key,))
+    file.write_text(json.dumps(alike | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert resolve(name).differs_in == ("quantization_config",)
 
 
 def test_offline_the_hubs_cache_answers_else_one_error(
