@@ -157,9 +157,8 @@ class Result:
         if model is None and objects.needs_model(self.config):
             config = models.resolve(self.workload.model).config
         elif model is None:
-            with contextlib.suppress(
-                ConfigError
-            ):  # a few types of models have targets of their own
+            # A few types of models have targets of their own.
+            with contextlib.suppress(ConfigError):
                 config = models.resolve(self.workload.model, asks_hub=False).config
         return objects.adapter_config(
             self.config, self.workload.task, model_config=config, model=model
