@@ -18,6 +18,7 @@ from autotune.export.base import own_run
 from autotune.export.base.read import BaseRun
 from autotune.export.exporter import Exporter
 from autotune.records.answer import Answer
+from autotune.store.stored_answers import library_versions
 
 MAX_RESULT_BYTES = 16 * MIB
 _FOLDERS = (export.FURTHER_FOLDER, own_run.YOURS)
@@ -49,7 +50,11 @@ class AnswerFiles:
         return cls(
             answer=answer,
             exporters=exporters,
-            result={**answer.to_dict(), "files": [str(path) for path in places]},
+            result={
+                **answer.to_dict(),
+                "versions": library_versions(),
+                "files": [str(path) for path in places],
+            },
             folder=folder,
             run=run,
         )

@@ -132,6 +132,8 @@ def _record(
         # A study may have been begun by another command: its latest answer is this one's.
         opened.set_user_attr(stored_answers.COMMAND, command)
         opened.set_user_attr(stored_answers.VERSIONS, stored_answers.library_versions())
+        now = datetime.datetime.now(datetime.UTC)
+        opened.set_user_attr(stored_answers.MADE_AT, now.isoformat(timespec="seconds"))
         trials = stored_answers.trials_of(opened) if draws else []
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None

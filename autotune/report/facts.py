@@ -354,6 +354,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
     rows = [
         ("command", stored.command or "not known"),
         ("study", stored.study),
+        *([("made", stored.made)] if stored.made else []),
         ("model", workload.model),
         ("card", f"{answer.gpu}, {answer.gpu_reason}"),
         ("budget", words.exact_size(workload.memory_budget_bytes)),

@@ -30,6 +30,9 @@ FILES = "files"
 DETAILS = "details"
 """User attribute of a study: what a report draws beside it, a Details."""
 
+MADE_AT = "made_at"
+"""User attribute of a study: the time of its latest answer, in UTC as ISO 8601 has it."""
+
 COMMAND, VERSIONS = "command", "versions"
 """User attributes of a study: the command and library versions that made its latest answer; until there is
 one, those that began it."""
@@ -49,11 +52,18 @@ class StoredAnswer:
     """Versions of the libraries that were installed then."""
     details: Details | None = None
     """Details for a report; None where an older autotune made the answer."""
+    made_at: str = ""
+    """Time of the answer in UTC, such as 2026-11-29T18:30:05+00:00; empty where it is not known."""
+
+    @property
+    def made(self) -> str:
+        """Time of the answer in words; empty where it is not known."""
+        return f"{self.made_at[:16].replace('T', ' ')} UTC" if self.made_at else ""
 
     @property
     def result(self) -> dict[str, Any]:
         """The object of `find --json`."""
-        return {**self.answer.to_dict(), "files": list(self.files)}
+        return {**self.answer.to_dict(), "versions": self.versions, "files": list(self.files)}
 
 
 def load(url: str, name: str) -> StoredAnswer:
@@ -92,6 +102,7 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
         command=str(attributes.get(COMMAND, "")),
         versions=dict(attributes.get(VERSIONS, {})),
         details=details,
+        made_at=str(attributes.get(MADE_AT, "")),
     )
 
 

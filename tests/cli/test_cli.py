@@ -531,6 +531,7 @@ def test_find_prints_one_json_object(
         "tied",
         "counts",
         "elapsed_seconds",
+        "versions",
         "files",
     }
     assert result["evidence"] == "predicted"

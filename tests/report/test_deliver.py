@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import sqlite3
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +68,14 @@ def test_a_page_is_written_beside_the_files(url: str, tmp_path: Path) -> None:
     assert all(
         file.parent in (tmp_path / "s", tmp_path / "s" / "exports") for file in delivered.files
     )
-    assert stored_answers.load(url, "s").files == tuple(delivered.result["files"])
+    stored = stored_answers.load(url, "s")
+    assert stored.files == tuple(delivered.result["files"])
+    written = json.loads((tmp_path / "s" / "result.json").read_text(encoding="utf-8"))
+    assert written["versions"] == stored.versions == delivered.result["versions"]
+    age = datetime.now(UTC) - datetime.fromisoformat(stored.made_at)
+    assert timedelta() <= age < timedelta(minutes=5)
+    assert f"<dd>{stored.made}</dd>" in delivered.report.read_text(encoding="utf-8")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", stored.made)
 
 
 def test_a_trial_without_a_number_is_damage(url: str, tmp_path: Path) -> None:
