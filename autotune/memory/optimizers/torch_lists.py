@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -243,24 +244,25 @@ def _lists_cost(
 ) -> StepCost:
     """Cost of foreach kernels, each given as (tensor lists, tensors read or written)."""
     num_bytes = sum(map(total_bytes, lists))
-    launches = list[ListLaunches]()
+    alike: Counter[tuple[int, int, int, int]] = Counter()
     bytes_moved = 0
     for depth, num_moved in passes:
         bytes_moved += num_moved * num_bytes
         for tensors in lists:
-            for moved, num_blocks, longest in launches_over(tensors, depth):
-                launches.append(
-                    ListLaunches(
-                        is_fused=is_fused,
-                        num_moved=num_moved,
-                        is_full=num_blocks == _MAX_BLOCKS,
-                        count=1,
-                        bytes_moved=num_moved * moved,
-                        num_blocks=num_blocks,
-                        num_rounds=ceil_div(longest, _ROUND_ELEMENTS),
-                    )
-                )
-    return StepCost(bytes_moved=bytes_moved, num_kernels=len(launches), lists=added_lists(launches))
+            alike.update((num_moved, *each) for each in launches_over(tensors, depth))
+    launches = [
+        ListLaunches(
+            is_fused=is_fused,
+            num_moved=num_moved,
+            is_full=num_blocks == _MAX_BLOCKS,
+            count=1,
+            bytes_moved=num_moved * moved,
+            num_blocks=num_blocks,
+            num_rounds=ceil_div(longest, _ROUND_ELEMENTS),
+        ).times(count)
+        for (num_moved, moved, num_blocks, longest), count in alike.items()
+    ]
+    return StepCost(bytes_moved=bytes_moved, num_kernels=alike.total(), lists=added_lists(launches))
 
 
 def launches_over(specs: Iterable[TensorSpec], depth: int) -> Iterator[tuple[int, int, int]]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from autotune.common.dtypes import DTYPE_BYTES
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import OUTSIDE, Place, TracedParameter, evaluate
+from autotune.memory.traces import OUTSIDE, Place, Term, TracedParameter, evaluate
 from autotune.predict.sharding.library_rules import (
     Weight,
     ddp_broadcasts,
@@ -38,6 +39,18 @@ ROOT: Unit = ("root", OUTSIDE)
 
 # transformers 5.23 integrations/deepspeed.py trainer_config_finalize, what `auto` becomes: of hidden_size.
 _PERSISTENT_ROWS = 10
+
+
+class _Sized(NamedTuple):
+    """Sizes of a weight: those of layers that are alike are worked out once."""
+
+    weight: Weight
+    """The weight itself, so that no other has its id."""
+    shard_elements: int
+    working_element_bytes: int
+    shard_bytes: int
+    padded_bytes: int
+    is_gathered: bool
 
 
 class Shares:
@@ -78,6 +91,12 @@ class Shares:
         self.clones_outputs = is_ddp and not self.rebuilds
         """Whether DDP looks for unused parameters, and clones what the model returns."""
         self._weights = functools.cache(self._evaluated)
+        self._sized: dict[int, _Sized] = {}
+        """Sizes by the weight's id."""
+        self.partitions = functools.cache(self._partitions)
+        self.gathered_bytes = functools.cache(self._gathered_bytes)
+        self.reduced_bytes = functools.cache(self._reduced_bytes)
+        self.gradient_shard_bytes = functools.cache(self._gradient_shard_bytes)
         self.arriving = [n for n, each in enumerate(parameters) if each.trainable][::-1]
         """Positions of the trained weights in the order in which gradients arrive: from the last on, unless
         it is known better."""
@@ -144,22 +163,18 @@ class Shares:
 
     def working_bytes(self, weight: Weight) -> int:
         """Bytes of the whole weight, and of its gradient, in the dtype that is computed with."""
-        return weight.num_elements * self._working_element_bytes(weight)
+        return weight.num_elements * self._of(weight).working_element_bytes
 
     def shard_bytes(self, weight: Weight) -> int:
         """Bytes of the GPU's part of a weight that is shared out."""
-        element_bytes = self._working_element_bytes(weight)
-        if self.is_torch:
-            dtype = self._shard_dtype(weight.dtype) if weight.trainable else weight.dtype
-            element_bytes = DTYPE_BYTES[dtype]
-        return self._shard_elements(weight) * element_bytes
+        return self._of(weight).shard_bytes
 
     def loaded_bytes(self, weight: Weight) -> int:
         """Bytes of the whole weight in the dtype in which FSDP2 keeps its shards."""
         dtype = self._shard_dtype(weight.dtype) if weight.trainable else weight.dtype
         return weight.num_elements * DTYPE_BYTES[dtype]
 
-    def partitions(self, rank: int) -> dict[int, int]:
+    def _partitions(self, rank: int) -> dict[int, int]:
         """Elements of the GPU's part of each of the optimizer's groups (ZeRO)."""
         parts = dict.fromkeys(self.groups, 0)
         for weight in self.trained(rank):
@@ -184,7 +199,7 @@ class Shares:
         largest = max(self.partitions(rank).values(), default=0)
         return 4 * (min(largest, ZERO3_SUB_GROUP_ELEMENTS) if self.row.stage == 3 else largest)
 
-    def gathered_bytes(self, rank: int, unit: Unit | None = None) -> int:
+    def _gathered_bytes(self, rank: int, unit: Unit | None = None) -> int:
         """Bytes of a unit's weights, or of all, once they are whole on the GPU; 0 where they always are."""
         if self.row.stage < 3:
             return 0
@@ -217,15 +232,17 @@ class Shares:
 
     def casts_shard(self, position: int) -> bool:
         """Whether FSDP2 casts its shard of the weight at that position before it is gathered."""
-        weight = self._weights(1)[position]  # Of any LoRA rank: it is the dtype that tells.
-        element_bytes = self._working_element_bytes(weight)
-        is_alike = self.shard_bytes(weight) == self._shard_elements(weight) * element_bytes
-        return self._is_gathered(weight) and not is_alike
+        sized = self._of(
+            self._weights(1)[position]
+        )  # Of any LoRA rank: it is the dtype that tells.
+        is_alike = sized.shard_bytes == sized.shard_elements * sized.working_element_bytes
+        return sized.is_gathered and not is_alike
 
     def cast_shards_bytes(self, rank: int, positions: Sequence[int]) -> int:
         """Bytes of a GPU's shards of these weights as they are cast to be gathered; 0 for others."""
-        weights = [self._weights(rank)[each] for each in positions if self.casts_shard(each)]
-        return sum(self._shard_elements(w) * self._working_element_bytes(w) for w in weights)
+        weights = self._weights(rank)
+        sized = [self._of(weights[each]) for each in positions if self.casts_shard(each)]
+        return sum(each.shard_elements * each.working_element_bytes for each in sized)
 
     def fetched_shard_bytes(self, rank: int, position: int) -> int:
         """Bytes of the GPU's shard of the weight at that position, as the host keeps it."""
@@ -255,7 +272,7 @@ class Shares:
         sizes = (self.gathered_weight_bytes(rank, p) for p in self.members.get(unit, ()))
         return max(sizes, default=0)
 
-    def reduced_bytes(self, rank: int, unit: Unit) -> int:
+    def _reduced_bytes(self, rank: int, unit: Unit) -> int:
         """Bytes that go into FSDP2's reduce-scatter: whole gradients, padded to whole shards."""
         return sum(self._padded_bytes(w) for w in self.trained(rank, unit))
 
@@ -267,7 +284,7 @@ class Shares:
         """Whether FSDP2 reduces a unit's gradients in another dtype than that in which it keeps them."""
         return self.all_reduced_bytes(rank, unit) != self.gradient_shard_bytes(rank, unit)
 
-    def gradient_shard_bytes(self, rank: int, unit: Unit) -> int:
+    def _gradient_shard_bytes(self, rank: int, unit: Unit) -> int:
         """Bytes of FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
 
@@ -338,15 +355,39 @@ class Shares:
         return (16 + self.compute_bytes) * elements
 
     def _evaluated(self, rank: int) -> list[Weight]:
+        """The weights; those that are alike are one object."""
+
+        @functools.cache
+        def weight(shape: tuple[Term, ...], dtype: str, trainable: bool, group: int) -> Weight:
+            sizes = tuple(evaluate(term, 1, rank) for term in shape)
+            return Weight(shape=sizes, dtype=dtype, trainable=trainable, group=group)
+
         return [
-            Weight(
-                shape=tuple(evaluate(term, 1, rank) for term in parameter.shape),
-                dtype=parameter.dtype,
-                trainable=parameter.trainable,
-                group=parameter.group,
-            )
-            for parameter in self.parameters
+            weight(tuple(map(tuple, each.shape)), each.dtype, each.trainable, each.group)
+            for each in self.parameters
         ]
+
+    def _of(self, weight: Weight) -> _Sized:
+        found = self._sized.get(id(weight))
+        if found is None:
+            found = self._sized[id(weight)] = self._size(weight)
+        return found
+
+    def _size(self, weight: Weight) -> _Sized:
+        element_bytes = shard_element_bytes = self._working_element_bytes(weight)
+        if self.is_torch:
+            dtype = self._shard_dtype(weight.dtype) if weight.trainable else weight.dtype
+            shard_element_bytes = DTYPE_BYTES[dtype]
+        elements = self._shard_elements(weight)
+        return _Sized(
+            weight=weight,
+            shard_elements=elements,
+            working_element_bytes=element_bytes,
+            shard_bytes=elements * shard_element_bytes,
+            padded_bytes=self.num_gpus * elements * element_bytes,
+            # The limit is DeepSpeed's stage3_param_persistence_threshold.
+            is_gathered=self.is_torch or weight.num_elements > self._persistent_elements,
+        )
 
     def _unit_of(self, parameter: TracedParameter) -> Unit:
         if parameter.place[1] >= 0:
@@ -374,15 +415,11 @@ class Shares:
         return zero3_partition_elements(weight.num_elements, self.num_gpus)
 
     def _padded_bytes(self, weight: Weight) -> int:
-        elements = self.num_gpus * self._shard_elements(weight)
-        return elements * self._working_element_bytes(weight)
+        return self._of(weight).padded_bytes
 
     def _is_gathered(self, weight: Weight) -> bool:
-        """Whether ZeRO 3 or FSDP2 gathers a weight: ZeRO 3 leaves small ones whole.
-
-        The limit is DeepSpeed's stage3_param_persistence_threshold.
-        """
-        return self.is_torch or weight.num_elements > self._persistent_elements
+        """Whether ZeRO 3 or FSDP2 gathers a weight: ZeRO 3 leaves small ones whole."""
+        return self._of(weight).is_gathered
 
 
 def is_tied(parameters: Iterable[TracedParameter]) -> bool:

@@ -55,6 +55,8 @@ class SharedTrace:
         self.name = name
         # What prices a configuration asks for the same sizes several times in a row.
         self._all_sizes = functools.lru_cache(maxsize=2)(self._put_together)
+        self._all_blocks = functools.lru_cache(maxsize=2)(self._in_blocks)
+        self._left = functools.cache(self._find_left)
 
     def _put_together(self, micro_batch: int, rank: int) -> Array:
         """Return the bytes of each tensor, those that sharing adds last."""
@@ -137,12 +139,24 @@ class SharedTrace:
 
     def running_bytes(self, events: str, micro_batch: int, rank: int) -> Array:
         """Bytes alive after each event of `setup`, `again` or `next`, from zero; 512 B blocks."""
-        return running(self.order_of(events), in_blocks(self._all_sizes(micro_batch, rank)))
+        return running(self.order_of(events), self._all_blocks(micro_batch, rank))
 
     def left_bytes(self, events: str, micro_batch: int, rank: int) -> int:
         """Bytes that are left after the events."""
-        return int(self.running_bytes(events, micro_batch, rank)[-1])
+        numbers, signs = self._left(events)
+        return int((self._all_blocks(micro_batch, rank)[numbers] * signs).sum())
+
+    def _in_blocks(self, micro_batch: int, rank: int) -> Array:
+        return in_blocks(self._all_sizes(micro_batch, rank))
+
+    def _find_left(self, events: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the tensors that are left after the events (1), or were there before and are not (-1)."""
+        order = self.order_of(events)
+        signs = np.bincount(order[order >= 0], minlength=(num := len(self.categories)))
+        signs -= np.bincount(~order[order < 0], minlength=num)
+        (numbers,) = signs.nonzero()
+        return numbers, signs[numbers]
 
     def bytes_of(self, numbers: Sequence[int], micro_batch: int, rank: int) -> int:
         """Sum of tensors' sizes, each rounded to 512 B."""
-        return int(in_blocks(self._all_sizes(micro_batch, rank))[list(numbers)].sum())
+        return int(self._all_blocks(micro_batch, rank)[list(numbers)].sum())
