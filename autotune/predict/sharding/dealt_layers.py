@@ -111,7 +111,7 @@ class StageTrace(SharedTrace):
         return self._dealt.exchange(micro_batch, rank)
 
     def _put_together(self, micro_batch: int, rank: int) -> Array:
-        whole = summable(self._trace.sizes(micro_batch, rank))
+        whole = summable(self._trace.sizes_of_part(micro_batch, rank))
         return np.concatenate((whole, whole[self._copied], [whole[self._loaded].sum()]))
 
 

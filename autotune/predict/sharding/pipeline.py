@@ -191,7 +191,7 @@ class PipelineStage(SharedTrace):
         return self._whole.exchange(micro_batch, rank)
 
     def _put_together(self, micro_batch: int, rank: int) -> Array:
-        whole = summable(self._trace.sizes(micro_batch, rank))
+        whole = summable(self._trace.sizes_of_part(micro_batch, rank))
         return np.concatenate((whole, whole[self._copied]))
 
     def _fetched(self) -> list[int]:

@@ -381,7 +381,7 @@ class RankTrace(SharedTrace):
         return found
 
     def _put_together(self, micro_batch: int, rank: int) -> Array:
-        whole = summable(self._trace.sizes(micro_batch, rank))
+        whole = summable(self._trace.sizes_of_part(micro_batch, rank))
         numbers, replaced, extra, ratio = self._own_sizes(rank)
         whole[numbers] = replaced
         whole[self._whole_gradients] //= ratio
@@ -411,10 +411,15 @@ class RankTrace(SharedTrace):
         return [n for n, name in enumerate(self._trace.categories) if name == "gradient"]
 
     def _most_gathered_bytes(self, rank: int) -> int:
+        alive = running(self._gathered_in_order, self._all_sizes(1, rank))
+        return int(alive.max(initial=0))
+
+    @functools.cached_property
+    def _gathered_in_order(self) -> NDArray[np.int64]:
+        """Events of a micro-step that make or free what is gathered."""
         gathered = self._extra.gathered
         order = [e for e in self.again if (e if e >= 0 else ~e) in gathered]
-        alive = running(np.asarray(order, dtype=np.int64), self._all_sizes(1, rank))
-        return int(alive.max(initial=0))
+        return np.asarray(order, dtype=np.int64)
 
     def _set_up(self) -> None:
         """Put the GPU's parts in place of what is shared out, and add the buffers that stay."""
