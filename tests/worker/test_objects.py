@@ -158,6 +158,14 @@ def test_trainers_with_a_task_of_their_own_have_arguments_of_their_own(task: str
         warnings.simplefilter("ignore")
         made = result(pairs).training_arguments()
         mine = result(pairs).apply(theirs)
+    with pytest.warns(
+        UserWarning, match=rf"for {row.class_name} with {row.arguments_class}, and these"
+    ):
+        result(pairs).apply(TrainingArguments(output_dir="out", use_cpu=True))
+    with pytest.warns(
+        UserWarning, match=rf"for Trainer with TrainingArguments, .* {row.arguments_class}"
+    ):
+        result(FULL).apply(theirs)
     for arguments in (made, mine):
         assert isinstance(arguments, kind)
         assert getattr(arguments, of_own[0]) == of_own[1]

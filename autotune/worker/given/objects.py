@@ -71,6 +71,7 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
             f"arguments is {str(arguments)[:40]}",
             why="It should be TrainingArguments, or an SFTConfig or its like",
         )
+    _warn_of_other_trainers(config, type(arguments))
     _set_environment(config)
     decided = decided_arguments(config, field_names(type(arguments)))
     if "accelerator_config" in decided:
@@ -84,6 +85,23 @@ def applied(config: TrainConfig, arguments: TrainingArguments) -> TrainingArgume
             "generation_batch_size": None, "steps_per_generation": config.steps_per_generation
         }  # fmt: skip
     return dataclasses.replace(arguments, **_for_this_machine(decided, {}))
+
+
+def _warn_of_other_trainers(config: TrainConfig, kind: type[TrainingArguments]) -> None:
+    """Warn where the arguments are another trainer's: its step is not what was predicted or measured.
+
+    SFTTrainer may run what was asked for Trainer.
+    """
+    row = TRAINERS[config.trainer]
+    names = {each.__name__ for each in kind.__mro__}
+    usual = {"TrainingArguments", *(() if row.task else ("SFTConfig",)), row.arguments_class}
+    others = names & {each.arguments_class for each in TRAINERS.values()} - usual
+    if others or (row.task and row.arguments_class not in names):
+        warnings.warn(
+            f"The answer is for {row.class_name} with {row.arguments_class}, and these are {kind.__name__}: "
+            "neither memory nor speed is that of another trainer",
+            stacklevel=4,
+        )
 
 
 def _set_environment(config: TrainConfig) -> None:
