@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.catalogue import installed
 from autotune.common import json_records
+from autotune.common.version import __version__
 from autotune.errors import ConfigError, StorageError
 from autotune.records.answer import Answer, answer_from_dict
 from autotune.records.charts import Details
@@ -227,13 +228,13 @@ def remove(url: str, name: str) -> None:
 
 
 _LIBRARIES = (
-    *("autotune", "torch", "transformers", "peft", "optuna", "liger-kernel", "trl"),
-    "sentence-transformers",
-)
+    "torch", "transformers", "peft", "optuna", "liger-kernel", "trl", "sentence-transformers",
+)  # fmt: skip
 """Libraries whose versions are recorded, beside those of the optimizers, bitsandbytes among them."""
 
 
 def library_versions() -> dict[str, str]:
-    """The versions of the libraries that a prediction depends on, of those that are installed."""
+    """The versions of autotune and of libraries that a prediction depends on, where they are installed."""
     names = (*_LIBRARIES, *sorted({row.needs for row in OPTIMIZERS.values() if row.needs}))
-    return {name: found for name in names if (found := installed.version(name)) is not None}
+    known = {name: found for name in names if (found := installed.version(name)) is not None}
+    return {"autotune": __version__, **known}

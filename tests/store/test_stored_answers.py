@@ -17,6 +17,7 @@ import pytest
 from optuna_storage import unpooled
 
 from autotune import cli
+from autotune.common.version import __version__
 from autotune.errors import ConfigError, StorageError
 from autotune.probe.tell_optuna import tell
 from autotune.records.answer import Answer, stored_record
@@ -261,7 +262,9 @@ def test_libraries_are_recorded_where_they_are_installed(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         stored_answers.installed, "version", {"torch": "2.13", "bitsandbytes": "0.5"}.get
     )
-    assert stored_answers.library_versions() == {"torch": "2.13", "bitsandbytes": "0.5"}
+    assert stored_answers.library_versions() == {
+        "autotune": __version__, "torch": "2.13", "bitsandbytes": "0.5"
+    }  # fmt: skip
 
 
 def test_one_study_alone_is_no_comparison(url: str, main: Main) -> None:
