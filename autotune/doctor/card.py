@@ -5,7 +5,7 @@ Only the first card that is visible is looked at: probes run on that one.
 
 from __future__ import annotations
 
-from autotune.catalogue import nvml
+from autotune.catalogue import host_memory, nvml
 from autotune.doctor.machine import CheckedMachine
 from autotune.doctor.verdict import NO_CARD, Diagnosis, fail, ok, warn
 
@@ -21,6 +21,8 @@ def driver(machine: CheckedMachine) -> Diagnosis:
         )
     major, minor = card.compute_capability
     more = f"; of {card.num_visible} cards the first is used" if card.num_visible > 1 else ""
+    if host_memory.in_wsl():
+        more += "; in WSL 2, where paged state stays on the card and segments do not expand"
     return ok(f"{card.driver}; {card.name}, compute capability {major}.{minor}{more}")
 
 

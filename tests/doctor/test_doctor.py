@@ -23,7 +23,7 @@ from fake_nvml import fake_nvml
 from next_revision import NEXT, next_revision
 
 from autotune import cli, doctor
-from autotune.catalogue import installed
+from autotune.catalogue import host_memory, installed
 from autotune.common.units import GIB, MIB
 from autotune.doctor import CHECKS, host, libraries, reach
 from autotune.doctor.machine import PARTS, CheckedMachine, NotAnswered
@@ -236,6 +236,12 @@ def test_a_card_that_tells_little_is_no_failure(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("pynvml.nvmlSystemGetCudaDriverVersion_v2", unknown)
     check(ASK["cuda"](Told()), "warn", "does not say", "13.0")
     check(ASK["driver"](Told()), "ok")
+
+
+def test_wsl_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvml(monkeypatch, L4)
+    monkeypatch.setattr(host_memory, "in_wsl", lambda: True)
+    check(ASK["driver"](Told()), "ok", "in WSL 2, where paged state stays on the card")
 
 
 def test_disk_space(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
