@@ -125,7 +125,11 @@ def rows(comparison: Comparison) -> list[tuple[str, ...]]:
         say = _size if name.endswith("_bytes") else _text
         texts.append((_label(name), *map(say, values)))
     texts.append(("answer", *comparison.answers))
-    texts += [(f"  {_label(name)}", *map(_text, v)) for name, v in comparison.settings.items()]
+    texts += [
+        (f"  {_label(name)}", *map(_text, values))
+        for name, values in comparison.settings.items()
+        if name not in comparison.question  # It stands there.
+    ]
     for evidence, figures in (
         ("predicted", comparison.predicted),
         ("measured", comparison.measured),

@@ -134,11 +134,14 @@ def test_a_kept_answer_says_what_made_it(tmp_path: Any) -> None:
 def test_answers_side_by_side_show_what_differs() -> None:
     first = answers.answer()
     faster = answers.estimate(
-        dataclasses.replace(answers.CONFIG, activation_checkpointing=0), step_seconds=4.0
+        dataclasses.replace(answers.CONFIG, activation_checkpointing=0, sequence_length=512),
+        step_seconds=2.0,
     )
     faster = dataclasses.replace(faster, paged_in_bytes=GIB)  # Which gives way.
     lengths = Lengths(num_samples=10, num_tokens=90, num_kept_tokens=90, percentiles=(1,) * 101)
-    workload = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=GIB, lengths=lengths)
+    workload = dataclasses.replace(
+        answers.WORKLOAD, memory_budget_bytes=GIB, lengths=lengths, sequence_length=512
+    )
     second = answers.answer(best=faster, workload=workload, measured=answers.measured())
     record = compare(
         [stored(first), stored(second, study="second", versions={"torch": "2.14", "trl": "1.16"})]
@@ -152,6 +155,8 @@ def test_answers_side_by_side_show_what_differs() -> None:
     assert "gpu" not in told
     assert told["  activation checkpointing"] == ["checkpoint every 2nd layer", "no checkpointing"]
     assert "  optimizer" not in told
+    # What was asked is no setting beside.
+    assert (told["sequence length"], "  sequence length" in told) == (["1024", "512"], False)
     speeds = [answers.estimate().tokens_per_second, faster.tokens_per_second]
     assert speeds[1] == 2 * speeds[0]  # type: ignore[operator]
     assert told["predicted tokens/s"] == [f"{speeds[0]:,.0f}", f"{speeds[1]:,.0f} (+100 %)"]
