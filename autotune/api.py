@@ -81,6 +81,8 @@ class Result:
     """Files that were written, where `out` was given."""
     notes: tuple[str, ...] = ()
     """Remarks on what the search made of its options, and on what could not be written."""
+    versions: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Versions of autotune and of the libraries that made it; empty where they are not known."""
     _report_data: Callable[[], ReportData] | None = field(default=None, compare=False)
     """Data of the study's report; without a study, of one that is made for it."""
 
@@ -94,6 +96,7 @@ class Result:
         return cls(
             answer=stored.answer,
             study=study,
+            versions=stored.versions,
             _report_data=functools.partial(data.read, storage, study),
         )
 
@@ -119,7 +122,8 @@ class Result:
         They have the effective batch size, the adapter and the optimizer of this one, so that each goes on
         from a checkpoint of it with the same samples per step. All are predicted.
         """
-        return tuple(Result(answer=fallback) for fallback in self.answer.as_fallbacks())
+        answers = self.answer.as_fallbacks()
+        return tuple(Result(answer=each, versions=self.versions) for each in answers)
 
     def training_arguments(self, **overrides: Any) -> TrainingArguments:
         """Transformers' TrainingArguments (TRL's SFTConfig where that trainer was decided).
@@ -244,7 +248,11 @@ class Result:
             place,
             workload=self.workload,
             config=self.config,
-            result={**self.answer.to_dict(), "files": [str(path) for path in places]},
+            result={
+                **self.answer.to_dict(),
+                "versions": dict(self.versions),
+                "files": [str(path) for path in places],
+            },
             exporters=exporters,
         )
 
@@ -395,6 +403,7 @@ def find(
         study=delivered.study,
         files=(*delivered.files, *([delivered.report] if delivered.report else [])),
         notes=tuple(notes),
+        versions=delivered.result["versions"],
         _report_data=report_data,
     )
 

@@ -177,6 +177,8 @@ def test_what_is_asked_for_is_kept_and_read_back(
         f"autotune.find(model='qwen2.5-1.5b', gpu_mem='12GB', seq_len=512, out='{tmp_path}/out')"
     )
     loaded = Result.load(result.study, storage=storage)
+    assert loaded.versions == result.versions
+    assert "torch" in result.versions
     assert loaded.answer == result.answer
     assert loaded.config == result.config
     with pytest.raises(ConfigError, match="There is no study 'other'"):

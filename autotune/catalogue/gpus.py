@@ -163,6 +163,11 @@ def catalogue() -> tuple[Gpu, ...]:
     return tuple(Gpu(**fields) for fields in gpu_rows.rows())
 
 
+def of_name(name: str) -> Gpu | None:
+    """Return the catalogue's card of exactly that name; None for one of somebody's own."""
+    return next((gpu for gpu in catalogue() if gpu.name == name), None)
+
+
 def find_gpu(name: str) -> Gpu:
     """Return the catalogue's card of that name: full, slug or alias, in any case or punctuation.
 

@@ -117,7 +117,7 @@ def command(answer: Limit) -> str:
     config = answer.best.config
     parts = ["autotune", "estimate", "--model", answer.model, "--task", answer.task]
     budget_bytes = answer.memory_budget_bytes
-    known = next((card for card in gpus.catalogue() if card.name == answer.best.gpu), None)
+    known = gpus.of_name(answer.best.gpu)
     # A card that was planned for by its size may be sold with more than can be used: the size alone names it.
     is_sold_with_more = known is not None and budget_bytes > known.capacity_bytes
     if not (answer.card_is_here or is_sold_with_more):

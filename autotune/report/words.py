@@ -616,7 +616,7 @@ def screen(answer: Answer) -> str:
     Not where the budget or the headroom that was asked for leaves room for one.
     """
     workload, best = answer.workload, answer.best
-    known = next((card for card in gpus.catalogue() if card.name == answer.gpu), None)
+    known = gpus.of_name(answer.gpu)
     if answer.measured is not None or known is None or not {"RTX", "TITAN"} & {*known.name.split()}:
         return ""
     spare_bytes = max(workload.memory_budget_bytes - best.resident_bytes, 0)

@@ -11,7 +11,8 @@ operands do not lie alike (one is broadcast, transposed or a slice) and are foun
 with 8-bit state, and what unpacks 4-bit weights. A launch over lists of tensors has a block for each chunk
 of them. As many as fit on the SMs run at once and share the bandwidth, then the rest; none is through before
 it has loaded its chunk round by round (lists_seconds). So do the blocks of a sum (sum_seconds). Copies to
-and from pinned host memory take a share of the PCIe link.
+and from pinned host memory take a share of the PCIe link. Unpacked weights are written over by the next ones:
+those that the L2 cache holds never reach memory, by the rule of products (autotune.speed.matmul).
 
 `rates_of` gives a card's parameters, `moving_seconds` takes arrays of shapes. data/moving.toml holds the
 parameters, validation/kernels/fit_moving.py makes the measured ones from studies/kernels/tables, and
