@@ -11,6 +11,7 @@ they read values, and none is computed.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import random
 import sys
@@ -28,6 +29,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.trainers import BY_TASK
 from autotune.worker import server
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
@@ -42,20 +44,27 @@ MODELS = (
 )  # fmt: skip
 LAYERS = 4
 _PROBED = tuple(row.name for row in PARALLELISMS.values() if row.is_launched and not row.schedules)
+_STORAGES = ("uint8", "bfloat16")
+_SCORED = 0.25
+"""Share of draws whose reference scores the samples before training. [judgement]"""
 _SERVER = "--server"
 _PAUSE_SECONDS = 1.0
 """Pause behind each optimizer step, by which time the watchdog has looked. [judgement]"""
 
 
-def draw(chance: random.Random, names: list[str], num_gpus: int) -> TrainConfig:
+def draw(chance: random.Random, names: list[str], num_gpus: int, task: str) -> TrainConfig:
     """One that may break a rule."""
-    method = chance.choice(("full", "full", "lora"))
+    own = BY_TASK.get(task)
+    methods = ("full", "lora", "qlora") if own else ("full", "full", "lora")
+    method = chance.choice(methods)
     adapter: dict[str, Any] = {
         "lora_rank": chance.choice((4, 16, 64)),
         "lora_targets": "all-linear",
     }
+    if method == "qlora":
+        adapter |= {"quantization": "nf4", "quantization_storage": chance.choice(_STORAGES)}
     precisions = ("bf16-mixed", "bf16-true") if method == "full" else ("bf16-autocast",)
-    return TrainConfig(
+    config = TrainConfig(
         method=method,
         micro_batch_size=chance.choice((1, 2, 3, 4)),
         gradient_accumulation_steps=chance.choice((1, 2, 3)),
@@ -66,7 +75,13 @@ def draw(chance: random.Random, names: list[str], num_gpus: int) -> TrainConfig:
         parallelism=chance.choice(names),
         num_gpus=num_gpus,
         activation_checkpointing=chance.choice((0, 0, 1, 2)),
-        **(adapter if method == "lora" else {}),
+        **(adapter if method != "full" else {}),
+    )
+    if own is None:
+        return config
+    is_scored = own.has_reference and chance.random() < _SCORED
+    return dataclasses.replace(
+        config, trainer=own.name, batching="padded", precompute_ref_log_probs=is_scored
     )
 
 
@@ -134,6 +149,7 @@ def main() -> None:
     parser.add_argument("--num-gpus", type=int, default=2)
     parser.add_argument("--layers", type=int, default=LAYERS, help="of each model, at most")
     parser.add_argument("--parallelism", action="append", help="one of these alone")
+    parser.add_argument("--method", action="append", help="the same")
     parser.add_argument("--model", action="append", help="the same")
     parser.add_argument("--task", default=TASK, help=f"what they are trained for [{TASK}]")
     parser.add_argument("--out", type=Path, required=True)
@@ -147,7 +163,9 @@ def main() -> None:
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 names = options.parallelism or _PROBED
-                config = draw(chance, list(names), options.num_gpus)
+                config = draw(chance, list(names), options.num_gpus, options.task)
+                if config.method not in (options.method or (config.method,)):
+                    continue
                 if is_valid(config, source, options.task, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)}"

@@ -67,6 +67,8 @@ class Trainer:
     least_micro_batch: int = 1
     """Fewest samples of a micro-batch: more than one where its loss compares them with each other."""
 
+    parallelisms: tuple[str, ...] = ()
+    """Ways to share its step among GPUs that are modelled, where it has a task of its own."""
     loss_type: str | tuple[str, ...] | None = None
     """Value of its arguments' `loss_type` that is predicted; None: it has no such choice."""
 
@@ -130,6 +132,8 @@ def _embedder(**values: Any) -> Trainer:
     return Trainer(**{**shared, **values})
 
 
+_SHARED_BY = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp")
+
 DISTILLATION = "distillation"
 """The task that has a teacher."""
 
@@ -155,6 +159,7 @@ TRAINERS: dict[str, Trainer] = {
             sample="pair",
             rows_per_sample=2,
             has_reference=True,
+            parallelisms=_SHARED_BY,
             loss_type=("sigmoid",),
         ),
         Trainer(
@@ -168,6 +173,7 @@ TRAINERS: dict[str, Trainer] = {
             fields="prompt, chosen and rejected",
             sample="pair",
             rows_per_sample=2,
+            parallelisms=_SHARED_BY,
         ),
         Trainer(
             # trl 1.16 kto_trainer.py: the divergence is estimated from each prompt with another's answer.
@@ -180,6 +186,7 @@ TRAINERS: dict[str, Trainer] = {
             fields="prompt, completion and label",
             has_reference=True,
             least_micro_batch=2,
+            parallelisms=_SHARED_BY,
             loss_type="kto",
         ),
         # Defaults: trl 1.16 grpo_config.py and rloo_config.py. Advantages are of a group, whatever the

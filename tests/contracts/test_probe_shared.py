@@ -30,6 +30,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context, broken_rules
+from autotune.space.trainers import TRAINERS
 from autotune.worker.__main__ import VERBS
 from autotune.worker.build import model as models
 from autotune.worker.client import isolate
@@ -220,21 +221,39 @@ def test_a_shared_probe_needs_what_was_predicted(
     assert found.step_seconds > 0
 
 
+TRL: dict[str, tuple[str, dict[str, Any], tuple[TrainConfig, ...]]] = {
+    "sft": ("causal-lm", {"trainer": "trl-sft"}, (DDP, FSDP2)),
+    "dpo": ("dpo", {"trainer": "trl-dpo", "batching": "padded"}, (DDP,)),
+    "dpo lora": ("dpo", {"trainer": "trl-dpo", "batching": "padded", **LORA}, (DDP, FSDP2)),
+    "reward": ("reward", {"trainer": "trl-reward", "batching": "padded"}, (FSDP2,)),
+}
+"""Tasks, settings, and ways to share of TRL's trainers.
+
+Of FSDP2 with a copy the reference's pass is the peak, which needs no loss: studies/no-card has it.
+"""
+
+
 @pytest.mark.usefixtures("forked_workers")
-def test_trl_needs_on_each_gpu_what_it_does_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", TRL)
+def test_trl_needs_on_each_gpu_what_it_does_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without Triton its loss holds more than on a GPU (test_probe_sft.py): as much however many share it."""
+    task, settings, shared = TRL[name]
 
     def unseen_bytes(config: TrainConfig) -> int:
-        found = measured(dataclasses.replace(config, trainer="trl-sft"))
+        config = dataclasses.replace(config, **settings)
+        found = measured(config, task=task)
         assert (found.outcome, found.message) == ("ok", "")
         assert found.peak_allocated_bytes is not None
-        predicted = estimated(dataclasses.replace(config, trainer="trl-sft"), monkeypatch)
+        predicted = estimated(config, monkeypatch, task=task)
         return found.peak_allocated_bytes - predicted.peak_allocated_bytes
 
     one_gpu = dataclasses.replace(DDP, parallelism="none", num_gpus=1)
     alone = unseen_bytes(one_gpu)
-    for config in (DDP, FSDP2):
-        batch_bytes = 3 * config.micro_batch_size * LENGTH * 8
+    for config in shared:
+        rows = config.micro_batch_size * TRAINERS[settings["trainer"]].rows_per_sample
+        batch_bytes = 3 * rows * LENGTH * 8
         # What waits for Python's garbage collector can only add to a peak: one of two may have more of it.
         for _ in range(3):
             difference = unseen_bytes(config) - alone

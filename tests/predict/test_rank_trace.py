@@ -320,6 +320,61 @@ def test_fsdp2_in_bfloat16_has_bfloat16_shards() -> None:
     assert share.gradients_bytes == P // 2
 
 
+def preferences(parallelism: str) -> tuple[SharedTrace, Estimate, PerGpu]:
+    """A step of TRL's DPOTrainer, with a frozen copy of the model, on two GPUs in bfloat16."""
+    config = dataclasses.replace(
+        DDP,
+        trainer="trl-dpo",
+        batching="padded",
+        num_gpus=2,
+        parallelism=parallelism,
+        precision="bf16-mixed" if parallelism.startswith("zero") else "bf16-true",
+    )
+    length = tiny_model.SEQUENCE_LENGTH
+    spec = TraceSpec.of(config)
+    traces = trace_all(
+        tiny_model.MODEL, "dpo", length, A100, [spec], num_gpus=2, server=here.workers
+    )
+    estimate = Estimator(traces, A100, memory_budget_bytes=80 * 10**9).estimate(config)
+    trace = traces[spec]
+    assert isinstance(trace, SharedTrace)
+    assert estimate.per_gpu is not None
+    return trace, estimate, estimate.per_gpu
+
+
+def test_ddp_leaves_a_reference_whole_and_fsdp2_gathers_its_parts_at_once() -> None:
+    whole, _, _ = preferences("ddp")
+    # The model and its copy, a bucket for each gradient; of the copy none is sent.
+    assert whole.left_bytes("setup", 2, 0) == pytest.approx(2 * 2 * P + 2 * P, rel=1e-3)
+    parts, _, per_gpu = preferences("fsdp2")
+    assert parts.left_bytes("setup", 2, 0) == pytest.approx(2 * P, rel=1e-3)
+    # Of all GPUs, and then as weights, beside norm and head, which stay for the backward pass.
+    assert per_gpu.gathered_bytes == pytest.approx(2 * 2 * P + 2 * TAIL, rel=1e-3)
+    alone = dataclasses.replace(FSDP2, precision="bf16-true", num_gpus=2)
+    _, without = predicted(alone)
+    # Half of what is gathered: the other GPU's.
+    assert per_gpu.sent_bytes_per_step - without.sent_bytes_per_step == pytest.approx(P, rel=1e-3)
+
+
+def test_zero3_has_parts_of_a_reference_and_holds_the_head_in_each_pass() -> None:
+    trace, _, per_gpu = preferences("zero3")
+    held, _, _ = preferences("zero2")
+    sizes = trace.sizes(2, 0)
+    category = trace.categories
+    alive = most = 0
+    for event in trace.first:
+        number = event if event >= 0 else ~event
+        if category[number] == "parameter":
+            alive += sizes[number] if event >= 0 else -sizes[number]
+            most = max(most, alive)
+    # The head, and the embedding beside it.
+    assert most == pytest.approx(2 * 2 * EMBEDDING, rel=1e-3)
+    # In 16 bits the model and its copy whole, half of it in float32; then halves, and half a gradient.
+    assert held.left_bytes("setup", 2, 0) == pytest.approx(2 * P + 2 * P + 2 * P, rel=1e-3)
+    left_bytes = trace.left_bytes("setup", 2, 0) - per_gpu.buffers_bytes
+    assert left_bytes == pytest.approx(P + P + 2 * P + P, rel=1e-3)
+
+
 def test_fsdp2_shares_out_frozen_weights_too() -> None:
     _, share = predicted(LORA)
     _, ddp = predicted(dataclasses.replace(LORA, parallelism="ddp"))

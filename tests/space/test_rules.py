@@ -241,7 +241,25 @@ BREAKERS = {
         ADA,
     ),
     "pairs-need-tried-settings": (dataclasses.replace(DPO_LORA, lora_targets="lm_head"), ADA),
-    "pairs-run-eagerly-on-one-gpu": (dataclasses.replace(DPO, torch_compile="default"), ADA),
+    "pairs-run-eagerly": (dataclasses.replace(DPO, torch_compile="default"), ADA),
+    "pairs-are-shared-as-modelled": (
+        dataclasses.replace(GRPO, parallelism="ddp", num_gpus=2),
+        dataclasses.replace(ADA, effective_batch_size=64),
+    ),
+    "pairs-scored-before-are-whole": (
+        dataclasses.replace(
+            DPO,
+            parallelism="zero2",
+            num_gpus=2,
+            precompute_ref_log_probs=True,
+            precision="bf16-mixed",
+        ),
+        dataclasses.replace(ADA, effective_batch_size=64),
+    ),
+    "pairs-under-zero3-have-no-adapter": (
+        dataclasses.replace(DPO_LORA, parallelism="zero3", num_gpus=2),
+        dataclasses.replace(ADA, effective_batch_size=64),
+    ),
     "trl-makes-the-adapter": (
         dataclasses.replace(QLORA, trainer="trl-dpo", batching="padded", kbit_preparation=True),
         ADA,
@@ -766,7 +784,16 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
         DPO_LORA,
         [{"method": "ia3"}, {"precision": "fp8-mixed"}, {"lora_targets": "q_proj,lm_head"}],
     ),
-    "pairs-run-eagerly-on-one-gpu": (DPO, TWO_WAYS),
+    "pairs-run-eagerly": (DPO, [{"torch_compile": "default"}]),
+    "pairs-are-shared-as-modelled": (
+        GRPO,
+        [{"parallelism": "ddp", "num_gpus": 2}, {"parallelism": "zero2", "num_gpus": 2}],
+    ),
+    "pairs-scored-before-are-whole": (
+        dataclasses.replace(DPO_LORA, precompute_ref_log_probs=True),
+        [{"parallelism": name, "num_gpus": 2} for name in ("fsdp2", "zero1", "zero2")],
+    ),
+    "pairs-under-zero3-have-no-adapter": (DPO_LORA, [{"parallelism": "zero3", "num_gpus": 2}]),
     "plan-runs-eagerly-on-one-gpu": (PLAN, TWO_WAYS),
     "backward-update-runs-eagerly-on-one-gpu": (UPDATES, TWO_WAYS),
     "trl-makes-the-adapter": (

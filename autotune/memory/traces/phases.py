@@ -69,6 +69,8 @@ SETUP_PHASES = (
 )  # fmt: skip
 GENERATION_PHASES = (Phase.PREFILL, Phase.DECODE, Phase.GROWN, Phase.LAST)
 """Phases of which a trace's sizes are of all completions that are generated at a time."""
+REFERENCE_PHASES = (Phase.GENERATED_REFERENCE, Phase.REFERENCE_MISMATCHED, Phase.REFERENCE)
+"""Passes of what a model is compared with: a frozen copy, or itself with its adapter switched off."""
 SCORING_PHASES = (Phase.POLICY, Phase.GENERATED_REFERENCE)
 """Phases that a micro-batch of completions goes through once, however often it is trained on."""
 FETCH_PHASES = (Phase.BATCH, Phase.COUNT)

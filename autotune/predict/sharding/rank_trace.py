@@ -30,6 +30,10 @@ peaks of whole steps with what probes of them measure (tests/contracts/test_prob
 against DeepSpeed itself (studies/zero, tests/contracts/test_zero.py). What CUDA's streams make of all that,
 and of ZeRO's offloading, is held against PyTorch's CUDA build without a card (studies/no-card, shared.jsonl).
 
+What TRL's trainers compare a model with is a frozen copy of it, which DDP and ZeRO 1 and 2 leave whole on
+each GPU. FSDP2 has its own parts of it, and gathers it at once for its pass; ZeRO 3 has an engine for it
+(trl 1.16 models/utils.py, prepare_fsdp and prepare_deepspeed).
+
 Known limitations
 - A compiled step: DDP clones what it returns, too, which is not counted.
 - Streams: what one has freed is taken to be free for it at once, though another may be at work on it.
@@ -56,14 +60,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import Launch, Phase, Trace, TracedKernel
+from autotune.memory.traces import REFERENCE_PHASES, Launch, Phase, Trace, TracedKernel
 from autotune.memory.traces.running import running
 from autotune.memory.traces.terms import Array, Term, evaluate, summable
 from autotune.predict.sharding.exchange import Exchange
@@ -80,10 +84,12 @@ from autotune.predict.sharding.zero_step import (
     summed_in_place,
 )
 from autotune.records.estimate import TraceSpec
+from autotune.space.trainers import TRAINERS
 from autotune.speed.links import COLLECTIVES, Message
 
 # deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
 _ZERO_GATHERED_ELEMENTS = 500_000_000
+_PASSES_BESIDES = frozenset((Phase.MISMATCHED, Phase.POLICY, *REFERENCE_PHASES))
 _MOST_RANK = 1024
 """LoRA rank up to which copies of adapters that DDP sends are counted. [judgement]"""
 
@@ -112,8 +118,9 @@ class RankTrace(SharedTrace):
         self._gpu = gpu
         blocks = trace.blocks()
         has_head = any(phase == Phase.HEAD for phase, *_ in blocks)
+        of_others = set(_events_of(trace, Phase.REFERENCE_WEIGHTS))
         self._shares = shares = Shares(
-            trace.parameters(),
+            [each for each in trace.parameters() if each.number not in of_others],
             spec,
             num_gpus=num_gpus,
             hidden_size=hidden_size,
@@ -122,6 +129,10 @@ class RankTrace(SharedTrace):
         self._num_gpus = num_gpus
         self._on_card = on_card
         self._is_quantized = spec.quantization != "none"
+        self._copies = self._find_copies() if not TRAINERS[spec.trainer].has_teacher else {}
+        """Positions of the weights that those of a frozen copy are like, by their numbers."""
+        self._num_passes = len({phase for phase, *_ in blocks} & _PASSES_BESIDES)
+        """Passes beside the one that is trained, each of which gathers all weights."""
         self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.workspaces = trace.workspaces
@@ -147,9 +158,17 @@ class RankTrace(SharedTrace):
         else:
             workspaces = set(trace.workspaces)
             logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
+            if not self._returns_logits(logits):
+                logits = set()
             of_root = set(filter(trace.is_of_root, trace.gradients) if shares.has_root else ())
             step = functools.partial(
-                MicroStep, self._extra, shares, trace.gradients, logits, of_root
+                MicroStep,
+                self._extra,
+                shares,
+                trace.gradients,
+                logits,
+                of_root,
+                has_copy=bool(self._copies),
             )
             first = step(adds=False)
             self.first = first.written(blocks)
@@ -171,6 +190,22 @@ class RankTrace(SharedTrace):
                 )
                 for each in self._unlike_gpus()
             )
+
+    def _returns_logits(self, logits: Collection[int]) -> bool:
+        """Whether the model returns logits: not where the loss, or a score of each token, is its head's."""
+        returned = self._trace.returned
+        return returned is None or not set(logits).isdisjoint(dict(returned.tensors))
+
+    def _find_copies(self) -> dict[int, int]:
+        own = _events_of(self._trace, Phase.WEIGHTS)
+        copied = _events_of(self._trace, Phase.REFERENCE_WEIGHTS)
+        if self._shares.row.stage < 3 or not copied:
+            return {}
+        return {
+            copy: self._position_of[number]
+            for copy, number in zip(copied, own, strict=True)
+            if number in self._position_of
+        }
 
     def _clone_outputs(self, events: list[int]) -> list[int]:
         """Have DDP clone what the model returns, where it looks for unused parameters.
@@ -233,7 +268,18 @@ class RankTrace(SharedTrace):
                     blocks, positions, trace.sizes(1, USUAL_RANK).__getitem__
                 )
             steps = [
-                ZeroMicroStep(self._extra, shares, parts, gpu, positions, logits, summed, adds=adds)
+                ZeroMicroStep(
+                    self._extra,
+                    shares,
+                    parts,
+                    gpu,
+                    positions,
+                    logits,
+                    summed,
+                    adds=adds,
+                    has_copy=bool(self._copies),
+                    reads_head=not self._returns_logits(logits),
+                )
                 for adds in (False, True)
             ]
             self.first, later = (step.written(blocks) for step in steps)
@@ -303,7 +349,7 @@ class RankTrace(SharedTrace):
         trained_bytes = sum(map(shares.working_bytes, shares.trained(rank)))
         gathered_bytes = shares.gathered_bytes(rank)
         # Gathered for the forward pass, and again for the backward; FSDP2's tail stays in between.
-        used_bytes = 2 * gathered_bytes
+        used_bytes = (2 + self._num_passes) * gathered_bytes
         if shares.is_torch:
             used_bytes -= sum(shares.gathered_bytes(rank, unit) for unit in (TAIL, ROOT))
         is_offloaded = shares.row.offload
@@ -350,7 +396,7 @@ class RankTrace(SharedTrace):
         for unit in shares.members:
             passes = 1 if unit in (TAIL, ROOT) and shares.is_torch else 2
             for size_bytes in shares.gathers(rank, unit):
-                gathers[size_bytes] += passes
+                gathers[size_bytes] += passes + self._num_passes
         reduced = Counter(shares.reductions(rank))
         among = shares.num_gpus
         between: tuple[Message, ...] = ()
@@ -476,7 +522,11 @@ class RankTrace(SharedTrace):
         gone: list[int] = []
         for event in self.setup[: self.num_own_events]:
             piece = [event]
-            if event in self._position_of:
+            if event in self._copies:
+                size = functools.partial(self._working_bytes, position=self._copies[event])
+                whole = self._extra.new("temporary", size)
+                piece = [whole, event, ~whole]
+            elif event in self._position_of:
                 position = self._position_of[event]
                 size = functools.partial(self._working_bytes, position=position)
                 whole = self._extra.new("temporary", size)
@@ -566,6 +616,8 @@ class RankTrace(SharedTrace):
 
         for position, parameter in enumerate(shares.parameters):
             self._replaced[parameter.number] = functools.partial(size, position)
+        for number, position in self._copies.items():
+            self._replaced[number] = functools.partial(shares.part_bytes, position=position)
         if self._is_dealt_out:
             self._load()
 
@@ -653,7 +705,22 @@ class RankTrace(SharedTrace):
                 part = self._extra.new("temporary", self._replaced[event])
                 again += [whole, padded, part, ~padded, ~whole, ~part]
         loaded += gone
+        self._deal_out_copy()
         self.setup += [*loaded, *again, *behind]
+
+    def _deal_out_copy(self) -> None:
+        """Have a frozen copy come whole before the model, and go as all of it has been cut.
+
+        Source: trl 1.16 models/utils.py, prepare_fsdp; torch 2.13 distributed/fsdp/_fully_shard/,
+        _fsdp_init.py, _move_states_to_device, and _fsdp_param.py, _init_sharded_param.
+        """
+        others = [event for event in self.setup if event not in self._copies]
+        whole = [
+            self._extra.new("temporary", functools.partial(self._whole_bytes, position=position))
+            for position in self._copies.values()
+        ]
+        self.setup = [*whole, *self._copies, *(~number for number in whole), *others]
+        self.num_own_events += 2 * len(whole)
 
     @functools.cached_property
     def _position_of(self) -> dict[int, int]:
@@ -677,6 +744,11 @@ class RankTrace(SharedTrace):
     def _whole_bytes(self, rank: int, position: int) -> int:
         """Return the bytes of a weight as accelerate has cast it before FSDP2 deals it out."""
         return self._shares.loaded_bytes(self._shares.weights(rank)[position])
+
+
+def _events_of(trace: Trace, phase: Phase) -> list[int]:
+    """Return the events of a phase of the setup."""
+    return [event for each, _, events in trace.setup_blocks() if each == phase for event in events]
 
 
 def _clone_of(term: Term) -> TracedKernel:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum, auto
 
-from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
+from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, REFERENCE_PHASES, Phase, Place
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import EMBED, ROOT, TAIL, Shares, Unit
 
@@ -20,6 +20,7 @@ class Stream(Enum):
 
     COMPUTES = auto()
     GATHERS = auto()
+    GATHERS_COPY = auto()
     REDUCES = auto()
     AVERAGES = auto()
 
@@ -117,10 +118,12 @@ class MicroStep(Writer):
         of_root: Collection[int] = (),
         *,
         adds: bool,
+        has_copy: bool = False,
     ) -> None:
         """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of.
 
-        `of_root`: those of the gradients that are of the root's weights.
+        `of_root`: those of the gradients that are of the root's weights. `has_copy`: a frozen copy of the
+        model is shared out besides.
         """
         super().__init__(extra, shares)
         self._whole = set(whole)
@@ -128,22 +131,34 @@ class MicroStep(Writer):
         self._logits = logits
         self._keeps = not adds and not shares.row.offload
         self._order: list[Unit] = []
-        """Units in the order in which the forward pass uses them."""
+        """Units in the order in which the forward pass is done with them."""
         self._gathered: dict[Unit, list[int]] = {}
         self._arriving: dict[Unit, int] = {}
         self._arrived: int | None = None
         self._reducing: int | None = None
         self._held: list[int] = []
         self._made: dict[Unit, list[int]] = {}
+        self._has_copy = has_copy
+        self._copied: list[int] = []
+        """Weights of the copy that are whole."""
 
     def written(self, blocks: Sequence[tuple[Phase, Place, list[int]]]) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         if ROOT in self._shares.members:
             self._gather(ROOT, is_backward=False)
         for index, (phase, place, events) in enumerate(blocks):
+            if self._has_copy and phase in REFERENCE_PHASES:
+                begins = index == 0 or blocks[index - 1][0] != phase
+                if begins:
+                    self._gather_copy()
+                self.events += events
+                if blocks[index + 1][0] != phase:
+                    self._drop_copy()
+                continue
             is_backward = index > last_forward
             unit = unit_in(self._shares, phase, place)
             if index == last_forward + 1:
+                self._order.sort(key=lambda used: used == TAIL)
                 # The last unit's buffer (_fsdp_state.py _post_forward).
                 self._free(self._arrived)
                 self._arrived = None
@@ -167,6 +182,31 @@ class MicroStep(Writer):
         self._free(*itertools.chain(*self._gathered.values()), *self._arriving.values())
         self._free(self._reducing, *self._held)
         return self.events
+
+    def _gather_copy(self) -> None:
+        """Gather all of a frozen copy of the model at once, as TRL has FSDP2 do before its pass.
+
+        A root of its own has streams of its own. Source: trl 1.16 models/utils.py, prepare_fsdp.
+        """
+        shares = self._shares
+        self._free(self._arrived)
+        cast_bytes = functools.partial(shares.cast_shards_bytes, positions=tuple(shares.by_module))
+        cast = self._new("temporary", cast_bytes, stream=Stream.GATHERS_COPY)
+        size = shares.gathered_bytes
+        self._arrived = self._new("temporary", size, is_gathered=True, stream=Stream.GATHERS_COPY)
+        self._free(cast)
+        self._copied = [
+            self._new(
+                "parameter",
+                functools.partial(shares.gathered_weight_bytes, position=position),
+                is_gathered=True,
+            )
+            for position in shares.by_module
+        ]
+
+    def _drop_copy(self) -> None:
+        self._free(*self._copied, self._arrived)
+        self._arrived = None
 
     def _use(self, unit: Unit, *, is_backward: bool) -> None:
         """Gather a unit; in the backward pass, have the one before it on the way."""

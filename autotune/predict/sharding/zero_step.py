@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, Phase, Place
+from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, REFERENCE_PHASES, Phase, Place
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 from autotune.predict.sharding.step import (
@@ -156,6 +156,13 @@ class _ZeroWriter(Writer):
         return any(self._parts.is_held(USUAL_RANK, self._gpu, each) for each in positions)
 
 
+def _pass_of(phase: Phase, is_forward: bool) -> Phase | None:
+    """Return the phase that names the forward pass of a block; None in the backward pass."""
+    if not is_forward:
+        return None
+    return Phase.FORWARD if phase in (Phase.EMBED, Phase.HEAD) else phase
+
+
 class ZeroMicroStep(_ZeroWriter):
     """Writes a micro-step's forward and backward as ZeRO 2 and 3 run them.
 
@@ -173,10 +180,13 @@ class ZeroMicroStep(_ZeroWriter):
         summed: Mapping[int, int],
         *,
         adds: bool,
+        has_copy: bool = False,
+        reads_head: bool = False,
     ) -> None:
         """`position_of`: of the weight, by the number of a gradient; `logits`: what the loss is made of.
 
-        `summed`: as summed_in_place says.
+        `summed`: as summed_in_place says. `has_copy`: a frozen copy of the model is shared out besides.
+        `reads_head`: the model itself reads its head's weight, and calls no module for that.
         """
         super().__init__(extra, shares, parts, gpu)
         self.bucket: int | None = None
@@ -185,13 +195,25 @@ class ZeroMicroStep(_ZeroWriter):
         self._logits = logits
         self._summed = summed
         self._adds = adds
+        self._has_copy = has_copy
+        self._reads_head = reads_head
+        self._gathers = Stream.GATHERS
 
     def written(self, blocks: Blocks) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         late: list[int] = []
         read: list[int] = []
+        within: Phase | None = None
+        head: int | None = None
         for index, (phase, place, events) in enumerate(blocks):
             unit = unit_in(self._shares, phase, place)
+            # TRL wraps a copy in an engine of its own, which gathers on its own stream.
+            of_copy = self._has_copy and phase in REFERENCE_PHASES
+            self._gathers = Stream.GATHERS_COPY if of_copy else Stream.GATHERS
+            if self._reads_head and within != (within := _pass_of(phase, index <= last_forward)):
+                # DeepSpeed takes the weight for the model's own, from its first pass to its last module.
+                self._free(head)
+                head = None if within is None else self._gather(TAIL, is_backward=False)
             before: list[int] = []
             after: list[int] = []
             if index == last_forward + 1:
@@ -208,7 +230,7 @@ class ZeroMicroStep(_ZeroWriter):
             if phase in EMBED_PHASES and is_backward:
                 # Token ids have no gradient, with which DeepSpeed hears that a module has gone backward.
                 late += self._gather_trained(events)
-            elif phase != Phase.END:
+            elif phase != Phase.END and (head is None or unit != TAIL):
                 gathered = self._gather(unit, is_backward=is_backward)
             self._go_through(events)
             self._free(gathered)
@@ -266,10 +288,10 @@ class ZeroMicroStep(_ZeroWriter):
         `largest`: bytes of the largest weight, whole.
         Source: runtime/zero/partition_parameters.py, _all_gather_sequential.
         """
-        gathered = self._new("parameter", size, is_gathered=True, stream=Stream.GATHERS)
+        gathered = self._new("parameter", size, is_gathered=True, stream=self._gathers)
         num_gpus = self._shares.num_gpus
         if self._shares.row.offload and num_gpus > 1:
-            self._pass(lambda rank: largest(rank) // num_gpus, Stream.GATHERS)
+            self._pass(lambda rank: largest(rank) // num_gpus, self._gathers)
         return gathered
 
     def _gather_trained(self, events: Iterable[int]) -> list[int]:

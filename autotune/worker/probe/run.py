@@ -156,7 +156,7 @@ def _run(
     memory.model_is_built()
     if is_gathered(config):
         name_layers(model)
-    makes_adapter = TRAINERS[config.trainer].adds_adapter
+    makes_adapter = TRAINERS[config.trainer].adds_adapter and config.method != "full"
     if not makes_adapter:
         checks.require(checks.check_model(model, config))
     if spec.backend == "cuda":  # Nothing is paged on a CPU.

@@ -77,7 +77,7 @@ def part_as_loaded(model: Any, config: TrainConfig) -> None:
     its buffers on the device, where BERT looks up positions (partition_parameters.py,
     _add_tensor_creation_wrappers).
     """
-    if PARALLELISMS[config.parallelism].stage < 3:
+    if PARALLELISMS[config.parallelism].stage < 3 or is_parted(model):
         return
     import deepspeed
 
@@ -91,6 +91,11 @@ def part_as_loaded(model: Any, config: TrainConfig) -> None:
     device = deepspeed.get_accelerator().current_device_name()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)
+
+
+def is_parted(model: Any) -> bool:
+    """Whether ZeRO 3 has parted the weights of a model."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def shard_on_cpu(trainer: Any) -> None:
@@ -107,6 +112,10 @@ def shard_on_cpu(trainer: Any) -> None:
     for state in (accelerator.state, PartialState()):
         state.distributed_type = DistributedType.FSDP
     trainer.is_fsdp_enabled = True
+    if getattr(trainer, "ref_model", None) is not None:
+        from trl.models.utils import prepare_fsdp
+
+        trainer.ref_model = prepare_fsdp(trainer.ref_model, accelerator)
 
 
 def check_shared(model: Any, config: TrainConfig) -> list[str]:
