@@ -45,8 +45,6 @@ MODELS = (
 LAYERS = 4
 _PROBED = tuple(row.name for row in PARALLELISMS.values() if row.is_launched and not row.schedules)
 _STORAGES = ("uint8", "bfloat16")
-_SCORED = 0.25
-"""Share of draws whose reference scores the samples before training. [judgement]"""
 _SERVER = "--server"
 _PAUSE_SECONDS = 1.0
 """Pause behind each optimizer step, by which time the watchdog has looked. [judgement]"""
@@ -79,10 +77,12 @@ def draw(chance: random.Random, names: list[str], num_gpus: int, task: str) -> T
     )
     if own is None:
         return config
-    is_scored = own.has_reference and chance.random() < _SCORED
-    return dataclasses.replace(
-        config, trainer=own.name, batching="padded", precompute_ref_log_probs=is_scored
-    )
+    written: dict[str, Any] = {}
+    if own.generates is not None:
+        most = chance.choice((16, config.sequence_length // 4))
+        written = {"num_generations": 2, "max_completion_length": most}
+        written["kl_beta"] = chance.choice((0.0, 0.05))
+    return dataclasses.replace(config, trainer=own.name, batching="padded", **written)
 
 
 def serve() -> None:

@@ -32,6 +32,9 @@ FLEX = [json.loads(line) for line in (STUDY / "flex.jsonl").read_text().splitlin
 T4 = [json.loads(line) for line in (STUDY / "t4_attention.jsonl").read_text().splitlines()]
 EMBEDDINGS = [json.loads(line) for line in (STUDY / "embeddings.jsonl").read_text().splitlines()]
 PREFERENCES = [json.loads(line) for line in (STUDY / "trainers.jsonl").read_text().splitlines()]
+SHARED_PAIRS = [
+    json.loads(line) for line in (STUDY / "shared_pairs.jsonl").read_text().splitlines()
+]
 SHARED = [json.loads(line) for line in (STUDY / "shared.jsonl").read_text().splitlines()]
 SHORT = 1024
 
@@ -176,11 +179,35 @@ def test_what_loading_leaves_is_as_pytorch_allocates(model: str, parallelism: st
 
 
 @pytest.mark.parametrize(
+    ("model", "parallelism"),
+    [
+        ("Qwen/Qwen3-0.6B", "hsdp"),
+        # Its own engine gathers the reference, and keeps the head through its passes.
+        ("meta-llama/Llama-3.2-1B", "zero3"),
+        ("google/gemma-3-1b-it", "fsdp2"),
+    ],
+)
+def test_what_gpus_share_of_a_reference_is_as_pytorch_allocates(
+    model: str, parallelism: str
+) -> None:
+    record = next(
+        each
+        for each in SHARED_PAIRS
+        if (each["model"], each["measurement"]["config"]["parallelism"]) == (model, parallelism)
+        and each["measurement"]["config"]["method"] == "full"
+    )
+    estimate, seen = predicted(record, "rtx-3090"), record["measurement"]
+    assert estimate.peak_allocated_bytes == pytest.approx(seen["peak_allocated_bytes"], rel=1.1e-4)
+    assert estimate.peak_reserved_bytes == pytest.approx(seen["peak_reserved_bytes"], rel=0.004)
+
+
+@pytest.mark.parametrize(
     ("name", "counts"),
     [
         ("shared", [106, 98, 82, 72, 76]),
         ("shared_torch_2_15", [73, 72, 72, 70, 71]),
         ("shared_encoders", [34, 34, 30, 31, 31]),
+        ("shared_pairs", [30, 28, 23, 22, 25]),
         ("compiled", [6, 6, 2, 2, 2]),
         ("loss_in_parts", [146, 126, 126, 126, 126]),
     ],

@@ -246,7 +246,7 @@ BREAKERS = {
         dataclasses.replace(GRPO, parallelism="ddp", num_gpus=2),
         dataclasses.replace(ADA, effective_batch_size=64),
     ),
-    "pairs-scored-before-are-whole": (
+    "pairs-scored-before-are-on-one-gpu": (
         dataclasses.replace(
             DPO,
             parallelism="zero2",
@@ -789,9 +789,9 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
         GRPO,
         [{"parallelism": "ddp", "num_gpus": 2}, {"parallelism": "zero2", "num_gpus": 2}],
     ),
-    "pairs-scored-before-are-whole": (
+    "pairs-scored-before-are-on-one-gpu": (
         dataclasses.replace(DPO_LORA, precompute_ref_log_probs=True),
-        [{"parallelism": name, "num_gpus": 2} for name in ("fsdp2", "zero1", "zero2")],
+        [{"parallelism": name, "num_gpus": 2} for name in ("ddp", "fsdp2", "zero2")],
     ),
     "pairs-under-zero3-have-no-adapter": (DPO_LORA, [{"parallelism": "zero3", "num_gpus": 2}]),
     "plan-runs-eagerly-on-one-gpu": (PLAN, TWO_WAYS),

@@ -402,11 +402,10 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        # trl 1.16 dpo_trainer.py, _compute_ref_logps: FSDP has not moved the model to the card by then, and
-        # loads the reference from where the model is from.
-        name="pairs-scored-before-are-whole",
-        reason="a reference that scores the samples before training works under ddp alone among several GPUs",
-        breaks=lambda c, _: c.precompute_ref_log_probs and c.parallelism not in ("none", "ddp"),
+        # trl 1.16 dpo_trainer.py: FSDP has not moved the model to the card by then.
+        name="pairs-scored-before-are-on-one-gpu",
+        reason="a reference that scores the samples before training is not modelled on several GPUs",
+        breaks=lambda c, _: c.precompute_ref_log_probs and c.parallelism != "none",
     ),
     Rule(
         # 30 % short in a draw without a card (studies/no-card, shared_pairs.jsonl).
