@@ -228,6 +228,7 @@ def test_zero3_sends_its_part_of_the_largest_from_the_host(
     passed, made = list[int](), list[int]()
     step: Any = SimpleNamespace(
         _shares=SimpleNamespace(row=PARALLELISMS[name], num_gpus=num_gpus),
+        _is_of_copy=False,
         _new=lambda category, size, **_: made.append(size(1)) or 7,
         _pass=lambda size, stream: passed.append(size(1)),
     )

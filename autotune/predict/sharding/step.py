@@ -131,7 +131,7 @@ class MicroStep(Writer):
         self._logits = logits
         self._keeps = not adds and not shares.row.offload
         self._order: list[Unit] = []
-        """Units in the order in which the forward pass is done with them."""
+        """Units in the order in which the forward pass uses them, or is done with them."""
         self._gathered: dict[Unit, list[int]] = {}
         self._arriving: dict[Unit, int] = {}
         self._arrived: int | None = None
@@ -158,7 +158,10 @@ class MicroStep(Writer):
             is_backward = index > last_forward
             unit = unit_in(self._shares, phase, place)
             if index == last_forward + 1:
-                self._order.sort(key=lambda used: used == TAIL)
+                if not self._logits:
+                    # A head that is the embedding, too, is done with last. Runs without a card show it where the
+                    # head makes the loss; where it makes logits, OPT's show no layer beside it.
+                    self._order.sort(key=lambda used: used == TAIL)
                 # The last unit's buffer (_fsdp_state.py _post_forward).
                 self._free(self._arrived)
                 self._arrived = None

@@ -197,7 +197,7 @@ class ZeroMicroStep(_ZeroWriter):
         self._adds = adds
         self._has_copy = has_copy
         self._reads_head = reads_head
-        self._gathers = Stream.GATHERS
+        self._is_of_copy = False
 
     def written(self, blocks: Blocks) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
@@ -208,8 +208,7 @@ class ZeroMicroStep(_ZeroWriter):
         for index, (phase, place, events) in enumerate(blocks):
             unit = unit_in(self._shares, phase, place)
             # TRL wraps a copy in an engine of its own, which gathers on its own stream.
-            of_copy = self._has_copy and phase in REFERENCE_PHASES
-            self._gathers = Stream.GATHERS_COPY if of_copy else Stream.GATHERS
+            self._is_of_copy = self._has_copy and phase in REFERENCE_PHASES
             if self._reads_head and within != (within := _pass_of(phase, index <= last_forward)):
                 # DeepSpeed takes the weight for the model's own, from its first pass to its last module.
                 self._free(head)
@@ -288,10 +287,11 @@ class ZeroMicroStep(_ZeroWriter):
         `largest`: bytes of the largest weight, whole.
         Source: runtime/zero/partition_parameters.py, _all_gather_sequential.
         """
-        gathered = self._new("parameter", size, is_gathered=True, stream=self._gathers)
+        stream = Stream.GATHERS_COPY if self._is_of_copy else Stream.GATHERS
+        gathered = self._new("parameter", size, is_gathered=True, stream=stream)
         num_gpus = self._shares.num_gpus
         if self._shares.row.offload and num_gpus > 1:
-            self._pass(lambda rank: largest(rank) // num_gpus, self._gathers)
+            self._pass(lambda rank: largest(rank) // num_gpus, stream)
         return gathered
 
     def _gather_trained(self, events: Iterable[int]) -> list[int]:
