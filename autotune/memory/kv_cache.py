@@ -205,10 +205,12 @@ def kv_cache(config: Config, *, batch_size: int, context: int, dtype: str) -> Kv
 
     Raises ConfigError where the model's family is not in CACHES, or the configuration lacks a key.
     """
-    family = CACHES.get(config["model_type"])
+    # The part for text of a model that sees may name none.
+    kind = str(config.get("model_type", "a model without a model_type"))
+    family = CACHES.get(kind)
     if family is None:
         raise ConfigError(
-            f"The KV cache of {config['model_type']} is not modelled",
+            f"The KV cache of {kind} is not modelled",
             why="It has another kind of cache, or none (an encoder, say)",
             remedy="Leave --kv-cache out",
         )

@@ -588,6 +588,15 @@ def test_a_cache_of_a_configuration_with_wrong_types(
     assert f"{key} of the configuration is {value!r}" in err
 
 
+def test_a_cache_of_a_part_for_text_that_names_no_family(fail: Fail, tmp_path: Path) -> None:
+    text = {key: value for key, value in TINY.items() if key != "model_type"}
+    config = {"model_type": "gemma3", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    code, err = fail("estimate", "--model", "config.json", "--gpu", "rtx-4070", "--kv-cache")
+    assert code == 2
+    assert "The KV cache of a model without a model_type is not modelled" in err
+
+
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3"])
 def test_a_latent_cache_of_a_configuration_with_wrong_types(
     fail: Fail, tmp_path: Path, model_type: str

@@ -159,8 +159,8 @@ class MicroStep(Writer):
             unit = unit_in(self._shares, phase, place)
             if index == last_forward + 1:
                 if not self._logits:
-                    # A head that is the embedding, too, is done with last. Runs without a card show it where the
-                    # head makes the loss; where it makes logits, OPT's show no layer beside it.
+                    # A head that is the embedding, too, is done with last. Runs without a card show it where
+                    # the head makes the loss; where it makes logits, OPT's show no layer beside it.
                     self._order.sort(key=lambda used: used == TAIL)
                 # The last unit's buffer (_fsdp_state.py _post_forward).
                 self._free(self._arrived)
