@@ -60,7 +60,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -129,7 +129,10 @@ class RankTrace(SharedTrace):
         self._num_gpus = num_gpus
         self._on_card = on_card
         self._is_quantized = spec.quantization != "none"
-        self._copies = self._find_copies() if not TRAINERS[spec.trainer].has_teacher else {}
+        trainer = TRAINERS[spec.trainer]
+        self._head_makes_loss = trainer.has_reference
+        """Whether the model's own head makes a score of each token (trl 1.16, add_fused_lm_head)."""
+        self._copies = self._find_copies() if not trainer.has_teacher else {}
         """Positions of the weights that those of a frozen copy are like, by their numbers."""
         self._num_passes = len({phase for phase, *_ in blocks} & _PASSES_BESIDES)
         """Passes beside the one that is trained, each of which gathers all weights."""
@@ -158,8 +161,6 @@ class RankTrace(SharedTrace):
         else:
             workspaces = set(trace.workspaces)
             logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
-            if not self._returns_logits(logits):
-                logits = set()
             of_root = set(filter(trace.is_of_root, trace.gradients) if shares.has_root else ())
             step = functools.partial(
                 MicroStep,
@@ -169,6 +170,7 @@ class RankTrace(SharedTrace):
                 logits,
                 of_root,
                 has_copy=bool(self._copies),
+                head_makes_loss=self._head_makes_loss,
             )
             first = step(adds=False)
             self.first = first.written(blocks)
@@ -190,11 +192,6 @@ class RankTrace(SharedTrace):
                 )
                 for each in self._unlike_gpus()
             )
-
-    def _returns_logits(self, logits: Collection[int]) -> bool:
-        """Whether the model returns logits: not where the loss, or a score of each token, is its head's."""
-        returned = self._trace.returned
-        return returned is None or not set(logits).isdisjoint(dict(returned.tensors))
 
     def _find_copies(self) -> dict[int, int]:
         own = _events_of(self._trace, Phase.WEIGHTS)
@@ -278,7 +275,7 @@ class RankTrace(SharedTrace):
                     summed,
                     adds=adds,
                     has_copy=bool(self._copies),
-                    reads_head=not self._returns_logits(logits),
+                    head_makes_loss=self._head_makes_loss,
                 )
                 for adds in (False, True)
             ]

@@ -119,16 +119,18 @@ class MicroStep(Writer):
         *,
         adds: bool,
         has_copy: bool = False,
+        head_makes_loss: bool = False,
     ) -> None:
         """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of.
 
         `of_root`: those of the gradients that are of the root's weights. `has_copy`: a frozen copy of the
-        model is shared out besides.
+        model is shared out besides. `head_makes_loss`: no logits leave the model.
         """
         super().__init__(extra, shares)
         self._whole = set(whole)
         self._of_root = of_root
         self._logits = logits
+        self._head_makes_loss = head_makes_loss
         self._keeps = not adds and not shares.row.offload
         self._order: list[Unit] = []
         """Units in the order in which the forward pass uses them, or is done with them."""
@@ -158,7 +160,7 @@ class MicroStep(Writer):
             is_backward = index > last_forward
             unit = unit_in(self._shares, phase, place)
             if index == last_forward + 1:
-                if not self._logits:
+                if self._head_makes_loss:
                     # A head that is the embedding, too, is done with last. Runs without a card show it where
                     # the head makes the loss; where it makes logits, OPT's show no layer beside it.
                     self._order.sort(key=lambda used: used == TAIL)

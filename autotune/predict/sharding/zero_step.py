@@ -181,12 +181,12 @@ class ZeroMicroStep(_ZeroWriter):
         *,
         adds: bool,
         has_copy: bool = False,
-        reads_head: bool = False,
+        head_makes_loss: bool = False,
     ) -> None:
         """`position_of`: of the weight, by the number of a gradient; `logits`: what the loss is made of.
 
         `summed`: as summed_in_place says. `has_copy`: a frozen copy of the model is shared out besides.
-        `reads_head`: the model itself reads its head's weight, and calls no module for that.
+        `head_makes_loss`: no logits leave the model, which itself reads its head's weight for that.
         """
         super().__init__(extra, shares, parts, gpu)
         self.bucket: int | None = None
@@ -196,7 +196,7 @@ class ZeroMicroStep(_ZeroWriter):
         self._summed = summed
         self._adds = adds
         self._has_copy = has_copy
-        self._reads_head = reads_head
+        self._head_makes_loss = head_makes_loss
         self._is_of_copy = False
 
     def written(self, blocks: Blocks) -> list[int]:
@@ -209,7 +209,9 @@ class ZeroMicroStep(_ZeroWriter):
             unit = unit_in(self._shares, phase, place)
             # TRL wraps a copy in an engine of its own, which gathers on its own stream.
             self._is_of_copy = self._has_copy and phase in REFERENCE_PHASES
-            if self._reads_head and within != (within := _pass_of(phase, index <= last_forward)):
+            if self._head_makes_loss and within != (
+                within := _pass_of(phase, index <= last_forward)
+            ):
                 # DeepSpeed takes the weight for the model's own, from its first pass to its last module.
                 self._free(head)
                 head = None if within is None else self._gather(TAIL, is_backward=False)

@@ -88,14 +88,10 @@ def _adapter_dtype(config: TrainConfig) -> str:
     A trainer of preferences, which adds it, has cast it already where the base is quantised, unless float16
     is scaled (adapters.cast_for_scaler).
     """
-    adds_adapter = TRAINERS[config.trainer].adds_adapter
-    is_cast = adds_adapter and config.quantization != "none"
+    is_cast = TRAINERS[config.trainer].adds_adapter and config.quantization != "none"
     if is_cast and not PRECISIONS[config.precision].grad_scaler:
         return "bfloat16"
-    shares = PARALLELISMS[config.parallelism]
-    # trl 1.16 dpo_trainer.py and the like: ZeRO 3 gathers small weights of one dtype.
-    is_left = adds_adapter and shares.is_deepspeed and shares.stage == 3
-    if not is_left and ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
+    if ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
         return "float32"
     return dtype_beside(config.precision, config.quantization, config.quantization_storage)
 
