@@ -16,7 +16,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,13 @@ _PAUSE_SECONDS = 1.0
 """Pause behind each optimizer step, by which time the watchdog has looked. [judgement]"""
 
 
-def draw(chance: random.Random, names: list[str], num_gpus: int, task: str) -> TrainConfig:
+def draw(
+    chance: random.Random, names: list[str], num_gpus: int, task: str, methods: Sequence[str] = ()
+) -> TrainConfig:
     """One that may break a rule."""
     own = BY_TASK.get(task)
-    methods = ("full", "lora", "qlora") if own else ("full", "full", "lora")
-    method = chance.choice(methods)
+    usual = ("full", "lora", "qlora") if own else ("full", "full", "lora")
+    method = chance.choice(methods or usual)
     adapter: dict[str, Any] = {
         "lora_rank": chance.choice((4, 16, 64)),
         "lora_targets": "all-linear",
@@ -163,9 +165,9 @@ def main() -> None:
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 names = options.parallelism or _PROBED
-                config = draw(chance, list(names), options.num_gpus, options.task)
-                if config.method not in (options.method or (config.method,)):
-                    continue
+                config = draw(
+                    chance, list(names), options.num_gpus, options.task, options.method or ()
+                )
                 if is_valid(config, source, options.task, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)}"

@@ -1270,7 +1270,9 @@ def test_a_space_without_valid_points_says_which_rule_they_break() -> None:
         search(12_000 * MB, space=empty, methods=("lora",))
     assert "lora" in str(caught.value)
     assert "--num-gpus" not in str(caught.value)
-    shared = dataclasses.replace(tiny_model.workload(8000 * MB, ("full",)), num_gpus=2, task="sentence-similarity")
+    shared = dataclasses.replace(
+        tiny_model.workload(8000 * MB, ("full",)), num_gpus=2, task="sentence-similarity"
+    )
     with pytest.raises(ConfigError, match=r"or leave --num-gpus out\.$"):
         find(tiny_model.MODEL, shared, load("full"), find_gpu("a100"))
     # No rule is broken by all: the base's are told.

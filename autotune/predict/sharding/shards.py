@@ -28,6 +28,7 @@ from autotune.predict.sharding.library_rules import (
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 from autotune.space.precisions import PRECISIONS
+from autotune.space.trainers import TRAINERS
 
 Unit = tuple[str, Place]
 """Weights that are gathered together: a layer, the embedding, the tail (final norm and head), or the root."""
@@ -77,8 +78,9 @@ class Shares:
         self.is_torch = self.row.library == "torch"
         self._precision = PRECISIONS[spec.precision]
         # accelerate 1.15 utils/fsdp_utils.py: what trains beside 4-bit weights stays as it is, which is as
-        # PEFT has made it.
-        is_float32 = spec.quantization == "none" or not spec.adapter_in_base_dtype
+        # PEFT has made it, or TRL has cast it (1.16 dpo_trainer.py and the like).
+        in_base_dtype = spec.adapter_in_base_dtype or TRAINERS[spec.trainer].adds_adapter
+        is_float32 = spec.quantization == "none" or not in_base_dtype
         self._upcasts = self._precision.autocast and is_float32
         self.bucket_elements = hidden_size**2
         """Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size)."""
