@@ -195,6 +195,11 @@ class Change:
     leaves_room: bool
     """Whether the peak leaves the room that an answer has to leave."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a setting that is none, as a damaged database may have."""
+        if self.setting != MORE_MEMORY and self.setting not in TrainConfig.__dataclass_fields__:
+            raise ValueError(f"{self.setting!r} is no setting")
+
     def to_dict(self, budget_bytes: int) -> dict[str, object]:
         """The fields of `find --json`; those of a larger budget are compared with that one."""
         if self.setting == MORE_MEMORY:

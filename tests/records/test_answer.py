@@ -133,9 +133,10 @@ def test_more_memory_is_compared_with_that_memory() -> None:
         (("tied",), {}, "tied: Expected array, got object"),
         (("schema_version",), 2, "schema_version is 2"),
         (("surprise",), 1, "surprise is unknown"),
+        (("changes", 0, "setting"), "&ptimizer", "changes[0]: '&ptimizer' is no setting"),
     ],
 )
-def test_garbage_is_named(place: tuple[str, ...], value: object, said: str) -> None:
+def test_garbage_is_named(place: tuple[Any, ...], value: object, said: str) -> None:
     values: Any = stored_record(answers.answer())
     inner = values
     for key in place[:-1]:
