@@ -79,12 +79,7 @@ def draw(
     )
     if own is None:
         return config
-    written: dict[str, Any] = {}
-    if own.generates is not None:
-        most = chance.choice((16, config.sequence_length // 4))
-        written = {"num_generations": 2, "max_completion_length": most}
-        written["kl_beta"] = chance.choice((0.0, 0.05))
-    return dataclasses.replace(config, trainer=own.name, batching="padded", **written)
+    return dataclasses.replace(config, trainer=own.name, batching="padded")
 
 
 def serve() -> None:

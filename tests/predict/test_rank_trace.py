@@ -320,7 +320,7 @@ def test_fsdp2_in_bfloat16_has_bfloat16_shards() -> None:
     assert share.gradients_bytes == P // 2
 
 
-def preferences(parallelism: str) -> tuple[SharedTrace, Estimate, PerGpu]:
+def preferences(parallelism: str) -> tuple[SharedTrace, PerGpu]:
     """A step of TRL's DPOTrainer, with a frozen copy of the model, on two GPUs in bfloat16."""
     config = dataclasses.replace(
         DDP,
@@ -339,14 +339,14 @@ def preferences(parallelism: str) -> tuple[SharedTrace, Estimate, PerGpu]:
     trace = traces[spec]
     assert isinstance(trace, SharedTrace)
     assert estimate.per_gpu is not None
-    return trace, estimate, estimate.per_gpu
+    return trace, estimate.per_gpu
 
 
 def test_ddp_leaves_a_reference_whole_and_fsdp2_gathers_its_parts_at_once() -> None:
-    whole, _, _ = preferences("ddp")
+    whole, _ = preferences("ddp")
     # The model and its copy, a bucket for each gradient; of the copy none is sent.
     assert whole.left_bytes("setup", 2, 0) == pytest.approx(2 * 2 * P + 2 * P, rel=1e-3)
-    parts, _, per_gpu = preferences("fsdp2")
+    parts, per_gpu = preferences("fsdp2")
     assert parts.left_bytes("setup", 2, 0) == pytest.approx(2 * P, rel=1e-3)
     # Of all GPUs, and then as weights, beside norm and head, which stay for the backward pass.
     assert per_gpu.gathered_bytes == pytest.approx(2 * 2 * P + 2 * TAIL, rel=1e-3)
@@ -357,8 +357,8 @@ def test_ddp_leaves_a_reference_whole_and_fsdp2_gathers_its_parts_at_once() -> N
 
 
 def test_zero3_has_parts_of_a_reference_and_holds_the_head_in_each_pass() -> None:
-    trace, _, per_gpu = preferences("zero3")
-    held, _, _ = preferences("zero2")
+    trace, per_gpu = preferences("zero3")
+    held, _ = preferences("zero2")
     sizes = trace.sizes(2, 0)
     category = trace.categories
     alive = most = 0

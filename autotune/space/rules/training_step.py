@@ -408,7 +408,7 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.precompute_ref_log_probs and c.parallelism != "none",
     ),
     Rule(
-        # 30 % short in a draw without a card (studies/no-card, shared_pairs.jsonl).
+        # Up to 30 % short in draws without a card that are not kept (studies/no-card/README.md).
         name="pairs-under-zero3-have-no-adapter",
         reason="what ZeRO 3 keeps of frozen weights in trainers of preferences and rewards is not modelled: "
         "use zero2 or fsdp2",

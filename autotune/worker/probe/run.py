@@ -172,8 +172,7 @@ def _run(
             trainer = build_trainer(model, hf_config, config, spec, output_folder)
             if makes_adapter:
                 checks.require(checks.check_model(trainer.model, config))
-            if PARALLELISMS[config.parallelism].is_deepspeed:
-                part_as_loaded(trainer.model, config)
+            part_as_loaded(trainer.model, config)
             if is_gathered(config) and spec.backend == "cpu":
                 shard_on_cpu(trainer)
             callback.train(trainer, evaluation_rows(hf_config, config, spec))

@@ -77,7 +77,8 @@ def part_as_loaded(model: Any, config: TrainConfig) -> None:
     its buffers on the device, where BERT looks up positions (partition_parameters.py,
     _add_tensor_creation_wrappers).
     """
-    if PARALLELISMS[config.parallelism].stage < 3 or is_parted(model):
+    row = PARALLELISMS[config.parallelism]
+    if not row.is_deepspeed or row.stage < 3 or is_parted(model):
         return
     import deepspeed
 

@@ -19,7 +19,6 @@ from autotune.catalogue.tasks import CAUSAL, PICTURES
 from autotune.export.training_args import completion_arguments
 from autotune.space.adapters import peft_fields
 from autotune.space.config import TrainConfig
-from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS
@@ -94,10 +93,9 @@ def beside(model: Any, task: str, config: TrainConfig, teacher: Teacher | None) 
         return {**given, "peft_config": adapters.peft_config(model, task, fields, config.method)}
     if row.has_reference and not config.precompute_ref_log_probs:
         given["ref_model"] = copy.deepcopy(model).eval()
-        if PARALLELISMS[config.parallelism].is_deepspeed:
-            # TRL loads it itself, behind the model, as Transformers does under ZeRO 3.
-            for each in (model, given["ref_model"]):
-                part_as_loaded(each, config)
+        # TRL loads it itself, behind the model, as Transformers does under ZeRO 3.
+        for each in (model, given["ref_model"]):
+            part_as_loaded(each, config)
     return given
 
 
