@@ -29,7 +29,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
-from autotune.space.trainers import BY_TASK
+from autotune.space.trainers import BY_TASK, TRAINERS, Trainer
 from autotune.worker import server
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
@@ -51,10 +51,13 @@ _PAUSE_SECONDS = 1.0
 
 
 def draw(
-    chance: random.Random, names: list[str], num_gpus: int, task: str, methods: Sequence[str] = ()
+    chance: random.Random,
+    names: list[str],
+    num_gpus: int,
+    own: Trainer | None,
+    methods: Sequence[str] = (),
 ) -> TrainConfig:
-    """One that may break a rule."""
-    own = BY_TASK.get(task)
+    """One that may break a rule. `own`: the trainer, where it is not Transformers'."""
     usual = ("full", "lora", "qlora") if own else ("full", "full", "lora")
     method = chance.choice(methods or usual)
     adapter: dict[str, Any] = {
@@ -149,9 +152,11 @@ def main() -> None:
     parser.add_argument("--method", action="append", help="the same")
     parser.add_argument("--model", action="append", help="the same")
     parser.add_argument("--task", default=TASK, help=f"what they are trained for [{TASK}]")
+    parser.add_argument("--trainer", choices=TRAINERS, help="where the task has several")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     card, budget_bytes = card_and_budget("cuda", None)
+    own = TRAINERS[options.trainer] if options.trainer else BY_TASK.get(options.task)
     chance, records = random.Random(options.seed), Records(options.out)
     table: Any = Nothing()
     command = [sys.executable, "-m", "validation.no_card_shared", _SERVER]
@@ -160,9 +165,7 @@ def main() -> None:
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 names = options.parallelism or _PROBED
-                config = draw(
-                    chance, list(names), options.num_gpus, options.task, options.method or ()
-                )
+                config = draw(chance, list(names), options.num_gpus, own, options.method or ())
                 if is_valid(config, source, options.task, card.compute_capability):
                     break
             key = f"{source.name} {options.layers} {shown(config)}"

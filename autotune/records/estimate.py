@@ -100,6 +100,16 @@ class TraceSpec(HashedOnce):
         return self.checkpoint_plan != INTERVAL
 
     @property
+    def checkpoints_reentrantly(self) -> bool:
+        """Whether TRL has checkpointing compute layers again as a whole, with their last output.
+
+        Source: trl 1.16, trainer/sft_trainer.py and the like: with an adapter under ZeRO 3.
+        """
+        row = PARALLELISMS[self.parallelism]
+        is_parted = row.is_deepspeed and row.stage == 3
+        return is_parted and self.method != "full" and TRAINERS[self.trainer].is_trl
+
+    @property
     def lora_alpha_ratio(self) -> float:
         """Ratio of alpha to rank, which stands for all: a product takes as long with another factor."""
         return 2.0

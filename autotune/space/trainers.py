@@ -98,6 +98,11 @@ class Trainer:
         return self.is_trl and bool(self.task)
 
     @property
+    def head_makes_loss(self) -> bool:
+        """Whether the model's own head makes a score of each token (trl 1.16, add_fused_lm_head)."""
+        return self.is_trl and self.model_task == CAUSAL and not self.has_teacher
+
+    @property
     def is_rewarded(self) -> bool:
         """Whether a function of the user's says what completions are worth."""
         return self.generates is not None and not self.has_teacher

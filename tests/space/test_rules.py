@@ -256,10 +256,6 @@ BREAKERS = {
         ),
         dataclasses.replace(ADA, effective_batch_size=64),
     ),
-    "pairs-under-zero3-have-no-adapter": (
-        dataclasses.replace(DPO_LORA, parallelism="zero3", num_gpus=2),
-        dataclasses.replace(ADA, effective_batch_size=64),
-    ),
     "trl-makes-the-adapter": (
         dataclasses.replace(QLORA, trainer="trl-dpo", batching="padded", kbit_preparation=True),
         ADA,
@@ -793,7 +789,6 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
         dataclasses.replace(DPO_LORA, precompute_ref_log_probs=True),
         [{"parallelism": name, "num_gpus": 2} for name in ("ddp", "fsdp2", "zero2")],
     ),
-    "pairs-under-zero3-have-no-adapter": (DPO_LORA, [{"parallelism": "zero3", "num_gpus": 2}]),
     "plan-runs-eagerly-on-one-gpu": (PLAN, TWO_WAYS),
     "backward-update-runs-eagerly-on-one-gpu": (UPDATES, TWO_WAYS),
     "trl-makes-the-adapter": (

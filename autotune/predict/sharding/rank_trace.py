@@ -67,17 +67,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.memory.optimizers import TensorSpec
-from autotune.memory.traces import REFERENCE_PHASES, Launch, Phase, Trace, TracedKernel
+from autotune.memory.traces import Launch, Phase, Trace, TracedKernel
 from autotune.memory.traces.running import running
 from autotune.memory.traces.terms import Array, Term, evaluate, summable
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.layer_counts import USUAL_RANK
-from autotune.predict.sharding.shards import ROOT, TAIL, Shares
+from autotune.predict.sharding.shards import EMBED, ROOT, TAIL, Shares
 from autotune.predict.sharding.shared_trace import SharedTrace
-from autotune.predict.sharding.step import AddedTensors, MicroStep, Size
+from autotune.predict.sharding.step import PASSES_BESIDES, AddedTensors, Blocks, MicroStep, Size
 from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.predict.sharding.zero_step import (
-    Blocks,
     ZeroMicroStep,
     ZeroUpdate,
     positions_of,
@@ -89,7 +88,6 @@ from autotune.speed.links import COLLECTIVES, Message
 
 # deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
 _ZERO_GATHERED_ELEMENTS = 500_000_000
-_PASSES_BESIDES = frozenset((Phase.MISMATCHED, Phase.POLICY, *REFERENCE_PHASES))
 _MOST_RANK = 1024
 """LoRA rank up to which copies of adapters that DDP sends are counted. [judgement]"""
 
@@ -130,12 +128,10 @@ class RankTrace(SharedTrace):
         self._on_card = on_card
         self._is_quantized = spec.quantization != "none"
         trainer = TRAINERS[spec.trainer]
-        self._head_makes_loss = trainer.has_reference
-        """Whether the model's own head makes a score of each token (trl 1.16, add_fused_lm_head)."""
+        self._head_makes_loss = trainer.head_makes_loss
         self._copies = self._find_copies() if not trainer.has_teacher else {}
         """Positions of the weights that those of a frozen copy are like, by their numbers."""
-        self._num_passes = len({phase for phase, *_ in blocks} & _PASSES_BESIDES)
-        """Passes beside the one that is trained, each of which gathers all weights."""
+        self._num_passes = len({phase for phase, *_ in blocks} & PASSES_BESIDES)
         self._extra = AddedTensors(len(trace.template))
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.workspaces = trace.workspaces
@@ -264,25 +260,27 @@ class RankTrace(SharedTrace):
                 blocks, summed = summed_in_place(
                     blocks, positions, trace.sizes(1, USUAL_RANK).__getitem__
                 )
-            steps = [
-                ZeroMicroStep(
-                    self._extra,
-                    shares,
-                    parts,
-                    gpu,
-                    positions,
-                    logits,
-                    summed,
-                    adds=adds,
-                    has_copy=bool(self._copies),
-                    head_makes_loss=self._head_makes_loss,
-                )
-                for adds in (False, True)
-            ]
-            self.first, later = (step.written(blocks) for step in steps)
+            step = functools.partial(
+                ZeroMicroStep,
+                self._extra,
+                shares,
+                parts,
+                gpu,
+                positions,
+                logits,
+                summed,
+                has_copy=bool(self._copies),
+                head_makes_loss=self._head_makes_loss,
+            )
+            steps = [step(adds=False), step(adds=True)]
+            again, later = (each.written(blocks) for each in steps)
+            self.first = again
+            if shares.row.stage == 3 and self._head_makes_loss:
+                steps.append(step(adds=False, is_very_first=True))
+                self.first = steps[-1].written(blocks)
             self.only_last = [number for step in steps for number in step.only_last]
             self.gradients = steps[0].gradients
-            self.again = [event for event in self.first if event not in workspaces]
+            self.again = [event for event in again if event not in workspaces]
             self.next = [event for event in later if event not in workspaces]
             self._buffers += [b for b in (steps[0].bucket,) if b is not None]
         before = update.before(bucket, whole, () if whole else self.gradients)
@@ -617,12 +615,82 @@ class RankTrace(SharedTrace):
             self._replaced[number] = functools.partial(shares.part_bytes, position=position)
         if self._is_dealt_out:
             self._load()
+        elif self._is_cut:
+            self._cut()
 
     @property
     def _is_dealt_out(self) -> bool:
         """Whether FSDP2 deals weights out on the card: 4-bit ones are on each GPU already."""
         row = self._shares.row
         return row.is_fsdp and not row.offload and self._on_card and not self._is_quantized
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether FSDP2 cuts weights that are whole on each GPU, as 4-bit ones are loaded."""
+        row = self._shares.row
+        return row.is_fsdp and not row.offload and self._on_card and self._is_quantized
+
+    def _cut(self) -> None:
+        """Have weights be whole, and FSDP2 cut one unit after the other; they go as all of them are cut.
+
+        Source: accelerate 1.15 utils/fsdp_utils.py, fsdp2_prepare_model: its `original_sd` holds them.
+        """
+        shares = self._shares
+        whole = {
+            number: self._extra.new("parameter", functools.partial(self._whole_bytes, position=at))
+            for number, at in self._position_of.items()
+        }
+        self.setup = [
+            whole.get(event, event) if event >= 0 else ~whole.get(~event, ~event)
+            for event in self.setup
+        ]
+        self._cast_adapter(whole)
+        order = {position: n for n, position in enumerate(shares.by_module)}
+        layers = sorted((unit for unit in shares.members if unit[1][1] >= 0), key=lambda u: u[1])
+        cut = [
+            shares.parameters[position].number
+            for unit in (*layers, EMBED, TAIL, ROOT)
+            for position in sorted(shares.members.get(unit, ()), key=order.__getitem__)
+        ]
+        behind = self.setup[self.num_own_events :]
+        self.setup = [*self.setup[: self.num_own_events], *cut]
+        self._drop([whole[number] for number in cut])
+        self.setup += behind
+
+    def _cast_adapter(self, whole: Mapping[int, int]) -> None:
+        """Have an adapter come in 16 bits, PEFT cast it to float32, and TRL cast it back.
+
+        The trace, which is of 16 bits where FSDP2 casts, has it in those from the start. `whole`: numbers of
+        whole weights, by those of the trace. Source: as worker.trace.meta_step, _load_adapter.
+        """
+        shares = self._shares
+        if not shares.casts_adapter:
+            return
+        adapted = [
+            (n, at) for n, at in self._position_of.items() if shares.parameters[at].trainable
+        ]
+        stages = (
+            [self._stored_bytes] if shares.upcasts else [self._stored_bytes, self._float32_bytes]
+        )
+        numbers = [
+            *(
+                [
+                    self._extra.new("parameter", functools.partial(size, position=at))
+                    for _, at in adapted
+                ]
+                for size in stages
+            ),
+            [whole[number] for number, _ in adapted],
+        ]
+        first = dict(zip(numbers[-1], numbers[0], strict=True))
+        own = [first.get(event, event) for event in self.setup[: self.num_own_events]]
+        behind = self.setup[self.num_own_events :]
+        self.setup = own
+        for before, after in itertools.pairwise(numbers):
+            for old, new in zip(before, after, strict=True):
+                self.setup += [new, ~old]
+        self.num_own_events = len(self.setup)
+        self.setup += behind
 
     def _flatten(self) -> None:
         """Have weights come whole, and DeepSpeed copy the trained ones into one tensor for each group.
@@ -737,6 +805,12 @@ class RankTrace(SharedTrace):
 
     def _working_bytes(self, rank: int, position: int) -> int:
         return self._shares.working_bytes(self._shares.weights(rank)[position])
+
+    def _stored_bytes(self, rank: int, position: int) -> int:
+        return self._shares.weights(rank)[position].size_bytes
+
+    def _float32_bytes(self, rank: int, position: int) -> int:
+        return 4 * self._shares.weights(rank)[position].num_elements
 
     def _whole_bytes(self, rank: int, position: int) -> int:
         """Return the bytes of a weight as accelerate has cast it before FSDP2 deals it out."""

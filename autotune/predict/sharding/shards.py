@@ -78,10 +78,14 @@ class Shares:
         self.is_torch = self.row.library == "torch"
         self._precision = PRECISIONS[spec.precision]
         # accelerate 1.15 utils/fsdp_utils.py: what trains beside 4-bit weights stays as it is, which is as
-        # PEFT has made it, or TRL has cast it (1.16 dpo_trainer.py and the like).
-        in_base_dtype = spec.adapter_in_base_dtype or TRAINERS[spec.trainer].adds_adapter
-        is_float32 = spec.quantization == "none" or not in_base_dtype
-        self._upcasts = self._precision.autocast and is_float32
+        # PEFT has made it, or TRL has cast it (1.16 sft_trainer.py and the like).
+        is_quantized, is_cast = spec.quantization != "none", not spec.adapter_in_base_dtype
+        is_cast_back = TRAINERS[spec.trainer].is_trl and not self._precision.grad_scaler
+        is_float32 = not is_quantized or (is_cast and not is_cast_back)
+        self.upcasts = self._precision.autocast and is_float32
+        """Whether what trains is float32, and computed with in 16 bits."""
+        self.casts_adapter = self._precision.autocast and is_quantized and is_cast
+        """Whether PEFT casts an adapter to float32 beside 4-bit weights."""
         self.bucket_elements = hidden_size**2
         """Elements of DeepSpeed's bucket for reducing gradients (reduce_bucket_size)."""
         self.checkpoint_every = spec.activation_checkpointing
@@ -114,6 +118,13 @@ class Shares:
         """Positions in the list of weights, by unit."""
         for position, parameter in enumerate(parameters):
             self.members.setdefault(self._unit_of(parameter), []).append(position)
+
+    @property
+    def head_is_alone(self) -> bool:
+        """Whether the head is a unit without the norm before it, as accelerate finds none within PEFT."""
+        members = self.members.get(TAIL, ())
+        rows = {self.parameters[position].shape[0] for position in members}
+        return not self.tail_stays and len(rows) == 1
 
     def is_tied_head(self, position: int) -> bool:
         """Whether the weight at that position is the embedding's and the head's."""
@@ -170,6 +181,12 @@ class Shares:
     def shard_bytes(self, weight: Weight) -> int:
         """Bytes of the GPU's part of a weight that is shared out."""
         return self._of(weight).shard_bytes
+
+    def whole_shards_bytes(self, rank: int, unit: Unit) -> int:
+        """Bytes of a unit's weights that a program gathers itself, in the dtype of their shards."""
+        weights = self._weights(rank)
+        members = self.members[unit]
+        return self.num_gpus * sum(self.shard_bytes(weights[position]) for position in members)
 
     def loaded_bytes(self, weight: Weight) -> int:
         """Bytes of the whole weight in the dtype in which FSDP2 keeps its shards."""
@@ -409,7 +426,7 @@ class Shares:
 
     def _shard_dtype(self, dtype: str) -> str:
         """Dtype of a trainable FSDP2 shard: accelerate mostly makes it float32 under autocast."""
-        return "float32" if self._upcasts else dtype
+        return "float32" if self.upcasts else dtype
 
     def _shard_elements(self, weight: Weight) -> int:
         if self.is_torch:

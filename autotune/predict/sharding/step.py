@@ -13,6 +13,10 @@ from autotune.predict.sharding.shards import EMBED, ROOT, TAIL, Shares, Unit
 
 Size = Callable[[int], int]
 """A function from the LoRA rank to bytes."""
+Blocks = Sequence[tuple[Phase, Place, list[int]]]
+"""The events of a micro-step, by the part of the model that runs."""
+PASSES_BESIDES = frozenset((Phase.MISMATCHED, Phase.POLICY, *REFERENCE_PHASES))
+"""Passes beside the one that is trained, each of which gathers all weights."""
 
 
 class Stream(Enum):
@@ -70,11 +74,24 @@ def at_logits_gradient(events: list[int], logits: Collection[int]) -> tuple[list
     return events[:begins], events[begins:]
 
 
-def unit_in(shares: Shares, phase: Phase, place: Place) -> Unit:
-    """Return the unit whose weights a block uses."""
+def unit_in(shares: Shares, phase: Phase, place: Place, *, begins_pass: bool = False) -> Unit:
+    """Return the unit whose weights a block uses.
+
+    `begins_pass`: whether it is the first of a pass that is one phase from embedding to head.
+    """
     if place[1] >= 0:
         return "layer", place
-    return EMBED if phase in EMBED_PHASES and not shares.tail_stays else TAIL
+    is_embedding = phase in EMBED_PHASES or begins_pass
+    return EMBED if is_embedding and not shares.tail_stays else TAIL
+
+
+def units_in(shares: Shares, blocks: Blocks) -> list[Unit]:
+    """Return the unit whose weights each block uses."""
+    before = [None, *(phase for phase, *_ in blocks)]
+    return [
+        unit_in(shares, phase, place, begins_pass=phase in PASSES_BESIDES and phase != last)
+        for last, (phase, place, _) in zip(before, blocks, strict=False)
+    ]
 
 
 class Writer:
@@ -141,14 +158,19 @@ class MicroStep(Writer):
         self._held: list[int] = []
         self._made: dict[Unit, list[int]] = {}
         self._has_copy = has_copy
+        self._brings_head = head_makes_loss and shares.head_is_alone
+        self._heads: list[int] = []
+        """The head's weights that the loss has gathered."""
         self._copied: list[int] = []
         """Weights of the copy that are whole."""
 
-    def written(self, blocks: Sequence[tuple[Phase, Place, list[int]]]) -> list[int]:
+    def written(self, blocks: Blocks) -> list[int]:
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         if ROOT in self._shares.members:
             self._gather(ROOT, is_backward=False)
-        for index, (phase, place, events) in enumerate(blocks):
+        for index, (unit, (phase, _, events)) in enumerate(
+            zip(units_in(self._shares, blocks), blocks, strict=True)
+        ):
             if self._has_copy and phase in REFERENCE_PHASES:
                 begins = index == 0 or blocks[index - 1][0] != phase
                 if begins:
@@ -158,7 +180,10 @@ class MicroStep(Writer):
                     self._drop_copy()
                 continue
             is_backward = index > last_forward
-            unit = unit_in(self._shares, phase, place)
+            if phase in PASSES_BESIDES and phase != blocks[index - 1][0]:
+                # The pass before has ended, and with it what its last unit arrived in.
+                self._free(self._arrived)
+                self._arrived = None
             if index == last_forward + 1:
                 if self._head_makes_loss:
                     # A head that is the embedding, too, is done with last. Runs without a card show it where
@@ -170,13 +195,18 @@ class MicroStep(Writer):
                 of_loss, events = at_logits_gradient(events, self._logits)
                 self.events += of_loss
             is_used = phase != Phase.END
-            if is_used and unit in self._shares.members:
+            is_brought = unit == TAIL and self._brings_head
+            if is_used and is_brought:
+                self._bring_head(is_backward=is_backward)
+            elif is_used and unit in self._shares.members:
                 self._use(unit, is_backward=is_backward)
             self.events += events
             for gradient in (event for event in events if event in self._whole):
                 made_of = ROOT if gradient in self._of_root else unit
                 self._made.setdefault(made_of, []).append(gradient)
             stays = unit == TAIL and (not is_backward or self._shares.tail_stays)
+            if is_brought and phase in PASSES_BESIDES:
+                self._free(self._heads.pop())
             if is_used and not stays:
                 if is_backward and unit == EMBED:
                     self._finish_root()
@@ -187,6 +217,21 @@ class MicroStep(Writer):
         self._free(*itertools.chain(*self._gathered.values()), *self._arriving.values())
         self._free(self._reducing, *self._held)
         return self.events
+
+    def _bring_head(self, *, is_backward: bool) -> None:
+        """Have the loss gather the head's weight itself, which the pass that is trained keeps for backward.
+
+        A head that is a unit by itself is not called, so that FSDP2 does not gather it. Then what is backward
+        begins with the root, which has the last layer brought. Source: trl 1.16 trainer/utils.py,
+        add_fused_lm_head.
+        """
+        if is_backward:
+            if self._order[-1] not in self._gathered:
+                self._arrive(self._order[-1])
+            self._gathered[TAIL] = self._heads
+            return
+        size = functools.partial(self._shares.whole_shards_bytes, unit=TAIL)
+        self._heads.append(self._new("parameter", size, is_gathered=True))
 
     def _gather_copy(self) -> None:
         """Gather all of a frozen copy of the model at once, as TRL has FSDP2 do before its pass.
@@ -260,7 +305,6 @@ class MicroStep(Writer):
         """
         self._arrive(unit)
         arrived = self._arriving.pop(unit)
-        self._free(self._arrived)
         self._gathered[unit] = [
             self._new(
                 "parameter",
@@ -269,6 +313,8 @@ class MicroStep(Writer):
             )
             for position in self._shares.members[unit]
         ]
+        # It goes as what waits for the next returns (_fsdp_param_group.py, wait_for_unshard).
+        self._free(self._arrived)
         self._arrived = arrived
         if is_backward:
             self._free(arrived)

@@ -32,15 +32,15 @@ from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 from autotune.predict.sharding.step import (
     AddedTensors,
+    Blocks,
     Size,
     Stream,
     Writer,
     at_logits_gradient,
     unit_in,
+    units_in,
 )
 from autotune.predict.sharding.zero_parts import ZeroParts
-
-Blocks = Sequence[tuple[Phase, Place, list[int]]]
 
 
 def _in_float32(num_elements: int) -> int:
@@ -182,11 +182,13 @@ class ZeroMicroStep(_ZeroWriter):
         adds: bool,
         has_copy: bool = False,
         head_makes_loss: bool = False,
+        is_very_first: bool = False,
     ) -> None:
         """`position_of`: of the weight, by the number of a gradient; `logits`: what the loss is made of.
 
         `summed`: as summed_in_place says. `has_copy`: a frozen copy of the model is shared out besides.
         `head_makes_loss`: no logits leave the model, which itself reads its head's weight for that.
+        `is_very_first`: nothing has gone through the model before.
         """
         super().__init__(extra, shares, parts, gpu)
         self.bucket: int | None = None
@@ -197,6 +199,7 @@ class ZeroMicroStep(_ZeroWriter):
         self._adds = adds
         self._has_copy = has_copy
         self._head_makes_loss = head_makes_loss
+        self._is_very_first = is_very_first
         self._is_of_copy = False
 
     def written(self, blocks: Blocks) -> list[int]:
@@ -205,16 +208,25 @@ class ZeroMicroStep(_ZeroWriter):
         read: list[int] = []
         within: Phase | None = None
         head: int | None = None
-        for index, (phase, place, events) in enumerate(blocks):
-            unit = unit_in(self._shares, phase, place)
+        # A further pass makes DeepSpeed lose count of which gradients a module waits for, so that none drops
+        # its weights in the backward pass (runtime/zero/parameter_offload.py, ds_grads_remaining).
+        is_lost = blocks[last_forward][0] in REFERENCE_PHASES and not self._has_copy
+        for index, (unit, (phase, place, events)) in enumerate(
+            zip(units_in(self._shares, blocks), blocks, strict=True)
+        ):
             # TRL wraps a copy in an engine of its own, which gathers on its own stream.
             self._is_of_copy = self._has_copy and phase in REFERENCE_PHASES
             if self._head_makes_loss and within != (
                 within := _pass_of(phase, index <= last_forward)
             ):
-                # DeepSpeed takes the weight for the model's own, from its first pass to its last module.
+                # DeepSpeed takes the weight for the model's own, from its first pass to its last module. What
+                # goes into the model has no gradient, so that all of the backward pass has it, too.
                 self._free(head)
-                head = None if within is None else self._gather(TAIL, is_backward=False)
+                head = None
+                if index or not self._is_very_first:
+                    head = self._gather(TAIL, is_backward=False)
+            elif self._head_makes_loss and head is None and blocks[index - 1][1] != place:
+                head = self._read_head(unit)
             before: list[int] = []
             after: list[int] = []
             if index == last_forward + 1:
@@ -231,13 +243,16 @@ class ZeroMicroStep(_ZeroWriter):
             if phase in EMBED_PHASES and is_backward:
                 # Token ids have no gradient, with which DeepSpeed hears that a module has gone backward.
                 late += self._gather_trained(events)
+            elif is_backward and is_lost and unit != TAIL:
+                late += self._go_through_gathering(unit, events)
+                events = []
             elif phase != Phase.END and (head is None or unit != TAIL):
                 gathered = self._gather(unit, is_backward=is_backward)
             self._go_through(events)
             self._free(gathered)
             self.events += after
         self._reduce()
-        self._free(self.bucket, *late)
+        self._free(self.bucket, *late, head)
         if self._adds:
             self._free_gradients()
         return self.events
@@ -277,11 +292,53 @@ class ZeroMicroStep(_ZeroWriter):
         """
         if self._shares.row.stage < 3 or unit not in self._shares.members:
             return None
-        layer, every = unit[1][1], self._shares.checkpoint_every
-        is_again = is_backward and layer >= 0 and every > 0 and layer % every == 0
+        is_again = is_backward and self._is_computed_again(unit)
         largest = functools.partial(self._shares.largest_gathered_bytes, unit=unit)
         every_one = functools.partial(self._shares.gathered_bytes, unit=unit)
         return self._gather_of(every_one if is_again else largest, largest)
+
+    def _go_through_gathering(self, unit: Unit, events: Sequence[int]) -> list[int]:
+        """Write a block of the backward pass that drops none of its unit's weights; return what it gathers.
+
+        An adapter's gradients say how far it has come: those of a layer's last module are there first, and
+        what that adapts is gathered behind them. A layer that is computed again has them all from there on.
+        """
+        shares = self._shares
+        order = {position: n for n, position in enumerate(shares.by_module)}
+        members = shares.members.get(unit, ()) if shares.row.stage == 3 else ()
+        waiting = sorted(members, key=order.__getitem__)
+        gathered: list[int] = []
+
+        def gather() -> int:
+            position = waiting.pop()
+            size = functools.partial(shares.gathered_weight_bytes, position=position)
+            gathered.append(self._gather_of(size, size))
+            return position
+
+        while waiting and self._is_computed_again(unit):
+            gather()
+        for event in events:
+            position = self._position_of.get(event)
+            while position in waiting and gather() != position:
+                pass
+            self._go_through((event,))
+            while position is not None and waiting and not shares.parameters[waiting[-1]].trainable:
+                gather()
+        return gathered
+
+    def _is_computed_again(self, unit: Unit) -> bool:
+        layer, every = unit[1][1], self._shares.checkpoint_every
+        return layer >= 0 and every > 0 and layer % every == 0
+
+    def _read_head(self, unit: Unit) -> int | None:
+        """Gather the head's weight as the model reads it, of which DeepSpeed did not know before.
+
+        It is gathered where the model computes (runtime/zero/parameter_offload.py, ZeROOrderedDict).
+        """
+        if unit != TAIL or self._shares.row.stage < 3:
+            return None
+        size = functools.partial(self._shares.largest_gathered_bytes, unit=unit)
+        return self._new("parameter", size, is_gathered=True)
 
     def _gather_of(self, size: Size, largest: Size) -> int:
         """Make room for what is gathered; of a part on the host a copy is sent, and goes when it has arrived.

@@ -408,18 +408,6 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.precompute_ref_log_probs and c.parallelism != "none",
     ),
     Rule(
-        # Up to 30 % short in draws without a card that are not kept (studies/no-card/README.md).
-        name="pairs-under-zero3-have-no-adapter",
-        reason="what ZeRO 3 keeps of frozen weights in trainers of preferences and rewards is not modelled: "
-        "use zero2 or fsdp2",
-        breaks=lambda c, _: (
-            _has_own_task(c)
-            and c.method != "full"
-            and PARALLELISMS[c.parallelism].is_deepspeed
-            and PARALLELISMS[c.parallelism].stage == 3
-        ),
-    ),
-    Rule(
         name="trl-makes-the-adapter",
         reason="trainers with a task of their own get the adapter in float32 beside 16 bits, without "
         "preparing the base: most add it themselves",

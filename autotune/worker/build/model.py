@@ -224,13 +224,17 @@ def enable_checkpointing(model: Any, spec: TraceSpec) -> Callable[[], None]:
             )
         except ValueError as error:
             raise UnsupportedModel(str(error)) from error
-    kwargs: dict[str, Any] = {"use_reentrant": False}
+    kwargs: dict[str, Any] = {"use_reentrant": spec.checkpoints_reentrantly}
     model.activation_checkpointing_enable(
         activation_checkpointing_kwargs=kwargs,
         every_n_layers=spec.activation_checkpointing,
         offload=spec.activation_offloading,
     )
-    return lambda: None
+    if not spec.checkpoints_reentrantly:
+        return lambda: None
+    model.enable_input_require_grads()
+    undo: Callable[[], None] = model.disable_input_require_grads
+    return undo
 
 
 def decayed_parameters(model: nn.Module) -> set[int]:

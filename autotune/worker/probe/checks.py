@@ -30,7 +30,7 @@ from autotune.worker.build.chunked_loss import chunk_loss
 from autotune.worker.build.layers import inner_of
 from autotune.worker.build.quantize import is_quantized
 from autotune.worker.build.tensor_parallel import local
-from autotune.worker.probe.shared import is_deepspeed, is_made_on_host
+from autotune.worker.probe.shared import is_dealt_out, is_deepspeed
 from autotune.worker.trace.tracker import in_backward
 
 
@@ -86,12 +86,14 @@ def _adapter_dtype(config: TrainConfig) -> str:
 
     float32 where PEFT casts it; else that of the weights beside it, where they are of a float one.
     A trainer of preferences, which adds it, has cast it already where the base is quantised, unless float16
-    is scaled (adapters.cast_for_scaler).
+    is scaled (adapters.cast_for_scaler), and has it like the base under ZeRO 3.
     """
-    is_cast = TRAINERS[config.trainer].adds_adapter and config.quantization != "none"
-    if is_cast and not PRECISIONS[config.precision].grad_scaler:
+    is_trls, is_quantized = TRAINERS[config.trainer].adds_adapter, config.quantization != "none"
+    if is_trls and is_quantized and not PRECISIONS[config.precision].grad_scaler:
         return "bfloat16"
-    if ADAPTERS[config.method].is_float32 and not config.adapter_in_base_dtype:
+    row = PARALLELISMS[config.parallelism]
+    is_like_base = is_trls and row.is_deepspeed and row.stage == 3
+    if ADAPTERS[config.method].is_float32 and not (config.adapter_in_base_dtype or is_like_base):
         return "float32"
     return dtype_beside(config.precision, config.quantization, config.quantization_storage)
 
@@ -277,7 +279,7 @@ class FirstStep:
     def _check_autocast(self, config: TrainConfig) -> list[str]:
         precision = PRECISIONS[config.precision]
         # FSDP2 and DeepSpeed cast the weights instead.
-        is_on = precision.autocast and not is_made_on_host(config)
+        is_on = precision.autocast and not is_dealt_out(config)
         # trl 1.16 DistillationTrainer puts its loss in the place of the forward pass that has it.
         is_on = is_on and not TRAINERS[config.trainer].has_teacher
         wanted = getattr(torch, precision.compute_dtype) if is_on else None

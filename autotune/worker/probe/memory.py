@@ -48,7 +48,7 @@ from autotune.space.precisions import PRECISIONS
 from autotune.worker.build import tensor_parallel
 from autotune.worker.build.tensor_parallel import local
 from autotune.worker.probe.compiling import AllocationProfile
-from autotune.worker.probe.shared import all_tensors, is_deepspeed, is_made_on_host
+from autotune.worker.probe.shared import all_tensors, is_dealt_out, is_deepspeed
 from autotune.worker.trace.stand_ins import replaced
 from autotune.worker.trace.tracker import Tracker
 
@@ -106,7 +106,7 @@ def device_memory(
         )
     assert backend == "cpu", backend
     watcher = AllocationProfile() if config.is_compiled else CappedTracker(budget_bytes, config)
-    return CpuMemory(budget_bytes, watcher, waits=is_made_on_host(config))
+    return CpuMemory(budget_bytes, watcher, waits=is_dealt_out(config))
 
 
 def left_bytes(backend: str) -> int | None:

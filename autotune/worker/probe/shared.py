@@ -26,12 +26,19 @@ def is_gathered(config: TrainConfig) -> bool:
     return PARALLELISMS[config.parallelism].is_fsdp
 
 
-def is_made_on_host(config: TrainConfig) -> bool:
-    """Whether the model is made in host memory, and what shares it out puts parts, or all, on the devices.
-
-    DeepSpeed casts it before that (0.19.8 runtime/engine.py, _configure_distributed_model).
-    """
+def is_dealt_out(config: TrainConfig) -> bool:
+    """Whether FSDP2 or DeepSpeed takes the model over: it puts parts, or all, on the devices, and casts."""
     return is_gathered(config) or PARALLELISMS[config.parallelism].is_deepspeed
+
+
+def is_made_on_host(config: TrainConfig) -> bool:
+    """Whether the model is made in host memory, and what shares it out brings it to the devices.
+
+    DeepSpeed casts it before that (0.19.8 runtime/engine.py, _configure_distributed_model). Transformers
+    loads 4-bit weights on the device (5.23 quantizers/quantizer_bnb_4bit.py, update_device_map).
+    """
+    is_loaded_there = config.quantization != "none" and not PARALLELISMS[config.parallelism].offload
+    return is_dealt_out(config) and not is_loaded_there
 
 
 def has_mesh(config: TrainConfig) -> bool:
