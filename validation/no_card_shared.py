@@ -66,10 +66,12 @@ def draw(
     }
     if method == "qlora":
         adapter |= {"quantization": "nf4", "quantization_storage": chance.choice(_STORAGES)}
+    # A sample alone has no places without a token, which all batches have here.
+    is_alone = own is not None and own.rows_per_sample == 1
     precisions = ("bf16-mixed", "bf16-true") if method == "full" else ("bf16-autocast",)
     config = TrainConfig(
         method=method,
-        micro_batch_size=chance.choice((1, 2, 3, 4)),
+        micro_batch_size=chance.choice((2, 3, 4) if is_alone else (1, 2, 3, 4)),
         gradient_accumulation_steps=chance.choice((1, 2, 3)),
         sequence_length=chance.choice((200, 512, 1024, 2048)),
         precision=chance.choice(precisions),

@@ -359,11 +359,11 @@ def test_what_gpus_send_and_keep_on_the_host(
     ("name", "gathered", "buffers", "copied", "copied_per_step"),
     [
         ("ddp", 0, P, 0, 0),
-        # Norm and head, and the buffer in which they arrive.
-        ("fsdp2", 2 * (NORM + EMBEDDING), 0, 0, 0),
-        ("hsdp", 2 * (NORM + EMBEDDING), 0, 0, 0),
+        # Norm and head, and the buffers in which they and the layer before them arrive.
+        ("fsdp2", 2 * (NORM + EMBEDDING) + WEIGHT, 0, 0, 0),
+        ("hsdp", 2 * (NORM + EMBEDDING) + WEIGHT, 0, 0, 0),
         # A quarter of the weights comes twice, but norm and head once; of the gradients it goes once.
-        ("fsdp2-offload", 2 * (NORM + EMBEDDING), 0, (3 * P - NORM - EMBEDDING) // 4, 0),
+        ("fsdp2-offload", 2 * (NORM + EMBEDDING) + WEIGHT, 0, (3 * P - NORM - EMBEDDING) // 4, 0),
         ("zero1", 0, BUCKET, 0, 0),
         ("zero2", 0, BUCKET, 0, 0),
         ("zero3", EMBEDDING, BUCKET, 0, 0),

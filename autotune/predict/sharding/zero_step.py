@@ -163,6 +163,12 @@ def _pass_of(phase: Phase, is_forward: bool) -> Phase | None:
     return Phase.FORWARD if phase in (Phase.EMBED, Phase.HEAD) else phase
 
 
+def _is_computed_again(shares: Shares, unit: Unit) -> bool:
+    """Return whether checkpointing computes a unit again as it goes backward."""
+    layer, every = unit[1][1], shares.checkpoint_every
+    return layer >= 0 and every > 0 and layer % every == 0
+
+
 class ZeroMicroStep(_ZeroWriter):
     """Writes a micro-step's forward and backward as ZeRO 2 and 3 run them.
 
@@ -292,7 +298,7 @@ class ZeroMicroStep(_ZeroWriter):
         """
         if self._shares.row.stage < 3 or unit not in self._shares.members:
             return None
-        is_again = is_backward and self._is_computed_again(unit)
+        is_again = is_backward and _is_computed_again(self._shares, unit)
         largest = functools.partial(self._shares.largest_gathered_bytes, unit=unit)
         every_one = functools.partial(self._shares.gathered_bytes, unit=unit)
         return self._gather_of(every_one if is_again else largest, largest)
@@ -315,7 +321,7 @@ class ZeroMicroStep(_ZeroWriter):
             gathered.append(self._gather_of(size, size))
             return position
 
-        while waiting and self._is_computed_again(unit):
+        while waiting and _is_computed_again(self._shares, unit):
             gather()
         for event in events:
             position = self._position_of.get(event)
@@ -325,10 +331,6 @@ class ZeroMicroStep(_ZeroWriter):
             while position is not None and waiting and not shares.parameters[waiting[-1]].trainable:
                 gather()
         return gathered
-
-    def _is_computed_again(self, unit: Unit) -> bool:
-        layer, every = unit[1][1], self._shares.checkpoint_every
-        return layer >= 0 and every > 0 and layer % every == 0
 
     def _read_head(self, unit: Unit) -> int | None:
         """Gather the head's weight as the model reads it, of which DeepSpeed did not know before.
