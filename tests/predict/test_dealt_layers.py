@@ -41,10 +41,12 @@ def step(
     trainable: bool = True,
     norms_apart: bool = False,
     packs: bool = False,
+    compared: bool = False,
 ) -> Trace:
     """`norms_apart`: whether the norm is in a parameter group of its own, as the Trainer has it.
 
-    `packs`: whether each layer's weight passes through memory before it is packed.
+    `packs`: whether each layer's weight passes through memory before it is packed. `compared`: whether the
+    model goes through the batch again as its own reference, and its norm is left to FSDP2's root, as in PEFT.
     """
     a = Answer(full=num_layers, traced=num_layers)
 
@@ -53,6 +55,7 @@ def step(
         facts: dict[str, Any] = {"dtype": "bfloat16", "trainable": trainable, "group": group}
         facts |= {"embedding": name == "embedding", "linear": len(shape) > 1}
         facts["is_tied"] = tied and name == "embedding"
+        facts["of_root"] = compared and name == "norm"
         sides = [[side, 0, 0] for side in shape]
         a.alloc(name, [size, 0, 0], category="parameter", shape=sides, **facts)
 
@@ -85,6 +88,11 @@ def step(
         a.alloc(f"out{n}", [HIDDEN, 1, 0]).free(f"passing{n}")
     a.block("head").free("positions").alloc("logits", [LOGITS, 1, 0], category="logits")
     a.alloc("loss", [LOSS, 0, 0])
+    if compared:
+        a.block("reference").alloc("r-1", [HIDDEN, 1, 0])
+        for n in range(num_layers):
+            a.block("reference", n).alloc(f"r{n}", [HIDDEN, 1, 0]).free(f"r{n - 1}")
+        a.block("reference").free(f"r{num_layers - 1}")
     a.block("head_backward").free("logits").alloc(f"d{num_layers}", [HIDDEN, 1, 0])
     for name, size in (("norm", NORM), *((("head", EMBEDDING),) if not tied else ())):
         if trainable:

@@ -110,6 +110,67 @@ def test_fsdp2_gathers_each_unit_there_and_back_but_norm_and_head_once(events: s
     assert [event >= 0 for event in forward] == (6 * [True, False])[: len(forward)]
 
 
+@functools.cache
+def compared(name: str) -> RankTrace:
+    """A step of DPO with an adapter, whose own model is the reference."""
+    precision = "bf16-mixed" if name.startswith("zero") else "bf16-true"
+    spec = dataclasses.replace(SPEC, parallelism=name, precision=precision, trainer="trl-dpo")
+    found = shared_trace(step(4, compared=True), spec, num_gpus=4, hidden_size=16)
+    assert isinstance(found, RankTrace)
+    return found
+
+
+def gathered_in(whole: RankTrace, events: list[int]) -> list[tuple[int, bool, int]]:
+    """Return what is gathered: its bytes, whether the stream that computes has it, and how long it stays.
+
+    That is how many others are gathered before it goes.
+    """
+    num_own, sizes = len(step(4, compared=True).template), whole.sizes(1, 0)
+    aside = {number for stream in whole.aside for number in stream}
+    order = [
+        event
+        for event in events
+        if (number := max(event, ~event)) >= num_own and whole.categories[number] == "parameter"
+    ]
+    made = [event for event in order if event >= 0]
+    gone = {each: sum(e >= 0 for e in order[: order.index(~each)]) for each in made}
+    return [(sizes[e], e not in aside, gone[e] - n - 1) for n, e in enumerate(made)]
+
+
+def test_under_fsdp2_the_loss_gathers_a_head_that_is_a_unit_by_itself() -> None:
+    """Each pass has its own, and the embedding; that of the pass that is trained stays until it is backward."""
+    layers = 4 * [(WEIGHT, True, 0)]
+    whole = compared("fsdp2")
+    assert gathered_in(whole, whole.again) == [
+        (NORM, True, 17),
+        (EMBEDDING, True, 0),
+        *layers,
+        (EMBEDDING, True, 6),
+        # The reference.
+        (EMBEDDING, True, 0),
+        *layers,
+        (EMBEDDING, True, 0),
+        # Going backward.
+        *layers,
+        (EMBEDDING, True, 0),
+    ]
+    # It comes by the stream that computes, without the buffer in which a unit arrives.
+    arrived = [whole.sizes(1, 0)[n] for n in whole.again if n in whole.aside[0]]
+    assert arrived.count(EMBEDDING) == 3
+
+
+def test_zero3_gathers_a_head_as_it_is_read_and_then_for_whole_passes() -> None:
+    """With the reference's pass behind the other one it drops nothing before the backward pass has ended."""
+    whole = compared("zero3")
+    embedding, there = (EMBEDDING, False, 0), 4 * [(WEIGHT, False, 0)]
+    back = [(WEIGHT, False, n) for n in (4, 3, 2, 1)]
+    own, of_reference = [embedding, *there], [(EMBEDDING, False, 5), embedding, *there]
+    backward = [(EMBEDDING, False, 5), *back, embedding]
+    assert gathered_in(whole, whole.again) == [*of_reference, *of_reference, *backward]
+    read = (EMBEDDING, True, 0)
+    assert gathered_in(whole, whole.first) == [*own, read, *of_reference, *backward]
+
+
 @pytest.mark.parametrize("checkpointing", [0, 1])
 def test_from_the_host_comes_each_shard_before_its_unit_is_gathered(checkpointing: int) -> None:
     """A quarter of each weight; norm and head are one unit. All have gone by the end."""
