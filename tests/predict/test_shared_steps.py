@@ -138,7 +138,7 @@ def gathered_in(whole: RankTrace, events: list[int]) -> list[tuple[int, bool, in
 
 
 def test_under_fsdp2_the_loss_gathers_a_head_that_is_a_unit_by_itself() -> None:
-    """Each pass has its own, and the embedding; that of the pass that is trained stays until it is backward."""
+    """Each pass has its own, and the embedding; that of the trained pass stays until it has gone backward."""
     layers = 4 * [(WEIGHT, True, 0)]
     whole = compared("fsdp2")
     assert gathered_in(whole, whole.again) == [
@@ -157,6 +157,35 @@ def test_under_fsdp2_the_loss_gathers_a_head_that_is_a_unit_by_itself() -> None:
     # It comes by the stream that computes, without the buffer in which a unit arrives.
     arrived = [whole.sizes(1, 0)[n] for n in whole.again if n in whole.aside[0]]
     assert arrived.count(EMBEDDING) == 3
+
+
+@pytest.mark.parametrize(
+    ("trainer", "in_base_dtype", "held", "most"),
+    [
+        ("transformers", True, QUARTER, P + QUARTER),
+        # PEFT casts to float32, whose quarter takes as much as half in 16 bits.
+        ("transformers", False, HALF, 2 * P + HALF),
+        # TRL casts back one weight after the other, the first while all others are in float32.
+        ("trl-sft", False, QUARTER, 2 * P + EMBEDDING),
+    ],
+)
+def test_under_fsdp2_weights_beside_4_bit_ones_are_whole_until_all_are_cut(
+    trainer: str, in_base_dtype: bool, held: int, most: int
+) -> None:
+    spec = dataclasses.replace(
+        SPEC,
+        parallelism="fsdp2",
+        precision="bf16-autocast",
+        method="qlora",
+        quantization="nf4",
+        trainer=trainer,
+        adapter_in_base_dtype=in_base_dtype,
+    )
+    found = shared_trace(step(4), spec, num_gpus=4, hidden_size=16)
+    assert isinstance(found, RankTrace)
+    setup = alive(found, "setup")
+    assert setup[-1] == held + ROTARY_TABLE
+    assert max(setup) == most + ROTARY_TABLE
 
 
 def test_zero3_gathers_a_head_as_it_is_read_and_then_for_whole_passes() -> None:
