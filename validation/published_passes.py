@@ -34,7 +34,7 @@ from autotune.memory.traces import Trace
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import roofline, step_parts
-from autotune.speed.sureness import slow_share_of, spread_of, within_step
+from autotune.speed.sureness import slow_share_of, spread_of
 from autotune.worker.build.model import load_config
 from autotune.worker.trace import meta_step
 from autotune.worker.trace.cuda import Device
@@ -52,6 +52,7 @@ from validation.published_pairs import (
     markdown_wrong,
     pairs,
 )
+from validation.step_spread import within_step
 
 STUDY = STUDIES / "published-passes"
 HALF_DIGIT_SECONDS = 0.0005

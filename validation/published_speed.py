@@ -41,12 +41,12 @@ from autotune.speed.sureness import (
     odds_of,
     slow_share_of,
     spread_of,
-    within_step,
 )
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
 from validation.published.old_attention import OLD_ATTENTIONS
+from validation.published.own_loop import without_trainer
 from validation.published.plan import SPEED as STUDY
 from validation.published.plan import Plan, Timed, published
 from validation.published.runs import (
@@ -58,6 +58,7 @@ from validation.published.runs import (
 )
 from validation.published.tables import write_sections
 from validation.published_memory import describe
+from validation.step_spread import within_step
 
 TRAINERS = (
     "Qwen, A100",
@@ -168,7 +169,7 @@ def row_of(name: str, timed: Timed) -> Row | None:
     gpu = find_gpu(plan.gpu)
     assert gpu.capacity_bytes is not None
     traces = {TraceSpec.of(plan.config): _trace(plan, gpu)}
-    host = REENTRANT if timed.group in TRAINERS else REENTRANT.without_trainer()
+    host = REENTRANT if timed.group in TRAINERS else without_trainer(REENTRANT)
     estimator = Estimator(traces, gpu, memory_budget_bytes=gpu.capacity_bytes, host=host)
     seconds, parts = estimator.seconds(plan.config), estimator.parts(plan.config)
     if seconds is None or parts is None:

@@ -26,11 +26,11 @@ from typing import Any
 
 from autotune.speed.sureness import (
     STEP_SPREAD,
+    Z_OF_80_PERCENT,
     Part,
     slow_share_of,
     spread_of,
     within,
-    within_step,
 )
 from validation.published.plan import STUDIES
 from validation.published.tables import write_sections
@@ -57,6 +57,14 @@ class Run:
     def is_within(self, step_spread: float) -> bool:
         low, high = within_step(self.ratio, self.parts_spread, self.slow_share, step_spread)
         return low <= 1 <= high
+
+
+def within_step(
+    seconds: float, parts_spread: float, slow_share: float, step_spread: float = STEP_SPREAD
+) -> tuple[float, float]:
+    """The interval of a whole step's seconds that holds 80 % of what they may be."""
+    below = math.hypot(parts_spread, step_spread)
+    return within(seconds, below, math.hypot(below, math.log1p(slow_share) / Z_OF_80_PERCENT))
 
 
 def runs() -> list[Run]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,8 +22,6 @@ PROGRAM = "autotune"
 SHELLS = ("bash", "zsh", "fish")
 BUSY_SECONDS = 0.1
 _SQLITE = "sqlite:///"
-
-Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 _OURS = """
     SELECT study_name FROM studies WHERE study_id IN

@@ -12,14 +12,14 @@ from pathlib import Path
 from autotune.export import installed
 from autotune.export.carried import OF_LORA, QUANTIZED, Unsaid, heading, keywords, unsaid
 from autotune.export.exporter import Exporter
-from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
 from autotune.export.train_py import REACHED, STOP, plan_code, settings_code
-from autotune.export.train_trl_py import LONG_RUN, READS, lora_arguments
+from autotune.export.train_trl_py import LONG_RUN, READS, adapted, plan_call
 from autotune.export.training_args import (
     CARRIED,
     IN_ENVIRONMENT,
     attention_there,
+    has_no_words_for,
     installed_fields,
     see_one_card,
     set_environment,
@@ -28,7 +28,6 @@ from autotune.export.training_args import (
     unknown_values,
     without_checkpointing,
 )
-from autotune.space.checkpoint_plans import CHECKPOINT_PLANS
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.knobs import CHECKPOINTING
 from autotune.space.precisions import PRECISIONS
@@ -40,13 +39,6 @@ _CARRIED = (
     *CARRIED, *OF_LORA, *QUANTIZED, *CHECKPOINTING, *IN_ENVIRONMENT, "method", "sequence_length",
     "precision", "attention", "batching", "trainer", "loss_mini_batches",
 )  # fmt: skip
-_PLAN = """\
-    try:
-        checkpoint_layers(model[0].model, {count}, first_keep="{first}", others_keep="{others}")
-    except ValueError as error:
-        remedy = "Take its call out and say activation_checkpointing=True, or train the model it is for."
-        sys.exit(f"checkpoint_layers: {{error}}. {{remedy}}")
-"""
 
 
 def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, object]) -> str:
@@ -54,22 +46,12 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     fields = installed_fields()
     values = training_arguments(config, fields, workload.extra)
     values = {key: values[key] for key in values if key in fields}
-    imports, plan, trainer = [], "", EMBEDDERS.get(workload.task, _CLASSES)
-    adapter, quantization = "adapter = None", "quantization = None"
-    if config.method != "full":
-        imports.append("from peft import LoraConfig\n")
-        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, trainer))})"
-    if config.quantization != "none":
-        imports.append("from transformers import BitsAndBytesConfig\n")
-        of_weights = keywords(quantization_fields(config, workload.task))
-        quantization = f"quantization = BitsAndBytesConfig(\n{of_weights})"
+    plan, trainer = "", EMBEDDERS.get(workload.task, _CLASSES)
+    imports, adapter, quantization = adapted(config, workload, trainer)
     if config.has_plan:
         imports.append(f"\n\n{plan_code()}\n")
         values = without_checkpointing(values)
-        kept = CHECKPOINT_PLANS[config.checkpoint_plan]
-        plan = _PLAN.format(
-            count=config.checkpoint_layers, first=kept.first_keep, others=kept.others_keep
-        )
+        plan = plan_call(config, "model[0].model")
     columns, is_cached = columns_of(workload, trainer), config.loss_mini_batches > 1
     lost = (*cannot_express(config), *has_no_words_for(workload))
     what = f"A run of {trainer.library}' {trainer.class_name}"
@@ -118,11 +100,6 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
         *installed.unknown(arguments, fields, "transformers"),
         *unknown_values(arguments),
     )
-
-
-def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
-    """Return words for the user's extra arguments that the installed version does not have."""
-    return installed.unknown(workload.extra, installed_fields(), "transformers")
 
 
 def lacks(workload: Workload) -> str:

@@ -74,13 +74,6 @@ _BY_TOKENS = _EXPANDED.with_name("by_tokens.py")
 _CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
 _PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
 """Modules beside this one that are a part of the program."""
-_PLACE = "# {samples}\n"
-_PLACE_OF_STOP = "# {stop}\n"
-_PLACE_OF_CARD = "# {one card}\n"
-_PLACE_OF_SET = "# {set by name}\n"
-_PLACE_OF_EVALUATION = "# {evaluation}\n"
-_PLACE_OF_LATEST = "# {latest checkpoint}\n"
-_PLACE_OF_LOSS = "    # {loss in parts}\n"
 _LOSS_IN_PARTS = """\
     if RECIPE["chunked_loss"]:
         try:
@@ -88,7 +81,6 @@ _LOSS_IN_PARTS = """\
         except ValueError as error:
             sys.exit(f"{error}. Set 'chunked_loss' to False in this file, or train the model it is for.")
 """
-_PLACE_OF_SOUNDS = "        # {sounds}\n"
 _SOUNDS = """\
         if RECIPE["reads"] == "sound":
             return sounds_of(data, tokenizer, RECIPE["sequence_length"])
@@ -101,7 +93,6 @@ _WRITTEN_SOUNDS = """\
         if RECIPE["reads"] == "sound":
             return written(data, tokenizer, RECIPE["sequence_length"], RECIPE["heard"])
 """
-_PLACE_OF_COLLATOR = "    # {batches of sounds}\n"
 _COLLATOR = """\
     if RECIPE["reads"] == "{reads}":
         dtype = torch.float32 if model is None else dtype_read_by(model)
@@ -116,7 +107,6 @@ _OF_SOUND = {
     CTC: (_WRITTEN_SOUNDS, _COLLATOR.format(reads="sound", collate="collate_labelled")),
 }
 """Rows and batches, by the task."""
-_PLACE_OF_PLAN = "    # {plan of checkpointing}\n"
 _PLAN = f"""\
     is_set = any(re.match("(activation|gradient)_checkpointing=", each) for each in options.set)
     if RECIPE["checkpoint_plan"] != "{INTERVAL}" and not is_set:
@@ -127,19 +117,16 @@ _PLAN = f"""\
             remedy = "Set 'checkpoint_plan' to '{INTERVAL}' in this file, or train the model it is for."
             sys.exit(f"{{error}}. {{remedy}}")
 """
-_PLACE_OF_BATCHES = "    # {micro-batches by tokens}\n"
 _BATCHES = f"""\
     if RECIPE["batching"] == "{BY_TOKENS}":
         kind = by_tokens(kind, RECIPE["sequence_length"])
 """
-_PLACE_OF_UPDATE = "    # {update in the backward pass}\n"
 _UPDATE = """\
     if RECIPE["update_in_backward"]:
         if reason := why_not_in_backward(arguments):
             sys.exit(f"{reason}. Leave that as it was, or set 'update_in_backward' to False in this file.")
         trainer.add_callback(UpdateInBackward())
 """
-_PLACE_WITHOUT_PLAN = "    # {arguments beside a plan}\n"
 _WITHOUT_TRAINERS = f"""\
     if RECIPE["checkpoint_plan"] != "{INTERVAL}":
         # The model's layers keep what they should by themselves: Trainer is not to checkpoint them all.
@@ -179,19 +166,24 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         *([cutting_code()] if cuts else []),
         *([_after_imports(each.read_text(encoding="utf-8")) for each in _SOUND] if rows else []),
     ]
-    program = _TEMPLATE.read_text(encoding="utf-8").replace(_PLACE, "\n\n".join(pasted))
-    program = program.replace(_PLACE_OF_STOP, STOP)
-    program = program.replace(_PLACE_OF_CARD, see_one_card(config))
-    program = program.replace(_PLACE_OF_SET, SET_BY_NAME)
-    program = program.replace(_PLACE_OF_EVALUATION, _EVALUATION)
-    program = program.replace(_PLACE_OF_LATEST, _LATEST)
-    program = program.replace(_PLACE_OF_LOSS, _LOSS_IN_PARTS if chunks else "")
-    program = program.replace(_PLACE_OF_PLAN, _PLAN if plans else "")
-    program = program.replace(_PLACE_OF_SOUNDS, rows)
-    program = program.replace(_PLACE_OF_COLLATOR, batches)
-    program = program.replace(_PLACE_OF_BATCHES, _BATCHES if cuts else "")
-    program = program.replace(_PLACE_OF_UPDATE, _UPDATE if updates else "")
-    program = program.replace(_PLACE_WITHOUT_PLAN, _WITHOUT_TRAINERS if plans else "")
+    parts = {
+        "# {samples}\n": "\n\n".join(pasted),
+        "# {stop}\n": STOP,
+        "# {one card}\n": see_one_card(config),
+        "# {set by name}\n": SET_BY_NAME,
+        "# {evaluation}\n": _EVALUATION,
+        "# {latest checkpoint}\n": _LATEST,
+        "    # {loss in parts}\n": _LOSS_IN_PARTS if chunks else "",
+        "    # {plan of checkpointing}\n": _PLAN if plans else "",
+        "        # {sounds}\n": rows,
+        "    # {batches of sounds}\n": batches,
+        "    # {micro-batches by tokens}\n": _BATCHES if cuts else "",
+        "    # {update in the backward pass}\n": _UPDATE if updates else "",
+        "    # {arguments beside a plan}\n": _WITHOUT_TRAINERS if plans else "",
+    }
+    program = _TEMPLATE.read_text(encoding="utf-8")
+    for place, code in parts.items():
+        program = program.replace(place, code)
     before, after = program.split(_OPENING)
     return f"{before}{_OPENING}\n{_entries(recipe, '    ')}{after}"
 

@@ -62,7 +62,7 @@ LONG_RUN: Mapping[str, object] = MappingProxyType({"logging_steps": 10, "save_to
 """Arguments of a run of hours, as train.py has them, where the user says no others."""
 _PLAN = """\
     try:
-        checkpoint_layers(trainer.model, {count}, first_keep="{first}", others_keep="{others}")
+        checkpoint_layers({model}, {count}, first_keep="{first}", others_keep="{others}")
     except ValueError as error:
         remedy = "Take its call out and say activation_checkpointing=True, or train the model it is for."
         sys.exit(f"checkpoint_layers: {{error}}. {{remedy}}")
@@ -194,10 +194,7 @@ def write(
     if config.has_plan:
         # What is not said would be on: it is TRL's default.
         values = without_checkpointing(values)
-        kept = CHECKPOINT_PLANS[config.checkpoint_plan]
-        plan = _PLAN.format(
-            count=config.checkpoint_layers, first=kept.first_keep, others=kept.others_keep
-        )
+        plan = plan_call(config, "trainer.model")
     if config.method != "full" and PRECISIONS[config.precision].grad_scaler:
         plan += _CAST
     if config.update_in_backward:
@@ -209,14 +206,7 @@ def write(
     if row.generates is not None and config.max_completion_length is not None:
         rows_code = _PROMPTS.format(most=config.sequence_length - config.max_completion_length)
         needed = _FEW_PROMPTS.format(needed=_NEEDED[row.is_rewarded])
-    imports, adapter, quantization = [], "adapter = None", "quantization = None"
-    if config.method != "full":
-        imports.append("from peft import LoraConfig\n")
-        adapter = f"adapter = LoraConfig(\n{keywords(lora_arguments(config, row))})"
-    if config.quantization != "none":
-        imports.append("from transformers import BitsAndBytesConfig\n")
-        fields = keywords(quantization_fields(config, workload.task))
-        quantization = f"quantization = BitsAndBytesConfig(\n{fields})"
+    imports, adapter, quantization = adapted(config, workload, row)
     if sees:
         imports.append("from datasets import Image, List\n")
     imports.append(f"from trl import {row.arguments_class}, {row.class_name}\n")
@@ -276,6 +266,32 @@ def write(
     )
 
 
+def plan_call(config: TrainConfig, model: str) -> str:
+    """Return the code that puts the plan of checkpointing into a program's model."""
+    kept = CHECKPOINT_PLANS[config.checkpoint_plan]
+    return _PLAN.format(
+        model=model,
+        count=config.checkpoint_layers,
+        first=kept.first_keep,
+        others=kept.others_keep,
+    )
+
+
+def adapted(config: TrainConfig, workload: Workload, row: Trainer) -> tuple[list[str], str, str]:
+    """Return imports, and the code that makes the adapter and says how its base is quantised."""
+    imports, adapter, quantization = [], "adapter = None", "quantization = None"
+    if config.method != "full":
+        fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
+        fields = {"task_type": TASKS[row.model_task].peft_type, **fields}
+        imports.append("from peft import LoraConfig\n")
+        adapter = f"adapter = LoraConfig(\n{keywords(fields)})"
+    if config.quantization != "none":
+        imports.append("from transformers import BitsAndBytesConfig\n")
+        of_weights = keywords(quantization_fields(config, workload.task))
+        quantization = f"quantization = BitsAndBytesConfig(\n{of_weights})"
+    return imports, adapter, quantization
+
+
 def _loading(config: TrainConfig, dtype: str) -> dict[str, object]:
     """Return arguments of `from_pretrained`."""
     attention = attention_there(config.attention)
@@ -306,12 +322,6 @@ def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
         config,
         (*CHECKPOINTING, *IN_ENVIRONMENT, "update_in_backward", "batching", "sequence_length"),
     )
-
-
-def lora_arguments(config: TrainConfig, row: Trainer) -> dict[str, object]:
-    """Return keyword arguments of LoraConfig for the trainer's models."""
-    fields = {key: value for key, value in peft_fields(config).items() if key != "peft_type"}
-    return {"task_type": TASKS[row.model_task].peft_type, **fields}
 
 
 EXPORTERS = {

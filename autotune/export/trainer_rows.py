@@ -7,7 +7,16 @@ from typing import Any
 
 from autotune.catalogue.attention import ATTENTIONS, EXPANDED
 from autotune.export.deepspeed_json import filename as deepspeed_filename
-from autotune.export.mapping import Row, Spelling, choices, of_alpha, of_key, table
+from autotune.export.mapping import (
+    Row,
+    Spelling,
+    choices,
+    module_names,
+    of_alpha,
+    of_key,
+    table,
+    targets_of,
+)
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
@@ -145,6 +154,23 @@ def targets_row(
 ) -> Row:
     """Return the row of the modules that have adapters."""
     return Row(ours=("lora_targets",), keys=keys, say=say, hear=hear, methods=methods, **more)
+
+
+def named_targets_row(
+    key: str,
+    *,
+    say: Callable[[str], Any] = module_names,
+    read: Callable[[Any], Any] = lambda names: names,
+    methods: tuple[str, ...] = LORA,
+) -> Row:
+    """Return the row of those modules for a key that has to name them; `read` is given what it has."""
+
+    def hear(said: Mapping[str, Any]) -> str:
+        if said[key] is None:
+            raise ValueError("must be named: PEFT's default differs by model")
+        return targets_of(read(said[key]))
+
+    return targets_row((key,), lambda targets: {key: say(targets)}, hear, methods)
 
 
 def quantized(

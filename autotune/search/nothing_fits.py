@@ -22,6 +22,19 @@ from autotune.space.trainers import TRAINERS
 from autotune.space.words import describe
 
 
+def why_none_is_valid(
+    reasons: Sequence[str], broken: Mapping[str, int], methods: Sequence[str]
+) -> str:
+    """Say why a space has no valid configuration.
+
+    `reasons`: what all break; `broken`: how many break which rule.
+    """
+    if reasons:
+        return f"None can work: {'; '.join(reasons)}"
+    said = ", ".join(f"{count} break {name}" for name, count in broken.items())
+    return said or f"it has no section for {' or '.join(methods)}"
+
+
 def none_of_class(
     allow: str,
     wanted: Sequence[TrainConfig],

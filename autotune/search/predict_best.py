@@ -35,7 +35,7 @@ from autotune.records.estimate import Estimate, TraceSpec, and_several
 from autotune.search import beside, compiled_candidates, room, tried_on_best, waterfall
 from autotune.search.candidates import Candidates, goes_on_from
 from autotune.search.first_answers import FirstAnswers
-from autotune.search.nothing_fits import none_of_class, nothing_fits
+from autotune.search.nothing_fits import none_of_class, nothing_fits, why_none_is_valid
 from autotune.search.solved_checkpointing import LEAST_LAYERS, families_of
 from autotune.search.tips import best_tip
 from autotune.search.traced_in_turn import TracesInTurn
@@ -275,10 +275,7 @@ def find(
         reasons = points.reasons or tuple(rule.reason for rule in broken)
         raise ConfigError(
             f"The space {space.name} has no valid configuration for this workload",
-            why=f"None can work: {'; '.join(reasons)}"
-            if reasons
-            else ", ".join(f"{count} break {name}" for name, count in points.invalid.items())
-            or f"it has no section for {' or '.join(workload.methods)}",
+            why=why_none_is_valid(reasons, points.invalid, workload.methods),
             remedy=_whole_groups(reference)
             or "Change the methods, the effective batch size or the space"
             + (", or leave --num-gpus out" if workload.num_gpus > 1 else ""),
@@ -623,11 +620,8 @@ def _best_so_far(
         candidates = Candidates(estimator, filter(estimator.supports, configs), base)
     except HardwareError:
         return None
-    for name in (allow,) if allow else ("numerics", "recipe"):
-        best = candidates.best(candidates.at_most(name))
-        if best is not None:
-            return best
-    return None
+    _, best = _chosen(candidates, allow)
+    return best
 
 
 def _plan_b_of(

@@ -9,10 +9,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 from autotune.catalogue import nvml
 from autotune.catalogue.gpus import Gpu
@@ -34,8 +32,11 @@ from autotune.space import space_file
 from autotune.space.adapters import ADAPTERS, BESIDE_OUT_PROJ, WITHOUT_OUT_PROJ
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
+from autotune.space.dataset import Dataset
 from autotune.space.defaults import completions_of, default_base
 from autotune.space.headroom import NO_HEADROOM
+from autotune.space.lengths import Lengths
+from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import (
@@ -141,10 +142,7 @@ def resolve(
             note(f"{card.gpu.name}: {card.gpu.advice}")
     elif PRECISIONS[base.precision].compute_dtype == "float16":
         _note_overflow(source, note)
-    of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
-    task = source.own_task(task_of(question, of_base or source.task))
-    source = budget.for_task(source, task)
-    _note_cached(source, note)
+    source, task = _for_task(question, run, source, note)
     base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
     if not budget.has_lengths(task, length):
@@ -165,19 +163,9 @@ def resolve(
     _note_unpacked(source, note)
     budget.check_length(task, length)
     teacher = read_teacher(question, source, task, None if run is None else run.teacher)
-    pictures, lengths = read_pictures(question, source, task, length, note=note)
-    length = budget.length_of_texts(question, source, pictures, task, length, note)
-    data = None
-    if lengths is not None:
-        length = budget.longest_batch(lengths, length, packs=False, note=note)
-    if question.dataset is not None and (pictures is None or not pictures.is_in_text):
-        beside = _completion(task, length, base)
-        data, lengths = read_dataset(question, source, task, length, beside=beside, note=note)
-        task = task_of_format(task, data.format)
-        packs = may_pack(changing.space, task)
-        packs = packs or _is_short(task, length)
-        length = budget.longest_batch(lengths, length, packs=packs, note=note)
-    _note_untrained_positions(source, length, note)
+    task, length, pictures, lengths, data = _read_samples(
+        question, source, task, length, base, lambda task: may_pack(changing.space, task), note
+    )
     if base is not None and lengths is not None:
         base = dataclasses.replace(base, sequence_length=length)
     if run is not None and base is not None:
@@ -239,18 +227,52 @@ class Configuration:
     config: TrainConfig
 
 
-def _completion(
+def _for_task(
+    question: Question, run: BaseRun | None, source: ModelSource, note: Callable[[str], None]
+) -> tuple[ModelSource, str]:
+    """Return the model for the task that it is trained for, and that task. Raises ConfigError."""
+    of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
+    task = source.own_task(task_of(question, of_base or source.task))
+    source = budget.for_task(source, task)
+    _note_cached(source, note)
+    return source, task
+
+
+def _read_samples(
+    question: Question,
+    source: ModelSource,
     task: str,
     length: int,
     base: TrainConfig | None,
-    given: Mapping[str, Any] = MappingProxyType({}),
-) -> int:
+    packs: Callable[[str], bool],
+    note: Callable[[str], None],
+) -> tuple[str, int, Media | None, Lengths | None, Dataset | None]:
+    """Return the task of the samples, the tokens of the longest, and what is seen, counted and read of them.
+
+    `packs`: whether samples of a task may be packed, so that the length stays. Raises ConfigError and
+    WorkerError.
+    """
+    pictures, lengths = read_pictures(question, source, task, length, note=note)
+    length = budget.length_of_texts(question, source, pictures, task, length, note)
+    dataset = None
+    if lengths is not None:
+        length = budget.longest_batch(lengths, length, packs=False, note=note)
+    if question.dataset is not None and (pictures is None or not pictures.is_in_text):
+        beside = _completion(question, task, length, base)
+        dataset, lengths = read_dataset(question, source, task, length, beside=beside, note=note)
+        task = task_of_format(task, dataset.format)
+        stays = packs(task) or _is_short(task, length)
+        length = budget.longest_batch(lengths, length, packs=stays, note=note)
+    _note_untrained_positions(source, length, note)
+    return task, length, pictures, lengths, dataset
+
+
+def _completion(question: Question, task: str, length: int, base: TrainConfig | None) -> int:
     """Tokens of a completion behind each prompt; 0 where samples are no prompts."""
+    name = "max_completion_length"
     usual = completions_of(TRAINERS[trainers_of(task)[0]], length)
     of_base = None if base is None else base.max_completion_length
-    found: int = (
-        given.get("max_completion_length") or of_base or usual.get("max_completion_length", 0)
-    )
+    found: int = question.settings.get(name) or of_base or usual.get(name, 0)
     return found
 
 
@@ -278,10 +300,7 @@ def resolve_configuration(
     method = method if base is None else base.method
     source = find_model(_model_of(question, run))
     budget.methods_for(source, (method,))
-    of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
-    task = source.own_task(task_of(question, of_base or source.task))
-    source = budget.for_task(source, task)
-    _note_cached(source, note)
+    source, task = _for_task(question, run, source, note)
     _check_pictures(question, run, task)
     base = _no_longer_than_possible(base, run, question, source, note)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
@@ -294,20 +313,14 @@ def resolve_configuration(
     budget.check_length(task, length)
     _note_unpacked(source, note)
     teacher = read_teacher(question, source, task, None if run is None else run.teacher)
-    pictures, lengths = read_pictures(question, source, task, length, note=note)
-    length = budget.length_of_texts(question, source, pictures, task, length, note)
-    data = None
-    if lengths is not None:
-        length = budget.longest_batch(lengths, length, packs=False, note=note)
-    if question.dataset is not None and (pictures is None or not pictures.is_in_text):
-        beside = _completion(task, length, base, given)
-        data, lengths = read_dataset(question, source, task, length, beside=beside, note=note)
-        task = task_of_format(task, data.format)
+
+    def packs(task: str) -> bool:
         usual = usual_batching(task) if base is None else base.batching
-        packs = given.get("batching", usual) == "packed"
-        packs = packs or _is_short(task, length)
-        length = budget.longest_batch(lengths, length, packs=packs, note=note)
-    _note_untrained_positions(source, length, note)
+        return bool(given.get("batching", usual) == "packed")
+
+    task, length, pictures, lengths, data = _read_samples(
+        question, source, task, length, base, packs, note
+    )
     parallelism = PARALLELISMS[given.get("parallelism", "none" if num_gpus == 1 else "ddp")]
     least = TRAINERS[trainers_of(task)[0]].least_micro_batch
     workload = Workload(

@@ -118,17 +118,6 @@ class Host:
         without_launch = self.times(factor * _PYTHON_SECONDS / _UNIT_SECONDS)
         return replace(without_launch, launch_seconds=self.times(factor).launch_seconds)
 
-    def without_trainer(self) -> Host:
-        """The same host under a plain loop: beside the operations it has the optimizer's Python alone."""
-        own = replace(self.update, seconds=0, module_seconds=0)
-        return replace(
-            self,
-            before_micro_step=NO_WORK,
-            after_micro_step=NO_WORK,
-            before_update=NO_WORK,
-            update=own,
-        )
-
 
 def num_modules(num_weights: int, num_adapter_weights: int) -> float:
     """Modules of a model of so many weights, those of adapters among them."""

@@ -126,14 +126,6 @@ def slow_spread_of(parts: Parts) -> float:
     return math.hypot(spread_of(parts), STEP_SPREAD, of_host)
 
 
-def within_step(
-    seconds: float, parts_spread: float, slow_share: float, step_spread: float = STEP_SPREAD
-) -> tuple[float, float]:
-    """The interval of a whole step's seconds that holds 80 % of what they may be."""
-    below = math.hypot(parts_spread, step_spread)
-    return within(seconds, below, math.hypot(below, math.log1p(slow_share) / Z_OF_80_PERCENT))
-
-
 def within(value: float, below: float, above: float | None = None) -> tuple[float, float]:
     """The interval around a value that holds 80 % of what it may be, by its spread below and above it.
 

@@ -39,21 +39,20 @@ hours, by Linux's default, before it takes a machine that lost its power with a 
 
 
 @contextlib.contextmanager
-def exclusive(engine: Engine, purpose: str, what: str) -> Iterator[None]:
-    """Hold the lock of that purpose, waiting for it: on PostgreSQL of `what` alone, on SQLite of all.
+def exclusive(engine: Engine, what: str) -> Iterator[None]:
+    """Hold the lock, waiting for it: on PostgreSQL of `what` alone, on SQLite of all.
 
-    `purpose` is part of a file's name. The same purpose must not be locked again inside the `with` block.
-    Raises StorageError where the lock's file cannot be made.
+    It must not be locked again inside the `with` block. Raises StorageError where its file cannot be made.
     """
     if engine.dialect.name == "postgresql":
-        with _advisory(engine, purpose, what):
+        with _advisory(engine, what):
             yield
         return
     file = file_of(engine.url)
     if file is None:
         yield
         return
-    lock = _of_file(f"{file}-{purpose}.lock", waits=True)
+    lock = _of_file(f"{file}-ask.lock", waits=True)
     try:
         yield
     finally:
@@ -129,13 +128,13 @@ def _got(engine: Engine, study: str, held: contextlib.ExitStack) -> bool:
 
 
 @contextlib.contextmanager
-def _advisory(engine: Engine, purpose: str, what: str) -> Iterator[None]:
+def _advisory(engine: Engine, what: str) -> Iterator[None]:
     import sqlalchemy
 
     with engine.begin() as connection:
         for name, value in _DEAD_PEER.items():
             connection.execute(sqlalchemy.text(f"SET LOCAL {name} = {value}"))
-        lock = sqlalchemy.func.pg_advisory_xact_lock(_key(purpose, what))
+        lock = sqlalchemy.func.pg_advisory_xact_lock(_key("ask", what))
         connection.execute(sqlalchemy.select(lock))
         yield
 

@@ -216,7 +216,7 @@ def _load_or_create(
         study = optuna.load_study(storage=storage, study_name=name)
         if is_ours(study.user_attrs):
             return study
-    with locks.exclusive(storage.engine, "ask", name):
+    with locks.exclusive(storage.engine, name):
         study = optuna.create_study(
             storage=storage, study_name=name, direction="maximize", load_if_exists=True
         )
@@ -236,7 +236,7 @@ def _creating(url: URL) -> Iterator[bool]:
         if _OPTUNAS.issubset(tables):
             yield False
         else:
-            with locks.exclusive(engine, "ask", ""):
+            with locks.exclusive(engine, ""):
                 yield True
 
 

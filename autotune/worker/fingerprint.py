@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pynvml
 import torch
 
+from autotune.catalogue import nvml
 from autotune.catalogue.installed import cpu_name, versions
 from autotune.records.fingerprint import Fingerprint
 
@@ -27,11 +27,7 @@ def fingerprint(backend: str, allocator: str) -> Fingerprint:
 def _driver() -> str:
     """The driver's version; empty without NVML."""
     try:
-        pynvml.nvmlInit()
-        try:
-            version = pynvml.nvmlSystemGetDriverVersion()
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
+        with nvml.opened() as pynvml:
+            return nvml.text(pynvml.nvmlSystemGetDriverVersion())
+    except nvml.NoCard:
         return ""
-    return version.decode() if isinstance(version, bytes) else str(version)

@@ -10,9 +10,10 @@ import json
 import pytest
 
 from autotune.records.estimate import TraceSpec
+from autotune.speed.host import NO_WORK, USUAL
 from validation import published_passes
 from validation.kernels import steps
-from validation.published.own_loop import precision_of_loop
+from validation.published.own_loop import precision_of_loop, without_trainer
 
 pytestmark = pytest.mark.worker
 
@@ -31,3 +32,11 @@ def test_a_pass_has_neither_a_loss_nor_an_optimizer() -> None:
     recorded = json.loads((published_passes.STUDY / "rows.json").read_text(encoding="utf-8"))
     ratios = {each["id"]: each["ratio"] for each in recorded["rows"]}
     assert side.ratio == pytest.approx(ratios["distilbert-001"], rel=0.01)
+
+
+def test_a_plain_loop_walks_through_no_modules() -> None:
+    plain = without_trainer(USUAL)
+    assert plain.before_micro_step == plain.after_micro_step == plain.before_update == NO_WORK
+    assert plain.update.of(1000, 0) == 0
+    assert plain.update.of(0, 3) == pytest.approx(3 * USUAL.update.tensor_seconds)
+    assert plain.launch_seconds == USUAL.launch_seconds

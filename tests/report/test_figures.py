@@ -29,12 +29,19 @@ TRIAL = TrialRow(
 )
 
 ANSWER = StoredAnswer(
-    study="s", answer=answers.answer(), files=(), command="", versions={}, details=None
+    study="s",
+    answer=answers.answer(),
+    files=(),
+    command="",
+    versions={},
+    details=answers.details(),
+    made_at=answers.MADE_AT,
 )
 
 
 def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
-    assert set(figures.all_figures(ReportData(stored=ANSWER, trials=(TRIAL,)))) == {"speed-memory"}
+    shown = set(figures.all_figures(ReportData(stored=ANSWER, trials=(TRIAL,))))
+    assert shown == {"speed-memory", "timeline-answer"}
     details = answers.details(base=answers.details().answer)
     measured = dataclasses.replace(
         TRIAL,
@@ -47,7 +54,7 @@ def test_there_is_a_chart_of_all_that_is_known_and_of_nothing_else() -> None:
     for outcome in ("crashed", "oom", "slow"):
         failed = dataclasses.replace(measured, outcome=outcome)
         charts_of_failed = figures.all_figures(ReportData(stored=ANSWER, trials=(failed,)))
-        assert set(charts_of_failed) == {"speed-memory"}
+        assert set(charts_of_failed) == shown
     stored = dataclasses.replace(ANSWER, details=details)
     drawn = set(figures.all_figures(ReportData(stored=stored, trials=(measured,))))
     charts = {"speed-memory", "compared-speed", "compared-memory"}

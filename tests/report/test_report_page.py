@@ -78,6 +78,7 @@ def record(name: str = NAME) -> ReportData:
         command=f"autotune find --model {name}",
         versions={},
         details=answers.details(base=answers.details().answer),
+        made_at=answers.MADE_AT,
     )
     return ReportData(stored=found, trials=tuple(map(trial, range(NUM_TRIALS))))
 

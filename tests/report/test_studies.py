@@ -25,6 +25,8 @@ def stored(answer: Answer | None = None, **changed: Any) -> StoredAnswer:
         "files": (),
         "command": "autotune find",
         "versions": {"torch": "2.13"},
+        "details": answers.details(),
+        "made_at": answers.MADE_AT,
     }
     return StoredAnswer(**values | changed)
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autotune.speed.host import (
-    NO_WORK,
     USUAL,
     Host,
     Stretches,
@@ -96,14 +95,6 @@ def test_of_what_was_timed_only_operations_have_a_launch() -> None:
     )
     without, with_launch = map(seconds_of, bare)
     assert without == pytest.approx([10.7 / 14 * seconds for seconds in with_launch])
-
-
-def test_a_plain_loop_walks_through_no_modules() -> None:
-    plain = USUAL.without_trainer()
-    assert plain.before_micro_step == plain.after_micro_step == plain.before_update == NO_WORK
-    assert plain.update.of(1000, 0) == 0
-    assert plain.update.of(0, 3) == pytest.approx(3 * USUAL.update.tensor_seconds)
-    assert plain.launch_seconds == USUAL.launch_seconds
 
 
 def test_modules_of_an_adapter_are_more_than_its_weights() -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.worker
 HOLD = """
 import sys, time, sqlalchemy
 from autotune.store.locks import exclusive
-with exclusive(sqlalchemy.create_engine(sys.argv[1]), "ask", "s"):
+with exclusive(sqlalchemy.create_engine(sys.argv[1]), "s"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -47,25 +47,20 @@ def test_one_waits_for_the_other(engine: sqlalchemy.Engine) -> None:
     got = threading.Event()
 
     def second() -> None:
-        with exclusive(engine, "ask", "s"):
+        with exclusive(engine, "s"):
             got.set()
 
     thread = threading.Thread(target=second)
-    with exclusive(engine, "ask", "s"):
+    with exclusive(engine, "s"):
         thread.start()
         assert not got.wait(0.3)
     assert wait_until(got.is_set)
     thread.join()
 
 
-def test_another_purpose_is_another_lock(engine: sqlalchemy.Engine) -> None:
-    with exclusive(engine, "ask", "s"), exclusive(engine, "measure", "s"):
-        pass
-
-
 def test_another_study_does_not_wait_on_a_server(postgres_url: str) -> None:
     engine = sqlalchemy.create_engine(postgres_url)
-    with exclusive(engine, "ask", "s"), exclusive(engine, "ask", "another"):
+    with exclusive(engine, "s"), exclusive(engine, "another"):
         pass
     engine.dispose()
 
@@ -76,7 +71,7 @@ def test_a_server_soon_takes_a_machine_without_power_for_dead(postgres_url: str)
     sqlalchemy.event.listen(
         engine, "before_cursor_execute", lambda _, __, text, *___: said.append(text)
     )
-    with exclusive(engine, "ask", "s"):
+    with exclusive(engine, "s"):
         settings = dict(re.findall(r"SET LOCAL tcp_keepalives_(\w+) = (\d+)", "\n".join(said)))
     engine.dispose()
     # Silent for so long, then asked so many times: half a minute, before whoever waits has the lock.
@@ -93,14 +88,14 @@ def test_a_lock_ends_with_its_process(url: str, engine: sqlalchemy.Engine) -> No
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         holder.send_signal(signal.SIGKILL)
-        with exclusive(engine, "ask", "s"):
+        with exclusive(engine, "s"):
             pass
 
 
 def test_a_database_in_memory_is_nobody_elses() -> None:
     for address in ("sqlite://", "sqlite:///:memory:"):
         engine = sqlalchemy.create_engine(address)
-        with exclusive(engine, "ask", "s"), exclusive(engine, "ask", "s"):
+        with exclusive(engine, "s"), exclusive(engine, "s"):
             pass
         engine.dispose()
 
@@ -108,6 +103,6 @@ def test_a_database_in_memory_is_nobody_elses() -> None:
 def test_a_file_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/autotune.db")
     (tmp_path / "autotune.db-ask.lock").mkdir()
-    with pytest.raises(StorageError, match="cannot be locked"), exclusive(engine, "ask", "s"):
+    with pytest.raises(StorageError, match="cannot be locked"), exclusive(engine, "s"):
         pass
     engine.dispose()

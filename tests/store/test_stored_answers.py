@@ -20,7 +20,7 @@ from autotune import cli
 from autotune.common.version import __version__
 from autotune.errors import ConfigError, StorageError
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import Answer, stored_record
+from autotune.records.answer import Answer
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import Workload
@@ -78,7 +78,9 @@ def store(
             study.enqueue_trial({n: v for n, v in fixed.items() if v is not None})
             tell(study, study.ask(), measurement)
         if answer is not None:
-            study.set_user_attr(stored_answers.RESULT, stored_record(answer))
+            stored_answers.keep(study, answer, answers.details(), command="autotune find -x")
+        if versions is not None:
+            study.set_user_attr(stored_answers.VERSIONS, versions)
 
 
 def store_some(url: str) -> None:
@@ -170,6 +172,18 @@ def test_what_is_not_there_or_not_ours_is_refused(url: str, main: Main, command:
     assert len(optuna.load_study(study_name="strange", storage=unpooled(url)).trials) == 3
 
 
+@pytest.mark.parametrize("name", [stored_answers.DETAILS, stored_answers.MADE_AT])
+def test_an_answer_without_a_part_is_refused_with_its_command(
+    url: str, main: Main, name: str
+) -> None:
+    store(url, "one", answer=answers.answer())
+    optuna.load_study(study_name="one", storage=unpooled(url)).set_user_attr(name, None)
+    code, _, err = main("show", "one")
+    assert (code, err.count("\n")) == (6, 1)
+    assert f"cannot be read. {name}" in err
+    assert "Run its command again: autotune find -x" in err
+
+
 def test_an_answer_that_cannot_be_read_does_not_hide_the_others(url: str, main: Main) -> None:
     store(url, "one", answer=answers.answer())
     store(url, "broken")
@@ -186,7 +200,7 @@ def test_a_comparison_keeps_predicted_and_measured_apart(url: str, main: Main) -
     faster = answers.answer(best=answers.estimate(step_seconds=4.0), space="full")
     store(url, "one", answer=answers.answer(), versions={"torch": "2.13", "peft": "1"})
     store(url, "fast", answer=faster, versions={"torch": "2.14", "peft": "1"})
-    store(url, "two", answer=measured_summary())
+    store(url, "two", answer=measured_summary(), versions={})
     record = json.loads(main("compare", "one", "fast", "two", "--json")[1])
     assert record["studies"] == ["one", "fast", "two"]
     assert record["question"] == {
@@ -236,7 +250,7 @@ def test_an_answer_comes_with_its_trials(url: str) -> None:
         stored_answers.load_with_trials(url, HOSTILE)
     stored, trials = stored_answers.load_with_trials(url, "two")
     assert stored == stored_answers.load(url, "two")
-    assert stored.details is None
+    assert stored.details == answers.details()
     assert [trial.number for trial in trials] == [0, 1]
     assert stored_answers.count_trials(url, "one") == {
         "predicted": {"complete": 1, "pruned": 1},

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 from made_up_card import CONTEXT, OTHERS, Card, made_up_card
@@ -116,7 +117,7 @@ def test_managed_memory_counts_as_far_as_there_is_room(
 def test_a_context_of_our_own_is_nobody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda _: True, raising=False)
-    monkeypatch.setattr(memory.pynvml, "nvmlInit", lambda: pytest.fail("asked NVML"))
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: pytest.fail("asked NVML"))
     assert memory._used_before_context_bytes(0) is None
 
 
@@ -128,7 +129,7 @@ def test_what_others_hold_of_a_whole_card(
 
     def mode(_: Any) -> list[int]:
         if mig_mode is None:
-            raise memory.pynvml.NVMLError(memory.pynvml.NVML_ERROR_NOT_SUPPORTED)
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return [mig_mode, 0]
 
     functions: dict[str, Callable[..., Any]] = {
@@ -139,7 +140,7 @@ def test_what_others_hold_of_a_whole_card(
         "nvmlDeviceGetMemoryInfo": lambda _, version: SimpleNamespace(used=OTHERS),
     }
     for name, function in functions.items():
-        monkeypatch.setattr(memory.pynvml, name, function)
+        monkeypatch.setattr(pynvml, name, function)
     assert memory._used_before_context_bytes(0) == used
 
 

@@ -19,6 +19,7 @@ from autotune.speed.host import USUAL
 from autotune.worker.build.model import load_config
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
+from validation.published.own_loop import without_trainer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +99,7 @@ def _gain(model: str, card: str, config: TrainConfig) -> float:
         for each in both.values()
     }  # fmt: skip
     estimator = Estimator(
-        traces, gpu, memory_budget_bytes=gpu.capacity_bytes, host=USUAL.without_trainer()
+        traces, gpu, memory_budget_bytes=gpu.capacity_bytes, host=without_trainer(USUAL)
     )
     seconds = {mode: estimator.seconds(each) for mode, each in both.items()}
     eager, compiled = seconds["none"], seconds["default"]

@@ -8,6 +8,7 @@ autocast, no scaler, no clipping; a batch that stays on the card; zero_grad, `ou
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.precisions import PRECISIONS, Precision
+from autotune.speed.host import NO_WORK, Host
 from autotune.worker.build import adapters
 from autotune.worker.build import model as models
 from autotune.worker.trace import meta_step, sdpa
@@ -53,6 +55,17 @@ class Peaks:
     @property
     def allocated_bytes(self) -> int:
         return max(self.forward_bytes, self.backward_bytes, self.optimizer_bytes)
+
+
+def without_trainer(host: Host) -> Host:
+    """The same host under a plain loop: beside the operations it has the optimizer's Python alone."""
+    return dataclasses.replace(
+        host,
+        before_micro_step=NO_WORK,
+        after_micro_step=NO_WORK,
+        before_update=NO_WORK,
+        update=dataclasses.replace(host.update, seconds=0, module_seconds=0),
+    )
 
 
 @contextlib.contextmanager

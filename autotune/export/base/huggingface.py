@@ -16,12 +16,10 @@ from autotune.export.carried import OF_LORA, QUANTIZED
 from autotune.export.mapping import (
     Row,
     TrainerFile,
-    module_names,
     of_key,
     of_values,
     said_only,
     table,
-    targets_of,
 )
 from autotune.export.trainer_rows import (
     COMPILE_BACKEND,
@@ -35,8 +33,8 @@ from autotune.export.trainer_rows import (
     fixed_of,
     lora_rows,
     method_row,
+    named_targets_row,
     rows_of_vllm,
-    targets_row,
     without_fixed,
 )
 from autotune.memory.alloc_conf import EXPANDABLE, VARIABLES, is_expandable
@@ -170,16 +168,6 @@ def of_example(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa:
     return dataclasses.replace(EXAMPLE, rows=EXAMPLE.rows[:-1])
 
 
-def _say_targets(targets: str) -> dict[str, Any]:
-    return {"lora_target_modules": module_names(targets)}
-
-
-def _hear_targets(said: Mapping[str, Any]) -> str:
-    if said["lora_target_modules"] is None:
-        raise ValueError("must be named: PEFT's default differs by model")
-    return targets_of(said["lora_target_modules"])
-
-
 def _bits(peft: bool, bits: int | None) -> dict[str, Any]:
     return {"use_peft": peft, "load_in_8bit": bits == 8, "load_in_4bit": bits == 4}
 
@@ -204,7 +192,7 @@ SFT = TrainerFile(
             },
         ),
         *lora_rows(
-            targets_row(("lora_target_modules",), _say_targets, _hear_targets),
+            named_targets_row("lora_target_modules"),
             rank="lora_r",
             dropout_off=0.0,
         ),

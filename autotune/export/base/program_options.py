@@ -26,12 +26,10 @@ from autotune.export.mapping import (
     choices,
     module_names,
     table,
-    targets_of,
 )
-from autotune.export.trainer_rows import lora_rows, quantized, targets_row
+from autotune.export.trainer_rows import lora_rows, named_targets_row, quantized
 from autotune.export.training_args import installed_fields
 from autotune.export.trl_config import trl_fields
-from autotune.space.config import TrainConfig
 from autotune.space.trainers import BY_TASK, TRAINERS, Trainer
 
 _RANKS = ("lora_r", "lora_rank", "lora_dim")
@@ -238,17 +236,12 @@ def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFil
     key = _first(_TARGETS, content)
     as_text = key is not None and isinstance(content[key], str)
     modules = key or _TARGETS[0]
-
-    def say(targets: str) -> dict[str, Any]:
-        names = module_names(targets)
-        return {modules: ",".join(names) if as_text else names}
-
-    def hear(said: Mapping[str, Any]) -> str:
-        if said[modules] is None:
-            raise ValueError("must be named: PEFT's default differs by model")
-        return targets_of(_ALL.get(str(said[modules]), said[modules]))
-
-    of_lora = lora_rows(targets_row((modules,), say, hear), rank=rank, dropout_off=0.0)
+    of_targets = named_targets_row(
+        modules,
+        say=lambda targets: ",".join(module_names(targets)) if as_text else module_names(targets),
+        read=lambda names: _ALL.get(str(names), names),
+    )
+    of_lora = lora_rows(of_targets, rank=rank, dropout_off=0.0)
     rows = (of_method, *of_lora)
     if is_quantized and not _has_dtype(content):
         # The dtype of what is not quantised follows the switches.
@@ -263,14 +256,10 @@ def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFil
         peft_names=modules if is_adapted else "",
         of_adapters=(),
         unpredicted={**target.unpredicted, "modules_to_save": "trains further modules in full"},
-        caveats=((_always, "its options name no attention: sdpa is taken"),)
+        caveats=((lambda _: True, "its options name no attention: sdpa is taken"),)
         if target.caveats
         else (),
     )
-
-
-def _always(_: TrainConfig) -> bool:
-    return True
 
 
 def _method_row(switch: str | None, bits: str | None, content: Mapping[str, Any]) -> Row:

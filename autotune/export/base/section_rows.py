@@ -20,9 +20,8 @@ from autotune.export.mapping import (
     names_of,
     of_alpha,
     of_key,
-    targets_of,
 )
-from autotune.export.trainer_rows import LORA, quantized, targets_row, variant_row
+from autotune.export.trainer_rows import LORA, named_targets_row, quantized, variant_row
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
 
@@ -61,14 +60,11 @@ def adapter_rows(method: str) -> list[Row]:
     if row.size in ("lora_rank", "num_virtual_tokens") and row.size_field != "token_indices":
         rows.append(of_key(row.size, f"{ADAPTER}{row.size_field}", methods=methods))
     if row.takes_targets:
-        key = f"{ADAPTER}target_modules"
         rows.append(
-            targets_row(
-                (key,),
-                lambda targets: {
-                    key: targets if targets == "all-linear" else module_names(targets)
-                },
-                lambda said: _hear_targets(said[key]),
+            named_targets_row(
+                f"{ADAPTER}target_modules",
+                say=lambda targets: targets if targets == "all-linear" else module_names(targets),
+                read=_names_in,
                 methods=methods,
             )
         )
@@ -80,12 +76,11 @@ def adapter_rows(method: str) -> list[Row]:
     return rows
 
 
-def _hear_targets(names: object) -> str:
-    if names is None:
-        raise ValueError("must be named: PEFT's default differs by model")
-    if isinstance(names, str) and names != "all-linear":
-        names = names_of(names)
-    return targets_of(names)
+def _names_in(modules: object) -> object:
+    """Return the names that a pattern stands for; what is no pattern stays."""
+    if isinstance(modules, str) and modules != "all-linear":
+        return names_of(modules)
+    return modules
 
 
 def quantization_row(**more: Any) -> Row:

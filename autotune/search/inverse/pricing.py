@@ -29,6 +29,7 @@ from autotune.records.question import Question
 from autotune.search import room
 from autotune.search.budget import ChosenCard
 from autotune.search.candidates import Candidates
+from autotune.search.nothing_fits import why_none_is_valid
 from autotune.search.predict_best import Progress
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
@@ -333,10 +334,7 @@ class Pricer:
         _, broken, reasons = self._enumerate(case)
         return ConfigError(
             f"The space {self._asked.space.name} has no valid configuration for these settings",
-            why=f"None can work: {'; '.join(reasons)}"
-            if reasons
-            else ", ".join(f"{count} break {name}" for name, count in broken.items())
-            or f"it has no section for {' or '.join(self._asked.methods)}",
+            why=why_none_is_valid(reasons, broken, self._asked.methods),
             remedy="Fix fewer of them, or name another --space",
         )
 

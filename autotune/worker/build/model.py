@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -119,8 +118,6 @@ CHARACTERS = 32
 """Vocabulary of a model of CTC whose configuration leaves it open, as that of Wav2Vec2-BERT does: Wav2Vec2's
 default, of a tokenizer of English (transformers 5.23 Wav2Vec2Config)."""
 
-_LACKS = re.compile(r"requires the (\S+) library but it was not found")
-"""Part of transformers 5.23's message for a model that is made of another library's parts."""
 _CAST_IN_FIRST_STEP = {"ctrl": ("pos_encoding",)}
 """Buffers that the first forward pass casts to the weights' dtype for good, by `model_type`: they are so from
 the start here."""

@@ -35,11 +35,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-import pynvml
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from autotune.catalogue import nvml
 from autotune.catalogue.installed import takes_lowest_address
 from autotune.memory.allocator import OVERSHOOT_BYTES, Replay
 from autotune.memory.replayer import replay
@@ -222,22 +222,19 @@ def _used_before_context_bytes(number: int) -> int | None:
     if has_context:
         return None
     try:
-        pynvml.nvmlInit()
-        try:
+        with nvml.opened() as pynvml:
             # torch's reading of CUDA_VISIBLE_DEVICES, which needs no context.
             handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda._get_nvml_device_index(number))
-            if _is_split(handle):
+            if _is_split(pynvml, handle):
                 return None  # What all slices hold says nothing of the one that CUDA shows.
             # Version 2 leaves out what the driver keeps for itself, as CUDA's total does.
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
             return int(memory.used)
-        finally:
-            pynvml.nvmlShutdown()
-    except (RuntimeError, pynvml.NVMLError):
+    except (RuntimeError, nvml.NoCard):
         return None
 
 
-def _is_split(handle: Any) -> bool:
+def _is_split(pynvml: Any, handle: Any) -> bool:
     """Whether the card is split into slices (MIG)."""
     try:
         current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
