@@ -59,11 +59,7 @@ def show(*, study: str, storage: str, as_json: bool) -> None:
         commands = {"report": report, "export": export}
         draw_stored(answer, counts, place=place, commands=commands, file=sys.stdout)
         return
-    details: dict[str, Any] = {
-        "study": study,
-        "command": answer.command,
-        "made_at": answer.made_at.isoformat(),
-    }
+    details: dict[str, Any] = {"study": study, "command": answer.command, "made_at": answer.made_at}
     print_json({**details, "versions": answer.versions, "trials": counts, "result": answer.result})
 
 

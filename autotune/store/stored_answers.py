@@ -54,13 +54,13 @@ class StoredAnswer:
     """Versions of the libraries that were installed then."""
     details: Details
     """Details for a report."""
-    made_at: datetime.datetime
-    """Time of the answer, in UTC."""
+    made_at: str
+    """Time of the answer in UTC, such as 2026-11-29T18:30:05+00:00."""
 
     @property
     def made(self) -> str:
         """Time of the answer in words."""
-        return f"{self.made_at:%Y-%m-%d %H:%M} UTC"
+        return f"{self.made_at[:16].replace('T', ' ')} UTC"
 
     @property
     def result(self) -> dict[str, Any]:
@@ -115,7 +115,6 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
     try:
         answer = answer_from_dict(result)
         details = json_records.read(Details, attributes.get(DETAILS), "details")
-        made_at = json_records.read_part(datetime.datetime, attributes.get(MADE_AT), MADE_AT)
     except ValueError as error:
         raise StorageError(
             f'The answer of the study "{name}" cannot be read',
@@ -129,7 +128,7 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
         command=str(attributes.get(COMMAND, "")),
         versions=dict(attributes.get(VERSIONS, {})),
         details=details,
-        made_at=made_at,
+        made_at=str(attributes.get(MADE_AT, "")),
     )
 
 

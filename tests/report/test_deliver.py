@@ -72,7 +72,7 @@ def test_a_page_is_written_beside_the_files(url: str, tmp_path: Path) -> None:
     assert stored.files == tuple(delivered.result["files"])
     written = json.loads((tmp_path / "s" / "result.json").read_text(encoding="utf-8"))
     assert written["versions"] == stored.versions == delivered.result["versions"]
-    age = datetime.now(UTC) - stored.made_at
+    age = datetime.now(UTC) - datetime.fromisoformat(stored.made_at)
     assert timedelta() <= age < timedelta(minutes=5)
     assert f"<dd>{stored.made}</dd>" in delivered.report.read_text(encoding="utf-8")
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", stored.made)

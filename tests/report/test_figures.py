@@ -35,7 +35,7 @@ ANSWER = StoredAnswer(
     command="",
     versions={},
     details=answers.details(),
-    made_at=answers.MADE_AT,
+    made_at="2026-11-29T18:30:05+00:00",
 )
 
 

@@ -172,18 +172,6 @@ def test_what_is_not_there_or_not_ours_is_refused(url: str, main: Main, command:
     assert len(optuna.load_study(study_name="strange", storage=unpooled(url)).trials) == 3
 
 
-@pytest.mark.parametrize("name", [stored_answers.DETAILS, stored_answers.MADE_AT])
-def test_an_answer_without_a_part_is_refused_with_its_command(
-    url: str, main: Main, name: str
-) -> None:
-    store(url, "one", answer=answers.answer())
-    optuna.load_study(study_name="one", storage=unpooled(url)).set_user_attr(name, None)
-    code, _, err = main("show", "one")
-    assert (code, err.count("\n")) == (6, 1)
-    assert f"cannot be read. {name}" in err
-    assert "Run its command again: autotune find -x" in err
-
-
 def test_an_answer_that_cannot_be_read_does_not_hide_the_others(url: str, main: Main) -> None:
     store(url, "one", answer=answers.answer())
     store(url, "broken")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from autotune.search.predict_best import Prediction
 from autotune.space.config import TrainConfig, Workload
 
 BUDGET_BYTES = 12 * 10**9
-MADE_AT = datetime.datetime(2026, 11, 29, 18, 30, 5, tzinfo=datetime.UTC)
 
 CONFIG = TrainConfig(
     method="full",
