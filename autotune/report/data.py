@@ -77,12 +77,13 @@ class ReportData:
 
     def to_dict(self) -> dict[str, object]:
         """The object of `autotune report --format json`."""
+        details = self.stored.details
         return {
             "study": self.stored.study,
             "command": self.stored.command,
             "versions": self.stored.versions,
             "result": self.stored.result,
-            "details": json_records.plain(self.stored.details),
+            "details": None if details is None else json_records.plain(details),
             "trials": [dataclasses.asdict(row) for row in self.trials],
         }
 
@@ -142,16 +143,16 @@ def _row(trial: FrozenTrial, stored: StoredAnswer) -> TrialRow:
 
 def _predicted(attributes: Mapping[str, Any], budget_bytes: int) -> dict[str, Any]:
     peak_bytes = attributes["peak_device_bytes"]
-    excess_bytes = peak_bytes - attributes[PAGED_IN] - budget_bytes
+    excess_bytes = peak_bytes - attributes.get(PAGED_IN, 0) - budget_bytes
     reason = f"{format_bytes(excess_bytes)} over the budget" if excess_bytes > 0 else ""
-    if not reason and attributes[OVER_BUDGET] > 0:
+    if not reason and attributes.get(OVER_BUDGET, 0) > 0:
         reason = "leaves too little room"
     return {
         "evidence": "predicted",
         "outcome": DOES_NOT_FIT if reason else FITS,
         "tokens_per_second": attributes["tokens_per_second"],
         "peak_device_bytes": peak_bytes,
-        "paged_in_bytes": attributes[PAGED_IN],
+        "paged_in_bytes": attributes.get(PAGED_IN, 0),
         "reason": reason,
     }
 

@@ -205,7 +205,7 @@ def bars(data: ReportData) -> tuple[Bar, ...]:
     label = sentence(answer.base_name)
     if answer.baseline is not None:
         drawn.append(_bar(label, answer.baseline, None if found is None else found.baseline))
-    elif details.base is not None and details.path:
+    elif details is not None and details.base is not None and details.path:
         base, total_bytes = details.base, details.path[0].peak_device_bytes
         alive = {name: row[base.peak_point] for name, row in base.bytes_by_category.items()}
         parts = (
@@ -266,6 +266,8 @@ def settings(answer: Answer) -> list[tuple[str, str, str]]:
 def path_rows(data: ReportData) -> tuple[PathRow, ...]:
     """The way from the base to the answer; empty where it is not known."""
     answer, details = data.stored.answer, data.stored.details
+    if details is None:
+        return ()
     budget_bytes, limit_bytes = (
         answer.workload.memory_budget_bytes,
         answer.workload.host_memory_bytes,
@@ -352,7 +354,7 @@ def provenance(data: ReportData) -> list[tuple[str, str]]:
     rows = [
         ("command", stored.command or "not known"),
         ("study", stored.study),
-        ("made", stored.made),
+        *([("made", stored.made)] if stored.made else []),
         ("model", workload.model),
         ("card", f"{answer.gpu}, {answer.gpu_reason}"),
         ("budget", words.exact_size(workload.memory_budget_bytes)),

@@ -44,19 +44,18 @@ def unit_of(data: ReportData) -> Unit:
 def all_figures(data: ReportData) -> dict[str, Figure]:
     """All charts of a report by the name of their place in the page; one with nothing to draw is left out."""
     details = data.stored.details
-    budget_bytes = data.stored.answer.workload.memory_budget_bytes
-    lines = [line for line in (details.answer, details.base) if line is not None]
-    top_bytes = max(line.at(line.peak_point) for line in lines)
-    # A budget far above would leave the areas flat.
-    if budget_bytes < 3 * top_bytes:
-        top_bytes = max(top_bytes, budget_bytes)
-    unit = unit_of(data)
-    figures = {
-        "speed-memory": speed_against_memory(data),
-        "timeline-answer": memory_over_step(details.answer, budget_bytes, top_bytes, unit),
-    }
-    if details.base is not None and len(details.path) > 1:
-        figures["timeline-base"] = memory_over_step(details.base, budget_bytes, top_bytes, unit)
+    figures = {"speed-memory": speed_against_memory(data)}
+    if details is not None:
+        budget_bytes = data.stored.answer.workload.memory_budget_bytes
+        lines = [line for line in (details.answer, details.base) if line is not None]
+        top_bytes = max(line.at(line.peak_point) for line in lines)
+        # A budget far above would leave the areas flat.
+        if budget_bytes < 3 * top_bytes:
+            top_bytes = max(top_bytes, budget_bytes)
+        unit = unit_of(data)
+        figures["timeline-answer"] = memory_over_step(details.answer, budget_bytes, top_bytes, unit)
+        if details.base is not None and len(details.path) > 1:
+            figures["timeline-base"] = memory_over_step(details.base, budget_bytes, top_bytes, unit)
     compared = [
         index
         for index, row in enumerate(data.trials)
@@ -124,7 +123,7 @@ def speed_against_memory(data: ReportData) -> Figure:
     budget_bytes = answer.workload.memory_budget_bytes
     name_of_unit, unit_bytes = unit = unit_of(data)
     traces: list[Figure] = []
-    if details.priced:
+    if details is not None and details.priced:
         traces.append(
             _trace(
                 "markers",

@@ -57,7 +57,7 @@ def draw_stored(
     trials = "; ".join(trials_in_words(evidence, of) for evidence, of in counts.items() if of)
     rows = [
         ("command", printable(stored.command).replace(" ", words.GLUE) or "unknown"),
-        ("made", printable(stored.made)),
+        ("made", printable(stored.made) or "unknown"),
         ("trials", printable(trials) or "none"),
         ("versions", printable(versions) or "unknown"),
     ]

@@ -37,9 +37,9 @@ OVER_BUDGET = "over_budget_bytes"
 """User attribute of a trial with the value of its constraint: optuna-dashboard 0.21 shows no constraint that
 has a name."""
 PAGED_IN = "paged_in_bytes"
-"""User attribute of a trial: how much of its peak is paged state that finds room."""
+"""User attribute of a trial: how much of its peak is paged state that finds room; older trials have none."""
 SPACE = "space"
-"""User attribute of a trial: the name of the space whose search added it."""
+"""User attribute of a trial: the name of the space whose search added it; older trials have none."""
 
 
 def record_estimates(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from autotune.catalogue import installed
 from autotune.common import json_records
 from autotune.common.version import __version__
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import Answer, answer_from_dict, stored_record
+from autotune.records.answer import Answer, answer_from_dict
 from autotune.records.charts import Details
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.store.optuna_study import existing_storage, existing_study, is_ours
@@ -52,45 +51,20 @@ class StoredAnswer:
     """The command that made the answer."""
     versions: dict[str, str]
     """Versions of the libraries that were installed then."""
-    details: Details
-    """Details for a report."""
-    made_at: str
-    """Time of the answer in UTC, such as 2026-11-29T18:30:05+00:00."""
+    details: Details | None = None
+    """Details for a report; None where an older autotune made the answer."""
+    made_at: str = ""
+    """Time of the answer in UTC, such as 2026-11-29T18:30:05+00:00; empty where it is not known."""
 
     @property
     def made(self) -> str:
-        """Time of the answer in words."""
-        return f"{self.made_at[:16].replace('T', ' ')} UTC"
+        """Time of the answer in words; empty where it is not known."""
+        return f"{self.made_at[:16].replace('T', ' ')} UTC" if self.made_at else ""
 
     @property
     def result(self) -> dict[str, Any]:
         """The object of `find --json`."""
         return {**self.answer.to_dict(), "versions": self.versions, "files": list(self.files)}
-
-
-def keep(
-    study: optuna.Study,
-    answer: Answer,
-    details: Details,
-    *,
-    files: Sequence[str] = (),
-    command: str = "",
-) -> None:
-    """Keep an answer in its study, in place of an earlier one: the answer itself comes last.
-
-    A study may have been begun by another command: that of its latest answer takes its place.
-    """
-    now = datetime.datetime.now(datetime.UTC)
-    attributes = {
-        FILES: list(files),
-        DETAILS: json_records.plain(details),
-        COMMAND: command,
-        VERSIONS: library_versions(),
-        MADE_AT: now.isoformat(timespec="seconds"),
-        RESULT: stored_record(answer),
-    }
-    for name, value in attributes.items():
-        study.set_user_attr(name, value)
 
 
 def load(url: str, name: str) -> StoredAnswer:
@@ -109,12 +83,13 @@ def answer_of(study: optuna.Study) -> StoredAnswer:
     if result is None:
         raise ConfigError(
             f'The study "{name}" holds no answer',
-            why="The search that made it has not ended",
+            why="The search that made it has not ended, or an older autotune made it",
             remedy=f"Run its command again: {attributes.get(COMMAND) or 'autotune find'}",
         )
     try:
         answer = answer_from_dict(result)
-        details = json_records.read(Details, attributes.get(DETAILS), "details")
+        stored = attributes.get(DETAILS)
+        details = None if stored is None else json_records.read(Details, stored, "details")
     except ValueError as error:
         raise StorageError(
             f'The answer of the study "{name}" cannot be read',

@@ -160,7 +160,7 @@ def test_a_study_keeps_its_answer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no answer.*autotune find --model X"):
         stored_answers.load(url, "one")
     with existing_study(url, "one") as study:
-        stored_answers.keep(study, answer, answers.details(), command="autotune find --model X")
+        study.set_user_attr(stored_answers.RESULT, stored_record(answer))
     stored = stored_answers.load(url, "one")
     assert stored.answer == answer
     assert stored.command == "autotune find --model X"

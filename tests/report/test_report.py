@@ -21,7 +21,7 @@ from autotune.common import json_records
 from autotune.common.units import GIB
 from autotune.errors import ConfigError, StorageError
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import Answer
+from autotune.records.answer import Answer, stored_record
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.report import data, facts, files, markdown, words
@@ -63,7 +63,6 @@ def stored_of(**changed: Any) -> stored_answers.StoredAnswer:
         "command": "autotune find --model Qwen/Qwen2.5-1.5B --gpu-mem 12GB",
         "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
         "details": answers.details(),
-        "made_at": "2026-11-29T18:30:05+00:00",
     }
     return stored_answers.StoredAnswer(**values | own)
 
@@ -192,8 +191,6 @@ def test_a_trial_with_a_figure_of_a_wrong_type_cannot_be_read(name: str, wrong: 
         trial.set_user_attr("config", answers.CONFIG.to_dict())
         trial.set_user_attr("tokens_per_second", 5.0)
         trial.set_user_attr("peak_device_bytes", 5)
-        trial.set_user_attr(predicted_trials.PAGED_IN, 0)
-        trial.set_user_attr(predicted_trials.OVER_BUDGET, 0)
         if value is not None:
             trial.set_user_attr(name, value)
     fits, unreadable = data.collect(stored_of(), study.get_trials(deepcopy=False)).trials
@@ -255,8 +252,9 @@ def test_the_parts_of_a_bar_add_up_to_its_total() -> None:
 
 
 def test_a_base_of_which_nothing_is_known_has_no_bar() -> None:
-    (only,) = facts.bars(predicted(baseline=None, details=answers.details(base=None)))
-    assert only.label == "The answer"
+    for details in (None, answers.details(base=None)):
+        (only,) = facts.bars(predicted(baseline=None, details=details))
+        assert only.label == "The answer"
 
 
 def test_the_way_to_the_answer_in_words() -> None:
@@ -421,6 +419,12 @@ def test_the_page_needs_nothing_else_and_lets_nothing_else_run() -> None:
     assert policy.count("sha256-") == 2
 
 
+def test_what_an_older_answer_lacks_is_said() -> None:
+    drawn = page.draw(predicted(details=None))
+    assert "Not kept by the autotune that made this answer." in drawn
+    assert "or an older autotune made this answer" in drawn
+
+
 def test_five_thousand_trials_are_drawn_in_time_and_size() -> None:
     study = in_memory()
     trial = optuna.trial.create_trial
@@ -454,7 +458,8 @@ def stored(tmp_path: Path) -> str:
         predicted_trials.record_estimates(
             study, [answers.estimate()], budget_bytes=answers.BUDGET_BYTES
         )
-        stored_answers.keep(study, found.answer, answers.details())
+        study.set_user_attr(stored_answers.RESULT, stored_record(found.answer))
+        study.set_user_attr(stored_answers.DETAILS, json_records.plain(answers.details()))
     return url
 
 

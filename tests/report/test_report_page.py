@@ -78,7 +78,6 @@ def record(name: str = NAME) -> ReportData:
         command=f"autotune find --model {name}",
         versions={},
         details=answers.details(base=answers.details().answer),
-        made_at="2026-11-29T18:30:05+00:00",
     )
     return ReportData(stored=found, trials=tuple(map(trial, range(NUM_TRIALS))))
 

@@ -20,7 +20,7 @@ from autotune import cli
 from autotune.common.version import __version__
 from autotune.errors import ConfigError, StorageError
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import Answer
+from autotune.records.answer import Answer, stored_record
 from autotune.records.estimate import Estimate
 from autotune.records.measurement import Measurement
 from autotune.space.config import Workload
@@ -78,9 +78,7 @@ def store(
             study.enqueue_trial({n: v for n, v in fixed.items() if v is not None})
             tell(study, study.ask(), measurement)
         if answer is not None:
-            stored_answers.keep(study, answer, answers.details(), command="autotune find -x")
-        if versions is not None:
-            study.set_user_attr(stored_answers.VERSIONS, versions)
+            study.set_user_attr(stored_answers.RESULT, stored_record(answer))
 
 
 def store_some(url: str) -> None:
@@ -188,7 +186,7 @@ def test_a_comparison_keeps_predicted_and_measured_apart(url: str, main: Main) -
     faster = answers.answer(best=answers.estimate(step_seconds=4.0), space="full")
     store(url, "one", answer=answers.answer(), versions={"torch": "2.13", "peft": "1"})
     store(url, "fast", answer=faster, versions={"torch": "2.14", "peft": "1"})
-    store(url, "two", answer=measured_summary(), versions={})
+    store(url, "two", answer=measured_summary())
     record = json.loads(main("compare", "one", "fast", "two", "--json")[1])
     assert record["studies"] == ["one", "fast", "two"]
     assert record["question"] == {
@@ -238,7 +236,7 @@ def test_an_answer_comes_with_its_trials(url: str) -> None:
         stored_answers.load_with_trials(url, HOSTILE)
     stored, trials = stored_answers.load_with_trials(url, "two")
     assert stored == stored_answers.load(url, "two")
-    assert stored.details == answers.details()
+    assert stored.details is None
     assert [trial.number for trial in trials] == [0, 1]
     assert stored_answers.count_trials(url, "one") == {
         "predicted": {"complete": 1, "pruned": 1},
