@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotune.common import json_records
 from autotune.errors import AutotuneError, ConfigError, StorageError
-from autotune.records.answer import stored_record
 from autotune.report import html
 from autotune.report.answer_files import AnswerFiles
 from autotune.report.data import collect
@@ -126,14 +124,7 @@ def _record(
                 host_memory_bytes=answer.workload.host_memory_bytes,
                 space=answer.space,
             )
-        opened.set_user_attr(stored_answers.RESULT, stored_record(answer))
-        opened.set_user_attr(stored_answers.FILES, result["files"])
-        opened.set_user_attr(stored_answers.DETAILS, json_records.plain(finding.details))
-        # A study may have been begun by another command: its latest answer is this one's.
-        opened.set_user_attr(stored_answers.COMMAND, command)
-        opened.set_user_attr(stored_answers.VERSIONS, stored_answers.library_versions())
-        now = datetime.datetime.now(datetime.UTC)
-        opened.set_user_attr(stored_answers.MADE_AT, now.isoformat(timespec="seconds"))
+        stored_answers.keep(opened, answer, finding.details, files=result["files"], command=command)
         trials = stored_answers.trials_of(opened) if draws else []
         if not 0 < len(trials) <= MAX_TRIALS_OF_PAGE:
             return None

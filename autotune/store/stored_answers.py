@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from autotune.catalogue import installed
 from autotune.common import json_records
 from autotune.common.version import __version__
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import Answer, answer_from_dict
+from autotune.records.answer import Answer, answer_from_dict, stored_record
 from autotune.records.charts import Details
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.store.optuna_study import existing_storage, existing_study, is_ours
@@ -65,6 +66,31 @@ class StoredAnswer:
     def result(self) -> dict[str, Any]:
         """The object of `find --json`."""
         return {**self.answer.to_dict(), "versions": self.versions, "files": list(self.files)}
+
+
+def keep(
+    study: optuna.Study,
+    answer: Answer,
+    details: Details,
+    *,
+    files: Sequence[str] = (),
+    command: str = "",
+) -> None:
+    """Keep an answer in its study, in place of an earlier one: the answer itself comes last.
+
+    A study may have been begun by another command: that of its latest answer takes its place.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    attributes = {
+        FILES: list(files),
+        DETAILS: json_records.plain(details),
+        COMMAND: command,
+        VERSIONS: library_versions(),
+        MADE_AT: now.isoformat(timespec="seconds"),
+        RESULT: stored_record(answer),
+    }
+    for name, value in attributes.items():
+        study.set_user_attr(name, value)
 
 
 def load(url: str, name: str) -> StoredAnswer:

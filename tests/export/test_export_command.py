@@ -13,7 +13,6 @@ import yaml
 
 from autotune import cli, export
 from autotune.export.train_config import read_train_config
-from autotune.records.answer import stored_record
 from autotune.space.config import TrainConfig
 from autotune.store import database, optuna_study, stored_answers
 
@@ -27,7 +26,7 @@ Export = Callable[..., tuple[int, str, str]]
 def save(url: str, name: str, config: TrainConfig = answers.CONFIG) -> None:
     answer = answers.answer(best=answers.estimate(config))
     with optuna_study.open_study(url, name, workload=answer.workload, gpu=answer.gpu) as study:
-        study.set_user_attr(stored_answers.RESULT, json.loads(json.dumps(stored_record(answer))))
+        stored_answers.keep(study, answer, answers.details())
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import answers
 import pytest
 
 from autotune.probe.tell_optuna import tell
-from autotune.records.answer import stored_record
 from autotune.store import stored_answers
 from autotune.store.optuna_study import open_study
 from autotune.store.predicted_trials import OVER_BUDGET, parameter_distributions, record_estimates
@@ -36,7 +35,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
     with open_study(url, "predicted", **named) as study:
         fits, too_large = answers.estimate(), answers.estimate(answers.BASE, device_gib=13.0)
         record_estimates(study, (fits, too_large), budget_bytes=answers.BUDGET_BYTES)
-        study.set_user_attr(stored_answers.RESULT, stored_record(answer))
+        stored_answers.keep(study, answer, answers.details())
     with open_study(url, "measured", **named) as study:
         for measurement in (
             answers.measurement(),

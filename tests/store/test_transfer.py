@@ -19,7 +19,6 @@ from test_recommendations import recommendation
 
 from autotune import cli
 from autotune.errors import ConfigError, StorageError
-from autotune.records.answer import stored_record
 from autotune.space.config import TrainConfig
 from autotune.store import optuna_study, stored_answers
 from autotune.store.optuna_study import open_study
@@ -47,7 +46,7 @@ def fill(url: str) -> None:
         ) as study:
             estimates = (answers.estimate(), answers.estimate(answers.BASE, device_gib=13.0))
             record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-            study.set_user_attr(stored_answers.RESULT, stored_record(answers.answer()))
+            stored_answers.keep(study, answers.answer(), answers.details())
     with open_study(url, "one", workload=answers.WORKLOAD, gpu="g") as study:
         trial = study.ask()
         trial.report(3.5, 1)

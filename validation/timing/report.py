@@ -16,7 +16,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from autotune.common import json_records
 from autotune.store import optuna_study, predicted_trials, stored_answers
 from tests.support import answers
 from validation.timing.commands import environment
@@ -37,8 +36,7 @@ def make(url: str, num_trials: int) -> None:
     ]
     with optuna_study.open_study(url, NAME, workload=answer.workload, gpu=answer.gpu) as study:
         predicted_trials.record_estimates(study, estimates, budget_bytes=answers.BUDGET_BYTES)
-        study.set_user_attr(stored_answers.RESULT, {**answer.to_dict(), "files": []})
-        study.set_user_attr(stored_answers.DETAILS, json_records.plain(answers.details()))
+        stored_answers.keep(study, answer, answers.details())
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from autotune.store.probe_key import ProbeKey, columns_of, probe_key
 from autotune.store.probe_table import ProbeTable
 from autotune.store.recommendations import Recommendation, RecommendationTable, row_of
 from autotune.store.upgrade import open_engine
-from tests.support.answers import answer
+from tests.support.answers import answer, details
 
 NUM_MODELS = 40
 NUM_STUDIES = 200
@@ -144,17 +144,11 @@ def fill(url: str, num_probes: int) -> int:
             )
         with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
             connection.exec_driver_sql("ANALYZE")
-    answer = made_up_answer()
     for number in range(NUM_STUDIES):
         workload = Workload(model=f"model-{number}", memory_budget_bytes=12 * 10**9)
         with open_study(url, f"study-{number}", workload=workload, gpu="a100") as study:
-            study.set_user_attr(stored_answers.RESULT, answer)
+            stored_answers.keep(study, answer(), details())
     return count + len(page)
-
-
-def made_up_answer() -> dict[str, Any]:
-    """The object of `find --json`, as the tests have it."""
-    return answer().to_dict()
 
 
 def recommendation(number: int) -> Recommendation:
