@@ -25,6 +25,9 @@ QLORA = dataclasses.replace(LORA, method="qlora", quantization="nf4")
 WHOLE_BATCH = dataclasses.replace(FULL, micro_batch_size=32, gradient_accumulation_steps=1)
 EMBEDS = dataclasses.replace(WHOLE_BATCH, trainer="sentence-transformers", batching="padded")
 ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4)
+SFT_ON_TWO = dataclasses.replace(
+    ON_TWO, method="lora", lora_rank=16, lora_targets="all-linear", trainer="trl-sft"
+)
 SPLIT = dataclasses.replace(
     FULL, parallelism="tp", num_gpus=2, optimizer="adamw_torch", gradient_accumulation_steps=8
 )
@@ -533,6 +536,10 @@ BREAKERS = {
     "ring-needs-even-stretches": (dataclasses.replace(RING, sequence_length=1022), ADA),
     "ring-needs-packed-causal-lm": (dataclasses.replace(RING, batching="padded"), ADA),
     "ring-needs-tried-settings": (dataclasses.replace(RING, neftune_noise_alpha=5.0), ADA),
+    "offloaded-head-is-gathered-by-fsdp2": (
+        dataclasses.replace(SFT_ON_TWO, parallelism="fsdp2-offload"),
+        ADA,
+    ),
     "splitting-needs-float-weights": (
         dataclasses.replace(
             SPLIT, method="qlora", lora_rank=8, lora_targets="q_proj", quantization="nf4"
@@ -1063,6 +1070,13 @@ BORDERS: dict[str, list[dict[str, Any] | Context]] = {
         {"parallelism": "ddp"},
     ],
     "bf16-replaces-fp16": [ADA, UNKNOWN, {"precision": "bf16-mixed"}],
+    "offloaded-head-is-gathered-by-fsdp2": [
+        {"parallelism": "fsdp2"},
+        {"parallelism": "zero3-offload"},
+        {"method": "full"},
+        {"trainer": "transformers"},
+        {"trainer": "trl-reward"},
+    ],
 }
 """By rule the changes each of which alone mends what BREAKERS has for it."""
 

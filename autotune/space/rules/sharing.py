@@ -9,6 +9,7 @@ from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import ON_ONE_GPU_TOO, PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.rules.rule import Rule, names_of
+from autotune.space.trainers import TRAINERS
 
 
 def _shards_its_codes(config: TrainConfig) -> bool:
@@ -147,6 +148,18 @@ RULES: tuple[Rule, ...] = (
         "plans of checkpointing, offloading, noise, an emptied cache and torch.compile were not",
         breaks=lambda c, _: (
             _splits_sequences(c) and (_is_untried(c) or c.has_plan or c.is_compiled)
+        ),
+    ),
+    Rule(
+        # trl 1.16 trainer/utils.py, add_fused_lm_head; a run ends in "Tensors must be CUDA and dense".
+        name="offloaded-head-is-gathered-by-fsdp2",
+        reason="beside an adapter TRL gathers the head's weight itself, where embedding and head are two, "
+        "and NCCL cannot gather what FSDP2 offloads to the host: take fsdp2, or --trainer transformers",
+        breaks=lambda c, _: (
+            PARALLELISMS[c.parallelism].is_fsdp
+            and PARALLELISMS[c.parallelism].offload
+            and c.method != "full"
+            and TRAINERS[c.trainer].head_makes_loss
         ),
     ),
     Rule(
