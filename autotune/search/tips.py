@@ -13,6 +13,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CAUSAL
 from autotune.records.answer import Tip
 from autotune.records.estimate import Estimate
+from autotune.space.compilation import why_not_predicted
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.rules import Context, broken_rules
@@ -108,7 +109,10 @@ _CANDIDATES = (
     _Candidate(
         tip=Tip.COMPILE,
         changes={"torch_compile": "default"},
-        pays=lambda best, _: best.bound in ("memory bandwidth", "launch"),
+        pays=lambda best, _: (
+            best.bound in ("memory bandwidth", "launch")
+            and not why_not_predicted(dataclasses.replace(best.config, torch_compile="default"))
+        ),
     ),
 )
 """Tips in the order of what they save, most first."""

@@ -129,6 +129,12 @@ def test_segments_that_grow_and_torch_compile() -> None:
     assert tip_of(spending(idle=0.2), spare_bytes=3 * GIB) is None, "memory is not short"
     assert tip_of(spending(bound="launch")) is Tip.COMPILE
     assert tip_of(spending(bound="memory bandwidth"), torch_compile=("default",)) is None
+    half = answers.CONFIG.gradient_accumulation_steps // 2
+    on_two = {"parallelism": "ddp", "num_gpus": 2, "gradient_accumulation_steps": half}
+    for unpredicted in (on_two, {"chunked_loss": True}):
+        assert tip_of(spending(bound="launch", **unpredicted)) is None, (
+            "--compile says nothing of it"
+        )
 
 
 def test_a_tenth_of_the_peak_and_a_fifth_of_a_batch_are_worth_a_tip() -> None:
