@@ -32,6 +32,7 @@ from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import Update
 from autotune.predict.priced_updates import PricedUpdates
 from autotune.predict.replays import Replayable, Replays, name_of
+from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.step_times import StepSeconds, StepTimes
 from autotune.predict.steps import Steps, first_steps
@@ -111,6 +112,38 @@ class Estimator:
         other = copy.copy(self)
         other.memory_budget_bytes = memory_budget_bytes
         return other
+
+    def on_fewer_gpus(self, config: TrainConfig, num_gpus: int) -> Estimate | None:
+        """A DDP run with as many samples a step on fewer GPUs; None where it does not fit.
+
+        Where one micro-batch was a GPU's step and no other was traced, its trace stands for those of several.
+        """
+        fewer = dataclasses.replace(
+            config,
+            num_gpus=num_gpus,
+            parallelism="none" if num_gpus == 1 else config.parallelism,
+            gradient_accumulation_steps=config.gradient_accumulation_steps
+            * (config.num_gpus // num_gpus),
+        )
+        spec = TraceSpec.of(fewer)
+        of_several = dataclasses.replace(spec, parallelism=config.parallelism)
+        shared = self._traces.get(of_several) or self._traces[TraceSpec.of(config)]
+        assert isinstance(shared, SharedTrace)
+        trace: Trace | SharedTrace = shared.of_one
+        if num_gpus > 1:
+            on_card = self.gpu.backend == "cuda"
+            trace = RankTrace(shared.of_one, spec, num_gpus=num_gpus, on_card=on_card)
+        estimator = Estimator(
+            {spec: trace},
+            self.gpu,
+            memory_budget_bytes=self.memory_budget_bytes,
+            headroom=self.headroom,
+            host_memory_bytes=self.host_memory_bytes,
+            filling=self._filling,
+            host=self._host,
+            varied_share=self._varied_share,
+        )
+        return estimator.fitting(fewer)
 
     def room_for(self, config: TrainConfig) -> int:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""

@@ -386,7 +386,10 @@ def room(estimate: Estimate, budget_bytes: int, host_memory_bytes: int | None = 
     why = ""
     if tight and vary(estimate.config.batching):
         why = f"; batches of varied lengths may need {VARIED_SHARE:.0%} more".replace("%", " %")
-    return f"{tight}fits with {_odds(odds)}, {spare} to spare{why}"
+    paged = ""
+    if paged_bytes := estimate.paged_in_bytes:
+        paged = f", which {format_bytes(paged_bytes)} of paged state may take meanwhile"
+    return f"{tight}fits with {_odds(odds)}, {spare} to spare{paged}{why}"
 
 
 _SAME_ODDS = 1e-6
@@ -563,6 +566,7 @@ def notes(answer: Answer) -> list[str]:
     said = (
         paging(best, keeps_room=keeps_room, was_run=answer.measured is not None) if paged else "",
         screen(answer),
+        fewer_gpus(answer),
         *bounds(best),
         quantized_room(answer),
         compiled_room(answer),
@@ -627,6 +631,20 @@ def screen(answer: Answer) -> str:
     return (
         f"A screen on this card often takes more than the {format_bytes(spare_bytes)} to spare: with one, "
         "give --gpu-mem what nvidia-smi shows as free."
+    )
+
+
+def fewer_gpus(answer: Answer) -> str:
+    """A note where fewer of the GPUs are faster than all; else empty."""
+    best, fewer = answer.best, answer.fewer_gpus
+    if fewer is None:
+        return ""
+    count = fewer.config.num_gpus
+    are = "One of these GPUs is" if count == 1 else f"{count} of these GPUs are"
+    return (
+        f"{are} faster than all {best.config.num_gpus}, which send for most of a step: {speed(fewer)} in "
+        f"place of {speed(best)}. Give --num-gpus {count}, or a larger --effective-batch: a step sends as "
+        "much then."
     )
 
 

@@ -476,6 +476,7 @@ def find(
             candidates.at_most(chosen),
             fastest_now=candidates.fastest(candidates.at_most(chosen)),
         ),
+        fewer_gpus=beside.fewer_gpus(estimator, best),
         reaches_experts=beside.reaches_experts(best, model),
         tip=best_tip(
             best,

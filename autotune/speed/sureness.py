@@ -35,6 +35,8 @@ that the others give (studies/sureness, python -m validation.step_spread)."""
 Z_OF_80_PERCENT = 1.2816
 """Quantile of the normal distribution that 80 % lie within, both sides."""
 _NUM_DRAWS = 400
+_ALIKE = 1e-3
+"""Share to which parts of times are the same. [judgement] Other shapes, or a layer more, differ by more."""
 _DIGITS = 6
 """Decimal places to which parts of times are compared, as shares of the first time."""
 _SEED = 0
@@ -185,10 +187,10 @@ def odds_of(first: TimedWork, rivals: Sequence[TimedWork], *, tolerance: float) 
     common = draws.standard_normal((_NUM_DRAWS, 1, len(causes)))
     own = draws.standard_normal((len(times), _NUM_DRAWS, len(causes))).swapaxes(0, 1)
     for number in range(len(causes)):
-        _, firsts, which = np.unique(
-            both[:, number], axis=0, return_index=True, return_inverse=True
-        )
-        own[:, :, number] = own[:, firsts[which], number]
+        of_cause = both[:, number]
+        is_alike = np.isclose(of_cause[:, None], of_cause, rtol=_ALIKE, atol=0).all(axis=2)
+        firsts = is_alike.argmax(axis=1)
+        own[:, :, number] = own[:, firsts[firsts], number]
     off = math.sqrt(COMMON_SHARE) * common + math.sqrt(1 - COMMON_SHARE) * own
     slower = seconds + slow * np.maximum(off, 0) / Z_OF_80_PERCENT
     is_hidden = (slow > 0) & (off > 0)

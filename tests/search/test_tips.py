@@ -194,6 +194,31 @@ class Few:
         return self.prices[config][1]
 
 
+def test_fewer_gpus_are_named_where_sending_takes_most_of_a_step_and_they_are_faster() -> None:
+    """Eight take 8 s for a step."""
+    config = dataclasses.replace(answers.CONFIG, parallelism="ddp", num_gpus=8)
+
+    def named(sent_seconds: float, seconds: dict[int, float | None], **changed: Any) -> int | None:
+        def on_fewer_gpus(_: TrainConfig, count: int) -> Estimate | None:
+            steps = 8 // count * config.gradient_accumulation_steps
+            fewer = dataclasses.replace(config, num_gpus=count, gradient_accumulation_steps=steps)
+            takes = seconds[count]
+            return None if takes is None else answers.estimate(fewer, step_seconds=takes)
+
+        estimator: Any = SimpleNamespace(on_fewer_gpus=on_fewer_gpus)
+        best = answers.estimate(
+            dataclasses.replace(config, **changed), per_gpu=answers.shared(8, sent_seconds)
+        )
+        found = beside.fewer_gpus(estimator, best)
+        return None if found is None else found.config.num_gpus
+
+    assert named(4.1, {1: 8.0, 2: 4.0, 4: 6.0}) == 2
+    assert named(4.1, {1: None, 2: None, 4: 6.0}) == 4
+    assert named(3.9, {1: 8.0, 2: 4.0, 4: 6.0}) is None
+    assert named(4.1, {1: 8.0, 2: 4.0, 4: 6.0}, parallelism="fsdp2") is None
+    assert named(4.1, {1: None, 2: 8.0, 4: 7.9}) is None, "within the noise"
+
+
 OTHER = dataclasses.replace(
     answers.CONFIG, optimizer="adamw_torch", activation_checkpointing=0, precision="fp32"
 )
