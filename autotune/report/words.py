@@ -19,6 +19,7 @@ from autotune.space.headroom import COMPILED_SHARE, DEFAULT_ODDS, VARIED_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS
 from autotune.space.lengths import Lengths, vary
 from autotune.space.media import Media
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
@@ -509,6 +510,10 @@ def _outcome(change: Change, best: Estimate, workload: Workload) -> str:
     return f"{format_bytes(excess_bytes)} too much"
 
 
+_STEPS_OF_THE_RATE = ("adamw", "lion")
+"""Families of optimizers that move a weight by the learning rate, more or less, whatever its gradient is."""
+
+
 def rounding(answer: Answer) -> str:
     """Updates that bfloat16 weights lose, and the cost of keeping them; empty for weights of 32 bits."""
     best, safer = answer.best, answer.safer
@@ -516,7 +521,13 @@ def rounding(answer: Answer) -> str:
         return ""
     if not loses_small_updates(best.config):
         return f"bfloat16 weights: {best.config.optimizer} keeps the updates that plain rounding would lose."
-    said = "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding."
+    said = "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding"
+    rate, usual = answer.learning_rate, learning_rates.BY_METHOD[best.config.method].value
+    if rate < usual and OPTIMIZERS[best.config.optimizer].family in _STEPS_OF_THE_RATE:
+        said += (
+            f", which at a rate of {rate:g} is that of every weight above about {256 * rate:.2g}"
+        )
+    said += "."
     if safer is None:
         return said
     what = (

@@ -394,6 +394,14 @@ def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
         "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding. " in shown
     )
 
+    rate = dataclasses.replace(answers.WORKLOAD, extra_arguments='{"learning_rate": 5e-7}')
+    slow = answers.answer(workload=rate)
+    assert "rounding, which at a rate of 5e-07 is that of every weight above about 0.00013. " in (
+        one_line(drawn(slow))
+    )
+    plain = answers.estimate(dataclasses.replace(answers.CONFIG, optimizer="sgd"))
+    assert "lost to rounding." in words.rounding(dataclasses.replace(slow, best=plain))
+
     def with_safer(device_gib: float, **changed: Any) -> str:
         estimate = answers.estimate(mixed, device_gib=device_gib, step_seconds=16.0)
         safer = Change(
