@@ -578,6 +578,7 @@ def notes(answer: Answer) -> list[str]:
         paging(best, keeps_room=keeps_room, was_run=answer.measured is not None) if paged else "",
         screen(answer),
         fewer_gpus(answer),
+        over_pcie(answer),
         *bounds(best),
         quantized_room(answer),
         compiled_room(answer),
@@ -656,6 +657,28 @@ def fewer_gpus(answer: Answer) -> str:
         f"{are} faster than all {best.config.num_gpus}, which send for most of a step: {speed(fewer)} in "
         f"place of {speed(best)}. Give --num-gpus {count}, or a larger --effective-batch: a step sends as "
         "much then."
+    )
+
+
+_MUCH_SENDING = 0.25
+"""Share of a step that is sent from which the rate that it is sent at decides. [judgement]"""
+
+
+def over_pcie(answer: Answer) -> str:
+    """A note where the time rests on the one server whose PCIe was measured; else empty.
+
+    Source of what others reach: studies/kernels/LINKS.md.
+    """
+    share, seconds, known = answer.best.per_gpu, answer.best.step_seconds, gpus.of_name(answer.gpu)
+    if answer.measured is not None or share is None or not seconds or known is None:
+        return ""
+    sends = (share.communication_seconds or 0.0) / seconds >= _MUCH_SENDING
+    if not sends or share.num_gpus < 4 or known.interconnect != "PCIe":
+        return ""
+    return (
+        f"{share.num_gpus} GPUs are taken to send over PCIe as those of the one server that was measured. "
+        "Where cards reach each other directly it is 3 to 13 times as fast, and the answer may be another: "
+        "on the machine itself --backend cuda measures."
     )
 
 

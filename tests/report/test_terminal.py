@@ -960,6 +960,19 @@ def test_what_each_of_several_gpus_holds_is_told() -> None:
         f" {words.speed(fewer)} in place of {words.speed(faster.best)}. Give --num-gpus 2, or a larger "
         "--effective-batch: a step sends as much then."
     )
+    for card, sent_seconds, is_told in (
+        ("NVIDIA RTX 5090", 2.1, True),
+        ("NVIDIA RTX 5090", 1.9, False),
+        ("NVIDIA H200", 2.1, False),
+    ):
+        sends = answers.estimate(config, per_gpu=answers.shared(8, sent_seconds))
+        over = answers.answer(best=sends, gpu=card)
+        assert (
+            any(note.startswith("8 GPUs are taken to send over PCIe") for note in words.notes(over))
+            == is_told
+        )
+    on_two = answers.estimate(config, per_gpu=answers.shared(2, 4.0))
+    assert words.over_pcie(answers.answer(best=on_two, gpu="NVIDIA RTX 5090")) == ""
     alone = dataclasses.replace(fewer, config=answers.CONFIG)
     said = words.fewer_gpus(dataclasses.replace(faster, fewer_gpus=alone))
     assert said.startswith("One of these GPUs is faster than all 8")
