@@ -61,6 +61,7 @@ from autotune.space.search_space import (
     without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
+from autotune.space.tradeoffs import LEVEL
 from autotune.space.trainers import BY_TASK, TRAINERS
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
@@ -486,6 +487,7 @@ def find(
             chosen,
             gpu=gpu,
             memory_budget_bytes=workload.memory_budget_bytes,
+            of_classes=[e for name, e in best_by_class.items() if LEVEL[name] <= LEVEL[chosen]],
         ),
         counts=Counts(
             enumerated=points.num_enumerated + num_added,

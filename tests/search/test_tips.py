@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,7 @@ def tip_of(
     allow: str = "numerics",
     spare_bytes: int = 0,
     in_wsl: bool = False,
+    of_classes: Sequence[Estimate] = (),
     **offered: Any,
 ) -> Tip | None:
     model = dataclasses.replace(
@@ -63,7 +65,16 @@ def tip_of(
     space = dataclasses.replace(tiny_model.SPACE, methods=tuple(sections))
     budget_bytes = best.peak_device_bytes + spare_bytes
     gpu = dataclasses.replace(tiny_model.gpu(), in_wsl=in_wsl)
-    return best_tip(best, model, space, context, allow, gpu=gpu, memory_budget_bytes=budget_bytes)
+    return best_tip(
+        best,
+        model,
+        space,
+        context,
+        allow,
+        gpu=gpu,
+        memory_budget_bytes=budget_bytes,
+        of_classes=of_classes,
+    )
 
 
 def test_batches_of_like_lengths_where_much_is_padding() -> None:
@@ -132,9 +143,10 @@ def test_segments_that_grow_and_torch_compile() -> None:
     half = answers.CONFIG.gradient_accumulation_steps // 2
     on_two = {"parallelism": "ddp", "num_gpus": 2, "gradient_accumulation_steps": half}
     for unpredicted in (on_two, {"chunked_loss": True}):
-        assert tip_of(spending(bound="launch", **unpredicted)) is None, (
-            "--compile says nothing of it"
-        )
+        best = spending(bound="launch", **unpredicted)
+        assert tip_of(best) is None, "--compile says nothing of it"
+        # It compiles the best of the other classes, too.
+        assert tip_of(best, of_classes=[best, spending()]) is Tip.COMPILE
 
 
 def test_a_tenth_of_the_peak_and_a_fifth_of_a_batch_are_worth_a_tip() -> None:
