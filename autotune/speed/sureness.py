@@ -35,7 +35,7 @@ that the others give (studies/sureness, python -m validation.step_spread)."""
 Z_OF_80_PERCENT = 1.2816
 """Quantile of the normal distribution that 80 % lie within, both sides."""
 _NUM_DRAWS = 400
-_ALIKE = 1e-3
+_ALIKE = 5e-3
 """Share to which parts of times are the same. [judgement] Other shapes, or a layer more, differ by more."""
 _DIGITS = 6
 """Decimal places to which parts of times are compared, as shares of the first time."""
