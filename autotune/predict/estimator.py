@@ -39,7 +39,7 @@ from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
 from autotune.predict.vllm_generation import facts_of, served_of
 from autotune.records.charts import Timeline
-from autotune.records.estimate import Estimate, TraceSpec, specs_for
+from autotune.records.estimate import Estimate, TraceSpec, and_several, specs_for
 from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, VARIED_SHARE, Headroom
@@ -114,10 +114,7 @@ class Estimator:
         return other
 
     def on_fewer_gpus(self, config: TrainConfig, num_gpus: int) -> Estimate | None:
-        """A DDP run with as many samples a step on fewer GPUs; None where it does not fit.
-
-        Where one micro-batch was a GPU's step and no other was traced, its trace stands for those of several.
-        """
+        """A DDP run with as many samples a step on fewer GPUs; None where it does not fit."""
         fewer = dataclasses.replace(
             config,
             num_gpus=num_gpus,
@@ -125,16 +122,17 @@ class Estimator:
             gradient_accumulation_steps=config.gradient_accumulation_steps
             * (config.num_gpus // num_gpus),
         )
-        spec = TraceSpec.of(fewer)
-        of_several = dataclasses.replace(spec, parallelism=config.parallelism)
-        shared = self._traces.get(of_several) or self._traces[TraceSpec.of(config)]
-        assert isinstance(shared, SharedTrace)
-        trace: Trace | SharedTrace = shared.of_one
-        if num_gpus > 1:
-            on_card = self.gpu.backend == "cuda"
-            trace = RankTrace(shared.of_one, spec, num_gpus=num_gpus, on_card=on_card)
+        traces: dict[TraceSpec, Trace | SharedTrace] = {}
+        for of_all in and_several(TraceSpec.of(config)) & self._traces.keys():
+            shared = self._traces[of_all]
+            assert isinstance(shared, SharedTrace)
+            spec = dataclasses.replace(of_all, parallelism=fewer.parallelism)
+            traces[spec] = shared.of_one
+            if num_gpus > 1:
+                on_card = self.gpu.backend == "cuda"
+                traces[spec] = RankTrace(shared.of_one, spec, num_gpus=num_gpus, on_card=on_card)
         estimator = Estimator(
-            {spec: trace},
+            traces,
             self.gpu,
             memory_budget_bytes=self.memory_budget_bytes,
             headroom=self.headroom,

@@ -30,8 +30,9 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.zero_step import ZeroMicroStep
 from autotune.predict.tracing import shared_trace
-from autotune.records.estimate import TraceSpec
+from autotune.records.estimate import TraceSpec, and_several
 from autotune.space.config import TrainConfig
+from autotune.space.lengths import Filling
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.speed.links import Message
 
@@ -109,13 +110,19 @@ def test_fewer_gpus_are_priced_as_if_they_were_asked_for() -> None:
         num_gpus=4,
     )
 
+    def filling(config: TrainConfig) -> Filling:
+        return Filling(full_share=0.5, num_micro_batches=config.gradient_accumulation_steps)
+
     def estimator(config: TrainConfig, memory_budget_bytes: int = 10**9) -> Estimator:
         spec = TraceSpec.of(config)
         one = step(4)
         whole = config.num_gpus == 1
-        traces = {spec: one if whole else shared_trace(one, spec, num_gpus=config.num_gpus)}
+        traces = {
+            each: one if whole else shared_trace(one, each, num_gpus=config.num_gpus)
+            for each in and_several(spec)
+        }
         card = find_gpu("rtx-4090")
-        return Estimator(traces, card, memory_budget_bytes=memory_budget_bytes)
+        return Estimator(traces, card, memory_budget_bytes=memory_budget_bytes, filling=filling)
 
     for count, parallelism in ((1, "none"), (2, "ddp")):
         fewer = dataclasses.replace(
