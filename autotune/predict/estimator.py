@@ -32,13 +32,14 @@ from autotune.predict.kept_replays import KeptReplays
 from autotune.predict.optimizer_update import Update
 from autotune.predict.priced_updates import PricedUpdates
 from autotune.predict.replays import Replayable, Replays, name_of
+from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.step_times import StepSeconds, StepTimes
 from autotune.predict.steps import Steps, first_steps
 from autotune.predict.timeline import timeline_of
 from autotune.predict.vllm_generation import facts_of, served_of
 from autotune.records.charts import Timeline
-from autotune.records.estimate import Estimate, TraceSpec, specs_for
+from autotune.records.estimate import Estimate, TraceSpec, and_several, specs_for
 from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TrainConfig
 from autotune.space.headroom import NO_HEADROOM, VARIED_SHARE, Headroom
@@ -111,6 +112,36 @@ class Estimator:
         other = copy.copy(self)
         other.memory_budget_bytes = memory_budget_bytes
         return other
+
+    def on_fewer_gpus(self, config: TrainConfig, num_gpus: int) -> Estimate | None:
+        """A DDP run with as many samples a step on fewer GPUs; None where it does not fit."""
+        fewer = dataclasses.replace(
+            config,
+            num_gpus=num_gpus,
+            parallelism="none" if num_gpus == 1 else config.parallelism,
+            gradient_accumulation_steps=config.gradient_accumulation_steps
+            * (config.num_gpus // num_gpus),
+        )
+        traces: dict[TraceSpec, Trace | SharedTrace] = {}
+        for of_all in and_several(TraceSpec.of(config)) & self._traces.keys():
+            shared = self._traces[of_all]
+            assert isinstance(shared, SharedTrace)
+            spec = dataclasses.replace(of_all, parallelism=fewer.parallelism)
+            traces[spec] = shared.of_one
+            if num_gpus > 1:
+                on_card = self.gpu.backend == "cuda"
+                traces[spec] = RankTrace(shared.of_one, spec, num_gpus=num_gpus, on_card=on_card)
+        estimator = Estimator(
+            traces,
+            self.gpu,
+            memory_budget_bytes=self.memory_budget_bytes,
+            headroom=self.headroom,
+            host_memory_bytes=self.host_memory_bytes,
+            filling=self._filling,
+            host=self._host,
+            varied_share=self._varied_share,
+        )
+        return estimator.fitting(fewer)
 
     def room_for(self, config: TrainConfig) -> int:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""

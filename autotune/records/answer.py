@@ -275,6 +275,8 @@ class Answer:
     safer: Change | None = None
     """The fastest that keeps the small updates which the answer loses to rounding; where none fits, the one
     that needs least. None where none are lost."""
+    fewer_gpus: Estimate | None = None
+    """The answer on fewer GPUs, with as many samples a step, where that is faster."""
     tip: Tip | None = None
     reaches_experts: bool | None = None
     """Whether LoRA on all-linear trains a mixture's experts; None for other adapters and models."""
@@ -338,6 +340,7 @@ class Answer:
                 measured=None,
                 sureness=None,
                 tip=None,
+                fewer_gpus=None,
                 fallbacks=self.fallbacks[number:],
             )
             for number, fallback in enumerate(self.fallbacks, start=1)
@@ -394,6 +397,7 @@ class Answer:
                 for change in [*self.changes, *([self.more_memory] if self.more_memory else [])]
             ],
             "safer": None if self.safer is None else self.safer.to_dict(budget),
+            "fewer_gpus": None if self.fewer_gpus is None else self.fewer_gpus.to_dict(budget),
             "sureness": None
             if self.sureness is None
             else {

@@ -135,8 +135,6 @@ def _memory(answer: Answer) -> Tile:
     budget_bytes = answer.workload.memory_budget_bytes
     peak_bytes: int | None = best.resident_bytes
     note = words.room(best, budget_bytes)
-    if best.paged_in_bytes:
-        note += f", which {format_bytes(best.paged_in_bytes)} of paged state may take meanwhile"
     if found is not None:
         peak_bytes = found.final.peak_device_bytes
         at_full_length = found.final.full_length_device_bytes

@@ -19,6 +19,7 @@ from autotune.space.headroom import COMPILED_SHARE, DEFAULT_ODDS, VARIED_SHARE
 from autotune.space.knobs import KNOBS, METHOD_WORDS
 from autotune.space.lengths import Lengths, vary
 from autotune.space.media import Media
+from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
@@ -386,7 +387,10 @@ def room(estimate: Estimate, budget_bytes: int, host_memory_bytes: int | None = 
     why = ""
     if tight and vary(estimate.config.batching):
         why = f"; batches of varied lengths may need {VARIED_SHARE:.0%} more".replace("%", " %")
-    return f"{tight}fits with {_odds(odds)}, {spare} to spare{why}"
+    paged = ""
+    if paged_bytes := estimate.paged_in_bytes:
+        paged = f", which {format_bytes(paged_bytes)} of paged state may take meanwhile"
+    return f"{tight}fits with {_odds(odds)}, {spare} to spare{paged}{why}"
 
 
 _SAME_ODDS = 1e-6
@@ -506,6 +510,10 @@ def _outcome(change: Change, best: Estimate, workload: Workload) -> str:
     return f"{format_bytes(excess_bytes)} too much"
 
 
+_STEPS_OF_THE_RATE = ("adamw", "lion")
+"""Families of optimizers that move a weight by the learning rate, more or less, whatever its gradient is."""
+
+
 def rounding(answer: Answer) -> str:
     """Updates that bfloat16 weights lose, and the cost of keeping them; empty for weights of 32 bits."""
     best, safer = answer.best, answer.safer
@@ -513,7 +521,13 @@ def rounding(answer: Answer) -> str:
         return ""
     if not loses_small_updates(best.config):
         return f"bfloat16 weights: {best.config.optimizer} keeps the updates that plain rounding would lose."
-    said = "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding."
+    said = "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding"
+    rate, usual = answer.learning_rate, learning_rates.BY_METHOD[best.config.method].value
+    if rate < usual and OPTIMIZERS[best.config.optimizer].family in _STEPS_OF_THE_RATE:
+        said += (
+            f", which at a rate of {rate:g} is that of every weight above about {256 * rate:.2g}"
+        )
+    said += "."
     if safer is None:
         return said
     what = (
@@ -563,6 +577,8 @@ def notes(answer: Answer) -> list[str]:
     said = (
         paging(best, keeps_room=keeps_room, was_run=answer.measured is not None) if paged else "",
         screen(answer),
+        fewer_gpus(answer),
+        over_pcie(answer),
         *bounds(best),
         quantized_room(answer),
         compiled_room(answer),
@@ -627,6 +643,42 @@ def screen(answer: Answer) -> str:
     return (
         f"A screen on this card often takes more than the {format_bytes(spare_bytes)} to spare: with one, "
         "give --gpu-mem what nvidia-smi shows as free."
+    )
+
+
+def fewer_gpus(answer: Answer) -> str:
+    """A note where fewer of the GPUs are faster than all; else empty."""
+    best, fewer = answer.best, answer.fewer_gpus
+    if fewer is None:
+        return ""
+    count = fewer.config.num_gpus
+    are = "One of these GPUs is" if count == 1 else f"{count} of these GPUs are"
+    return (
+        f"{are} faster than all {best.config.num_gpus}, which send for most of a step: {speed(fewer)} in "
+        f"place of {speed(best)}. Give --num-gpus {count}, or a larger --effective-batch: a step sends as "
+        "much then."
+    )
+
+
+_MUCH_SENDING = 0.25
+"""Share of a step that is sent from which the rate that it is sent at decides. [judgement]"""
+
+
+def over_pcie(answer: Answer) -> str:
+    """A note where the time rests on the one server whose PCIe was measured; else empty.
+
+    Source of what others reach: studies/kernels/LINKS.md.
+    """
+    share, seconds, known = answer.best.per_gpu, answer.best.step_seconds, gpus.of_name(answer.gpu)
+    if answer.measured is not None or share is None or not seconds or known is None:
+        return ""
+    sends = (share.communication_seconds or 0.0) / seconds >= _MUCH_SENDING
+    if not sends or share.num_gpus < 4 or known.interconnect != "PCIe":
+        return ""
+    return (
+        f"{share.num_gpus} GPUs are taken to send over PCIe as those of the one server that was measured. "
+        "Where cards reach each other directly it is 3 to 13 times as fast, and the answer may be another: "
+        "on the machine itself --backend cuda measures."
     )
 
 

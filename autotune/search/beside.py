@@ -109,6 +109,24 @@ def safer(
     )
 
 
+def fewer_gpus(estimator: Estimator, best: Estimate) -> Estimate | None:
+    """The answer on fewer of its GPUs, with as many samples a step, where that is faster; else None.
+
+    Half of the GPUs have twice the work each: only what sends for more than half of its time may gain. Of
+    ways to share DDP alone is looked at: others may not fit into fewer.
+    """
+    config, share, seconds = best.config, best.per_gpu, best.step_seconds
+    if config.parallelism != "ddp" or share is None or seconds is None:
+        return None
+    if (share.communication_seconds or 0.0) < seconds / 2:
+        return None
+    counts = (n for n in range(1, config.num_gpus) if config.num_gpus % n == 0)
+    found = filter(None, (estimator.on_fewer_gpus(config, count) for count in counts))
+    fastest = max(found, key=speed_of, default=None)
+    is_faster = fastest is not None and speed_of(fastest) > speed_of(best) * (1 + NOISE)
+    return fastest if is_faster else None
+
+
 def more_memory(
     estimator: Estimator,
     configs: Iterable[TrainConfig],

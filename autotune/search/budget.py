@@ -34,7 +34,7 @@ from autotune.space.media import Media
 from autotune.space.precisions import PRECISIONS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.space_file import MAX_FILE_BYTES
-from autotune.space.trainers import EMBEDDERS, model_task, row_of
+from autotune.space.trainers import EMBEDDERS, TRAINERS, model_task, row_of, trainers_of
 from autotune.space.yaml_schema import parse_yaml, why_not_yaml
 
 
@@ -233,13 +233,25 @@ def check_shared_probes(backend: str, num_gpus: int, card: ChosenCard) -> None:
         )
 
 
-def shared_batch(effective_batch_size: int, num_gpus: int) -> int:
-    """The effective batch size, where GPUs can share it evenly. ConfigError where they cannot."""
+def shared_batch(effective_batch_size: int, num_gpus: int, task: str) -> int:
+    """The effective batch size, where GPUs can share it evenly, and each has enough for the task's trainer.
+
+    Raises ConfigError where they cannot.
+    """
     if effective_batch_size % num_gpus:
         raise ConfigError(
             f"{num_gpus} GPUs cannot share an effective batch of {effective_batch_size}",
             why="Every GPU has as many samples",
             remedy=f"Give --effective-batch {-(-effective_batch_size // num_gpus) * num_gpus}",
+        )
+    row = TRAINERS[trainers_of(task)[0]]
+    if effective_batch_size // num_gpus < row.least_micro_batch:
+        on_each = f" on each of {num_gpus} GPUs" if num_gpus > 1 else ""
+        raise ConfigError(
+            f"An effective batch of {effective_batch_size} is too small for {row.class_name}",
+            why="It compares each sample with the others of its micro-batch, which needs "
+            f"{row.least_micro_batch} at least{on_each}",
+            remedy=f"Give --effective-batch {row.least_micro_batch * num_gpus}",
         )
     return effective_batch_size
 

@@ -182,6 +182,7 @@ def with_measured(answer: Answer, measured: Measured, *, not_compiled: str = "")
         sureness=None,
         changes=(),
         more_memory=None,
+        fewer_gpus=None,
         reaches_experts=answer.reaches_experts
         if best.config.lora_targets == answer.best.config.lora_targets
         else None,

@@ -61,6 +61,7 @@ from autotune.space.search_space import (
     without_solve,
 )
 from autotune.space.space_changes import Changing, SpaceChange
+from autotune.space.tradeoffs import LEVEL
 from autotune.space.trainers import BY_TASK, TRAINERS
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
@@ -473,6 +474,7 @@ def find(
             candidates.at_most(chosen),
             fastest_now=candidates.fastest(candidates.at_most(chosen)),
         ),
+        fewer_gpus=beside.fewer_gpus(estimator, best),
         reaches_experts=beside.reaches_experts(best, model),
         tip=best_tip(
             best,
@@ -482,6 +484,7 @@ def find(
             chosen,
             gpu=gpu,
             memory_budget_bytes=workload.memory_budget_bytes,
+            of_classes=[e for name, e in best_by_class.items() if LEVEL[name] <= LEVEL[chosen]],
         ),
         counts=Counts(
             enumerated=points.num_enumerated + num_added,

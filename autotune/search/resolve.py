@@ -153,7 +153,7 @@ def resolve(
         length = budget.agreed("--seq-len", length, base.sequence_length)
         batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
     num_gpus = num_gpus or 1
-    batch = budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus)
+    batch = budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus, task)
     if question.space in space_file.names():
         why = f"an effective batch of {batch:,}"
         changing.to(with_divisors(changing.space, batch // num_gpus), why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.catalogue.tasks import CAUSAL
 from autotune.records.answer import Tip
 from autotune.records.estimate import Estimate
+from autotune.space.compilation import why_not_predicted
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.rules import Context, broken_rules
@@ -123,11 +124,17 @@ def best_tip(
     *,
     gpu: Gpu,
     memory_budget_bytes: int,
+    of_classes: Iterable[Estimate] = (),
 ) -> Tip | None:
     """Return what the answer should hear of; None where the space has it or it would not pay.
 
-    `space`: what was searched. `allow`: the highest trade-off class that is wanted.
+    `space`: what was searched. `allow`: the highest trade-off class that is wanted. `of_classes`: the best of
+    the classes that are wanted, which `--compile` would compile.
     """
+    can_compile = any(
+        not why_not_predicted(dataclasses.replace(each.config, torch_compile="default"))
+        for each in (best, *of_classes)
+    )
     offered = {
         (name, value)
         for section in space.methods
@@ -143,6 +150,7 @@ def best_tip(
             config != best.config
             and offered.isdisjoint({*candidate.changes.items(), *candidate.others})
             and candidate.pays(best, context)
+            and (can_compile or candidate.tip is not Tip.COMPILE)
             and (is_scarce or not candidate.saves_memory_alone)
             and not (gpu.in_wsl and config.expandable_segments)
             and candidate.model_has_it(model)

@@ -111,7 +111,7 @@ def specs_in_parts(best: Estimate | None, what: Tried) -> list[TraceSpec]:
 def _parted(
     candidates: Candidates, configs: Sequence[TrainConfig], estimator: Estimator, what: Tried
 ) -> list[TrainConfig]:
-    """Trace the best of each class with the loss in parts; return what can be priced."""
+    """Trace the best of each class, and of all, with the loss in parts; return what can be priced."""
     found: dict[TrainConfig, None] = {}
     for name in TRADEOFF_CLASSES:
         if what.allow is not None and LEVEL[name] > LEVEL[what.allow]:
@@ -133,6 +133,7 @@ def _parted(
         ]
         commons = set(map(_common, _nearest_to_fit(candidates, unfit, estimator)))
         alike += [config for config in unfit if _common(config) in commons]
+        alike += _of_further(candidates, parting, estimator) if name == TRADEOFF_CLASSES[-1] else []
         for config in alike:
             parted = dataclasses.replace(config, chunked_loss=True)
             is_allowed = what.allow is None or candidates.at_most(what.allow)(parted)
@@ -148,6 +149,18 @@ def _parted(
     except AutotuneError as error:
         _log.info("no loss in parts can be traced: %s", error)
     return [config for config in tried if estimator.supports(config)]
+
+
+def _of_further(
+    candidates: Candidates, parting: Sequence[TrainConfig], estimator: Estimator
+) -> list[TrainConfig]:
+    """Return what is like the fastest that gives up more, where a loss in parts may make that faster."""
+    bests = (candidates.best(candidates.exactly(name)) for name in TRADEOFF_CLASSES)
+    further = candidates.further(lambda _: True, *filter(None, bests))
+    if further is None or not parts_may_pay(further, parting, estimator):
+        return []
+    common = _common(further.config)
+    return [config for config in parting if _common(config) == common]
 
 
 def _would_be_chosen(

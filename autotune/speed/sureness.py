@@ -2,9 +2,9 @@
 
 A step's seconds are parted by cause (matmul, attention, host, ...). Each part is off by a factor whose
 logarithm is normal around 0. Of its variance a share is common to all configurations on one card, as its
-rate is taken wrongly for all of them; the rest is of the shapes of one configuration. So two
-configurations that spend their time alike are told apart by a small difference, and two that do not are
-not, however precise the digits are.
+rate is taken wrongly for all of them; the rest is of the shapes of one configuration, and of those that have
+the same part. So two configurations that spend their time alike are told apart by a small difference, and
+two that do not are not, however precise the digits are.
 
 The host is another matter: a GPU that is busy hides it, until it is slower than was thought. So what a slow
 host adds is worked out (`Part.slow_seconds`), and the interval reaches further up than down.
@@ -35,6 +35,8 @@ that the others give (studies/sureness, python -m validation.step_spread)."""
 Z_OF_80_PERCENT = 1.2816
 """Quantile of the normal distribution that 80 % lie within, both sides."""
 _NUM_DRAWS = 400
+_ALIKE = 5e-3
+"""Share to which parts of times are the same. [judgement] Other shapes, or a layer more, differ by more."""
 _DIGITS = 6
 """Decimal places to which parts of times are compared, as shares of the first time."""
 _SEED = 0
@@ -157,7 +159,9 @@ class Odds:
 def odds_of(first: TimedWork, rivals: Sequence[TimedWork], *, tolerance: float) -> Odds:
     """Odds that a time per work is the shortest but for a share of `tolerance`, 0 to 1.
 
-    Times that are alike in all parts are off alike: of several such rivals the first stands for all.
+    Parts that take as long per work are the same kernels, and off alike: two configurations that differ in
+    their optimizers alone have one error of matmul. Of rivals that are alike in all parts the first stands
+    for all.
     """
     times = [first, *rivals]
     causes = sorted({cause for timed in times for cause in timed.parts})
@@ -169,20 +173,21 @@ def odds_of(first: TimedWork, rivals: Sequence[TimedWork], *, tolerance: float) 
     work = np.array([timed.work for timed in times])[:, None]
     seconds, slow = seconds / work, slow / work
     seconds, slow = seconds / seconds[0].sum(), slow / seconds[0].sum()
-    both = np.concatenate([seconds, slow], axis=1).round(_DIGITS)
-    _, kept = np.unique(both, axis=0, return_index=True)
-    kept = np.union1d(kept, 0)
-    # The first's own likes have its time, so they are no rivals.
-    is_like_first = np.isclose(both[kept], both[0], rtol=0, atol=10.0**-_DIGITS).all(axis=1)
-    kept = kept[~is_like_first | (kept == 0)]
+    both = np.stack([seconds, slow], axis=-1).round(_DIGITS)
+    seconds, slow = both[:, :, 0], both[:, :, 1]
     draws = np.random.default_rng(_SEED)
     common = draws.standard_normal((_NUM_DRAWS, 1, len(causes)))
-    own = draws.standard_normal((_NUM_DRAWS, len(kept), len(causes)))
+    own = draws.standard_normal((len(times), _NUM_DRAWS, len(causes))).swapaxes(0, 1)
+    for number in range(len(causes)):
+        of_cause = both[:, number]
+        is_alike = np.isclose(of_cause[:, None], of_cause, rtol=_ALIKE, atol=0).all(axis=2)
+        firsts = is_alike.argmax(axis=1)
+        own[:, :, number] = own[:, firsts[firsts], number]
     off = math.sqrt(COMMON_SHARE) * common + math.sqrt(1 - COMMON_SHARE) * own
-    slower = seconds[kept] + slow[kept] * np.maximum(off, 0) / Z_OF_80_PERCENT
-    is_hidden = (slow[kept] > 0) & (off > 0)
-    drawn = np.where(is_hidden, slower, seconds[kept] * np.exp(spreads[kept] * off)).sum(axis=2)
+    slower = seconds + slow * np.maximum(off, 0) / Z_OF_80_PERCENT
+    is_hidden = (slow > 0) & (off > 0)
+    drawn = np.where(is_hidden, slower, seconds * np.exp(spreads * off)).sum(axis=2)
     is_first = drawn[:, 0] <= (1 + tolerance) * drawn.min(axis=1)
-    of_rivals = np.zeros(len(times))
-    of_rivals[kept] = np.bincount(drawn[~is_first].argmin(axis=1), minlength=len(kept)) / _NUM_DRAWS
+    beaten_by = drawn[~is_first].argmin(axis=1)
+    of_rivals = np.bincount(beaten_by, minlength=len(times)) / _NUM_DRAWS
     return Odds(of_first=float(is_first.mean()), of_rivals=of_rivals[1:])

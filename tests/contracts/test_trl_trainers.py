@@ -65,12 +65,12 @@ pytestmark = [
 LENGTH = 32
 
 
-def of(trainer: str, architecture: str = "llama", **more: Any) -> Case:
+def of(trainer: str, architecture: str = "llama", precision: str = "fp32", **more: Any) -> Case:
     return Case(
         architecture=architecture,
         task=TRAINERS[trainer].task,
         trainer=trainer,
-        precision="fp32",
+        precision=precision,
         batching="padded",
         **more,
     )
@@ -384,6 +384,15 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         real_bytes = peak_bytes(run.window((run.micro_steps[0][0], until)), sizes)
         tape = generation_of(trace, generating(case))
         assert 1 <= peak_bytes(tape.events, tape.sizes) / real_bytes < 1.05
+
+
+def test_completions_under_autocast_have_logits_of_the_last_token_alone() -> None:
+    """As accelerate's forward names logits_to_keep, which `generate` looks for."""
+    case = grpo(precision="bf16-mixed")
+    tape = generation_of(traced(case), generating(case))
+    of_a_token = 4 * case.micro_batch * case.config.vocab_size
+    assert of_a_token in tape.sizes
+    assert PROMPT * of_a_token not in tape.sizes
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "vLLM" in name])

@@ -25,9 +25,14 @@ from test_dealt_layers import (
     step,
 )
 
+from autotune.catalogue.gpus import find_gpu
+from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.rank_trace import RankTrace
 from autotune.predict.sharding.zero_step import ZeroMicroStep
 from autotune.predict.tracing import shared_trace
+from autotune.records.estimate import TraceSpec, and_several
+from autotune.space.config import TrainConfig
+from autotune.space.lengths import Filling
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.speed.links import Message
 
@@ -91,6 +96,44 @@ def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
         assert alive(part, "next")[-1] == LOSS
         assert len(part.categories) == len(part.sizes(1, 0)) == len(part.operations)
     assert found == gradients
+
+
+def test_fewer_gpus_are_priced_as_if_they_were_asked_for() -> None:
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_length=8,
+        precision="bf16-true",
+        optimizer="adamw_torch",
+        parallelism="ddp",
+        num_gpus=4,
+    )
+
+    def filling(config: TrainConfig) -> Filling:
+        return Filling(full_share=0.5, num_micro_batches=config.gradient_accumulation_steps)
+
+    def estimator(config: TrainConfig, memory_budget_bytes: int = 10**9) -> Estimator:
+        spec = TraceSpec.of(config)
+        one = step(4)
+        whole = config.num_gpus == 1
+        traces = {
+            each: one if whole else shared_trace(one, each, num_gpus=config.num_gpus)
+            for each in and_several(spec)
+        }
+        card = find_gpu("rtx-4090")
+        return Estimator(traces, card, memory_budget_bytes=memory_budget_bytes, filling=filling)
+
+    for count, parallelism in ((1, "none"), (2, "ddp")):
+        fewer = dataclasses.replace(
+            config,
+            num_gpus=count,
+            parallelism=parallelism,
+            gradient_accumulation_steps=4 // count,
+        )
+        expected = estimator(fewer).estimate(fewer)
+        assert estimator(config).on_fewer_gpus(config, count) == expected
+        assert estimator(config, 10**8).on_fewer_gpus(config, count) is None
 
 
 @pytest.mark.parametrize("events", ["again", "next"])

@@ -394,6 +394,14 @@ def test_updates_lost_to_rounding_are_said_with_what_keeps_them() -> None:
         "bfloat16 weights: an update below about 1/256 of its weight is lost to rounding. " in shown
     )
 
+    rate = dataclasses.replace(answers.WORKLOAD, extra_arguments='{"learning_rate": 5e-7}')
+    slow = answers.answer(workload=rate)
+    assert "rounding, which at a rate of 5e-07 is that of every weight above about 0.00013. " in (
+        one_line(drawn(slow))
+    )
+    plain = answers.estimate(dataclasses.replace(answers.CONFIG, optimizer="sgd"))
+    assert "lost to rounding." in words.rounding(dataclasses.replace(slow, best=plain))
+
     def with_safer(device_gib: float, **changed: Any) -> str:
         estimate = answers.estimate(mixed, device_gib=device_gib, step_seconds=16.0)
         safer = Change(
@@ -581,7 +589,8 @@ def test_paged_state_is_named() -> None:
     assert "memory 10.0 of 11.2 GiB" in shown
     assert re.search(r"numerics the answer [\d,]+ 10\.0 ", shown)
     assert class_rows(found)[1].resident_bytes == 10 * GIB
-    assert "fits with 99.9 %, 1.18 GiB to spare" in shown
+    may_be_taken = "1.18 GiB to spare, which 1.00 GiB of paged state may take meanwhile"
+    assert f"fits with 99.9 %, {may_be_taken}" in shown
 
 
 HOSTILE = "evil\n\x1b[31m[red]x[/red]\u202e\r" + "y" * 300
@@ -942,6 +951,31 @@ def test_what_each_of_several_gpus_holds_is_told() -> None:
     assert "host memory" not in shown
     assert "5.00 GiB a step: 250 ms of the step" in shown
     assert "per GPU" not in everything(answers.estimate())
+    config = dataclasses.replace(answers.CONFIG, num_gpus=8, parallelism="ddp")
+    fewer = answers.estimate(dataclasses.replace(config, num_gpus=2), step_seconds=1.0)
+    faster = answers.answer(best=answers.estimate(config), fewer_gpus=fewer)
+    (note,) = (note for note in words.notes(faster) if "GPU" in note)
+    assert note.startswith("2 of these GPUs are faster than all 8, which send for most of a step: ")
+    assert note.endswith(
+        f" {words.speed(fewer)} in place of {words.speed(faster.best)}. Give --num-gpus 2, or a larger "
+        "--effective-batch: a step sends as much then."
+    )
+    for card, sent_seconds, is_told in (
+        ("NVIDIA RTX 5090", 2.1, True),
+        ("NVIDIA RTX 5090", 1.9, False),
+        ("NVIDIA H200", 2.1, False),
+    ):
+        sends = answers.estimate(config, per_gpu=answers.shared(8, sent_seconds))
+        over = answers.answer(best=sends, gpu=card)
+        assert (
+            any(note.startswith("8 GPUs are taken to send over PCIe") for note in words.notes(over))
+            == is_told
+        )
+    on_two = answers.estimate(config, per_gpu=answers.shared(2, 4.0))
+    assert words.over_pcie(answers.answer(best=on_two, gpu="NVIDIA RTX 5090")) == ""
+    alone = dataclasses.replace(fewer, config=answers.CONFIG)
+    said = words.fewer_gpus(dataclasses.replace(faster, fewer_gpus=alone))
+    assert said.startswith("One of these GPUs is faster than all 8")
     # The report has what the terminal has, dataset and compilation too.
     lengths = Lengths(
         num_samples=10, num_tokens=6000, num_kept_tokens=6000, percentiles=(600,) * 101

@@ -13,7 +13,7 @@ from fake_nvml import fake_nvml
 from autotune.catalogue import gpus, host_memory, nvml
 from autotune.catalogue.gpus import Gpu, find_gpu
 from autotune.catalogue.models import ModelSource, resolve
-from autotune.catalogue.tasks import SPEECH
+from autotune.catalogue.tasks import CAUSAL, SPEECH
 from autotune.common.units import GIB, MIB, parse_bytes
 from autotune.errors import ConfigError, HardwareError
 from autotune.records.question import Question
@@ -385,10 +385,22 @@ def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
 
 
 def test_an_effective_batch_is_shared_evenly_or_the_next_larger_is_named() -> None:
-    assert [budget.shared_batch(size, 4) for size in (4, 32)] == [4, 32]
-    for size, named in ((30, 32), (1, 4), (33, 36)):
+    assert [budget.shared_batch(size, 4, CAUSAL) for size in (4, 32)] == [4, 32]
+    assert budget.shared_batch(8, 4, "kto") == 8
+    for size, named, task in (
+        (30, 32, CAUSAL),
+        (1, 4, CAUSAL),
+        (33, 36, "kto"),
+        # Each GPU compares two.
+        (4, 8, "kto"),
+        (4, 8, "sentence-similarity"),
+    ):
         with pytest.raises(ConfigError, match=f"Give --effective-batch {named}\\b"):
-            budget.shared_batch(size, 4)
+            budget.shared_batch(size, 4, task)
+    with pytest.raises(
+        ConfigError, match=r"of 1 is too small for KTOTrainer\. .* needs 2 at least\."
+    ):
+        budget.shared_batch(1, 1, "kto")
 
 
 def test_probes_of_a_shared_run_need_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,9 @@ class Candidates:
     def best(self, name: str) -> Any:
         return SimpleNamespace(config=OF_CLASS[name])
 
+    def further(self, *_: Any) -> None:
+        return None
+
     def class_of(self, config: TrainConfig) -> str:
         (name,) = (n for n, of in OF_CLASS.items() if of.sequence_length == config.sequence_length)
         return name

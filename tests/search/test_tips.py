@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,7 @@ def tip_of(
     allow: str = "numerics",
     spare_bytes: int = 0,
     in_wsl: bool = False,
+    of_classes: Sequence[Estimate] = (),
     **offered: Any,
 ) -> Tip | None:
     model = dataclasses.replace(
@@ -63,7 +65,16 @@ def tip_of(
     space = dataclasses.replace(tiny_model.SPACE, methods=tuple(sections))
     budget_bytes = best.peak_device_bytes + spare_bytes
     gpu = dataclasses.replace(tiny_model.gpu(), in_wsl=in_wsl)
-    return best_tip(best, model, space, context, allow, gpu=gpu, memory_budget_bytes=budget_bytes)
+    return best_tip(
+        best,
+        model,
+        space,
+        context,
+        allow,
+        gpu=gpu,
+        memory_budget_bytes=budget_bytes,
+        of_classes=of_classes,
+    )
 
 
 def test_batches_of_like_lengths_where_much_is_padding() -> None:
@@ -129,6 +140,13 @@ def test_segments_that_grow_and_torch_compile() -> None:
     assert tip_of(spending(idle=0.2), spare_bytes=3 * GIB) is None, "memory is not short"
     assert tip_of(spending(bound="launch")) is Tip.COMPILE
     assert tip_of(spending(bound="memory bandwidth"), torch_compile=("default",)) is None
+    half = answers.CONFIG.gradient_accumulation_steps // 2
+    on_two = {"parallelism": "ddp", "num_gpus": 2, "gradient_accumulation_steps": half}
+    for unpredicted in (on_two, {"chunked_loss": True}):
+        best = spending(bound="launch", **unpredicted)
+        assert tip_of(best) is None, "--compile says nothing of it"
+        # It compiles the best of the other classes, too.
+        assert tip_of(best, of_classes=[best, spending()]) is Tip.COMPILE
 
 
 def test_a_tenth_of_the_peak_and_a_fifth_of_a_batch_are_worth_a_tip() -> None:
@@ -186,6 +204,31 @@ class Few:
 
     def floor_bytes(self, config: TrainConfig) -> float:
         return self.prices[config][1]
+
+
+def test_fewer_gpus_are_named_where_sending_takes_most_of_a_step_and_they_are_faster() -> None:
+    """Eight take 8 s for a step."""
+    config = dataclasses.replace(answers.CONFIG, parallelism="ddp", num_gpus=8)
+
+    def named(sent_seconds: float, seconds: dict[int, float | None], **changed: Any) -> int | None:
+        def on_fewer_gpus(_: TrainConfig, count: int) -> Estimate | None:
+            steps = 8 // count * config.gradient_accumulation_steps
+            fewer = dataclasses.replace(config, num_gpus=count, gradient_accumulation_steps=steps)
+            takes = seconds[count]
+            return None if takes is None else answers.estimate(fewer, step_seconds=takes)
+
+        estimator: Any = SimpleNamespace(on_fewer_gpus=on_fewer_gpus)
+        best = answers.estimate(
+            dataclasses.replace(config, **changed), per_gpu=answers.shared(8, sent_seconds)
+        )
+        found = beside.fewer_gpus(estimator, best)
+        return None if found is None else found.config.num_gpus
+
+    assert named(4.1, {1: 8.0, 2: 4.0, 4: 6.0}) == 2
+    assert named(4.1, {1: None, 2: None, 4: 6.0}) == 4
+    assert named(3.9, {1: 8.0, 2: 4.0, 4: 6.0}) is None
+    assert named(4.1, {1: 8.0, 2: 4.0, 4: 6.0}, parallelism="fsdp2") is None
+    assert named(4.1, {1: None, 2: 8.0, 4: 7.9}) is None, "within the noise"
 
 
 OTHER = dataclasses.replace(

@@ -245,6 +245,27 @@ def test_a_loss_in_parts_is_tried_for_adapters_that_give_up_less_too() -> None:
     assert best(in_parts.peak_device_bytes, all_of_them).config == in_parts.config
 
 
+def test_a_loss_in_parts_is_tried_for_what_gives_up_more_too() -> None:
+    """The row of further trades shows what they bring: on attention alone no layer needs checkpointing."""
+    domains = {
+        "micro_batch_size": (2,),
+        "precision": ("bf16-autocast",),
+        "optimizer": (BASE.optimizer,),
+        "lora_rank": (16,),
+        "activation_checkpointing": (0, 1),
+    }
+
+    def found(budget_bytes: int, parts: tuple[bool, ...], *targets: str) -> Answer:
+        section = {**domains, "lora_targets": targets, "chunked_loss": parts}
+        lora = MethodSpace(method="lora", domains=section)
+        return answered(budget_bytes, lora, allow="recipe")
+
+    alone = found(10**12, (True,), "attention").best
+    further = found(alone.peak_device_bytes, (False, True), "all-linear", "attention").further
+    assert further is not None
+    assert further.config == alone.config
+
+
 def test_a_loss_in_parts_lets_each_gpu_have_all_weights() -> None:
     """DDP sends gradients alone; FSDP2 sends weights besides, and has room for all logits."""
     domains = {

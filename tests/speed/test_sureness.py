@@ -68,6 +68,17 @@ def test_times_of_one_kind_are_told_apart_by_less_than_times_of_two() -> None:
     assert unlike.of_first + unlike.of_rivals[0] == pytest.approx(1)
 
 
+def test_a_part_that_times_have_in_common_is_off_alike() -> None:
+    """As of two optimizers: the products, nearly all of the time, are the same."""
+    first, rival, nearly = (
+        TimedWork(parts={"matmul": part(matmul, 0.2), "memory": part(memory, 0.2)})
+        for matmul, memory in ((9, 0.10), (9, 0.11), (8.995, 0.11))
+    )
+    assert odds(first, rival, tolerance=0.02).of_first == 1
+    assert odds(first, nearly, tolerance=0.02).of_first == 1
+    assert 0.5 < odds(first, rival).of_first < 0.9
+
+
 def test_a_long_time_is_no_rival() -> None:
     assert odds(of("matmul", 1), of("matmul", 3)).of_first == 1
     # Three times the work in that time: the same speed.

@@ -9,7 +9,7 @@ from typing import Any
 from autotune.common.units import GIB
 from autotune.records.answer import Answer, Change, Counts, Measured
 from autotune.records.charts import Details, Step, StepPhase, Timeline
-from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes
+from autotune.records.estimate import Breakdown, Estimate, ParameterCount, PerGpu, StateBytes
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.search.find import Finding
@@ -40,6 +40,22 @@ ADAPTER = TrainConfig(
     lora_rank=64,
     lora_targets="all-linear",
 )
+
+
+def shared(num_gpus: int, communication_seconds: float) -> PerGpu:
+    """What each of so many GPUs holds under DDP."""
+    return PerGpu(
+        num_gpus=num_gpus,
+        parallelism="ddp",
+        parameters_bytes=3 * GIB,
+        gradients_bytes=3 * GIB,
+        optimizer_state_bytes=GIB,
+        gathered_bytes=0,
+        buffers_bytes=3 * GIB,
+        host_bytes=0,
+        sent_bytes_per_step=5 * GIB,
+        communication_seconds=communication_seconds,
+    )
 
 
 def estimate(

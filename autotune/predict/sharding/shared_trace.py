@@ -49,6 +49,11 @@ class SharedTrace:
     identity: str = ""
     """Trace.identity, but empty: what several GPUs make of a step is worked out anew."""
 
+    @property
+    def of_one(self) -> Trace:
+        """The step of a GPU that has all to itself."""
+        return self._trace
+
     def __init__(self, trace: Trace, name: str) -> None:
         """`name`: of the way to share, which goes for the operation that makes the tensors it adds."""
         self._trace = trace

@@ -6,6 +6,7 @@ accelerate 1.15 Accelerator.prepare_model.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -710,6 +711,7 @@ def _wrap_forward(model: Any, dtype: torch.dtype) -> None:
 
     forward = model.forward.__func__
 
+    @functools.wraps(forward)  # Whoever writes completions asks what it takes (logits_to_keep).
     def autocast_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", dtype=dtype):
             return forward(self, *args, **kwargs)
