@@ -221,15 +221,17 @@ def test_a_shared_probe_needs_what_was_predicted(
     assert found.step_seconds > 0
 
 
-TRL: dict[str, tuple[str, dict[str, Any], tuple[TrainConfig, ...]]] = {
-    "sft": ("causal-lm", {"trainer": "trl-sft"}, (DDP, FSDP2)),
-    "dpo": ("dpo", {"trainer": "trl-dpo", "batching": "padded"}, (DDP,)),
-    "dpo lora": ("dpo", {"trainer": "trl-dpo", "batching": "padded", **LORA}, (DDP, FSDP2)),
-    "reward": ("reward", {"trainer": "trl-reward", "batching": "padded"}, (FSDP2,)),
+TIED = {**MODEL, "tie_word_embeddings": True}
+TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[TrainConfig, ...]]] = {
+    "sft": ("causal-lm", MODEL, {"trainer": "trl-sft"}, (DDP, FSDP2)),
+    "dpo": ("dpo", MODEL, {"trainer": "trl-dpo", "batching": "padded"}, (DDP,)),
+    "dpo lora": ("dpo", TIED, {"trainer": "trl-dpo", "batching": "padded", **LORA}, (DDP, FSDP2)),
+    "reward": ("reward", MODEL, {"trainer": "trl-reward", "batching": "padded"}, (FSDP2,)),
 }
-"""Tasks, settings, and ways to share of TRL's trainers.
+"""Tasks, models, settings, and ways to share of TRL's trainers.
 
-Of FSDP2 with a copy the reference's pass is the peak, which needs no loss: studies/no-card has it.
+Of FSDP2 with a copy, or with an adapter and a head that is not tied, the reference's pass is the peak, whose
+loss holds no more than on a GPU: studies/no-card has them.
 """
 
 
@@ -239,14 +241,14 @@ def test_trl_needs_on_each_gpu_what_it_does_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without Triton its loss holds more than on a GPU (test_probe_sft.py): as much however many share it."""
-    task, settings, shared = TRL[name]
+    task, model, settings, shared = TRL[name]
 
     def unseen_bytes(config: TrainConfig) -> int:
         config = dataclasses.replace(config, **settings)
-        found = measured(config, task=task)
+        found = measured(config, model, task=task)
         assert (found.outcome, found.message) == ("ok", "")
         assert found.peak_allocated_bytes is not None
-        predicted = estimated(config, monkeypatch, task=task)
+        predicted = estimated(config, monkeypatch, model, task=task)
         return found.peak_allocated_bytes - predicted.peak_allocated_bytes
 
     one_gpu = dataclasses.replace(DDP, parallelism="none", num_gpus=1)
