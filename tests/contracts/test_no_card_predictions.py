@@ -35,6 +35,9 @@ PREFERENCES = [json.loads(line) for line in (STUDY / "trainers.jsonl").read_text
 SHARED_PAIRS = [
     json.loads(line) for line in (STUDY / "shared_pairs.jsonl").read_text().splitlines()
 ]
+SHARED_ADAPTERS = [
+    json.loads(line) for line in (STUDY / "shared_adapters.jsonl").read_text().splitlines()
+]
 SHARED = [json.loads(line) for line in (STUDY / "shared.jsonl").read_text().splitlines()]
 SHORT = 1024
 
@@ -128,8 +131,26 @@ def shared_and_small() -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def adapters_that_are_small() -> list[dict[str, Any]]:
+    """The run with the least memory of each trainer and method under FSDP2 and ZeRO 3, without full ones."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for record in sorted(
+        (each for each in SHARED_ADAPTERS if each["measurement"]["outcome"] == "ok"),
+        key=lambda each: -each["measurement"]["peak_reserved_bytes"],
+    ):
+        config = record["measurement"]["config"]
+        if config["method"] != "full" and config["parallelism"] in ("fsdp2", "zero3"):
+            found[config["trainer"], config["method"], config["parallelism"]] = record
+    return list(found.values())
+
+
+def name_of_share(record: dict[str, Any]) -> str:
+    config = record["measurement"]["config"]
+    return " ".join(config[name] for name in ("trainer", "method", "parallelism"))
+
+
 @pytest.mark.parametrize(
-    "record", shared_and_small(), ids=lambda each: each["measurement"]["config"]["parallelism"]
+    "record", [*shared_and_small(), *adapters_that_are_small()], ids=name_of_share
 )
 def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None:
     estimate, seen = predicted(record, "rtx-3090"), record["measurement"]
@@ -209,6 +230,7 @@ def test_what_gpus_share_of_a_reference_is_as_pytorch_allocates(
         ("shared_encoders", [34, 34, 30, 31, 31]),
         ("shared_pairs", [35, 33, 25, 25, 29]),
         ("shared_qlora", [5, 5, 5, 3, 5]),
+        ("shared_adapters", [43, 41, 36, 36, 40]),
         ("compiled", [6, 6, 2, 2, 2]),
         ("loss_in_parts", [146, 126, 126, 126, 126]),
     ],
