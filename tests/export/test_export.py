@@ -172,8 +172,11 @@ def test_a_hostile_model_name_stays_a_value(tmp_path: Path, model: str) -> None:
     assert train_config.from_yaml(content).config == FULL
 
 
+# A folder, such as ".", is written as its whole path.
 @settings(deadline=None)
-@given(model=st.text(), targets=st.text(min_size=1))
+@given(
+    model=st.text().filter(lambda text: not text or text.strip("./")), targets=st.text(min_size=1)
+)
 def test_any_text_stays_a_value(model: str, targets: str) -> None:
     config = dataclasses.replace(QLORA, lora_targets=targets)
     workload = dataclasses.replace(WORKLOAD, model=model)
