@@ -637,7 +637,7 @@ class RankTrace(SharedTrace):
         """
         shares = self._shares
         whole = {
-            number: self._extra.new("parameter", functools.partial(self._whole_bytes, position=at))
+            number: self._extra.new("temporary", functools.partial(self._whole_bytes, position=at))
             for number, at in self._position_of.items()
         }
         self.setup = [
@@ -675,7 +675,7 @@ class RankTrace(SharedTrace):
         numbers = [
             *(
                 [
-                    self._extra.new("parameter", functools.partial(size, position=at))
+                    self._extra.new("temporary", functools.partial(size, position=at))
                     for _, at in adapted
                 ]
                 for size in stages
