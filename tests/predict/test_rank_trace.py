@@ -206,8 +206,8 @@ def test_fsdp2_holds_a_quarter_in_float32() -> None:
     assert share.gradients_bytes == P
     assert share.optimizer_state_bytes == 2 * P + 4 * NUM_WEIGHTS
     assert share.buffers_bytes == 0
-    # The head in 16 bits and the buffer that it arrives in.
-    assert share.gathered_bytes == 2 * 2 * TAIL
+    # The head in 16 bits, the buffer that it arrives in, and that of the layer before it.
+    assert share.gathered_bytes == 2 * 2 * TAIL + 2 * LAYER
     # All is gathered twice but the tail, once; gradients go once: three quarters of each.
     assert share.sent_bytes_per_step == 3 * (2 * P + P - TAIL) * 2 // 4
     # 300 GB/s in one direction, of which such messages reach less than three quarters.
