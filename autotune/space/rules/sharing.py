@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         # trl 1.16 trainer/utils.py, add_fused_lm_head; a run ends in "Tensors must be CUDA and dense".
         name="offloaded-head-is-gathered-by-fsdp2",
         reason="beside an adapter TRL gathers the head's weight itself, where embedding and head are two, "
-        "and NCCL cannot gather what FSDP2 offloads to the host: take fsdp2, or --trainer transformers",
+        "and NCCL cannot gather what FSDP2 offloads to the host: take fsdp2, or Transformers' Trainer",
         breaks=lambda c, _: (
             PARALLELISMS[c.parallelism].is_fsdp
             and PARALLELISMS[c.parallelism].offload
