@@ -131,7 +131,11 @@ class Estimator:
             if num_gpus > 1:
                 on_card = self.gpu.backend == "cuda"
                 traces[spec] = RankTrace(shared.of_one, spec, num_gpus=num_gpus, on_card=on_card)
-        estimator = Estimator(
+        return self._of_traces(traces).fitting(fewer)
+
+    def _of_traces(self, traces: Mapping[TraceSpec, Trace | SharedTrace]) -> Estimator:
+        """Return an estimator of other traces, which is asked as this one is."""
+        return Estimator(
             traces,
             self.gpu,
             memory_budget_bytes=self.memory_budget_bytes,
@@ -141,7 +145,6 @@ class Estimator:
             host=self._host,
             varied_share=self._varied_share,
         )
-        return estimator.fitting(fewer)
 
     def room_for(self, config: TrainConfig) -> int:
         """Bytes of the budget that the configuration's peak may take: all but the headroom."""
@@ -416,15 +419,7 @@ class Estimator:
             return ()
         found = []
         for stage in trace.stages:
-            estimator = Estimator(
-                {spec: stage},
-                self.gpu,
-                memory_budget_bytes=self.memory_budget_bytes,
-                headroom=self.headroom,
-                host_memory_bytes=self.host_memory_bytes,
-                filling=self._filling,
-                host=self._host,
-            )
+            estimator = self._of_traces({spec: stage})
             estimator._whole = self
             found.append(estimator)
         return tuple(found)

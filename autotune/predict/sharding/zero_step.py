@@ -194,7 +194,7 @@ class ZeroMicroStep(_ZeroWriter):
 
         `summed`: as summed_in_place says. `has_copy`: a frozen copy of the model is shared out besides.
         `head_makes_loss`: no logits leave the model, which itself reads its head's weight for that.
-        `is_very_first`: nothing has gone through the model before.
+        `is_very_first`: nothing has gone through the model, whose head makes the loss under ZeRO 3.
         """
         super().__init__(extra, shares, parts, gpu)
         self.bucket: int | None = None
@@ -216,7 +216,13 @@ class ZeroMicroStep(_ZeroWriter):
         head: int | None = None
         # A further pass makes DeepSpeed lose count of which gradients a module waits for, so that none drops
         # its weights in the backward pass (runtime/zero/parameter_offload.py, ds_grads_remaining).
-        is_lost = blocks[last_forward][0] in REFERENCE_PHASES and not self._has_copy
+        is_lost = (
+            self._shares.row.stage == 3
+            and blocks[last_forward][0] in REFERENCE_PHASES
+            and not self._has_copy
+        )
+        # DeepSpeed takes the head's weight for the model's own from when the model has first read it.
+        is_known = not self._is_very_first
         for index, (unit, (phase, place, events)) in enumerate(
             zip(units_in(self._shares, blocks), blocks, strict=True)
         ):
@@ -225,14 +231,12 @@ class ZeroMicroStep(_ZeroWriter):
             if self._head_makes_loss and within != (
                 within := _pass_of(phase, index <= last_forward)
             ):
-                # DeepSpeed takes the weight for the model's own, from its first pass to its last module. What
-                # goes into the model has no gradient, so that all of the backward pass has it, too.
+                # It is there from a pass's first module to its last. What goes into the model has no
+                # gradient, so that all of the backward pass has it, too.
                 self._free(head)
-                head = None
-                if index or not self._is_very_first:
-                    head = self._gather(TAIL, is_backward=False)
-            elif self._head_makes_loss and head is None and blocks[index - 1][1] != place:
-                head = self._read_head(unit)
+                head = self._gather(TAIL, is_backward=False) if is_known else None
+            elif not is_known and unit == TAIL and blocks[index - 1][1] != place:
+                head, is_known = self._read_head(), True
             before: list[int] = []
             after: list[int] = []
             if index == last_forward + 1:
@@ -311,8 +315,7 @@ class ZeroMicroStep(_ZeroWriter):
         """
         shares = self._shares
         order = {position: n for n, position in enumerate(shares.by_module)}
-        members = shares.members.get(unit, ()) if shares.row.stage == 3 else ()
-        waiting = sorted(members, key=order.__getitem__)
+        waiting = sorted(shares.members.get(unit, ()), key=order.__getitem__)
         gathered: list[int] = []
 
         def gather() -> int:
@@ -332,14 +335,12 @@ class ZeroMicroStep(_ZeroWriter):
                 gather()
         return gathered
 
-    def _read_head(self, unit: Unit) -> int | None:
+    def _read_head(self) -> int:
         """Gather the head's weight as the model reads it, of which DeepSpeed did not know before.
 
         It is gathered where the model computes (runtime/zero/parameter_offload.py, ZeROOrderedDict).
         """
-        if unit != TAIL or self._shares.row.stage < 3:
-            return None
-        size = functools.partial(self._shares.largest_gathered_bytes, unit=unit)
+        size = functools.partial(self._shares.largest_gathered_bytes, unit=TAIL)
         return self._new("parameter", size, is_gathered=True)
 
     def _gather_of(self, size: Size, largest: Size) -> int:
