@@ -42,6 +42,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from autotune.catalogue.gpus import detect
+from autotune.export.training_args import installed_fields
 from autotune.worker.__main__ import VERBS, Verb, answer_request, import_adapters
 from autotune.worker.client.orphans import PARENT_VARIABLE, adopt_orphans, die_with_parent
 from autotune.worker.trace.stand_ins import replaced
@@ -124,6 +125,7 @@ def import_libraries() -> None:
             import lomo_optim  # noqa: F401  accelerate imports it in the first backward pass
         import autotune.worker.probe.run  # noqa: F401
     _compile_patterns()
+    installed_fields()  # Each Trainer's arguments ask for them, and keep what is read.
 
 
 def _compile_patterns() -> None:

@@ -31,9 +31,10 @@ def step(request):
     before = set(sys.modules)
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from autotune.export import installed
     # CPU time of this process alone, since it was forked.
     yield {"pid": os.getpid(), "is_initialized": torch.cuda.is_initialized(),
-           "cpu_seconds": time.process_time()}
+           "cpu_seconds": time.process_time(), "num_read": installed.fields.cache_info().currsize}
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2))
@@ -103,7 +104,8 @@ def test_probes_share_imports_and_nothing_else(
         assert not end.answers[0]["is_initialized"]
     assert first_fork.pid != second_fork.pid
     assert first_fork.server_pid == second_fork.server_pid
-    # Its imports, which take seconds, were made before.
+    # Its imports, which take seconds, were made before, and the Trainer's arguments were read.
+    assert second.answers[0]["num_read"] == 1
     assert second.answers[0]["cpu_seconds"] < 0.3
 
 

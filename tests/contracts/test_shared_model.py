@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import json
 import os
 import zlib
@@ -72,14 +73,19 @@ def of_one_group(spec: TraceSpec) -> tuple[dict[str, Any], list[dict[str, Any]]]
 def assert_same_as_alone(asked: dict[str, Any], group: shared_models.Group) -> None:
     """Trace a group with its one model, and each of it with a model of its own."""
     for answer in trace_module._answers(asked, group, ADA):
-        alone = trace_module.trace_step(
-            models.load_config(asked["config"]),
-            "causal-lm",
-            TraceSpec(**asked["traces"][answer["id"]]["spec"]),
-            sequence_length=64,
-            device=ADA,
+        spec = TraceSpec(**asked["traces"][answer["id"]]["spec"])
+        assert json.dumps(answer["trace"]) == traced_alone(
+            spec, asked["config"]["num_hidden_layers"]
         )
-        assert json.dumps(answer["trace"]) == json.dumps(alone)
+
+
+@functools.cache
+def traced_alone(spec: TraceSpec, num_layers: int) -> str:
+    """A trace with a model of its own, in JSON: it follows from these."""
+    config = models.load_config({**CONFIG, "num_hidden_layers": num_layers})
+    return json.dumps(
+        trace_module.trace_step(config, "causal-lm", spec, sequence_length=64, device=ADA)
+    )
 
 
 @pytest.mark.parametrize("spec", SHARING.values(), ids=SHARING)
