@@ -18,6 +18,7 @@ import pytest
 import ray_cluster
 import stand_in_cards
 import sweep
+from nights_of import SPACE
 from optuna.trial import TrialState
 from optuna_storage import unpooled
 from ray_cluster import add_card
@@ -196,9 +197,11 @@ def test_an_error_of_ray_is_said_in_one_line(joined: Any) -> None:
 @pytest.mark.usefixtures("forked_workers")
 def test_a_search_on_the_cluster_probes_for_real(apart: Any, tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "tiny-llama.json", tmp_path / "tiny.json")
+    (tmp_path / "space.yaml").write_text(SPACE, encoding="utf-8")
     ended = here.command(
         *("find", "--model", "tiny.json", "--backend", "cpu", "--gpu-mem", "14MB"),
-        *("--seq-len", "64", "--effective-batch", "8", "--method", "full", "--effort", "quick"),
+        *("--seq-len", "64", "--effective-batch", "8", "--effort", "quick"),
+        *("--space", "space.yaml", "--method", "full"),
         *("--confirm-steps", "2", "--on", apart.address, "--cards", "1"),
         cwd=tmp_path,
     )
