@@ -978,6 +978,7 @@ def test_streams_that_are_closed_are_no_problem(tmp_path: Path) -> None:
     """Else what is opened next has their numbers, and gets what is printed."""
     (tmp_path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
     words = ["find", "--model", "./config.json", "--gpu", "rtx-4090", "--method", "full"]
+    words += ["--space", "quick", "--seq-len", "64"]
     ran = subprocess.run(
         ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "autotune", *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
