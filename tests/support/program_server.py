@@ -25,12 +25,21 @@ from autotune.worker.trace import forks
 def _import_all() -> None:
     """Import what workers do, and what many jobs of tests would each import for themselves."""
     server.import_libraries()
+    import transformers.models.bert.modeling_bert
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import autotune.worker.trace.step  # noqa: F401
 
     with contextlib.suppress(ImportError):
-        from trl import DPOTrainer, SFTTrainer  # noqa: F401
+        import trl.trainer.distillation_trainer  # noqa: F401
+        from trl import (  # noqa: F401
+            DPOTrainer,
+            GRPOTrainer,
+            KTOTrainer,
+            RewardTrainer,
+            RLOOTrainer,
+            SFTTrainer,
+        )
     with contextlib.suppress(ImportError):
         import sentence_transformers.sentence_transformer.losses  # noqa: F401
 
