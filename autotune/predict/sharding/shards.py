@@ -308,6 +308,11 @@ class Shares:
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
 
     @functools.cached_property
+    def position_of(self) -> dict[int, int]:
+        """Position of the weight that each of the trace's numbers is of."""
+        return {parameter.number: position for position, parameter in enumerate(self.parameters)}
+
+    @functools.cached_property
     def by_module(self) -> list[int]:
         """Positions of the weights in the model's order, in which adapters are behind what they adapt."""
         places = [parameter.place for parameter in self.parameters]
