@@ -206,6 +206,7 @@ TRAINERS: dict[str, Trainer] = {
             fields="prompt",
             sample="completion",
             generates=Generates(num_generations=8, kl_beta=0.0),
+            parallelisms=("ddp",),
             loss_type="dapo",
         ),
         Trainer(
@@ -218,6 +219,7 @@ TRAINERS: dict[str, Trainer] = {
             fields="prompt",
             sample="completion",
             generates=Generates(num_generations=2, kl_beta=0.05, scores_always=True),
+            parallelisms=("ddp",),
         ),
         Trainer(
             # trl 1.16 distillation_trainer.py: a completion of each prompt, for each step anew.
@@ -231,6 +233,7 @@ TRAINERS: dict[str, Trainer] = {
             sample="completion",
             generates=Generates(num_generations=1, kl_beta=0.0),
             has_teacher=True,
+            parallelisms=("ddp",),
         ),
         # Each text of a micro-batch is told apart from all others in it: its negatives.
         _embedder(
