@@ -269,26 +269,33 @@ def test_4_bit_weights_that_are_shared_out_train_with_two(tmp_path: Path, models
     launched(folder, as_on_gpus=True, saved="adapter_model.safetensors")
 
 
-@pytest.mark.parametrize(("task", "num_prompts"), [("grpo", 2), ("distillation", 4)])
-def test_what_two_processes_write_trains_with_two(
+@pytest.mark.parametrize(
+    ("task", "num_prompts"),
+    [("grpo", 2), ("distillation", 4), ("sentence-similarity", 0)],
+)
+def test_a_trainer_of_its_own_task_trains_with_two(
     tmp_path: Path, models: Path, task: str, num_prompts: int
 ) -> None:
+    """`num_prompts`: of which completions are written at a time, for a step of all processes."""
     row, llama = BY_TASK[task], str(models / "llama")
-    pytest.importorskip("trl")
-    teacher = Teacher(name=llama, config_json="{}") if row.has_teacher else None
+    pytest.importorskip(row.module)
+    written = {
+        "max_completion_length": 4,
+        "kl_beta": 0.0,
+        "num_generations": 4 // (num_prompts or 4),
+    }
     config = dataclasses.replace(
         FULL,
-        micro_batch_size=1,
-        gradient_accumulation_steps=2,
+        micro_batch_size=1 if num_prompts else 2,
+        gradient_accumulation_steps=2 if num_prompts else 1,
         sequence_length=32,
         trainer=row.name,
         batching="padded",
-        num_generations=1 if row.has_teacher else 2,
-        max_completion_length=4,
-        kl_beta=0.0,
         num_gpus=2,
         parallelism="ddp",
+        **(written if num_prompts else {}),
     )
+    teacher = Teacher(name=llama, config_json="{}") if row.has_teacher else None
     workload = Workload(model=llama, task=task, memory_budget_bytes=10**9, teacher=teacher)
     folder, result = tmp_path / "out", {"evidence": "predicted"}
     export.export_files(folder, workload=workload, config=config, result=result)
@@ -298,9 +305,11 @@ def test_what_two_processes_write_trains_with_two(
     program = [f"train_{row.command}.py", "../rows.jsonl", "--set", "max_steps=2"]
     program += ["--set", "output_dir=out"]
     program += ["--reward", "../rewards.py:longest"] if row.is_rewarded else []
-    for num in (num_prompts - 1, num_prompts):
-        lines = (json.dumps({"prompt": f"{TEXT[: number + 9]}"}) for number in range(num))
-        (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    fields = row.columns or ("prompt",)
+    for num in (num_prompts - 1, num_prompts) if num_prompts else (8,):
+        samples = (dict.fromkeys(fields, TEXT[: number + 9]) for number in range(num))
+        lines = "\n".join(map(json.dumps, samples))
+        (tmp_path / "rows.jsonl").write_text(lines, encoding="utf-8")
         done = launch(folder, *program)
         said = f"{num} prompts are too few: completions of {num_prompts} are written at a time."
         assert (said in done.stderr) == (num < num_prompts), done.stderr[-3000:]

@@ -236,8 +236,14 @@ WRITTEN: dict[str, Any] = {
 
 A block that is a little larger is taken whole or cut, by what lies where: 256 KiB with 63 tokens.
 """
+COMPARED: dict[str, Any] = {
+    "batching": "padded",
+    "attention": "sdpa",
+    "micro_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+}
 TEACHER = Teacher(name="larger", config_json=json.dumps({**MODEL, "num_hidden_layers": 6}))
-TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[TrainConfig, ...]]] = {
+OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[TrainConfig, ...]]] = {
     "sft": ("causal-lm", MODEL, {"trainer": "trl-sft"}, (DDP, FSDP2)),
     "dpo": ("dpo", MODEL, {"trainer": "trl-dpo", "batching": "padded"}, (DDP,)),
     "dpo lora": ("dpo", TIED, {"trainer": "trl-dpo", "batching": "padded", **LORA}, (DDP, FSDP2)),
@@ -255,8 +261,31 @@ TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[TrainConfig, ...
         {"trainer": "trl-distillation", **WRITTEN, "num_generations": 1},
         (DDP,),
     ),
+    "embeddings": (
+        "sentence-similarity",
+        BERT,
+        {"trainer": "sentence-transformers", **COMPARED},
+        (DDP, dataclasses.replace(DDP, num_gpus=3)),
+    ),
+    "embeddings, checkpointed": (
+        "sentence-similarity",
+        MODEL,
+        {"trainer": "sentence-transformers", **COMPARED, "activation_checkpointing": 1},
+        (DDP,),
+    ),
+    "embeddings lora, cached": (
+        "sentence-triplets",
+        MODEL,
+        {
+            "trainer": "sentence-transformers-triplets",
+            **COMPARED,
+            **LORA,
+            "loss_mini_batches": 4,
+        },
+        (DDP,),
+    ),
 }
-"""Tasks, models, settings, and ways to share of TRL's trainers.
+"""Tasks, models, settings, and ways to share of trainers that have a task of their own.
 
 Of FSDP2 with a copy, or with an adapter and a head that is not tied, the reference's pass is the peak, whose
 loss holds no more than on a GPU: studies/no-card has them.
@@ -264,12 +293,12 @@ loss holds no more than on a GPU: studies/no-card has them.
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("name", TRL)
-def test_trl_needs_on_each_gpu_what_it_does_alone(
+@pytest.mark.parametrize("name", OWN)
+def test_a_trainer_needs_on_each_gpu_what_it_does_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without Triton its loss holds more than on a GPU (test_probe_sft.py): as much however many share it."""
-    task, model, settings, shared = TRL[name]
+    """Without Triton TRL's loss holds more than on a GPU (test_probe_sft.py), however many share it."""
+    task, model, settings, shared = OWN[name]
     teacher = TEACHER if TRAINERS[settings["trainer"]].has_teacher else None
 
     def unseen_bytes(config: TrainConfig) -> int:
@@ -283,8 +312,8 @@ def test_trl_needs_on_each_gpu_what_it_does_alone(
     one_gpu = dataclasses.replace(DDP, parallelism="none", num_gpus=1)
     alone = unseen_bytes(one_gpu)
     for config in shared:
-        rows = config.micro_batch_size * TRAINERS[settings["trainer"]].rows_per_sample
-        batch_bytes = 3 * rows * LENGTH * 8
+        whole = dataclasses.replace(config, **settings)
+        batch_bytes = 3 * whole.micro_batch_size * whole.rows_per_sample * LENGTH * 8
         # What waits for Python's garbage collector can only add to a peak: one of two may have more of it.
         for _ in range(3):
             difference = unseen_bytes(config) - alone

@@ -92,7 +92,8 @@ class Shares:
         self._persistent_elements = _PERSISTENT_ROWS * hidden_size
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
         is_ddp = self.row.name == "ddp"
-        self.rebuilds = is_ddp and spec.method == "full" and spec.activation_checkpointing > 0
+        is_plain = spec.method == "full" and not TRAINERS[spec.trainer].passes_apart
+        self.rebuilds = is_ddp and is_plain and spec.activation_checkpointing > 0
         """Whether DDP makes its buckets anew as it knows the order in which gradients arrive."""
         self.clones_outputs = is_ddp and not self.rebuilds
         """Whether DDP looks for unused parameters, and clones what the model returns."""
