@@ -42,7 +42,7 @@ SHARED_ADAPTERS = [
 ]
 SHARED_OWN = [
     json.loads(line)
-    for name in ("shared_completions", "shared_embeddings")
+    for name in ("shared_completions", "shared_completions_zero", "shared_embeddings")
     for line in (STUDY / f"{name}.jsonl").read_text().splitlines()
 ]
 SHARED = [json.loads(line) for line in (STUDY / "shared.jsonl").read_text().splitlines()]
@@ -158,15 +158,17 @@ def kind_of_adapter(config: dict[str, Any]) -> tuple[str, ...] | None:
     return config["trainer"], config["method"], config["parallelism"]
 
 
-def kind_by_ddp(config: dict[str, Any]) -> tuple[str, bool]:
-    """Trainer, and whether DDP may make its buckets anew."""
-    return config["trainer"], config["method"] == "full" and config["activation_checkpointing"] > 0
+def kind_of_own(config: dict[str, Any]) -> tuple[str, str, bool] | None:
+    """Trainer, way to share, and whether DDP may make its buckets anew; not of ZeRO 2."""
+    is_full = config["method"] == "full" and config["activation_checkpointing"] > 0
+    way = config["parallelism"]
+    return None if way == "zero2" else (config["trainer"], way, is_full and way == "ddp")
 
 
 SMALL = [
     *smallest_of_each(SHARED, lambda config: config["parallelism"], GIB),
     *smallest_of_each(SHARED_ADAPTERS, kind_of_adapter),
-    *smallest_of_each(SHARED_OWN, kind_by_ddp),
+    *smallest_of_each(SHARED_OWN, kind_of_own),
 ]
 
 
@@ -256,6 +258,7 @@ def test_what_gpus_share_of_a_reference_is_as_pytorch_allocates(
         ("shared_qlora", [5, 5, 5, 3, 5]),
         ("shared_adapters", [43, 41, 36, 36, 40]),
         ("shared_completions", [24, 24, 23, 23, 24]),
+        ("shared_completions_zero", [23, 23, 22, 20, 21]),
         ("shared_embeddings", [16, 16, 16, 16, 16]),
         ("compiled", [6, 6, 2, 2, 2]),
         ("loss_in_parts", [146, 126, 126, 126, 126]),

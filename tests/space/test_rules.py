@@ -664,6 +664,18 @@ def test_how_several_gpus_may_share_it(changes: dict[str, Any], ways: tuple[str,
     [
         (dataclasses.replace(FULL, activation_checkpointing=16), ADA),
         (
+            # Each GPU has all weights to write with.
+            dataclasses.replace(
+                GRPO,
+                precision="bf16-mixed",
+                micro_batch_size=1,
+                gradient_accumulation_steps=16,
+                parallelism="zero1",
+                num_gpus=2,
+            ),
+            ADA,
+        ),
+        (
             # Four GPUs write a group of eight together.
             dataclasses.replace(
                 GRPO,
