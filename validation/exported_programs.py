@@ -423,11 +423,12 @@ def _write_program(folder: Path, case: Case) -> Path:
 
 
 @contextlib.contextmanager
-def _values_of_a_card(case: Case) -> Iterator[None]:
+def values_of_a_card(most_tokens: int) -> Iterator[None]:
     """Answer what programs ask of values, which no kernel has computed.
 
-    A completion goes on to its greatest length. Whole numbers are one, so that labels of CTC are of the
-    vocabulary; its loss is told how long sounds and texts are.
+    A completion goes on until there are that many tokens with its prompt. Whole numbers are one, so that
+    labels of CTC are of the vocabulary; its loss is told how long sounds and texts are. Another process says
+    what this one does.
     """
     import torch
     from transformers.generation.utils import StopCheck
@@ -456,9 +457,13 @@ def _values_of_a_card(case: Case) -> Iterator[None]:
         return of_ctc(log_probs, targets, *lengths, *rest, **more)
 
     def has_ended(_: Any, __: torch.Tensor, ___: torch.Tensor, length: int) -> bool:
-        return length >= case.length
+        return length >= most_tokens
+
+    def gathered(said: list[Any], own: Any, *_: Any, **__: Any) -> None:
+        said[:] = [own] * len(said)
 
     with (
+        mock.patch.object(torch.distributed, "all_gather_object", gathered),
         mock.patch.object(StopCheck, "__call__", has_ended),
         mock.patch.object(torch.Tensor, "max", one),
         mock.patch.object(torch.Tensor, "cpu", ones),
@@ -471,7 +476,7 @@ def measure(case: Case) -> list[dict[str, int]]:
     """Train, and return what the GPU's allocator held: peaks of bytes."""
     import torch
 
-    with tempfile.TemporaryDirectory() as name, _values_of_a_card(case):
+    with tempfile.TemporaryDirectory() as name, values_of_a_card(case.length):
         folder = Path(name)
         _save(folder / "model", case)
         if case.teacher():

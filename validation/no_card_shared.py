@@ -5,18 +5,20 @@
 
 Each is a probe by its real processes, with NCCL that sends nothing (tools/no_card). --num-gpus 1 draws ZeRO's
 offloading on one card. DeepSpeed's and DDP's own questions of what arrived are answered as if all were well:
-they read values, and none is computed.
+they read values, and none is computed. A teacher is the model once more.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,14 @@ from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import BY_TASK, TRAINERS, Trainer
 from autotune.worker import server
 from autotune.worker.client.forkserver import ForkServer
 from tools.gpu_check.cases import TASK
 from tools.gpu_check.check import Nothing, card_and_budget, say, shown
 from tools.gpu_check.records import Records
+from validation.exported_programs import values_of_a_card
 from validation.no_card_fuzz import cut, is_valid, line
 
 MODELS = (
@@ -69,11 +73,12 @@ def draw(
     # A sample alone has no places without a token, which all batches have here.
     is_alone = own is not None and own.rows_per_sample == 1
     precisions = ("bf16-mixed", "bf16-true") if method == "full" else ("bf16-autocast",)
+    writes = own is not None and own.generates is not None
     config = TrainConfig(
         method=method,
         micro_batch_size=chance.choice((2, 3, 4) if is_alone else (1, 2, 3, 4)),
         gradient_accumulation_steps=chance.choice((1, 2, 3)),
-        sequence_length=chance.choice((200, 512, 1024, 2048)),
+        sequence_length=chance.choice((64, 128, 200) if writes else (200, 512, 1024, 2048)),
         precision=chance.choice(precisions),
         optimizer=chance.choice(("adamw_torch", "adamw_torch_fused")),
         attention="sdpa",
@@ -84,7 +89,18 @@ def draw(
     )
     if own is None:
         return config
-    return dataclasses.replace(config, trainer=own.name, batching="padded")
+    written = _completions(chance, config, own) if writes else {}
+    return dataclasses.replace(config, trainer=own.name, batching="padded", **written)
+
+
+def _completions(chance: random.Random, config: TrainConfig, own: Trainer) -> dict[str, Any]:
+    """Settings of completions. All masks are full here, so that prompts have a token each."""
+    return {
+        "max_completion_length": config.sequence_length - 1,
+        "num_generations": 1 if own.has_teacher else chance.choice((2, 4)),
+        "kl_beta": 0.0 if own.has_teacher else chance.choice((0.0, 0.04)),
+        "steps_per_generation": None if own.has_teacher else chance.choice((None, 1)),
+    }
 
 
 def serve() -> None:
@@ -98,10 +114,15 @@ def _with_answers() -> None:
 
     probe = run.probe
 
-    def trusting(*args: Any, **kwargs: Any) -> Any:
+    def trusting(
+        model_config: dict[str, Any], config: TrainConfig, *args: Any, **kwargs: Any
+    ) -> Any:
         # In the process of a GPU: DeepSpeed looks for a card as it is imported.
         _trust(deepspeed="ACCELERATE_USE_DEEPSPEED" in os.environ)
-        return probe(*args, **kwargs)
+        writes = config.max_completion_length is not None
+        answered = values_of_a_card(config.sequence_length) if writes else nullcontext()
+        with answered:
+            return probe(model_config, config, *args, **kwargs)
 
     run.probe = trusting
 
@@ -170,6 +191,9 @@ def main() -> None:
                 config = draw(chance, list(names), options.num_gpus, own, options.method or ())
                 if is_valid(config, source, options.task, card.compute_capability):
                     break
+            teacher = None
+            if own is not None and own.has_teacher:
+                teacher = Teacher(name=source.name, config_json=json.dumps(source.config))
             key = f"{source.name} {options.layers} {shown(config)}"
             if key in records:
                 continue
@@ -181,6 +205,7 @@ def main() -> None:
                     card,
                     [TraceSpec.of(config)],
                     num_gpus=config.num_gpus,
+                    teacher=teacher,
                     server=tracers,
                 )
             except AutotuneError as error:
@@ -193,6 +218,7 @@ def main() -> None:
                 backend="cuda",
                 memory_budget_bytes=budget_bytes,
                 max_seconds=0.1,
+                teacher=teacher,
             )
             seen = Prober(OneCard(probes), table, source, spec).measure(config)
             records.add(

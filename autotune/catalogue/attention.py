@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -28,10 +29,21 @@ _TABLE = Path(__file__).with_name("data") / "attention.toml"
 
 
 @functools.cache
+def _lists() -> dict[str, Any]:
+    return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+
+
+def soft_caps() -> frozenset[str]:
+    """Return the families without sdpa whose traces with FlashAttention 2 are those of any other."""
+    return frozenset(_lists()["soft_caps"])
+
+
+@functools.cache
 def without() -> dict[str, frozenset[str]]:
     """Return the families that lack an attention in the installed Transformers; every family has eager."""
-    lists = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
+    lists = dict(_lists())
     since = lists.pop("since")
+    del lists["soft_caps"]
     found = {name: set(families) for name, families in lists.items()}
     version = Version(installed.version("transformers") or "0")
     for first in sorted(since, key=Version):

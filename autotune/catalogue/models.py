@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.catalogue import hub_cache, liger
-from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, without
+from autotune.catalogue.attention import ATTENTIONS, EXPANDED, FLASH_ATTENTIONS, soft_caps, without
 from autotune.catalogue.checkpoint import Checkpoint, checkpoint_of
 from autotune.catalogue.tasks import CAUSAL, CTC, EMBEDDINGS, PICTURES, SPEECH, TASKS, tasks_of
 from autotune.common import user_text
@@ -257,8 +257,9 @@ class ModelSource:
         kind = self.config["model_type"]
         lacks = {name for name, families in without().items() if kind in families}
         if "sdpa" in lacks:
-            # What else they have is FlashAttention with soft caps, or sinks, which no trace has seen.
-            lacks |= set(FLASH_ATTENTIONS)
+            # What else they have is FlashAttention with sinks and the like, which no trace has seen.
+            takes_caps = {"flash_attention_2"} if kind in soft_caps() else set()
+            lacks |= set(FLASH_ATTENTIONS) - takes_caps
         heads, key_heads = map(self.text_config.get, ("num_attention_heads", "num_key_value_heads"))
         # Nothing to expand, or no fused kernel that could run then (minimum_gemm_alignment).
         if key_heads in (None, heads) or (self.head_size or 0) % 8:

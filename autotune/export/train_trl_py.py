@@ -156,7 +156,8 @@ _FEW_PROMPTS = """\
 """
 _NEEDED = {
     True: "arguments.generation_batch_size // arguments.num_generations",
-    False: "arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps",
+    False: "arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps"
+    " * arguments.world_size",
 }
 """Prompts that are needed at a time, by whether completions are rewarded."""
 _MAKES_TRAINER = """\

@@ -115,12 +115,15 @@ class Estimator:
 
     def on_fewer_gpus(self, config: TrainConfig, num_gpus: int) -> Estimate | None:
         """A DDP run with as many samples a step on fewer GPUs; None where it does not fit."""
+        times = config.num_gpus // num_gpus
+        at_a_time = config.steps_per_generation
         fewer = dataclasses.replace(
             config,
             num_gpus=num_gpus,
             parallelism="none" if num_gpus == 1 else config.parallelism,
-            gradient_accumulation_steps=config.gradient_accumulation_steps
-            * (config.num_gpus // num_gpus),
+            gradient_accumulation_steps=times * config.gradient_accumulation_steps,
+            # As many completions are written at a time by all GPUs together: whole groups.
+            steps_per_generation=None if at_a_time is None else times * at_a_time,
         )
         traces: dict[TraceSpec, Trace | SharedTrace] = {}
         for of_all in and_several(TraceSpec.of(config)) & self._traces.keys():

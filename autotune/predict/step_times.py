@@ -362,8 +362,7 @@ class StepTimes:
         """The time of an optimizer step in which completions are written; None where rates are unknown."""
         spec, rank = TraceSpec.of(config), config.lora_rank or 0
         sizes = (config.generation_batch_size, config.max_completion_length)
-        trace = self._traces[spec]
-        assert isinstance(trace, Trace)
+        trace = self._traces[spec].of_one
         if config.writes_with_vllm:
             found = self._prices.time(
                 float | None,
@@ -426,8 +425,8 @@ class StepTimes:
         if not scores:
             launches, regions = trace.launches(micro_batch, rank), self._regions(spec)
             return as_kernels(launches, precision, self._host, num_regions=regions)
-        assert isinstance(trace, Trace)
-        return as_kernels(trace.scoring_launches(micro_batch, rank), precision, self._host)
+        scoring = trace.of_one.scoring_launches(micro_batch, rank)
+        return as_kernels(scoring, precision, self._host)
 
     def _find_regions(self, spec: TraceSpec) -> int:
         """Return how many regions checkpointing recomputes: a layer's backward pass has one, or none."""

@@ -150,8 +150,8 @@ def first_steps(trace: Trace | SharedTrace, config: TrainConfig, update: Update)
     behind = len(sizes)
     written = Tape()
     is_here = config.max_completion_length is not None and not config.writes_with_vllm
-    if is_here and isinstance(trace, Trace):
-        written = generation_of(trace, config)
+    if is_here:
+        written = generation_of(trace.of_one, config)
         parts = _generating(parts, _shifted(written.events, behind), config)
     behind += len(written.sizes)
     kept = _KeptByTrainer(trace, sizes, config, num_before=behind)
@@ -200,7 +200,7 @@ def _generating(parts: Sequence[StepPart], events: Order, config: TrainConfig) -
     step = -1
     again = config.micro_batches_per_generation < config.gradient_accumulation_steps
     for part in parts:
-        is_again = again and part.phase is StepPhase.FORWARD_AGAIN
+        is_again = again and part.phase in _AGAIN and part.phase not in _WITHOUT_FORWARD
         if part.step != step or is_again:
             step = part.step
             found.append(StepPart(step, StepPhase.GENERATION, events))

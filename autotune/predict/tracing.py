@@ -30,6 +30,7 @@ from autotune.records.estimate import TraceSpec
 from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.teacher import Teacher
+from autotune.space.trainers import TRAINERS
 from autotune.store.trace_cache import TraceCache
 from autotune.worker.client.forkserver import ForkServer
 from autotune.worker.client.isolate import WorkerEnd, run_many
@@ -300,8 +301,11 @@ def of_one_gpu(spec: TraceSpec) -> TraceSpec:
     accelerator.py, _prepare_fsdp2). DeepSpeed casts both (0.19.8 runtime/engine.py,
     _cast_module_mixed_precision), beside codes, which leave adapters in float32 here.
     """
-    alone = dataclasses.replace(spec, parallelism="none", checkpoint_layers=0)
     row = PARALLELISMS[spec.parallelism]
+    # What DDP makes of several passes is in the trace.
+    is_wrapped = row.name == "ddp" and TRAINERS[spec.trainer].passes_apart
+    around = row.name if is_wrapped else "none"
+    alone = dataclasses.replace(spec, parallelism=around, checkpoint_layers=0)
     is_cast = row.is_fsdp or (row.is_deepspeed and spec.quantization == "none")
     if is_cast and spec.precision == "bf16-autocast":
         is_full = spec.method == "full"

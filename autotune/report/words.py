@@ -584,6 +584,7 @@ def notes(answer: Answer) -> list[str]:
         compiled_room(answer),
         rounding(answer),
         coarse_batch(answer),
+        compared_apart(best.config),
         experts(answer),
         unfused_casts(best.config),
         best.unquantized_note,
@@ -713,6 +714,17 @@ def coarse_batch(answer: Answer) -> str:
     return (
         f"{samples} samples{each} cannot be cut into micro-batches between {size} and {larger}, for which "
         f"there may be room: --effective-batch {batch} allows {2 * size} and {4 * size}."
+    )
+
+
+def compared_apart(config: TrainConfig) -> str:
+    """A note where each GPU compares its own samples, and one GPU would compare all; else empty."""
+    row = TRAINERS[config.trainer]
+    if not row.compares_all or config.data_parallel_size == 1:
+        return ""
+    return (
+        f"Each GPU compares the {config.micro_batch_size} {row.sample}s of its own micro-batch; one GPU "
+        f"would compare all {config.effective_batch_size}."
     )
 
 

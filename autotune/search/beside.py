@@ -15,6 +15,7 @@ from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import loses_small_updates
+from autotune.space.trainers import TRAINERS
 
 
 def changes(
@@ -118,6 +119,8 @@ def fewer_gpus(estimator: Estimator, best: Estimate) -> Estimate | None:
     config, share, seconds = best.config, best.per_gpu, best.step_seconds
     if config.parallelism != "ddp" or share is None or seconds is None:
         return None
+    if TRAINERS[config.trainer].compares_all:
+        return None  # Fewer GPUs would compare more samples, or as many in parts.
     if (share.communication_seconds or 0.0) < seconds / 2:
         return None
     counts = (n for n in range(1, config.num_gpus) if config.num_gpus % n == 0)

@@ -23,7 +23,7 @@ from autotune.records.measurement import NOISE
 from autotune.space.config import TrainConfig
 from autotune.space.knobs import CHECKPOINTING, KNOBS
 from autotune.space.lengths import vary
-from autotune.space.tradeoffs import LEVEL, form, gives_up, tradeoff_class
+from autotune.space.tradeoffs import LEVEL, Form, form, gives_up, tradeoff_class
 from autotune.speed.sureness import TimedWork, odds_of
 
 _SAVES_MEMORY = ("expandable_segments", "activation_offloading")
@@ -101,7 +101,7 @@ class Candidates:
             for _, equals in itertools.groupby(ranked, operator.itemgetter(0))
             for pair in _by_name(list(equals))
         ]
-        by_form: dict[tuple[int, bool], _Ranked] = {}
+        by_form: dict[Form, _Ranked] = {}
         for pair in self._ranked:
             by_form.setdefault(form(pair[1], base), []).append(pair)
         self._by_form = sorted(by_form.items())
@@ -171,7 +171,7 @@ class Candidates:
         self._estimates[config] = estimate
         return estimate
 
-    def form_of(self, config: TrainConfig) -> tuple[int, bool]:
+    def form_of(self, config: TrainConfig) -> Form:
         """Return the form of a configuration, the lower the better (autotune.space.tradeoffs.form)."""
         return form(config, self._base)
 
@@ -293,13 +293,19 @@ class Candidates:
     def _with_what_pays(
         self, estimate: Estimate, wanted: Callable[[TrainConfig], bool], least: float
     ) -> Estimate:
-        """The same with settings as in the base, those that gain least first, down to the least speed."""
+        """The same with settings as in the base, those that gain least first, down to the least speed.
+
+        None is put back without which another gives up more: bfloat16 weights lose small updates with the
+        base's optimizer.
+        """
+        form_before = self.form_of(estimate.config)
         while True:
             nearer = [
                 other
                 for _, config in put_back(estimate.config, self._base)
                 if self._speeds.get(config, 0.0) >= least
                 and wanted(config)
+                and self.form_of(config) <= form_before
                 and (other := self._fitting(config)) is not None
                 and speed_of(other) >= least
                 and self._better_without(other) is None

@@ -114,12 +114,7 @@ def nothing_fits(
     elif more := _more_host_memory(estimator, allowed):
         remedy = more
     elif smaller := _smaller_step(estimator, allowed):
-        why_whole = "with each weight updated in the backward pass, which takes"
-        if not smaller.update_in_backward:
-            why_whole = "as the loss compares"
-        count = smaller.micro_batch_size
-        remedy = f"--effective-batch {count} fits, {why_whole} all samples of a step at once"
-        remedy += _in_mini_batches(allowed)
+        remedy = _whole_step(smaller) + _in_mini_batches(allowed)
     elif (
         "qlora" not in workload.methods
         and model.checkpoint is None
@@ -244,6 +239,16 @@ def _smaller_step(estimator: Estimator, configs: Sequence[TrainConfig]) -> Train
     )
 
 
+def _whole_step(fitting: TrainConfig) -> str:
+    """Say that a step of so many samples fits, and why they are all there at once."""
+    why = "with each weight updated in the backward pass, which takes"
+    if not fitting.update_in_backward:
+        why = "as the loss compares"
+    each = " on each GPU" if fitting.data_parallel_size > 1 else ""
+    count = fitting.effective_batch_size
+    return f"--effective-batch {count} fits, {why} all samples of a step{each} at once"
+
+
 def _in_mini_batches(configs: Sequence[TrainConfig]) -> str:
     """Say which batch mini-batches divide, where they divide none; empty where the loss has none."""
     batch = configs[0].micro_batch_size
@@ -251,7 +256,8 @@ def _in_mini_batches(configs: Sequence[TrainConfig]) -> str:
     is_cached = TRAINERS[configs[0].trainer].cached_loss
     if not is_cached or divided == batch or any(each.loss_mini_batches > 1 for each in configs):
         return ""
-    return f"; --effective-batch {divided} can be compared in mini-batches, which divide no {batch}"
+    count = divided * configs[0].data_parallel_size
+    return f"; --effective-batch {count} can be compared in mini-batches, which divide no {batch}"
 
 
 def _of_weights(smallest: Estimate) -> int:

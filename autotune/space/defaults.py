@@ -28,20 +28,36 @@ fp16."""
 FLOAT32_PRECISION = "fp32"
 """Precision of a float32 checkpoint, whose weights keep that on every card; quantised ones are no longer
 float32."""
+_WITH_FLOAT32_WEIGHTS = {
+    "bf16-true": "bf16-mixed",
+    "bf16-autocast": "bf16-mixed",
+    "fp16-autocast": "fp16-mixed",
+}
+"""Precisions by those that differ in the weights' dtype alone."""
 
 
-def usual_precision(method: str, parallelism: str, *, has_bfloat16: bool) -> str:
-    """Return PRECISION_OF's value, where the library that shares the run can have it.
+def usual_precision(
+    method: str, parallelism: str, trainer: str, *, has_bfloat16: bool, is_float32: bool = False
+) -> str:
+    """Return the trainer's default precision, where the library that shares the run can have it.
 
-    DeepSpeed takes bfloat16 weights for float32 ones unless it keeps float32 ones beside them. Losses
-    cannot be scaled where weights are split.
+    TRL's trainers load every checkpoint as float32 and turn bfloat16 on (trl 1.16 create_model_from_path,
+    _BaseConfig.bf16); a student's loss is outside of autocast, and weights that an adapter freezes get the
+    checkpoint's bfloat16, as in its examples. Trainer has PRECISION_OF's value, and `is_float32` weights as
+    they are. DeepSpeed takes bfloat16 weights for float32 ones unless it keeps float32 ones beside them.
+    Losses cannot be scaled where weights are split.
     """
-    precision = PRECISION_OF[has_bfloat16, method == "full"]
     row = PARALLELISMS[parallelism]
+    is_trl = TRAINERS[trainer].is_trl and not TRAINERS[trainer].has_teacher
+    if is_float32 and not is_trl:
+        return FLOAT32_PRECISION
+    precision = PRECISION_OF[has_bfloat16, method == "full"]
     if row.splits and PRECISIONS[precision].grad_scaler:
         return FLOAT32_PRECISION
-    is_deepspeed = row.library == "deepspeed"
-    return "bf16-mixed" if is_deepspeed and precision == "bf16-true" else precision
+    trains_float32 = method == "full" and (is_trl or row.library == "deepspeed")
+    if is_float32 or trains_float32:
+        return _WITH_FLOAT32_WEIGHTS.get(precision, precision)
+    return precision
 
 
 def default_base(
@@ -63,9 +79,9 @@ def default_base(
         micro_batch_size=micro_batch,
         gradient_accumulation_steps=max(1, workload.effective_batch_size // (micro_batch * degree)),
         sequence_length=workload.sequence_length,
-        precision=FLOAT32_PRECISION
-        if is_float32
-        else usual_precision(method, parallelism, has_bfloat16=gpu.has_bfloat16),
+        precision=usual_precision(
+            method, parallelism, trainer, has_bfloat16=gpu.has_bfloat16, is_float32=is_float32
+        ),
         optimizer=OPTIMIZER,
         attention="sdpa" if "sdpa" in model.attentions else model.attentions[0],
         batching=usual_batching(workload.task),

@@ -62,13 +62,23 @@ def gives_up(config: TrainConfig, base: TrainConfig) -> tuple[object, ...]:
     )
 
 
-def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
-    """Return the number of further trades, and whether weights are quantised that are not in the base.
+Form = tuple[int, bool, int]
 
-    Of two configurations the one with the lower pair is chosen, however fast the other is.
+
+def form(config: TrainConfig, base: TrainConfig) -> Form:
+    """Return the number of further trades, whether weights are quantised, and how much coarser they train.
+
+    Against the base, each; of two configurations the one with the lower triple is chosen, however fast the
+    other is.
     """
     is_quantized = config.quantization not in ("none", base.quantization)
-    return len(further_trades(config, base)), is_quantized
+    coarser = max(_coarseness(config) - _coarseness(base), 0)
+    return len(further_trades(config, base)), is_quantized, coarser
+
+
+def _coarseness(config: TrainConfig) -> int:
+    """Return 0 for weights that train in 32 bits, 1 in bfloat16 with small updates kept, 2 with them lost."""
+    return trains_bfloat16(config) + loses_small_updates(config)
 
 
 def trains_bfloat16(config: TrainConfig) -> bool:

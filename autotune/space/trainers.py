@@ -133,10 +133,13 @@ def _embedder(**values: Any) -> Trainer:
         "rows_per_sample": len(columns),
         "compares_all": True,
         "least_micro_batch": 2,
+        "parallelisms": ("ddp",),
     }
     return Trainer(**{**shared, **values})
 
 
+_WHOLE = ("ddp", "zero1")
+"""Ways in which each GPU has all weights, so that it writes completions by itself."""
 _SHARED_BY = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp")
 
 DISTILLATION = "distillation"
@@ -206,6 +209,7 @@ TRAINERS: dict[str, Trainer] = {
             fields="prompt",
             sample="completion",
             generates=Generates(num_generations=8, kl_beta=0.0),
+            parallelisms=_WHOLE,
             loss_type="dapo",
         ),
         Trainer(
@@ -218,6 +222,7 @@ TRAINERS: dict[str, Trainer] = {
             fields="prompt",
             sample="completion",
             generates=Generates(num_generations=2, kl_beta=0.05, scores_always=True),
+            parallelisms=_WHOLE,
         ),
         Trainer(
             # trl 1.16 distillation_trainer.py: a completion of each prompt, for each step anew.
@@ -231,6 +236,7 @@ TRAINERS: dict[str, Trainer] = {
             sample="completion",
             generates=Generates(num_generations=1, kl_beta=0.0),
             has_teacher=True,
+            parallelisms=_WHOLE,
         ),
         # Each text of a micro-batch is told apart from all others in it: its negatives.
         _embedder(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from typing import Any
 
 import pytest
 import transformers
 from transformers.models.auto import modeling_auto
 
-from autotune.catalogue.attention import without
+from autotune.catalogue.attention import soft_caps, without
 from autotune.catalogue.tasks import SEEING
 
 TASKS = (
@@ -48,3 +50,14 @@ def test_what_transformers_has(flag: str, without: frozenset[str]) -> None:
     lacking = {kind for kind, own in classes.items() if not all(getattr(c, flag) for c in own)}
     # Another version may have other families: of those that both know the table holds.
     assert lacking == without & set(classes)
+
+
+@pytest.mark.parametrize("kind", sorted(soft_caps()))
+def test_flash_attention_is_given_the_soft_caps(kind: str) -> None:
+    """As an argument of its kernel; sinks, which need kernels of their own, are in no such family."""
+    for of_task in _classes()[kind]:
+        assert of_task._supports_flash_attn
+        assert not of_task._supports_sdpa
+        source = inspect.getsource(sys.modules[of_task.__module__])
+        assert "softcap=self.attn_logit_softcapping" in source
+        assert "s_aux" not in source

@@ -29,6 +29,8 @@ from autotune.catalogue.installed import is_installed
 from autotune.export import accelerate_config
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.teacher import Teacher
+from autotune.space.trainers import BY_TASK
 
 pytestmark = pytest.mark.slow
 
@@ -267,12 +269,68 @@ def test_4_bit_weights_that_are_shared_out_train_with_two(tmp_path: Path, models
     launched(folder, as_on_gpus=True, saved="adapter_model.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("task", "num_prompts"),
+    [("grpo", 2), ("distillation", 4), ("sentence-similarity", 0)],
+)
+def test_a_trainer_of_its_own_task_trains_with_two(
+    tmp_path: Path, models: Path, task: str, num_prompts: int
+) -> None:
+    """`num_prompts`: of which completions are written at a time, for a step of all processes."""
+    row, llama = BY_TASK[task], str(models / "llama")
+    pytest.importorskip(row.module)
+    written = {
+        "max_completion_length": 4,
+        "kl_beta": 0.0,
+        "num_generations": 4 // (num_prompts or 4),
+    }
+    config = dataclasses.replace(
+        FULL,
+        micro_batch_size=1 if num_prompts else 2,
+        gradient_accumulation_steps=2 if num_prompts else 1,
+        sequence_length=32,
+        trainer=row.name,
+        batching="padded",
+        num_gpus=2,
+        parallelism="ddp",
+        **(written if num_prompts else {}),
+    )
+    teacher = Teacher(name=llama, config_json="{}") if row.has_teacher else None
+    workload = Workload(model=llama, task=task, memory_budget_bytes=10**9, teacher=teacher)
+    folder, result = tmp_path / "out", {"evidence": "predicted"}
+    export.export_files(folder, workload=workload, config=config, result=result)
+    (tmp_path / "rewards.py").write_text(
+        "def longest(completions, **_):\n    return [float(len(each)) for each in completions]\n"
+    )
+    program = [f"train_{row.command}.py", "../rows.jsonl", "--set", "max_steps=2"]
+    program += ["--set", "output_dir=out"]
+    program += ["--reward", "../rewards.py:longest"] if row.is_rewarded else []
+    fields = row.columns or ("prompt",)
+    for num in (num_prompts - 1, num_prompts) if num_prompts else (8,):
+        samples = (dict.fromkeys(fields, TEXT[: number + 9]) for number in range(num))
+        lines = "\n".join(map(json.dumps, samples))
+        (tmp_path / "rows.jsonl").write_text(lines, encoding="utf-8")
+        done = launch(folder, *program)
+        said = f"{num} prompts are too few: completions of {num_prompts} are written at a time."
+        assert (said in done.stderr) == (num < num_prompts), done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "out" / "model.safetensors").exists()
+
+
 def launched(folder: Path, *, as_on_gpus: bool, saved: str = "model.safetensors") -> None:
     """Train with the files of a folder, as their reader is told to, but in forks, which import less."""
     program = ["train.py", "--dataset", "../text.txt", "--output-dir", "out", "--max-steps", "2"]
-    options = ["--config_file", "accelerate_config.yaml", "--main_process_port", free_port()]
     if as_on_gpus:
         program = [str(SUPPORT / "as_on_gpus.py"), *program]
+    done = launch(folder, *program)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Told by the first process alone.
+    assert len(re.findall(r"^2 steps, loss ", done.stdout, re.MULTILINE)) == 1
+    assert (folder / "out" / saved).exists()
+
+
+def launch(folder: Path, *program: str) -> Any:
+    options = ["--config_file", "accelerate_config.yaml", "--main_process_port", free_port()]
     for _ in range(2):
         done = here.workers.program(
             str(SUPPORT / "launch_forked.py"), *options, *program, cwd=folder
@@ -281,10 +339,7 @@ def launched(folder: Path, *, as_on_gpus: bool, saved: str = "model.safetensors"
         # (torch 2.13). That is no matter of what was exported.
         if "terminate called without an active exception" not in done.stderr:
             break
-    assert done.returncode == 0, done.stderr[-3000:]
-    # Told by the first process alone.
-    assert len(re.findall(r"^2 steps, loss ", done.stdout, re.MULTILINE)) == 1
-    assert (folder / "out" / saved).exists()
+    return done
 
 
 def test_one_process_is_told_how_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

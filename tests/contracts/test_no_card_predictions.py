@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from autotune.records.estimate import KEPT_RANK, Estimate, TraceSpec
 from autotune.space.checkpoint_plans import plan_offloads
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS
 from validation.no_card_embeddings import source as embedder
 from validation.no_card_fuzz import cut
@@ -37,6 +39,11 @@ SHARED_PAIRS = [
 ]
 SHARED_ADAPTERS = [
     json.loads(line) for line in (STUDY / "shared_adapters.jsonl").read_text().splitlines()
+]
+SHARED_OWN = [
+    json.loads(line)
+    for name in ("shared_completions", "shared_completions_zero", "shared_embeddings")
+    for line in (STUDY / f"{name}.jsonl").read_text().splitlines()
 ]
 SHARED = [json.loads(line) for line in (STUDY / "shared.jsonl").read_text().splitlines()]
 SHORT = 1024
@@ -90,7 +97,17 @@ def predicted(record: dict[str, Any], gpu: str) -> Estimate:
     card, source = find_gpu(gpu), cut(record["model"], record["num_layers"])
     specs = {TraceSpec.of(config)}
     length = config.sequence_length
-    traces = trace_all(source, task, length, card, specs, num_gpus=num_gpus, server=here.workers)
+    told = record["measurement"]["spec"].get("teacher")
+    traces = trace_all(
+        source,
+        task,
+        length,
+        card,
+        specs,
+        num_gpus=num_gpus,
+        teacher=Teacher(**told) if told else None,
+        server=here.workers,
+    )
     return Estimator(traces, card, memory_budget_bytes=card.capacity_bytes).estimate(config)
 
 
@@ -121,27 +138,38 @@ def test_preferences_and_rewards_as_pytorch_allocates(
             assert getattr(estimate, name) == pytest.approx(seen[name], rel=share), record["key"]
 
 
-def shared_and_small() -> list[dict[str, Any]]:
-    """Of each way to share the run that ended with the least memory above 1 GiB."""
-    found: dict[str, dict[str, Any]] = {}
-    ended = [each for each in SHARED if each["measurement"]["outcome"] == "ok"]
+def smallest_of_each(
+    records: list[dict[str, Any]], kind: Callable[[dict[str, Any]], Any], least_bytes: int = 0
+) -> list[dict[str, Any]]:
+    """Of each kind of configuration, None for those left out, the run that ended with the least memory."""
+    found: dict[Any, dict[str, Any]] = {}
+    ended = (each for each in records if each["measurement"]["outcome"] == "ok")
     for record in sorted(ended, key=lambda each: -each["measurement"]["peak_reserved_bytes"]):
-        if record["measurement"]["peak_reserved_bytes"] > GIB:
-            found[record["measurement"]["config"]["parallelism"]] = record
+        name = kind(record["measurement"]["config"])
+        if name is not None and record["measurement"]["peak_reserved_bytes"] > least_bytes:
+            found[name] = record
     return list(found.values())
 
 
-def adapters_that_are_small() -> list[dict[str, Any]]:
-    """The run with the least memory of each trainer and method under FSDP2 and ZeRO 3, without full ones."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for record in sorted(
-        (each for each in SHARED_ADAPTERS if each["measurement"]["outcome"] == "ok"),
-        key=lambda each: -each["measurement"]["peak_reserved_bytes"],
-    ):
-        config = record["measurement"]["config"]
-        if config["method"] != "full" and config["parallelism"] in ("fsdp2", "zero3"):
-            found[config["trainer"], config["method"], config["parallelism"]] = record
-    return list(found.values())
+def kind_of_adapter(config: dict[str, Any]) -> tuple[str, ...] | None:
+    """Trainer, method and way to share, of adapters under FSDP2 and ZeRO 3."""
+    if config["method"] == "full" or config["parallelism"] not in ("fsdp2", "zero3"):
+        return None
+    return config["trainer"], config["method"], config["parallelism"]
+
+
+def kind_of_own(config: dict[str, Any]) -> tuple[str, str, bool] | None:
+    """Trainer, way to share, and whether DDP may make its buckets anew; not of ZeRO 2."""
+    is_full = config["method"] == "full" and config["activation_checkpointing"] > 0
+    way = config["parallelism"]
+    return None if way == "zero2" else (config["trainer"], way, is_full and way == "ddp")
+
+
+SMALL = [
+    *smallest_of_each(SHARED, lambda config: config["parallelism"], GIB),
+    *smallest_of_each(SHARED_ADAPTERS, kind_of_adapter),
+    *smallest_of_each(SHARED_OWN, kind_of_own),
+]
 
 
 def name_of_share(record: dict[str, Any]) -> str:
@@ -149,9 +177,7 @@ def name_of_share(record: dict[str, Any]) -> str:
     return " ".join(config[name] for name in ("trainer", "method", "parallelism"))
 
 
-@pytest.mark.parametrize(
-    "record", [*shared_and_small(), *adapters_that_are_small()], ids=name_of_share
-)
+@pytest.mark.parametrize("record", SMALL, ids=name_of_share)
 def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None:
     estimate, seen = predicted(record, "rtx-3090"), record["measurement"]
     for name in ("peak_allocated_bytes", "peak_reserved_bytes"):
@@ -231,6 +257,9 @@ def test_what_gpus_share_of_a_reference_is_as_pytorch_allocates(
         ("shared_pairs", [35, 33, 25, 25, 29]),
         ("shared_qlora", [5, 5, 5, 3, 5]),
         ("shared_adapters", [43, 41, 36, 36, 40]),
+        ("shared_completions", [24, 24, 23, 23, 24]),
+        ("shared_completions_zero", [23, 23, 22, 20, 21]),
+        ("shared_embeddings", [16, 16, 16, 16, 16]),
         ("compiled", [6, 6, 2, 2, 2]),
         ("loss_in_parts", [146, 126, 126, 126, 126]),
     ],

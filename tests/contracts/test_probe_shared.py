@@ -30,6 +30,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import Measurement, ProbeSpec, measurement_from_dict
 from autotune.space.config import TrainConfig
 from autotune.space.rules import Context, broken_rules
+from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS
 from autotune.worker.__main__ import VERBS
 from autotune.worker.build import model as models
@@ -161,6 +162,7 @@ def estimated(
     monkeypatch: pytest.MonkeyPatch,
     model: dict[str, Any] = MODEL,
     task: str = "causal-lm",
+    teacher: Teacher | None = None,
 ) -> Estimate:
     """What is predicted without the buffers of CUDA's kernels and cuBLAS."""
     monkeypatch.setattr(trace_module, "hidden_buffers", lambda *_: ())
@@ -169,13 +171,14 @@ def estimated(
         models.load_config(model),
         task,
         of_one_gpu(spec),
-        sequence_length=LENGTH,
+        sequence_length=config.sequence_length,
         device=Device(
             compute_capability=(8, 9),
             cublas_workspace_bytes=0,
             # Other attention than eager has the CPU's own kernel.
             backend="cuda" if config.attention == "eager" else "cpu",
         ),
+        teacher=None if teacher is None else models.load_config(teacher.config),
     )
     trace: Trace | RankTrace = Trace(json.loads(json.dumps(answer)))
     if config.num_gpus > 1:
@@ -222,13 +225,67 @@ def test_a_shared_probe_needs_what_was_predicted(
 
 
 TIED = {**MODEL, "tie_word_embeddings": True}
-TRL: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[TrainConfig, ...]]] = {
+WRITTEN: dict[str, Any] = {
+    "batching": "padded",
+    "sequence_length": 57,
+    "num_generations": 2,
+    "max_completion_length": 32,
+    "kl_beta": 0.0,
+}
+"""Completions of which the head's tile is of whole 2 MiB on a GPU (32 tokens) as on a CPU (56).
+
+A block that is a little larger is taken whole or cut, by what lies where: 256 KiB with 63 tokens.
+"""
+COMPARED: dict[str, Any] = {
+    "batching": "padded",
+    "attention": "sdpa",
+    "micro_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+}
+TEACHER = Teacher(name="larger", config_json=json.dumps({**MODEL, "num_hidden_layers": 6}))
+OWN: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[TrainConfig, ...]]] = {
     "sft": ("causal-lm", MODEL, {"trainer": "trl-sft"}, (DDP, FSDP2)),
     "dpo": ("dpo", MODEL, {"trainer": "trl-dpo", "batching": "padded"}, (DDP,)),
     "dpo lora": ("dpo", TIED, {"trainer": "trl-dpo", "batching": "padded", **LORA}, (DDP, FSDP2)),
     "reward": ("reward", MODEL, {"trainer": "trl-reward", "batching": "padded"}, (FSDP2,)),
+    "grpo": (
+        "grpo",
+        MODEL,
+        {"trainer": "trl-grpo", **WRITTEN, "kl_beta": 0.04, "steps_per_generation": 1},
+        (DDP, dataclasses.replace(DDP, num_gpus=3)),
+    ),
+    "rloo lora": ("rloo", MODEL, {"trainer": "trl-rloo", **WRITTEN, **LORA}, (DDP,)),
+    "distillation": (
+        "distillation",
+        MODEL,
+        {"trainer": "trl-distillation", **WRITTEN, "num_generations": 1},
+        (DDP,),
+    ),
+    "embeddings": (
+        "sentence-similarity",
+        BERT,
+        {"trainer": "sentence-transformers", **COMPARED},
+        (DDP, dataclasses.replace(DDP, num_gpus=3)),
+    ),
+    "embeddings, checkpointed": (
+        "sentence-similarity",
+        MODEL,
+        {"trainer": "sentence-transformers", **COMPARED, "activation_checkpointing": 1},
+        (DDP,),
+    ),
+    "embeddings lora, cached": (
+        "sentence-triplets",
+        MODEL,
+        {
+            "trainer": "sentence-transformers-triplets",
+            **COMPARED,
+            **LORA,
+            "loss_mini_batches": 4,
+        },
+        (DDP,),
+    ),
 }
-"""Tasks, models, settings, and ways to share of TRL's trainers.
+"""Tasks, models, settings, and ways to share of trainers that have a task of their own.
 
 Of FSDP2 with a copy, or with an adapter and a head that is not tied, the reference's pass is the peak, whose
 loss holds no more than on a GPU: studies/no-card has them.
@@ -236,26 +293,27 @@ loss holds no more than on a GPU: studies/no-card has them.
 
 
 @pytest.mark.usefixtures("forked_workers")
-@pytest.mark.parametrize("name", TRL)
-def test_trl_needs_on_each_gpu_what_it_does_alone(
+@pytest.mark.parametrize("name", OWN)
+def test_a_trainer_needs_on_each_gpu_what_it_does_alone(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without Triton its loss holds more than on a GPU (test_probe_sft.py): as much however many share it."""
-    task, model, settings, shared = TRL[name]
+    """Without Triton TRL's loss holds more than on a GPU (test_probe_sft.py), however many share it."""
+    task, model, settings, shared = OWN[name]
+    teacher = TEACHER if TRAINERS[settings["trainer"]].has_teacher else None
 
     def unseen_bytes(config: TrainConfig) -> int:
         config = dataclasses.replace(config, **settings)
-        found = measured(config, model, task=task)
+        found = measured(config, model, task=task, teacher=teacher)
         assert (found.outcome, found.message) == ("ok", "")
         assert found.peak_allocated_bytes is not None
-        predicted = estimated(config, monkeypatch, model, task=task)
+        predicted = estimated(config, monkeypatch, model, task, teacher)
         return found.peak_allocated_bytes - predicted.peak_allocated_bytes
 
     one_gpu = dataclasses.replace(DDP, parallelism="none", num_gpus=1)
     alone = unseen_bytes(one_gpu)
     for config in shared:
-        rows = config.micro_batch_size * TRAINERS[settings["trainer"]].rows_per_sample
-        batch_bytes = 3 * rows * LENGTH * 8
+        whole = dataclasses.replace(config, **settings)
+        batch_bytes = 3 * whole.micro_batch_size * whole.rows_per_sample * LENGTH * 8
         # What waits for Python's garbage collector can only add to a peak: one of two may have more of it.
         for _ in range(3):
             difference = unseen_bytes(config) - alone

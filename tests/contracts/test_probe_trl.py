@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from test_probe import (
     FULL,
     LORA,
@@ -26,6 +28,9 @@ from autotune.common.units import MIB
 from autotune.space.config import TrainConfig
 from autotune.space.teacher import Teacher
 from autotune.space.trainers import TRAINERS, TRL_BY_TASK
+from autotune.worker.build.model import load_config
+from autotune.worker.build.real_model import build
+from autotune.worker.probe import trl_trainers
 
 pytest.importorskip("trl")
 
@@ -141,6 +146,24 @@ def test_a_confirmation_evaluates_saves_and_goes_on_with_varied_lengths(trainer:
     measured = run(config, task=task_of(config), **varied, **taught(config))
     assert (measured.outcome, measured.message) == ("ok", "")
     assert (measured.num_steps, measured.num_varied_steps) == (2, 4)
+
+
+def test_under_zero_the_reference_of_completions_is_deepspeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSpeed, which holds it in 16 bits, is not installed here."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        "trl.models.utils.prepare_deepspeed", lambda *each: given.append(each) or "engine"
+    )
+    config = of("trl-grpo", kl_beta=0.04)
+    reference = build(load_config(MODEL), "grpo", config, torch.device("cpu"))
+    trainer = SimpleNamespace(
+        is_deepspeed_enabled=True, temperature=1.0, accelerator="its", args=SimpleNamespace()
+    )
+    trl_trainers.give_reference(trainer, reference, config)
+    assert given == [(reference, "its")]
+    assert (trainer.ref_model, trainer.beta, trainer.args.beta) == ("engine", 0.04, 0.04)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS_OF_OWN)

@@ -19,6 +19,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.pipeline import PipelineTrace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.predict.tracing import shared_trace
+from autotune.records.charts import StepPhase
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.speed import roofline
@@ -117,6 +118,34 @@ def test_scores_and_completions_are_of_a_generation_however_often_it_is_trained_
         assert seconds(again) == pytest.approx(update + per_step / num_iterations)
         unscored = seconds(again, "policy", "generated_reference", "prefill", "decode", "last")
         assert unscored == pytest.approx(update)
+
+
+def test_each_gpu_writes_and_scores_what_it_trains_on() -> None:
+    alone = dataclasses.replace(RLOO, steps_per_generation=2)
+    shared = dataclasses.replace(alone, parallelism="ddp", num_gpus=2)
+    spec = TraceSpec.of(shared)
+    found = Estimator(
+        {spec: shared_trace(trace(), spec, num_gpus=2)},
+        CARD,
+        memory_budget_bytes=24 * 10**9,
+        host=HOST,
+    )
+    time = found.seconds(shared)
+    assert time is not None
+    assert time.total_seconds - time.communication_seconds == pytest.approx(seconds(alone))
+    speed, speed_alone = found.tokens_per_second(shared), of_step(alone).tokens_per_second(alone)
+    assert speed == pytest.approx(2 * speed_alone * seconds(alone) / time.total_seconds)
+    (steps, _), (steps_alone, _) = found.replayed(shared), of_step(alone).replayed(alone)
+    written, written_alone = (
+        [part.events.tolist() for part in each.parts if part.phase is StepPhase.GENERATION]
+        for each in (steps, steps_alone)
+    )
+    assert len(written) == len(written_alone) > 1
+    ids = written[0][0]
+    assert steps.sizes[ids] == steps_alone.sizes[written_alone[0][0]] == 48 * 6 * 64
+    # One GPU alone writes as many at a time as both did.
+    whole = dataclasses.replace(alone, gradient_accumulation_steps=8, steps_per_generation=4)
+    assert found.on_fewer_gpus(shared, 1) == of_step(whole).estimate(whole)
 
 
 def test_work_and_causes_of_a_step_have_its_share_of_scoring() -> None:

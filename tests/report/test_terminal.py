@@ -508,6 +508,21 @@ def test_unsupported_points_are_counted() -> None:
     assert "valid 11,204 > traceable 11,000 >" in drawn(answers.answer(counts=counts))
 
 
+def test_what_gpus_compare_by_themselves_is_said() -> None:
+    def noted(**changes: Any) -> bool:
+        size = {"micro_batch_size": 16, "gradient_accumulation_steps": 1}
+        config = dataclasses.replace(answers.CONFIG, **size, **changes)
+        found = words.notes(answers.answer(best=answers.estimate(config)))
+        said = "Each GPU compares the 16 triplets of its own micro-batch; one GPU would compare all 32."
+        return said in found
+
+    compared = {"trainer": "sentence-transformers-triplets"}
+    shared = {"parallelism": "ddp", "num_gpus": 2}
+    assert noted(**compared, **shared)
+    assert not noted(**compared)
+    assert not noted(**shared)
+
+
 @pytest.mark.parametrize(
     ("size", "count", "changed", "said"),
     [

@@ -15,6 +15,7 @@ from autotune.search.nothing_fits import (
     _in_mini_batches,
     _lower_most,
     _smaller_step,
+    _whole_step,
     host_option,
     needs,
     none_of_class,
@@ -68,6 +69,11 @@ def test_a_batch_that_mini_batches_do_not_divide_is_told_one_that_they_do() -> N
     cached = dataclasses.replace(pairs, micro_batch_size=1024, loss_mini_batches=4)
     said = "; --effective-batch 1024 can be compared in mini-batches, which divide no 1021"
     assert _in_mini_batches([pairs]) == said
+    shared = dataclasses.replace(pairs, parallelism="ddp", num_gpus=2)
+    assert _in_mini_batches([shared]) == said.replace("1024", "2048")
+    for config, count, each in ((pairs, 1021, ""), (shared, 2042, " on each GPU")):
+        whole = f"fits, as the loss compares all samples of a step{each} at once"
+        assert _whole_step(config) == f"--effective-batch {count} {whole}"
     for config in (cached, dataclasses.replace(cached, loss_mini_batches=1), PLAIN):
         assert _in_mini_batches([config]) == ""
 

@@ -71,14 +71,20 @@ def scarce_bytes(estimate: Estimate, budget_bytes: int) -> float:
     return max(estimate.resident_bytes - int(0.9 * budget_bytes), 0)
 
 
-def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool]:
-    """How many of rank and optimizer are not what people mean; whether the weights are quantised."""
+def form(config: TrainConfig, base: TrainConfig) -> tuple[int, bool, int]:
+    """How many of rank and optimizer are not what people mean; whether the weights are quantised, and whether
+    they train in bfloat16, which loses small updates."""
     families = [OPTIMIZERS[name].family for name in (config.optimizer, base.optimizer)]
     ranks = {config.lora_rank, base.lora_rank or 16} - {None}
     has_rank = config.lora_rank is not None
-    return (families[0] != families[1]) + (
-        has_rank and len(ranks) > 1
-    ), config.quantization != "none"
+    in_bfloat16, base_in_bfloat16 = (
+        (each.method, each.precision) == ("full", "bf16-true") for each in (config, base)
+    )
+    return (
+        (families[0] != families[1]) + (has_rank and len(ranks) > 1),
+        config.quantization != "none",
+        2 * (in_bfloat16 and not base_in_bfloat16),
+    )
 
 
 def giving_up(estimate: Estimate, base: TrainConfig, budget_bytes: int) -> Key:
@@ -446,6 +452,20 @@ def test_never_slower_than_a_base_that_fits_and_no_setting_differs_for_less_than
     for name in changed(answer, BASE):
         without = dataclasses.replace(answer, **of(BASE, [name]))
         assert fitting.get(without, 0.0) < least
+
+
+def test_no_setting_is_put_back_that_makes_weights_coarser() -> None:
+    """bfloat16 weights with the base's optimizer lose what another keeps, however much faster they are."""
+    mixed = dataclasses.replace(BASE, precision="bf16-mixed")
+    keeps = dataclasses.replace(BASE, optimizer="adamw_torch_8bit")
+    table = {
+        mixed: (200, 200, 900.0, 900.0),
+        **dict.fromkeys((keeps, BASE), (10, 10, 950.0, 950.0)),
+    }
+    search, _ = candidates(table, 100, base=mixed)
+    found = search.best(search.at_most("numerics"))
+    assert found is not None
+    assert found.config == keeps
 
 
 def test_what_cannot_win_is_not_replayed() -> None:
@@ -1119,19 +1139,27 @@ def test_weights_are_updated_in_the_backward_pass_where_nothing_else_fits(
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("budget_bytes", [1600 * MB, 2700 * MB])
-def test_changes_put_one_setting_back(roomy: Estimator, budget_bytes: int) -> None:
-    slow = {"optimizer": "adamw_bnb_8bit", "precision": "bf16-mixed"}
+@pytest.mark.parametrize(
+    ("precision", "budget_bytes", "expected"),
+    [
+        ("bf16-mixed", 1600 * MB, {"activation_checkpointing", "precision"}),
+        ("bf16-true", 2700 * MB, {"activation_checkpointing"}),
+    ],
+)
+def test_changes_put_one_setting_back(
+    roomy: Estimator, precision: str, budget_bytes: int, expected: set[str]
+) -> None:
+    slow = {"optimizer": "adamw_bnb_8bit", "precision": precision}
     base = dataclasses.replace(BASE, activation_checkpointing=1, **slow)
     answer = search(budget_bytes, base=base, allow="recipe", methods=("full",))
     estimator = roomy.with_budget(budget_bytes)
     settings = {change.setting for change in answer.changes}
-    assert {"activation_checkpointing", "precision"} <= settings
+    assert expected <= settings
     for change in answer.changes:
-        expected = dataclasses.replace(answer.best.config, **{change.setting: change.value})
+        put_back = dataclasses.replace(answer.best.config, **{change.setting: change.value})
         assert change.value == getattr(base, change.setting)
         assert change.value != getattr(answer.best.config, change.setting)
-        assert change.estimate == estimator.estimate(expected)
+        assert change.estimate == estimator.estimate(put_back)
         assert change.leaves_room == (change.estimate.peak_device_bytes <= budget_bytes)
 
 

@@ -309,21 +309,23 @@ def test_lengths_are_tried_up_to_the_longest_that_may_be(
 
 
 @pytest.mark.parametrize(
-    ("task", "settings", "first", "step"),
+    ("task", "settings", "num_gpus", "first", "step"),
     [
-        ("causal-lm", {}, 1, 1),
-        ("kto", {}, 2, 1),
-        # Groups of completions are written whole, and mini-batches are alike.
-        ("grpo", {}, 8, 8),
-        ("grpo", {"num_generations": 4}, 4, 4),
-        ("sentence-similarity", {"loss_mini_batches": 4}, 8, 4),
+        ("causal-lm", {}, 1, 1, 1),
+        ("kto", {}, 1, 2, 1),
+        # Groups of completions are written whole, by all GPUs together, and mini-batches are alike.
+        ("grpo", {}, 1, 8, 8),
+        ("grpo", {}, 2, 4, 4),
+        ("grpo", {}, 3, 8, 8),
+        ("grpo", {"num_generations": 4}, 1, 4, 4),
+        ("sentence-similarity", {"loss_mini_batches": 4}, 1, 8, 4),
     ],
 )
 def test_micro_batches_are_tried_in_whole_groups(
-    task: str, settings: dict[str, Any], first: int, step: int, tried: Any
+    task: str, settings: dict[str, Any], num_gpus: int, first: int, step: int, tried: Any
 ) -> None:
     pricer = SimpleNamespace(task=lambda _: task)
-    asked = resolved(task=task, settings=settings)
+    asked = dataclasses.replace(resolved(task=task, settings=settings), num_gpus=num_gpus)
     low, high, _ = questions._largest_micro_batch(asked, pricer)  # type: ignore[arg-type, misc]
     assert low.value == first
     assert high.value == questions.MAX_MICRO_BATCH // step * step

@@ -229,6 +229,8 @@ def test_fewer_gpus_are_named_where_sending_takes_most_of_a_step_and_they_are_fa
     assert named(3.9, {1: 8.0, 2: 4.0, 4: 6.0}) is None
     assert named(4.1, {1: 8.0, 2: 4.0, 4: 6.0}, parallelism="fsdp2") is None
     assert named(4.1, {1: None, 2: 8.0, 4: 7.9}) is None, "within the noise"
+    compared = {"trainer": "sentence-transformers"}
+    assert named(4.1, {1: 8.0, 2: 4.0, 4: 6.0}, **compared) is None, "another training run"
 
 
 OTHER = dataclasses.replace(

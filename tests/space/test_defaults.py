@@ -64,6 +64,30 @@ def test_the_default_base(card: str, method: str, precision: str) -> None:
     assert (base.quantization == "none") == (method != "qlora")
 
 
+@pytest.mark.parametrize(
+    ("card", "method", "is_float32", "precision"),
+    [
+        ("rtx-4070", "full", False, "bf16-mixed"),
+        ("rtx-4070", "full", True, "bf16-mixed"),
+        ("rtx-4070", "lora", False, "bf16-autocast"),
+        ("rtx-4070", "lora", True, "bf16-mixed"),
+        ("rtx-4070", "qlora", True, "bf16-autocast"),
+        ("t4", "full", True, "fp16-mixed"),
+        ("t4", "lora", False, "fp16-autocast"),
+    ],
+)
+def test_trl_trains_weights_in_float32_by_default(
+    card: str, method: str, is_float32: bool, precision: str
+) -> None:
+    """Whatever the checkpoint's dtype (tests/contracts/test_defaults_real.py)."""
+    dtype = "float32" if is_float32 else "bfloat16"
+    model = dataclasses.replace(
+        tiny_model.MODEL, config={"model_type": "llama", "torch_dtype": dtype}
+    )
+    workload = dataclasses.replace(tiny_model.workload(1, (method,)), task="dpo")
+    assert default_base(workload, find_gpu(card), model).precision == precision
+
+
 @pytest.mark.parametrize("card", ["a100", "t4"])
 @pytest.mark.parametrize(
     ("parallelism", "method"),

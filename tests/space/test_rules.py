@@ -246,7 +246,7 @@ BREAKERS = {
     "pairs-need-tried-settings": (dataclasses.replace(DPO_LORA, lora_targets="lm_head"), ADA),
     "pairs-run-eagerly": (dataclasses.replace(DPO, torch_compile="default"), ADA),
     "pairs-are-shared-as-modelled": (
-        dataclasses.replace(GRPO, parallelism="ddp", num_gpus=2),
+        dataclasses.replace(GRPO, parallelism="fsdp2", num_gpus=2),
         dataclasses.replace(ADA, effective_batch_size=64),
     ),
     "pairs-scored-before-are-on-one-gpu": (
@@ -663,6 +663,30 @@ def test_how_several_gpus_may_share_it(changes: dict[str, Any], ways: tuple[str,
     ("config", "context"),
     [
         (dataclasses.replace(FULL, activation_checkpointing=16), ADA),
+        (
+            # Each GPU has all weights to write with.
+            dataclasses.replace(
+                GRPO,
+                precision="bf16-mixed",
+                micro_batch_size=1,
+                gradient_accumulation_steps=16,
+                parallelism="zero1",
+                num_gpus=2,
+            ),
+            ADA,
+        ),
+        (
+            # Four GPUs write a group of eight together.
+            dataclasses.replace(
+                GRPO,
+                micro_batch_size=2,
+                gradient_accumulation_steps=4,
+                steps_per_generation=1,
+                parallelism="ddp",
+                num_gpus=4,
+            ),
+            ADA,
+        ),
         (dataclasses.replace(FULL, activation_checkpointing=1, activation_offloading=True), ADA),
         (FULL, dataclasses.replace(ADA, compute_capability=(8, 0))),
         (dataclasses.replace(FULL, optimizer="apollo_adamw"), ADA),
@@ -789,8 +813,8 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
     ),
     "pairs-run-eagerly": (DPO, [{"torch_compile": "default"}]),
     "pairs-are-shared-as-modelled": (
-        GRPO,
-        [{"parallelism": "ddp", "num_gpus": 2}, {"parallelism": "zero2", "num_gpus": 2}],
+        dataclasses.replace(GRPO, parallelism="ddp", num_gpus=2),
+        [{"parallelism": "fsdp2"}, {"parallelism": "zero2"}],
     ),
     "pairs-scored-before-are-on-one-gpu": (
         dataclasses.replace(DPO_LORA, precompute_ref_log_probs=True),
@@ -847,6 +871,7 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
             {"trainer": "transformers"},
             {"trainer": "trl-distillation"},
             {"vllm_gpu_memory_utilization": 0.0, "vllm_enable_sleep_mode": True},
+            {"parallelism": "ddp", "num_gpus": 2},
         ],
     ),
     "a-teacher-sees-each-completion-once": (

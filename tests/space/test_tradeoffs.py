@@ -191,6 +191,16 @@ def test_quantised_weights_come_after_16_bits_and_before_further_trades() -> Non
     assert form(QLORA, QLORA) == form(LORA, FULL)
 
 
+def test_bfloat16_weights_come_after_32_bits_unless_the_base_has_them() -> None:
+    """Those that keep small updates come between, and all of them before 4 bits and other targets."""
+    mixed = dataclasses.replace(FULL, precision="bf16-mixed")
+    loses = dataclasses.replace(FULL, precision="bf16-true")
+    keeps = dataclasses.replace(loses, optimizer="adamw_torch_8bit")
+    assert form(mixed, mixed) < form(keeps, mixed) < form(loses, mixed) < form(QLORA, mixed)
+    assert form(loses, loses) == form(keeps, loses) == form(mixed, loses)
+    assert form(loses, keeps) > form(keeps, keeps)
+
+
 def test_of_the_highest_class_the_number_of_changes_is_counted_first() -> None:
     """One change of the recipe and two of rounding give up less than two changes of the recipe."""
     one = dataclasses.replace(

@@ -230,7 +230,8 @@ def _defaults(
 ) -> dict[str, Any]:
     """Return defaults as a search without a base has them: micro-batch and steps, precision, optimizer."""
     parallelism = values.get("parallelism", "none")
-    precision = usual_precision(method, parallelism, has_bfloat16=has_bf16)
+    trainer = values.get("trainer", "transformers")
+    precision = usual_precision(method, parallelism, trainer, has_bfloat16=has_bf16)
     return dict(zip(_OPEN, (*batch, precision, OPTIMIZER), strict=True))
 
 

@@ -249,6 +249,11 @@ class Trace:
         return listed(self._setup)
 
     @property
+    def of_one(self) -> Trace:
+        """Return the step of a GPU that has all to itself: this one."""
+        return self
+
+    @property
     def num_own_events(self) -> int:
         """How many events of `setup` come before GPUs share the run: all."""
         return len(self._setup)

@@ -32,7 +32,9 @@ and of ZeRO's offloading, is held against PyTorch's CUDA build without a card (s
 
 What TRL's trainers compare a model with is a frozen copy of it, which DDP and ZeRO 1 and 2 leave whole on
 each GPU. FSDP2 has its own parts of it, and gathers it at once for its pass; ZeRO 3 has an engine for it
-(trl 1.16 models/utils.py, prepare_fsdp and prepare_deepspeed).
+(trl 1.16 models/utils.py, prepare_fsdp and prepare_deepspeed). Under DDP and ZeRO 1 each GPU writes
+completions of its own prompts, as one by itself does. Of embedders under DDP the trace itself is of a model
+that DDP wraps (worker.trace.embedding_step).
 
 Known limitations
 - A compiled step: DDP clones what it returns, too, which is not counted.
@@ -58,9 +60,8 @@ Known limitations
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -72,9 +73,10 @@ from autotune.memory.traces.running import running
 from autotune.memory.traces.terms import Array, Term, evaluate, summable
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.layer_counts import USUAL_RANK
-from autotune.predict.sharding.shards import EMBED, ROOT, TAIL, Shares
+from autotune.predict.sharding.rank_set_up import RankSetUp
+from autotune.predict.sharding.shards import ROOT, TAIL, Shares
 from autotune.predict.sharding.shared_trace import SharedTrace
-from autotune.predict.sharding.step import PASSES_BESIDES, AddedTensors, Blocks, MicroStep, Size
+from autotune.predict.sharding.step import PASSES_BESIDES, AddedTensors, Blocks, MicroStep
 from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.predict.sharding.zero_step import (
     ZeroMicroStep,
@@ -88,8 +90,6 @@ from autotune.speed.links import COLLECTIVES, Message
 
 # deepspeed 0.19.8 runtime/zero/config.py, default of allgather_bucket_size.
 _ZERO_GATHERED_ELEMENTS = 500_000_000
-_MOST_RANK = 1024
-"""LoRA rank up to which copies of adapters that DDP sends are counted. [judgement]"""
 
 
 class RankTrace(SharedTrace):
@@ -125,8 +125,6 @@ class RankTrace(SharedTrace):
             is_one_unit=not has_head,
         )
         self._num_gpus = num_gpus
-        self._on_card = on_card
-        self._is_quantized = spec.quantization != "none"
         trainer = TRAINERS[spec.trainer]
         self._head_makes_loss = trainer.head_makes_loss
         self._copies = self._find_copies() if not trainer.has_teacher else {}
@@ -136,13 +134,9 @@ class RankTrace(SharedTrace):
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.workspaces = trace.workspaces
         self.batch, self.count, self.loss = trace.batch, trace.count, trace.loss
-        self._replaced: dict[int, Size] = {}
         self._clones: dict[int, Term] = {}
         """Sizes of the clones of what the model returns, which go with the micro-batch, by their numbers."""
         self._buffers: list[int] = []
-        self.setup = list(trace.setup)
-        self.num_prepared_events = trace.num_prepared_events
-        self.num_own_events = trace.num_own_events
         self.step_buffers: list[int] = []
         self._around: tuple[list[int], list[int]] | None = None
         if shares.row.is_deepspeed:
@@ -174,7 +168,19 @@ class RankTrace(SharedTrace):
             self.again = [event for event in self.first if event not in workspaces]
             later = step(adds=True)
             self.next = [event for event in later.written(blocks) if event not in workspaces]
-        self._set_up()
+        set_up = self._set_up = RankSetUp(
+            trace,
+            shares,
+            self._extra,
+            self._copies,
+            gpu=gpu,
+            on_card=on_card,
+            is_quantized=spec.quantization != "none",
+        )
+        self.setup, self.behind_first = set_up.events, set_up.behind_first
+        self.num_prepared_events = set_up.num_prepared_events
+        self.num_own_events = set_up.num_own_events
+        self._buffers += set_up.buffers
         self.aside = self._extra.aside if on_card else ()
         if gpu is None:
             self.stages = tuple(
@@ -195,9 +201,9 @@ class RankTrace(SharedTrace):
         if self._shares.row.stage < 3 or not copied:
             return {}
         return {
-            copy: self._position_of[number]
+            copy: self._shares.position_of[number]
             for copy, number in zip(copied, own, strict=True)
-            if number in self._position_of
+            if number in self._shares.position_of
         }
 
     def _clone_outputs(self, events: list[int]) -> list[int]:
@@ -227,7 +233,7 @@ class RankTrace(SharedTrace):
     def _unlike_gpus(self) -> list[int]:
         """Numbers of the GPUs that hold other tensors than each other; none where all go for one."""
         shares, last = self._shares, self._num_gpus - 1
-        if self._is_dealt_out:
+        if self._set_up.is_dealt_out:
             return [0, last]
         if shares.row.is_deepspeed and shares.row.stage < 3 and not shares.row.offload:
             return sorted({0, ZeroParts(shares).fullest_gpu(USUAL_RANK), last})
@@ -440,8 +446,8 @@ class RankTrace(SharedTrace):
         trained = self._shares.trained(rank)
         ratio = trained[0].size_bytes // self._shares.working_bytes(trained[0]) if trained else 1
         return (
-            np.asarray(list(self._replaced), dtype=np.int64),
-            np.asarray([size(rank) for size in self._replaced.values()], dtype=np.int64),
+            np.asarray(list(self._set_up.replaced), dtype=np.int64),
+            np.asarray([size(rank) for size in self._set_up.replaced.values()], dtype=np.int64),
             np.asarray([size(rank) for size in self._extra.sizes], dtype=np.int64),
             ratio,
         )
@@ -461,360 +467,6 @@ class RankTrace(SharedTrace):
         gathered = self._extra.gathered
         order = [e for e in self.again if (e if e >= 0 else ~e) in gathered]
         return np.asarray(order, dtype=np.int64)
-
-    def _set_up(self) -> None:
-        """Put the GPU's parts in place of what is shared out, and add the buffers that stay."""
-        shares, row = self._shares, self._shares.row
-        if row.name == "ddp":
-            self._send_weights()
-            self._make_buckets()
-            return
-        if row.splits:
-            return
-        self._replace_weights()
-        if shares.is_torch:
-            return
-        if row.stage < 3 and self._is_brought:
-            self._flatten()
-            return
-        if row.stage == 3:
-            if self._is_brought:
-                self._part_as_loaded()
-            self._buffers.append(self._keep("workspace", shares.bucket_bytes))
-            self._buffers.append(self._keep("parameter", shares.persistent_bytes))
-        elif row.offload:
-            self._buffers.append(self._keep("workspace", shares.largest_bytes))
-        for group in shares.groups:
-            if row.stage < 3:
-                # The trained weights are views of one flat tensor.
-                num_gpus = shares.num_gpus
-                whole = functools.partial(shares.partition_bytes, group=group, num_parts=num_gpus)
-                self._keep("parameter", whole)
-            elif not row.offload:
-                part = functools.partial(shares.partition_bytes, group=group)
-                self._keep("gradient", part)
-            if not row.offload and not (row.stage == 3 and self._is_brought):
-                master = functools.partial(shares.master_bytes, group=group)
-                self._keep("optimizer_state", master)
-        if row.stage == 3 and self._is_brought:
-            self._gather_each()
-
-    @property
-    def _is_brought(self) -> bool:
-        """Whether DeepSpeed brings weights from the host: 4-bit ones are on each GPU already."""
-        return self._on_card and not self._is_quantized
-
-    def _part_as_loaded(self) -> None:
-        """Have each weight come whole, be parted, and go again (deepspeed 0.19.8, zero.Init).
-
-        Trained parts go before the optimizer is made, and come again as one tensor, of which float32 copies
-        are made twice; the largest group's gradients are made and dropped (stage3.py,
-        _create_fp16_partitions_with_defragmentation, _create_fp32_partitions, initialize_optimizer_states).
-        """
-        shares = self._shares
-        is_offloaded = shares.row.offload
-        pieces: list[list[int]] = []
-        gone: list[int] = []
-        for event in self.setup[: self.num_own_events]:
-            piece = [event]
-            if event in self._copies:
-                size = functools.partial(self._working_bytes, position=self._copies[event])
-                whole = self._extra.new("temporary", size)
-                piece = [whole, event, ~whole]
-            elif event in self._position_of:
-                position = self._position_of[event]
-                size = functools.partial(self._working_bytes, position=position)
-                whole = self._extra.new("temporary", size)
-                piece = [whole, event, ~whole]
-                if shares.parameters[position].trainable and not is_offloaded:
-                    part = self._extra.new(
-                        "temporary", functools.partial(shares.part_bytes, position=position)
-                    )
-                    piece = [whole, part, ~whole]
-                    gone.append(~part)
-            pieces.append(piece)
-        behind = self.setup[self.num_own_events :]
-        own = [*itertools.chain(*pieces), *gone]
-        self.num_prepared_events = sum(map(len, pieces[: self.num_prepared_events]))
-        self.num_own_events = len(own)
-        self.setup = [*own, *behind]
-        if not is_offloaded:
-            self._keep("parameter", shares.trained_parts_bytes)
-            self._copy_to_float32()
-
-    def _copy_to_float32(self) -> None:
-        shares = self._shares
-        before: list[int] = []
-        for group in shares.groups:
-            master = functools.partial(shares.master_bytes, group=group)
-            if shares.compute_bytes < 4:
-                cast = self._keep("temporary", master)
-                self._drop(before)
-                before = [cast]
-            self._keep("optimizer_state", master)
-        self._drop(before)
-        self._drop([self._keep("temporary", shares.step_gradient_bytes)])
-
-    def _gather_each(self) -> None:
-        """Gather each trained weight once (0.19.8 stage3.py, create_reduce_and_remove_grad_hooks)."""
-        shares = self._shares
-        for position, parameter in enumerate(shares.parameters):
-            if parameter.trainable:
-                size = functools.partial(shares.whole_bytes, position=position)
-                gathered = [self._keep("temporary", size)]
-                if shares.row.offload:
-                    part = functools.partial(shares.part_bytes, position=position)
-                    gathered.append(self._keep("temporary", part))
-                self._drop(gathered)
-
-    def _send_weights(self) -> None:
-        """Add the flat copies of weights that DDP sends as it is made: two at a time."""
-        shares = self._shares
-        numbers = [
-            self._extra.new("temporary", functools.partial(shares.ddp_broadcast_bytes, index=index))
-            for index in range(shares.num_ddp_broadcasts(_MOST_RANK))
-        ]
-        for index, number in enumerate(numbers):
-            self.setup += [~numbers[index - 2]] if index >= 2 else []
-            self.setup.append(number)
-        self.setup += [~number for number in numbers[-2:]]
-
-    def _make_buckets(self) -> None:
-        """Add DDP's buckets: first one for all gradients of a dtype, where they are made anew later."""
-        shares = self._shares
-        trained = [parameter for parameter in shares.parameters if parameter.trainable]
-        # As many as there can be: how many there are follows from the LoRA rank.
-        sizes = [functools.partial(shares.ddp_bucket_bytes, index=n) for n in range(len(trained))]
-        if not shares.rebuilds:
-            self._buffers += [self._keep("workspace", size) for size in sizes]
-            return
-        for index in range(len({parameter.dtype for parameter in trained})):
-            first = functools.partial(shares.ddp_first_bucket_bytes, index=index)
-            self._buffers.append(self._keep("workspace", first))
-        anew = [self._extra.new("workspace", size) for size in sizes]
-        self.behind_first = [*(~number for number in self._buffers), *anew]
-
-    def _keep(self, category: str, size: Size) -> int:
-        number = self._extra.new(category, size)
-        self.setup.append(number)
-        return number
-
-    def _replace_weights(self) -> None:
-        shares = self._shares
-
-        def size(position: int, rank: int) -> int:
-            weight = shares.weights(rank)[position]
-            if shares.row.stage == 3:
-                is_flat = weight.trainable and shares.row.is_deepspeed and self._is_brought
-                return 0 if shares.row.offload or is_flat else shares.shard_bytes(weight)
-            return 0 if weight.trainable else shares.working_bytes(weight)
-
-        for position, parameter in enumerate(shares.parameters):
-            self._replaced[parameter.number] = functools.partial(size, position)
-        for number, position in self._copies.items():
-            self._replaced[number] = functools.partial(shares.part_bytes, position=position)
-        if self._is_dealt_out:
-            self._load()
-        elif self._is_cut:
-            self._cut()
-
-    @property
-    def _is_dealt_out(self) -> bool:
-        """Whether FSDP2 deals weights out on the card: 4-bit ones are on each GPU already."""
-        row = self._shares.row
-        return row.is_fsdp and not row.offload and self._on_card and not self._is_quantized
-
-    @property
-    def _is_cut(self) -> bool:
-        """Whether FSDP2 cuts weights that are whole on each GPU, as 4-bit ones are loaded."""
-        row = self._shares.row
-        return row.is_fsdp and not row.offload and self._on_card and self._is_quantized
-
-    def _cut(self) -> None:
-        """Have weights be whole, and FSDP2 cut one unit after the other; they go as all of them are cut.
-
-        Source: accelerate 1.15 utils/fsdp_utils.py, fsdp2_prepare_model: its `original_sd` holds them.
-        """
-        shares = self._shares
-        whole = {
-            number: self._extra.new("temporary", functools.partial(self._whole_bytes, position=at))
-            for number, at in self._position_of.items()
-        }
-        self.setup = [
-            whole.get(event, event) if event >= 0 else ~whole.get(~event, ~event)
-            for event in self.setup
-        ]
-        self._cast_adapter(whole)
-        order = {position: n for n, position in enumerate(shares.by_module)}
-        layers = sorted((unit for unit in shares.members if unit[1][1] >= 0), key=lambda u: u[1])
-        cut = [
-            shares.parameters[position].number
-            for unit in (*layers, EMBED, TAIL, ROOT)
-            for position in sorted(shares.members.get(unit, ()), key=order.__getitem__)
-        ]
-        behind = self.setup[self.num_own_events :]
-        self.setup = [*self.setup[: self.num_own_events], *cut]
-        self._drop([whole[number] for number in cut])
-        self.setup += behind
-
-    def _cast_adapter(self, whole: Mapping[int, int]) -> None:
-        """Have an adapter come in 16 bits, PEFT cast it to float32, and TRL cast it back.
-
-        The trace, which is of 16 bits where FSDP2 casts, has it in those from the start. `whole`: numbers of
-        whole weights, by those of the trace. Source: as worker.trace.meta_step, _load_adapter.
-        """
-        shares = self._shares
-        if not shares.casts_adapter:
-            return
-        adapted = [
-            (n, at) for n, at in self._position_of.items() if shares.parameters[at].trainable
-        ]
-        stages = (
-            [self._stored_bytes] if shares.upcasts else [self._stored_bytes, self._float32_bytes]
-        )
-        numbers = [
-            *(
-                [
-                    self._extra.new("temporary", functools.partial(size, position=at))
-                    for _, at in adapted
-                ]
-                for size in stages
-            ),
-            [whole[number] for number, _ in adapted],
-        ]
-        first = dict(zip(numbers[-1], numbers[0], strict=True))
-        own = [first.get(event, event) for event in self.setup[: self.num_own_events]]
-        behind = self.setup[self.num_own_events :]
-        self.setup = own
-        for before, after in itertools.pairwise(numbers):
-            for old, new in zip(before, after, strict=True):
-                self.setup += [new, ~old]
-        self.num_own_events = len(self.setup)
-        self.setup += behind
-
-    def _flatten(self) -> None:
-        """Have weights come whole, and DeepSpeed copy the trained ones into one tensor for each group.
-
-        The cache is given back before each group, so that of whole weights only the last group's leave free
-        blocks behind; so do float32 gradients that are made and dropped at the end. Source: deepspeed 0.19.8
-        runtime/zero/stage_1_and_2.py, __init__ and initialize_optimizer_states.
-        """
-        shares = self._shares
-        loaded, behind = self._loaded_apart()
-        last = shares.groups[-1] if shares.groups else None
-        whole: list[int] = []
-        for event in loaded:
-            position = self._position_of[event]
-            if not shares.parameters[position].trainable:
-                self.setup.append(event)
-            elif shares.parameters[position].group == last:
-                size = functools.partial(self._working_bytes, position=position)
-                whole.append(self._keep("temporary", size))
-        for group in shares.groups:
-            part = functools.partial(shares.partition_bytes, group=group)
-            self._keep("parameter", functools.partial(part, num_parts=shares.num_gpus))
-            self._drop(whole if group == last else ())
-            self._copy_part(group, is_cloned=group == last)
-        if shares.row.offload:
-            self._buffers.append(self._keep("workspace", shares.largest_bytes))
-        else:
-            self._drop(
-                [
-                    self._keep("temporary", functools.partial(shares.master_bytes, group=group))
-                    for group in shares.groups
-                ]
-            )
-        self.setup += behind
-
-    def _copy_part(self, group: int, *, is_cloned: bool) -> None:
-        """Copy the GPU's part of a group: in 16 bits, then in float32, which offloading keeps on the host."""
-        shares = self._shares
-        cloned: list[int] = []
-        if is_cloned and (shares.compute_bytes < 4 or shares.row.offload):
-            part = functools.partial(shares.partition_bytes, group=group)
-            cloned = [self._keep("temporary", part)]
-        if not shares.row.offload:
-            self._keep("optimizer_state", functools.partial(shares.master_bytes, group=group))
-        self._drop(cloned)
-
-    def _drop(self, numbers: Sequence[int]) -> None:
-        self.setup += [~number for number in numbers]
-
-    def _load(self) -> None:
-        """Have each weight come whole, be cut, and go again: so Accelerator.prepare deals them out.
-
-        They come in the model's order, adapters among them, and a tied head a second time. All GPUs but the
-        first have the next weight before one goes. A last part of fewer rows than the others is copied with
-        its padding. Source: accelerate 1.15 utils/fsdp_utils.py, fsdp2_load_full_state_dict; torch 2.13
-        distributed/tensor/placement_types.py, _shard_tensor.
-        """
-        shares, is_first = self._shares, self._gpu == 0
-        weights, behind = self._loaded_apart()
-        order = {position: n for n, position in enumerate(shares.by_module)}
-        weights.sort(key=lambda event: order[self._position_of[event]])
-        loaded: list[int] = []
-        again: list[int] = []
-        gone: list[int] = []
-        for event in weights:
-            position = self._position_of[event]
-            whole = self._extra.new(
-                "temporary", functools.partial(self._whole_bytes, position=position)
-            )
-            padded = self._extra.new(
-                "temporary", functools.partial(shares.padded_part_bytes, position=position)
-            )
-            loaded += [*gone, whole] if is_first else [whole, *gone]
-            loaded += [padded, event, ~padded]
-            gone = [~whole]
-            if shares.is_tied_head(position):
-                part = self._extra.new("temporary", self._replaced[event])
-                again += [whole, padded, part, ~padded, ~whole, ~part]
-        loaded += gone
-        self._deal_out_copy()
-        self.setup += [*loaded, *again, *behind]
-
-    def _deal_out_copy(self) -> None:
-        """Have a frozen copy come whole before the model, and go as all of it has been cut.
-
-        Source: trl 1.16 models/utils.py, prepare_fsdp; torch 2.13 distributed/fsdp/_fully_shard/,
-        _fsdp_init.py, _move_states_to_device, and _fsdp_param.py, _init_sharded_param.
-        """
-        others = [event for event in self.setup if event not in self._copies]
-        whole = [
-            self._extra.new("temporary", functools.partial(self._whole_bytes, position=position))
-            for position in self._copies.values()
-        ]
-        self.setup = [*whole, *self._copies, *(~number for number in whole), *others]
-        self.num_own_events += 2 * len(whole)
-
-    @functools.cached_property
-    def _position_of(self) -> dict[int, int]:
-        """Position of the weight that each number is of."""
-        return {
-            parameter.number: position for position, parameter in enumerate(self._shares.parameters)
-        }
-
-    def _loaded_apart(self) -> tuple[list[int], list[int]]:
-        """Take weights, and what is behind the trace's own events, out of `setup`: return both."""
-        own, behind = self.setup[: self.num_own_events], self.setup[self.num_own_events :]
-        kept = [event not in self._position_of for event in own]
-        self.num_prepared_events = sum(kept[: self.num_prepared_events])
-        self.num_own_events = sum(kept)
-        self.setup = [event for event, is_kept in zip(own, kept, strict=True) if is_kept]
-        return [event for event in own if event in self._position_of], behind
-
-    def _working_bytes(self, rank: int, position: int) -> int:
-        return self._shares.working_bytes(self._shares.weights(rank)[position])
-
-    def _stored_bytes(self, rank: int, position: int) -> int:
-        return self._shares.weights(rank)[position].size_bytes
-
-    def _float32_bytes(self, rank: int, position: int) -> int:
-        return 4 * self._shares.weights(rank)[position].num_elements
-
-    def _whole_bytes(self, rank: int, position: int) -> int:
-        """Return the bytes of a weight as accelerate has cast it before FSDP2 deals it out."""
-        return self._shares.loaded_bytes(self._shares.weights(rank)[position])
 
 
 def _events_of(trace: Trace, phase: Phase) -> list[int]:

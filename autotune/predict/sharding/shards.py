@@ -92,7 +92,8 @@ class Shares:
         self._persistent_elements = _PERSISTENT_ROWS * hidden_size
         # transformers 5.23 Trainer._build_accelerator_args: find_unused_parameters is off then.
         is_ddp = self.row.name == "ddp"
-        self.rebuilds = is_ddp and spec.method == "full" and spec.activation_checkpointing > 0
+        is_plain = spec.method == "full" and not TRAINERS[spec.trainer].passes_apart
+        self.rebuilds = is_ddp and is_plain and spec.activation_checkpointing > 0
         """Whether DDP makes its buckets anew as it knows the order in which gradients arrive."""
         self.clones_outputs = is_ddp and not self.rebuilds
         """Whether DDP looks for unused parameters, and clones what the model returns."""
@@ -306,6 +307,11 @@ class Shares:
     def _gradient_shard_bytes(self, rank: int, unit: Unit) -> int:
         """Bytes of FSDP2's gradients of a unit: views of one tensor, in the shards' dtype."""
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
+
+    @functools.cached_property
+    def position_of(self) -> dict[int, int]:
+        """Position of the weight that each of the trace's numbers is of."""
+        return {parameter.number: position for position, parameter in enumerate(self.parameters)}
 
     @functools.cached_property
     def by_module(self) -> list[int]:

@@ -15,6 +15,7 @@ What makes that cheap is two assumptions, which tests/search/test_inverse.py hol
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -219,11 +220,12 @@ def _largest_micro_batch(asked: LimitProblem, pricer: Pricer) -> Reached:
     case = _case(asked)
 
     trainer = TRAINERS[trainers_of(pricer.task(case))[0]]
-    # One micro-batch is all that is written at a time: whole groups of completions.
+    # A micro-batch on each GPU is all that is written at a time: whole groups of completions.
     group = 1
     if trainer.generates is not None:
         given = asked.question.settings.get("num_generations")
         group = given or trainer.generates.num_generations
+        group //= math.gcd(group, asked.num_gpus)
     # As many mini-batches as are asked for divide it.
     group *= asked.question.settings.get("loss_mini_batches", 1)
 

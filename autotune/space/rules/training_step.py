@@ -57,6 +57,17 @@ def _has_own_task(config: TrainConfig) -> bool:
     return bool(TRAINERS[config.trainer].task)
 
 
+def _shared_as_modelled() -> str:
+    """Name the trainers that have a task of their own by the ways to share that are modelled of them."""
+    classes: dict[tuple[str, ...], list[str]] = {}
+    for row in TRAINERS.values():
+        named = classes.setdefault(row.parallelisms, [])
+        named += [row.class_name] if row.class_name not in named else []
+    return "; ".join(
+        f"{', '.join(named)} by {', '.join(ways)}" for ways, named in classes.items() if ways
+    )
+
+
 def _has_bfloat16_gradients(config: TrainConfig, context: Context) -> bool:
     # LLaMA-Adapter's prompts are made in the base's dtype (peft 0.21); DeepSpeed steps on float32 copies.
     is_in_base_dtype = config.method in ("full", "adaption_prompt") or config.adapter_in_base_dtype
@@ -257,14 +268,17 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        # trl 1.16 GRPOConfig.__post_init__
+        # trl 1.16 GRPOConfig.__post_init__: its generation_batch_size is of all processes.
         name="groups-are-whole",
         reason="completions are rewarded against the others of their prompt: it has two at least, and all "
-        "are written at a time (micro-batch x accumulation is a multiple of --num-generations)",
+        "are written at a time (micro-batch x accumulation x GPUs is a multiple of --num-generations)",
         breaks=lambda c, _: (
             c.num_generations is not None
             and not TRAINERS[c.trainer].has_teacher
-            and (c.num_generations < 2 or c.generation_batch_size % c.num_generations != 0)
+            and (
+                c.num_generations < 2
+                or c.generation_batch_size * c.data_parallel_size % c.num_generations != 0
+            )
         ),
     ),
     Rule(
@@ -313,6 +327,7 @@ RULES: tuple[Rule, ...] = (
                 c.writes_with_vllm
                 and not (TRAINERS[c.trainer].is_rewarded and TRAINERS[c.trainer].is_trl)
             )
+            or (c.writes_with_vllm and c.parallelism != "none")
         ),
     ),
     Rule(
@@ -394,9 +409,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="pairs-are-shared-as-modelled",
-        reason="of the trainers that have a task of their own only "
-        + ", ".join(row.class_name for row in TRAINERS.values() if row.parallelisms)
-        + " are modelled on several GPUs: by ddp, fsdp2, hsdp and zero1 to zero3, without offloading",
+        reason="of the trainers that have a task of their own these alone are modelled on several GPUs: "
+        + _shared_as_modelled(),
         breaks=lambda c, _: (
             _has_own_task(c) and c.parallelism not in ("none", *TRAINERS[c.trainer].parallelisms)
         ),

@@ -127,7 +127,12 @@ def give_reference(trainer: Any, reference: Any, config: TrainConfig) -> None:
     from trl.trainer.utils import add_fused_lm_head
 
     add_fused_lm_head(reference, temperature=trainer.temperature)
-    trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+    if trainer.is_deepspeed_enabled:
+        from trl.models.utils import prepare_deepspeed
+
+        trainer.ref_model = prepare_deepspeed(reference, trainer.accelerator)
+    else:
+        trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
     trainer.beta = trainer.args.beta = config.kl_beta
 
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from autotune.space.trainers import Trainer
 from autotune.worker.build.embedder import make_loss, tensors_read
@@ -88,15 +89,52 @@ def backward(loss: torch.Tensor) -> None:
     )
 
 
+class _Wrapped(nn.Module):
+    """A model as DDP runs it where it looks for unused parameters: it clones what the model returns.
+
+    On a card the model is given a copy of the features, so that these do not keep what it has worked out; on
+    a CPU, whose processes are a rehearsal, the features themselves, which is not modelled.
+    Source: torch 2.13 nn/parallel/distributed.py, _pre_forward, _post_forward and _DDPSink.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, features: dict[str, Any]) -> dict[str, Any]:
+        found = self.module(dict(features))
+        cloned = _Cloned.apply(*found.values())
+        pairs = zip(found.items(), cloned, strict=True)
+        return {name: own if own.grad_fn is None else clone for (name, own), clone in pairs}
+
+
+class _Cloned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients
+
+
 def loss_of(
-    model: Any, trainer: Trainer, inputs: dict[str, Any], num_mini_batches: int
+    model: Any,
+    trainer: Trainer,
+    inputs: dict[str, Any],
+    num_mini_batches: int,
+    *,
+    is_wrapped: bool = False,
 ) -> torch.Tensor:
-    """The loss of a micro-batch, cached where it is in several mini-batches."""
+    """The loss of a micro-batch, cached where it is in several mini-batches; `is_wrapped`: in DDP."""
     from sentence_transformers import SentenceTransformerTrainer
 
     num_pairs = next(iter(inputs.values())).shape[0]
     mini_batch = num_pairs // num_mini_batches if num_mini_batches > 1 else None
-    own = SimpleNamespace(loss=make_loss(model, trainer, mini_batch), model_wrapped=model)
-    own.collect_features = functools.partial(SentenceTransformerTrainer.collect_features, own)
-    loss: torch.Tensor = SentenceTransformerTrainer.compute_loss(own, model, inputs)
+    wrapped = _Wrapped(model) if is_wrapped else model
+    own = SimpleNamespace(loss=make_loss(model, trainer, mini_batch), model_wrapped=wrapped)
+    for name in ("collect_features", "override_model_in_loss"):
+        setattr(own, name, functools.partial(getattr(SentenceTransformerTrainer, name), own))
+    loss: torch.Tensor = SentenceTransformerTrainer.compute_loss(own, wrapped, inputs)
     return loss

@@ -383,7 +383,9 @@ class MetaStep:
             handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
             handles += self.hook_passes(each)
-        if not self._embeds:  # Such a model passes several times, and on one GPU.
+        if (
+            not self._embeds
+        ):  # Such a model passes several times; what DDP clones then is in the trace.
             handles.append(model.register_forward_hook(self._note_returned))
         self.mark(Phase.EMBED)
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
@@ -445,7 +447,8 @@ class MetaStep:
         if self._embeds:
             # Divided by the number of micro-batches.
             trainer, parts = TRAINERS[self.spec.trainer], self.spec.loss_mini_batches
-            return embedding_step.loss_of(model, trainer, inputs, parts) / 1
+            is_wrapped = self.spec.parallelism == "ddp"
+            return embedding_step.loss_of(model, trainer, inputs, parts, is_wrapped=is_wrapped) / 1
         if self.spec.trainer == "trl-sft":
             num_items = inputs.pop("num_items_in_batch", None)
             sft_loss: torch.Tensor = sft.loss_of(model, inputs, num_items)
