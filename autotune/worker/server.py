@@ -42,7 +42,6 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from autotune.catalogue.gpus import detect
-from autotune.export.training_args import installed_fields
 from autotune.worker.__main__ import VERBS, Verb, answer_request, import_adapters
 from autotune.worker.client.orphans import PARENT_VARIABLE, adopt_orphans, die_with_parent
 from autotune.worker.trace.stand_ins import replaced
@@ -124,6 +123,7 @@ def import_libraries() -> None:
         with contextlib.suppress(ImportError):
             import lomo_optim  # noqa: F401  accelerate imports it in the first backward pass
         import autotune.worker.probe.run  # noqa: F401
+        from autotune.export.training_args import installed_fields
     _compile_patterns()
     installed_fields()  # Each Trainer's arguments ask for them, and keep what is read.
 
