@@ -1301,8 +1301,9 @@ def test_a_space_without_valid_points_says_which_rule_they_break() -> None:
     shared = dataclasses.replace(
         tiny_model.workload(8000 * MB, ("full",)), num_gpus=2, task="sentence-similarity"
     )
+    apart = with_domains(load("full"), lambda _: {"parallelism": ("fsdp2",)})
     with pytest.raises(ConfigError, match=r"or leave --num-gpus out\.$"):
-        find(tiny_model.MODEL, shared, load("full"), find_gpu("a100"))
+        find(tiny_model.MODEL, shared, apart, find_gpu("a100"))
     # No rule is broken by all: the base's are told.
     pytest.importorskip("trl")
     few = dataclasses.replace(
