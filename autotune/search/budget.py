@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -238,13 +239,15 @@ def shared_batch(effective_batch_size: int, num_gpus: int, task: str) -> int:
 
     Raises ConfigError where they cannot.
     """
+    row = TRAINERS[trainers_of(task)[0]]
     if effective_batch_size % num_gpus:
+        # Completions come in whole groups besides.
+        step = math.lcm(num_gpus, row.generates.num_generations if row.generates else 1)
         raise ConfigError(
             f"{num_gpus} GPUs cannot share an effective batch of {effective_batch_size}",
             why="Every GPU has as many samples",
-            remedy=f"Give --effective-batch {-(-effective_batch_size // num_gpus) * num_gpus}",
+            remedy=f"Give --effective-batch {-(-effective_batch_size // step) * step}",
         )
-    row = TRAINERS[trainers_of(task)[0]]
     if effective_batch_size // num_gpus < row.least_micro_batch:
         on_each = f" on each of {num_gpus} GPUs" if num_gpus > 1 else ""
         raise ConfigError(

@@ -295,8 +295,8 @@ class Candidates:
     ) -> Estimate:
         """The same with settings as in the base, those that gain least first, down to the least speed.
 
-        None is put back without which another gives up more: bfloat16 weights lose small updates with the
-        base's optimizer.
+        A setting stays where the base's would give up more beside the others: bfloat16 weights lose small
+        updates with the base's optimizer.
         """
         form_before = self.form_of(estimate.config)
         while True:

@@ -391,6 +391,8 @@ def test_an_effective_batch_is_shared_evenly_or_the_next_larger_is_named() -> No
         (30, 32, CAUSAL),
         (1, 4, CAUSAL),
         (33, 36, "kto"),
+        # Groups of eight completions are whole.
+        (33, 40, "grpo"),
         # Each GPU compares two.
         (4, 8, "kto"),
         (4, 8, "sentence-similarity"),

@@ -383,9 +383,8 @@ class MetaStep:
             handles += pictures.hook_towers(model, self.tracker)
         for each in filter(None, (model, self.reference)):
             handles += self.hook_passes(each)
-        if (
-            not self._embeds
-        ):  # Such a model passes several times; what DDP clones then is in the trace.
+        # An embedder passes several times; what DDP clones then is in the trace.
+        if not self._embeds:
             handles.append(model.register_forward_hook(self._note_returned))
         self.mark(Phase.EMBED)
         with context_parallel.shared_out(inputs, self.spec.sequence_parts):
