@@ -386,8 +386,8 @@ class Estimator:
     def reserving(self, config: TrainConfig, most_bytes: int) -> Estimate | None:
         """The estimate where no more is reserved; None where more is, by a replay up to there."""
         if stages := self._stages_of(config):
-            each = [stage.reserving(config, most_bytes) for stage in stages]
-            return self.estimate(config) if all(each) else None
+            fit = all(stage.reserving(config, most_bytes) for stage in stages)
+            return self.estimate(config) if fit else None
         is_known = (config, self.memory_budget_bytes) in self._estimates
         if not is_known and not self._replays.is_within(self._run(config), most_bytes):
             return None

@@ -252,17 +252,23 @@ class Shares:
 
     def casts_shard(self, position: int) -> bool:
         """Whether FSDP2 casts its shard of the weight at that position before it is gathered."""
-        sized = self._of(
-            self._weights(1)[position]
-        )  # Of any LoRA rank: it is the dtype that tells.
-        is_alike = sized.shard_bytes == sized.shard_elements * sized.working_element_bytes
-        return sized.is_gathered and not is_alike
+        return position in self._cast_positions
 
     def cast_shards_bytes(self, rank: int, positions: Sequence[int]) -> int:
         """Bytes of a GPU's shards of these weights as they are cast to be gathered; 0 for others."""
         weights = self._weights(rank)
-        sized = [self._of(weights[each]) for each in positions if self.casts_shard(each)]
+        sized = [self._of(weights[each]) for each in positions if each in self._cast_positions]
         return sum(each.shard_elements * each.working_element_bytes for each in sized)
+
+    @functools.cached_property
+    def _cast_positions(self) -> frozenset[int]:
+        """Positions of weights whose shards are cast, of any LoRA rank: it is the dtype that tells."""
+        return frozenset(
+            position
+            for position, sized in enumerate(map(self._of, self._weights(1)))
+            if sized.is_gathered
+            and sized.shard_bytes != sized.shard_elements * sized.working_element_bytes
+        )
 
     def fetched_shard_bytes(self, rank: int, position: int) -> int:
         """Bytes of the GPU's shard of the weight at that position, as the host keeps it."""

@@ -62,6 +62,7 @@ class SharedTrace:
         self._all_sizes = functools.lru_cache(maxsize=2)(self._put_together)
         self._all_blocks = functools.lru_cache(maxsize=2)(self._in_blocks)
         self._left = functools.cache(self._find_left)
+        self._order = functools.cache(self._find_order)
 
     def _put_together(self, micro_batch: int, rank: int) -> Array:
         """Return the bytes of each tensor, those that sharing adds last."""
@@ -132,7 +133,12 @@ class SharedTrace:
 
     def order_of(self, events: str) -> NDArray[np.int64]:
         """Return the list of events of that name, as Trace.order_of."""
-        return np.asarray(getattr(self, events), dtype=np.int64)
+        return self._order(events)
+
+    def _find_order(self, events: str) -> NDArray[np.int64]:
+        order = np.asarray(getattr(self, events), dtype=np.int64)
+        order.flags.writeable = False
+        return order
 
     def order_of_earlier(self, events: str) -> NDArray[np.int64]:
         """Return the list of events of that name in a micro-step that is not the last of its step."""
