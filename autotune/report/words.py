@@ -579,6 +579,7 @@ def notes(answer: Answer) -> list[str]:
         screen(answer),
         fewer_gpus(answer),
         over_pcie(answer),
+        far_faster(answer),
         *bounds(best),
         quantized_room(answer),
         compiled_room(answer),
@@ -680,6 +681,33 @@ def over_pcie(answer: Answer) -> str:
         f"{share.num_gpus} GPUs are taken to send over PCIe as those of the one server that was measured. "
         "Where cards reach each other directly it is 3 to 13 times as fast, and the answer may be another: "
         "on the machine itself --backend cuda measures."
+    )
+
+
+_FAR_FASTER = 1.5
+"""How many times as fast what gives up more is, from where its method is named. [judgement]"""
+
+
+def far_faster(answer: Answer) -> str:
+    """A note where another method that gives up more is far faster than the answer, a recipe; else empty.
+
+    Where an adapter beside unquantised weights barely fits, quantised ones may need no checkpointing, or no
+    other GPU.
+    """
+    best, further = answer.best, answer.further
+    if further is None or answer.allow != "recipe" or answer.measured is not None:
+        return ""
+    method = further.config.method
+    times = (further.tokens_per_second or 0.0) / (best.tokens_per_second or math.inf)
+    if times < _FAR_FASTER or method == best.config.method:
+        return ""
+    name, of_best = (
+        METHOD_WORDS[each].replace("full", "full fine-tuning")
+        for each in (method, best.config.method)
+    )
+    return (
+        f"{name} gives up more than {of_best} and is predicted to be {times:.1f} times as fast: "
+        f"--method {method} asks for it."
     )
 
 

@@ -547,6 +547,27 @@ def test_an_effective_batch_without_divisors_is_named_where_memory_is_left(
 
 
 @pytest.mark.parametrize(
+    ("method", "step_seconds", "allow", "said"),
+    [
+        ("qlora", 2.0, "recipe", "QLoRA gives up more than full fine-tuning and is predicted to be "
+         "4.0 times as fast: --method qlora asks for it."),
+        ("qlora", 5.3, "recipe", "1.5 times as fast"),
+        ("qlora", 5.4, "recipe", ""),
+        ("full", 2.0, "recipe", ""), ("qlora", 2.0, "numerics", ""),
+    ],
+)  # fmt: skip
+def test_another_method_that_is_far_faster_is_named(
+    method: str, step_seconds: float, allow: str, said: str
+) -> None:
+    config = dataclasses.replace(answers.CONFIG, method=method)
+    further = answers.estimate(config, step_seconds=step_seconds)
+    noted = words.far_faster(answers.answer(further=further, allow=allow))
+    assert said in noted
+    assert bool(noted) == bool(said)
+    assert words.far_faster(answers.answer(allow=allow)) == ""
+
+
+@pytest.mark.parametrize(
     ("card", "used_gib", "spare"),
     [
         ("rtx-4070", 11.0, "0.49 GiB"),
