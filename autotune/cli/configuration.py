@@ -23,7 +23,10 @@ from autotune.space.config import METHODS
 def configuration_options(command: Command) -> Command:
     """Options that say what is trained, on which card and how."""
     accumulation = click.option(
-        "--accumulation", type=COUNT, default=1, help="Micro-batches per optimizer step."
+        "--accumulation",
+        type=COUNT,
+        default=1,
+        help="Micro-batches per optimizer step; by default completions have a whole group.",
     )
     method = click.option("--method", type=one_of(METHODS), default="full", help="Training method.")
     base = base_option("Your own settings, which the options beside it overrule")

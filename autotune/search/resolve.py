@@ -9,8 +9,10 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from autotune.catalogue import nvml
 from autotune.catalogue.gpus import Gpu
@@ -50,7 +52,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import TRAINERS, task_of_format, trainers_of
+from autotune.space.trainers import TRAINERS, Trainer, task_of_format, trainers_of
 from autotune.store import study_names
 
 
@@ -322,7 +324,10 @@ def resolve_configuration(
         question, source, task, length, base, packs, note
     )
     parallelism = PARALLELISMS[given.get("parallelism", "none" if num_gpus == 1 else "ddp")]
-    least = TRAINERS[trainers_of(task)[0]].least_micro_batch
+    trainer = TRAINERS[trainers_of(task)[0]]
+    samples = given.get("micro_batch_size", trainer.least_micro_batch)
+    samples *= parallelism.data_parallel_size(num_gpus)
+    accumulation = question.accumulation or _fewest_passes(trainer, samples, given)
     workload = Workload(
         model=source.name,
         task=task,
@@ -331,11 +336,7 @@ def resolve_configuration(
         pictures=pictures,
         teacher=teacher,
         dataset=data,
-        effective_batch_size=given.get("micro_batch_size", least)
-        * (question.accumulation or 1)
-        * parallelism.data_parallel_size(num_gpus)
-        if base is None
-        else base.effective_batch_size,
+        effective_batch_size=samples * accumulation if base is None else base.effective_batch_size,
         methods=(method,),
         memory_budget_bytes=card.budget_bytes,
         headroom=budget.headroom_of(question, card.budget_bytes),
@@ -346,7 +347,7 @@ def resolve_configuration(
     if base is None:
         config = dataclasses.replace(
             default_base(workload, card.gpu, source, parallelism=given.get("parallelism")),
-            gradient_accumulation_steps=question.accumulation or 1,
+            gradient_accumulation_steps=accumulation,
             **given,
         )
     else:
@@ -364,6 +365,17 @@ def resolve_configuration(
         checked, workload, card.gpu, source, what="This configuration", is_estimate=True
     )
     return Configuration(source=source, card=card, workload=workload, config=config)
+
+
+def _fewest_passes(trainer: Trainer, samples: int, given: Mapping[str, Any]) -> int:
+    """Return the fewest micro-batches of a step with whole groups of completions; 1 for other trainers.
+
+    `samples`: those of a micro-batch on all GPUs.
+    """
+    if trainer.generates is None:
+        return 1
+    group = given.get("num_generations") or trainer.generates.num_generations
+    return int(group // math.gcd(group, samples))
 
 
 def _overruled(base: TrainConfig, question: Question) -> TrainConfig:

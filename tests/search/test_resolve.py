@@ -124,14 +124,10 @@ def test_a_search_and_an_estimate_take_a_base_as_it_is(
 @pytest.mark.parametrize("task", OF_WORDS)
 def test_one_configuration_is_the_defaults_with_what_was_set(task: str) -> None:
     generates = BY_TASK[task].generates if task in BY_TASK else None
-    accumulation = generates.num_generations if generates else None
-    whole = accumulation or 1
+    whole = generates.num_generations if generates else 1
+    teacher = QUESTION.model if task == "distillation" else None
     asked = dataclasses.replace(
-        QUESTION,
-        task=task,
-        teacher=QUESTION.model if task == "distillation" else None,
-        accumulation=accumulation,
-        seq_len=100,
+        QUESTION, task=task, teacher=teacher, accumulation=None, seq_len=100
     )
     found = resolve_configuration(asked)
     usual = default_base(found.workload, found.card.gpu, found.source)
@@ -141,7 +137,9 @@ def test_one_configuration_is_the_defaults_with_what_was_set(task: str) -> None:
     assert found.workload.effective_batch_size == least * whole
     assert (found.workload.task, found.config.sequence_length) == (task, 100)
     set_ones = {"optimizer": "sgd", "activation_checkpointing": 1, "micro_batch_size": 4}
-    changed = resolve_configuration(dataclasses.replace(asked, settings=set_ones))
+    changed = resolve_configuration(
+        dataclasses.replace(asked, settings=set_ones, accumulation=whole)
+    )
     assert changed.config == dataclasses.replace(found.config, **set_ones)
     assert changed.workload.effective_batch_size == 4 * whole
     # A plan that is to be solved stays to be solved; it must be possible.
@@ -149,6 +147,29 @@ def test_one_configuration_is_the_defaults_with_what_was_set(task: str) -> None:
     if not generates and (task not in BY_TASK or not BY_TASK[task].passes_without_gradients):
         solved = resolve_configuration(dataclasses.replace(asked, settings=solve))
         assert solved.config == dataclasses.replace(found.config, **solve)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "num_gpus", "passes"),
+    [
+        ("grpo", {}, None, 8),
+        ("grpo", {}, 2, 4),
+        ("grpo", {}, 3, 8),
+        ("grpo", {"micro_batch_size": 16}, None, 1),
+        ("grpo", {"micro_batch_size": 4, "num_generations": 6}, None, 3),
+        ("rloo", {}, None, 2),
+        ("dpo", {"micro_batch_size": 3}, None, 1),
+    ],
+)
+def test_a_step_of_one_configuration_has_whole_groups_of_completions(
+    task: str, settings: dict[str, Any], num_gpus: int | None, passes: int
+) -> None:
+    asked = dataclasses.replace(
+        QUESTION, task=task, settings=settings, num_gpus=num_gpus, accumulation=None
+    )
+    config = resolve_configuration(asked).config
+    assert config.gradient_accumulation_steps == passes
+    assert config.effective_batch_size % (config.num_generations or 1) == 0
 
 
 @pytest.mark.parametrize(
