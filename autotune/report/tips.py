@@ -5,6 +5,7 @@ from __future__ import annotations
 from autotune.catalogue.installed import is_installed
 from autotune.common.units import format_bytes
 from autotune.records.answer import Answer, Tip
+from autotune.search.tips import LARGE_SHARE
 
 
 def tip(answer: Answer) -> str:
@@ -22,10 +23,11 @@ def tip(answer: Answer) -> str:
                 f"{allow} searches them."
             )
         case Tip.LIGER:
-            return (
-                f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and Liger's loss makes "
-                f"none: {_installed('liger-kernel')}search it with --space everything."
-            )
+            why = "Liger's kernels fuse norms, activations and the loss, and make no logits"
+            if best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes:
+                logits = format_bytes(best.breakdown.logits_bytes)
+                why = f"logits take {logits} of {peak}, and Liger's loss makes none"
+            return f"{why}: {_installed('liger-kernel')}search them with --space everything."
         case Tip.CHUNKED_LOSS:
             return (
                 f"logits take {format_bytes(best.breakdown.logits_bytes)} of {peak}, and a loss in parts "

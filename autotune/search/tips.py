@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.catalogue.attention import EXPANDED
@@ -33,6 +33,8 @@ class _Candidate:
     changes: dict[str, Any]
     """Settings of TrainConfig that it stands for."""
     pays: Callable[[Estimate, Context], bool]
+    without: dict[str, Any] = field(default_factory=dict)
+    """Settings that it does not go with, as they are then."""
     others: tuple[tuple[str, Any], ...] = ()
     """Settings that do as much, of which nothing more needs to be said where the space has them."""
     model_has_it: Callable[[ModelSource], bool] = lambda _: True
@@ -79,13 +81,15 @@ _CANDIDATES = (
     _Candidate(
         tip=Tip.LIGER,
         changes={"liger": True},
+        without={"chunked_loss": False},
+        # Where the loss is made in parts, logits were too many. Of preferences there are two at least.
         pays=lambda best, _: (
             best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
-            and best.config.trainer == "transformers"
-            and not best.config.chunked_loss
+            or best.config.chunked_loss
+            or best.config.trainer in ("trl-dpo", "trl-kto")
         ),
         model_has_it=lambda model: model.has_liger,
-        tasks=(CAUSAL,),
+        tasks=(CAUSAL, "dpo", "kto"),
     ),
     _Candidate(
         tip=Tip.CHUNKED_LOSS,
@@ -145,7 +149,7 @@ def best_tip(
     spare_bytes = memory_budget_bytes - best.peak_device_bytes
     is_scarce = best.peak_reserved_bytes - best.peak_allocated_bytes >= spare_bytes
     for candidate in _CANDIDATES:
-        config = dataclasses.replace(best.config, **candidate.changes)
+        config = dataclasses.replace(best.config, **candidate.changes, **candidate.without)
         if (
             config != best.config
             and offered.isdisjoint({*candidate.changes.items(), *candidate.others})

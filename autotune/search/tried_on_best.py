@@ -120,11 +120,14 @@ def _parted(
         parting = [
             config
             for config in configs
-            if config.method in what.parting and candidates.class_of(config) == name
+            if config.method in what.parting
+            and not config.liger
+            and candidates.class_of(config) == name
         ]
         alike: list[TrainConfig] = []
-        if best is not None and parts_may_pay(best, parting, estimator):
-            common = _common(best.config)
+        whole = _best_without_liger(candidates, name)
+        if best and whole and parts_may_pay(whole, parting, estimator, best):
+            common = _common(whole.config)
             alike = [config for config in parting if _common(config) == common]
         unfit = [
             config
@@ -149,6 +152,15 @@ def _parted(
     except AutotuneError as error:
         _log.info("no loss in parts can be traced: %s", error)
     return [config for config in tried if estimator.supports(config)]
+
+
+def _best_without_liger(candidates: Candidates, name: str) -> Estimate | None:
+    """Return the best of a class that makes logits: Liger's loss makes none, and has no parts."""
+    is_of_class = candidates.exactly(name)
+    best = candidates.best(is_of_class)
+    if best is None or not best.config.liger:
+        return best
+    return candidates.best(lambda config: is_of_class(config) and not config.liger)
 
 
 def _of_further(
@@ -216,12 +228,18 @@ def _nearest_to_fit(
     return list(filter(may_fit, found))
 
 
-def parts_may_pay(best: Estimate, configs: Iterable[TrainConfig], estimator: Estimator) -> bool:
+def parts_may_pay(
+    best: Estimate,
+    configs: Iterable[TrainConfig],
+    estimator: Estimator,
+    to_beat: Estimate | None = None,
+) -> bool:
     """Whether a loss in parts may make something faster than the best, by the bytes of its logits.
 
     One of `configs` that is like the best has to be faster if memory had no limit, by itself or as its loss
     in parts goes over the logits less often. And it has to fit without its logits, or they have to be a large
-    share of the memory, or to pay for layers that need not be checkpointed.
+    share of the memory, or to pay for layers that need not be checkpointed. `to_beat`: what is to be passed,
+    where that is another, with Liger's loss.
     """
     logits_bytes = best.breakdown.logits_bytes
     if best.config.liger or best.config.chunked_loss or not logits_bytes:
@@ -235,7 +253,7 @@ def parts_may_pay(best: Estimate, configs: Iterable[TrainConfig], estimator: Est
     common = _common(best.config)
     alike = (config for config in configs if _common(config) == common)
     speeds = {config: estimator.tokens_per_second(config) or 0.0 for config in alike}
-    least = speed_of(best) * (1 + NOISE) * (1 - share_saved)
+    least = speed_of(to_beat or best) * (1 + NOISE) * (1 - share_saved)
     faster = [config for config, speed in speeds.items() if speed > least]
     if not faster:
         return False

@@ -366,7 +366,9 @@ def test_what_lora_reaches_in_a_mixture_is_said() -> None:
 
 
 def test_a_tip_has_a_row() -> None:
-    assert "tip logits take 0.25 GiB of 10.00 GiB" in one_line(drawn(answers.answer(tip=Tip.LIGER)))
+    assert "tip Liger's kernels fuse norms, activations" in one_line(
+        drawn(answers.answer(tip=Tip.LIGER))
+    )
     padded = dataclasses.replace(answers.answer().best, useful_share=0.6)
     said = one_line(drawn(answers.answer(best=padded, tip=Tip.GROUPED)))
     assert "tip 40 % of the tokens are padding" in said
@@ -1585,7 +1587,7 @@ def test_what_compiling_was_worth_is_said_as_measured() -> None:
 @pytest.mark.parametrize(
     ("tip", "said"),
     [
-        (Tip.LIGER, "logits take 0.25 GiB of 10.00 GiB, and Liger's loss makes none: "),
+        (Tip.LIGER, "Liger's kernels fuse norms, activations and the loss, and make no logits: "),
         (Tip.CHUNKED_LOSS, "logits take 0.25 GiB of 10.00 GiB, and a loss in parts never has"),
         (Tip.FLASH_ATTENTION, "eager attention keeps all scores, of the length squared"),
         (Tip.EXPANDED_HEADS, "in bf16-true this card has no fused attention for grouped key heads"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,10 +47,15 @@ class Candidates:
 
 
 def parted(
-    monkeypatch: pytest.MonkeyPatch, allow: str | None, *, pays: bool = True, fails: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    allow: str | None,
+    *,
+    of: Candidates | None = None,
+    pays: Callable[..., bool] = lambda *_: True,
+    fails: bool = False,
 ) -> tuple[list[TrainConfig], list[int]]:
     """The configurations with the loss in parts, and how many traces were asked for at each time."""
-    monkeypatch.setattr(tried_on_best, "parts_may_pay", lambda *_: pays)
+    monkeypatch.setattr(tried_on_best, "parts_may_pay", pays)
     monkeypatch.setattr(tried_on_best, "_would_be_chosen", lambda *_: False)
     monkeypatch.setattr(tried_on_best, "_nearest_to_fit", lambda *_: [])
     monkeypatch.setattr(tried_on_best, "broken_rules", lambda *_: [])
@@ -69,9 +75,10 @@ def parted(
     )
     every_second = dataclasses.replace(OF_CLASS[TRADEOFF_CLASSES[0]], activation_checkpointing=2)
     lora = dataclasses.replace(every_second, method="lora", lora_rank=8, lora_targets="all-linear")
-    configs = [*OF_CLASS.values(), every_second, lora]
+    fused = dataclasses.replace(every_second, liger=True)
+    configs = [*OF_CLASS.values(), every_second, lora, fused]
     estimator: Any = SimpleNamespace(supports=lambda _: not fails)
-    found = tried_on_best._parted(Candidates(), configs, estimator, what)  # type: ignore[arg-type]
+    found = tried_on_best._parted(of or Candidates(), configs, estimator, what)  # type: ignore[arg-type]
     return found, num_traced
 
 
@@ -88,8 +95,33 @@ def test_the_best_of_each_class_that_is_allowed(
     assert len(num_traced) == 1
 
 
+def test_where_liger_is_the_best_what_has_all_logits_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (name, *_) = TRADEOFF_CLASSES
+    whole = OF_CLASS[name]
+    fused = dataclasses.replace(whole, liger=True)
+    asked: list[Any] = []
+
+    class OfBoth(Candidates):
+        def exactly(self, name: str) -> Any:
+            return lambda config: self.class_of(config) == name
+
+        def best(self, wanted: Any) -> Any:
+            config = next((each for each in (fused, *OF_CLASS.values()) if wanted(each)), None)
+            return config and SimpleNamespace(config=config)
+
+    def may_pay(best: Any, configs: Any, _: Any, to_beat: Any) -> bool:
+        asked.append((best.config, to_beat.config, [each.liger for each in configs]))
+        return True
+
+    found, _ = parted(monkeypatch, name, of=OfBoth(), pays=may_pay)
+    assert asked == [(whole, fused, [False, False])]
+    assert found == [dataclasses.replace(whole, chunked_loss=True)]
+
+
 def test_nothing_is_traced_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parted(monkeypatch, None, pays=False) == ([], [])
+    assert parted(monkeypatch, None, pays=lambda *_: False) == ([], [])
 
 
 def test_what_cannot_be_traced_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,14 @@ def test_liger_where_logits_are_a_large_share_and_nothing_else_stands_against_it
     assert tip_of(spending(logits=0.5, liger=True)) is None
     masked = dataclasses.replace(CONTEXT, task="masked-lm")
     assert tip_of(large, context=masked) is None
+    # Where the loss is made in parts, few logits are left.
+    assert tip_of(spending(logits=0.01, chunked_loss=True)) is Tip.LIGER
+    assert tip_of(spending(logits=0.01, chunked_loss=True), liger=(False, True)) is None
+    for task, tip in (("dpo", Tip.LIGER), ("kto", Tip.LIGER), ("reward", None)):
+        of_trl = spending(
+            logits=0.01, trainer=f"trl-{task}", batching="padded", activation_checkpointing=1
+        )
+        assert tip_of(of_trl, context=dataclasses.replace(CONTEXT, task=task)) is tip
 
 
 @pytest.mark.usefixtures("torch_before_2_14")
@@ -144,9 +152,10 @@ def test_segments_that_grow_and_torch_compile() -> None:
     on_two = {"parallelism": "ddp", "num_gpus": 2, "gradient_accumulation_steps": half}
     for unpredicted in (on_two, {"chunked_loss": True}):
         best = spending(bound="launch", **unpredicted)
-        assert tip_of(best) is None, "--compile says nothing of it"
+        fused = (False, True)  # The space has it: no tip.
+        assert tip_of(best, liger=fused) is None, "--compile says nothing of it"
         # It compiles the best of the other classes, too.
-        assert tip_of(best, of_classes=[best, spending()]) is Tip.COMPILE
+        assert tip_of(best, of_classes=[best, spending()], liger=fused) is Tip.COMPILE
 
 
 def test_a_tenth_of_the_peak_and_a_fifth_of_a_batch_are_worth_a_tip() -> None:
@@ -452,3 +461,8 @@ def test_a_tip_takes_two_lines_at_most(
     figures = {Tip.LIGER: "2.50 GiB of 10.00 GiB", Tip.EXPANDABLE_SEGMENTS: "1.25 GiB of 10.00 GiB"}
     assert figures.get(tip, "") in said
     assert tips.tip(answers.answer(best=best)) == ""
+    in_parts = tips.tip(
+        answers.answer(best=spending(logits=0.01, chunked_loss=True), tip=Tip.LIGER)
+    )
+    assert in_parts.startswith("Liger's kernels fuse norms, activations and the loss, ")
+    assert in_parts.endswith("search them with --space everything.")
