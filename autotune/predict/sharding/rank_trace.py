@@ -32,9 +32,9 @@ and of ZeRO's offloading, is held against PyTorch's CUDA build without a card (s
 
 What TRL's trainers compare a model with is a frozen copy of it, which DDP and ZeRO 1 and 2 leave whole on
 each GPU. FSDP2 has its own parts of it, and gathers it at once for its pass; ZeRO 3 has an engine for it
-(trl 1.16 models/utils.py, prepare_fsdp and prepare_deepspeed). Under DDP and ZeRO 1 each GPU writes
-completions of its own prompts, as one by itself does. Of embedders under DDP the trace itself is of a model
-that DDP wraps (worker.trace.embedding_step).
+(trl 1.16 models/utils.py, prepare_fsdp and prepare_deepspeed). Under DDP and ZeRO 1 and 2 each GPU
+writes completions of its own prompts, as one by itself does. Of embedders under DDP the trace itself is of
+a model that DDP wraps (worker.trace.embedding_step).
 
 Known limitations
 - A compiled step: DDP clones what it returns, too, which is not counted.
