@@ -1,11 +1,11 @@
 """A micro-step under ZeRO 1, 2 and 3, and what comes before and after the update, as DeepSpeed runs them.
 
-Every gradient is copied into a bucket as soon as it is there, and freed; one that is larger than the bucket
-stays until the next comes. A full bucket is reduced, and what a GPU keeps of it is copied to its own
+Every gradient is copied into a bucket as soon as its weight gets it, and freed; one that is larger than the
+bucket stays until the next comes. A full bucket is reduced, and what a GPU keeps of it is copied to its own
 gradients: under ZeRO 1 and 2 they are made with the first bucket, and those of a further micro-batch stand
 beside them until the end of its backward pass. ZeRO 1 does this before the update, with the sums of all
-micro-batches. The gradient of a weight that is embedding and head comes when both have gone backward, as
-DeepSpeed's hook is on what adds them up.
+micro-batches. DeepSpeed's hooks are on what adds gradients up: what one was made of has gone by then, and
+that of a weight which is embedding and head comes when both have gone backward.
 ZeRO 3 gathers a module's weight as the module is used, and drops it behind it: nothing is gathered ahead
 (deepspeed_json has stage3_prefetch_bucket_size 0; with it DeepSpeed runs ahead without end, and keeps up to
 stage3_max_live_parameters weights, a billion, until the backward pass).
@@ -256,11 +256,9 @@ class ZeroMicroStep(_ZeroWriter):
         self._head_makes_loss = head_makes_loss
         self._is_very_first = is_very_first
         self._is_of_copy = False
-        self._is_embedding = False
-        self._of_head: list[int] = []
-        """Gradients of a head to which the embedding's part is added in place, as the head makes the loss."""
 
     def written(self, blocks: Blocks) -> list[int]:
+        """Return the events. In `blocks` a gradient goes where its weight gets it."""
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         late: list[int] = []
         read: list[int] = []
@@ -302,8 +300,7 @@ class ZeroMicroStep(_ZeroWriter):
             self.events += before
             is_backward = index > last_forward
             gathered: int | None = None
-            self._is_embedding = phase in EMBED_PHASES and is_backward
-            if self._is_embedding:
+            if phase in EMBED_PHASES and is_backward:
                 # Token ids have no gradient, with which DeepSpeed hears that a module has gone backward.
                 late += self._gather_trained(events)
             elif is_backward and is_lost and unit != TAIL:
@@ -314,8 +311,6 @@ class ZeroMicroStep(_ZeroWriter):
             self._go_through(events)
             self._free(gathered)
             self.events += after
-        for gradient in self._of_head:
-            self._arrived(gradient)
         self._reduce()
         self._free(self.bucket, *late, head)
         if self._adds:
@@ -323,25 +318,11 @@ class ZeroMicroStep(_ZeroWriter):
         return self.events
 
     def _go_through(self, events: Iterable[int]) -> None:
-        """Write a block. What is freed right behind a gradient has gone before that is cloned."""
-        arriving: int | None = None
         for event in events:
-            if arriving is not None and event >= 0:
-                self._arrived(arriving)
-                arriving = None
-            if event not in self._summed:
+            if ~event in self._position_of:
+                self._arrived(~event)
+            elif event not in self._summed:
                 self.events.append(event)
-            if event not in self._position_of:
-                continue
-            position = self._position_of[event]
-            if self._shares.is_tied_head(position) and not self._is_embedding:
-                self._of_head.append(event)
-            elif self._is_cloned(position):
-                arriving = event
-            else:
-                self._arrived(event)
-        if arriving is not None:
-            self._arrived(arriving)
 
     def _read_by_head(self, events: Sequence[int], after: Sequence[int]) -> list[int]:
         """Return what a frozen head read, and is kept all the same: the last that goes once there are logits.
@@ -389,8 +370,9 @@ class ZeroMicroStep(_ZeroWriter):
             while position in waiting and gather() != position:
                 pass
             self._go_through((event,))
-            while position is not None and waiting and not shares.parameters[waiting[-1]].trainable:
-                gather()
+            if ~event in self._position_of:
+                while waiting and not shares.parameters[waiting[-1]].trainable:
+                    gather()
         return gathered
 
     def _read_head(self) -> int:
@@ -426,7 +408,6 @@ class ZeroMicroStep(_ZeroWriter):
         return [self._gather_of(size, size) for size in sizes]
 
     def _arrived(self, gradient: int) -> None:
-        """Have a gradient that is whole come to the bucket."""
         if self.bucket is None and self._shares.row.stage == 2:
             self.bucket = self._new("workspace", self._shares.bucket_bytes)
         self._put(self._summed.get(gradient, gradient), self._position_of[gradient])
@@ -514,7 +495,11 @@ def summed_in_place(
             event, behind = events[index], events[index + 1 : index + 3]
             index += 1
             is_sum = event in gradients and len(behind) == 2 and max(behind) < 0
-            if is_sum and all(bytes_of(~freed) == bytes_of(event) for freed in behind):
+            if (
+                is_sum
+                and ~event not in behind
+                and all(bytes_of(~freed) == bytes_of(event) for freed in behind)
+            ):
                 first, second = behind
                 summed[event] = ~first
                 found.append(second)
