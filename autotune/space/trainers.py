@@ -138,7 +138,7 @@ def _embedder(**values: Any) -> Trainer:
     return Trainer(**{**shared, **values})
 
 
-_WHOLE = ("ddp", "zero1")
+_WHOLE = ("ddp", "zero1", "zero2")
 """Ways in which each GPU has all weights, so that it writes completions by itself."""
 _SHARED_BY = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp")
 

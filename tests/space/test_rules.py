@@ -813,8 +813,8 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
     ),
     "pairs-run-eagerly": (DPO, [{"torch_compile": "default"}]),
     "pairs-are-shared-as-modelled": (
-        dataclasses.replace(GRPO, parallelism="ddp", num_gpus=2),
-        [{"parallelism": "fsdp2"}, {"parallelism": "zero2"}],
+        dataclasses.replace(GRPO, parallelism="zero2", num_gpus=2),
+        [{"parallelism": "fsdp2"}, {"parallelism": "zero3"}],
     ),
     "pairs-scored-before-are-on-one-gpu": (
         dataclasses.replace(DPO_LORA, precompute_ref_log_probs=True),

@@ -278,7 +278,7 @@ class Trace:
 
     @functools.cached_property
     def _released_first(self) -> Events:
-        events, _ = self._make_released()
+        events, self._released_starts = self._make_released()
         self._check(events)
         return events
 
@@ -311,6 +311,10 @@ class Trace:
     def blocks(self) -> list[tuple[Phase, Place, list[int]]]:
         """Return (phase, place, events) of `first`, in order."""
         return cut(self.first, self._first_starts)
+
+    def released_blocks(self) -> list[tuple[Phase, Place, list[int]]]:
+        """Return (phase, place, events) of `released_first`, in order."""
+        return cut(self.released_first, self._released_starts)
 
     def next_blocks(self) -> list[tuple[Phase, Place, list[int]]]:
         """Return (phase, place, events) of `next`, in order."""

@@ -32,9 +32,9 @@ and of ZeRO's offloading, is held against PyTorch's CUDA build without a card (s
 
 What TRL's trainers compare a model with is a frozen copy of it, which DDP and ZeRO 1 and 2 leave whole on
 each GPU. FSDP2 has its own parts of it, and gathers it at once for its pass; ZeRO 3 has an engine for it
-(trl 1.16 models/utils.py, prepare_fsdp and prepare_deepspeed). Under DDP and ZeRO 1 each GPU writes
-completions of its own prompts, as one by itself does. Of embedders under DDP the trace itself is of a model
-that DDP wraps (worker.trace.embedding_step).
+(trl 1.16 models/utils.py, prepare_fsdp and prepare_deepspeed). Under DDP and ZeRO 1 and 2 each GPU
+writes completions of its own prompts, as one by itself does. Of embedders under DDP the trace itself is of
+a model that DDP wraps (worker.trace.embedding_step).
 
 Known limitations
 - A compiled step: DDP clones what it returns, too, which is not counted.
@@ -140,7 +140,7 @@ class RankTrace(SharedTrace):
         self.step_buffers: list[int] = []
         self._around: tuple[list[int], list[int]] | None = None
         if shares.row.is_deepspeed:
-            self._run_zero(blocks)
+            self._run_zero()
         elif shares.row.stage == 0:
             if shares.rebuilds:
                 shares.arriving = shares.with_tied_last(self._positions(blocks).values())
@@ -239,12 +239,13 @@ class RankTrace(SharedTrace):
             return sorted({0, ZeroParts(shares).fullest_gpu(USUAL_RANK), last})
         return []
 
-    def _run_zero(self, blocks: Blocks) -> None:
+    def _run_zero(self) -> None:
         """Write the micro-steps, and what is around the update, as DeepSpeed runs them."""
         trace, shares = self._trace, self._shares
         parts = ZeroParts(shares)
         workspaces = set(trace.workspaces)
         logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
+        blocks: Blocks = trace.released_blocks()
         positions = self._positions(blocks)
         # The one that makes gradients of its own first: ZeRO 1 goes through the weights in their order.
         usual = 0 if shares.row.stage == 1 else shares.num_gpus - 1
@@ -257,8 +258,8 @@ class RankTrace(SharedTrace):
             self._buffers.append(bucket)
             self.left, whole = [bucket], positions
             self.gradients, self.next = trace.gradients, trace.next
-            first = next(n for n, event in enumerate(trace.first) if event in positions)
-            self.first = [*trace.first[: first + 1], bucket, *trace.first[first + 1 :]]
+            arrives = next(n for n, e in enumerate(trace.released_first) if ~e in positions)
+            self.first = [*trace.first[:arrives], bucket, *trace.first[arrives:]]
             self.again = [event for event in self.first if event not in workspaces]
         else:
             summed: dict[int, int] = {}

@@ -154,6 +154,12 @@ class Shares:
             weights = [weights[position] for position in self.members.get(unit, ())]
         return [weight for weight in weights if weight.trainable]
 
+    @functools.cached_property
+    def goes_by_rank(self) -> bool:
+        """Whether some of what trains goes by the LoRA rank."""
+        small, large = (sum(w.num_elements for w in self.trained(rank)) for rank in (1, 2))
+        return small != large
+
     def optimizer_specs(self, whole: Sequence[TensorSpec], rank: int) -> list[TensorSpec]:
         """The tensors that the optimizer updates on the GPU: its part, or none where the host does it."""
         if self.row.stage == 0:

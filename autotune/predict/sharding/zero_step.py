@@ -1,16 +1,18 @@
 """A micro-step under ZeRO 1, 2 and 3, and what comes before and after the update, as DeepSpeed runs them.
 
-Every gradient is copied into a bucket as soon as it is there, and freed; one that is larger than the bucket
-stays until the next comes. A full bucket is reduced, and what a GPU keeps of it is copied to its own
+Every gradient is copied into a bucket as soon as its weight gets it, and freed; one that is larger than the
+bucket stays until the next comes. A full bucket is reduced, and what a GPU keeps of it is copied to its own
 gradients: under ZeRO 1 and 2 they are made with the first bucket, and those of a further micro-batch stand
 beside them until the end of its backward pass. ZeRO 1 does this before the update, with the sums of all
-micro-batches.
+micro-batches. DeepSpeed's hooks are on what adds gradients up: what one was made of has gone by then, and
+that of a weight which is embedding and head comes when both have gone backward.
 ZeRO 3 gathers a module's weight as the module is used, and drops it behind it: nothing is gathered ahead
 (deepspeed_json has stage3_prefetch_bucket_size 0; with it DeepSpeed runs ahead without end, and keeps up to
 stage3_max_live_parameters weights, a billion, until the backward pass).
 
-Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py (reduce_independent_p_g_buckets_and_remove_grads,
-reduce_ipg_grads, independent_gradient_partition_epilogue, step), stage3.py (the same names),
+Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py (create_gradient_handling_hooks,
+reduce_independent_p_g_buckets_and_remove_grads, copy_grads_in_partition, reduce_ipg_grads,
+independent_gradient_partition_epilogue, step), stage3.py (the same names),
 partitioned_param_coordinator.py (fetch_sub_module, release_sub_module). Held against real processes:
 studies/zero, tests/contracts/test_zero.py.
 
@@ -19,7 +21,8 @@ Known limitations
   layer is computed again: those that are behind their use already, too.
 - DeepSpeed's linear layers keep their inputs though their weights are frozen (runtime/zero/linear.py,
   LinearFunctionForZeroStage3): the head's is predicted. With adapters on some layers alone ZeRO 3 keeps more.
-- Which gradients share a bucket is worked out at one LoRA rank.
+- Under offloading, which gradients share a bucket is worked out at one LoRA rank; so is, for all, which are
+  larger than a bucket.
 """
 
 from __future__ import annotations
@@ -59,9 +62,14 @@ class _ZeroWriter(Writer):
         super().__init__(extra, shares)
         self._parts = parts
         self._gpu = gpu
+        self._put_so_far: list[int] = []
+        """Positions of the weights whose gradients have come to the bucket, in their order."""
         self._bucket: list[int] = []
-        """Positions of the weights whose gradients are in the bucket."""
+        """Those whose gradients are in it, at USUAL_RANK."""
         self._elements = 0
+        self._goes_by_rank = not shares.row.offload and shares.goes_by_rank
+        self._buckets = functools.cache(self._fill)
+        self._first_kept = functools.cache(self._find_first_kept)
         self._large: int | None = None
         """A gradient that is larger than the bucket, and waits to be reduced."""
         self.only_last: list[int] = []
@@ -83,8 +91,9 @@ class _ZeroWriter(Writer):
     def _put(self, gradient: int, position: int) -> None:
         """Copy a gradient into the bucket, which is reduced before where it has no room."""
         num_elements = self._shares.weights(USUAL_RANK)[position].num_elements
-        if self._bucket and self._elements + num_elements > self._shares.bucket_elements:
-            self._reduce()
+        is_full = self._elements + num_elements > self._shares.bucket_elements
+        self._reduce(is_full=is_full)
+        self._put_so_far.append(position)
         self._bucket.append(position)
         self._elements += num_elements
         if num_elements > self._shares.bucket_elements:
@@ -92,6 +101,19 @@ class _ZeroWriter(Writer):
             self._large = self._cloned(gradient, position) if is_cloned else gradient
         else:
             self._free(gradient)
+
+    def _fill(self, rank: int) -> dict[int, tuple[int, ...]]:
+        """Return the buckets, each by how many gradients have come when it is reduced."""
+        weights, cap = self._shares.weights(rank), self._shares.bucket_elements
+        found: dict[int, tuple[int, ...]] = {}
+        begin = elements = 0
+        for index, position in enumerate(self._put_so_far):
+            num_elements = weights[position].num_elements
+            if index > begin and elements + num_elements > cap:
+                found[index] = tuple(self._put_so_far[begin:index])
+                begin, elements = index, 0
+            elements += num_elements
+        return found | {len(self._put_so_far): tuple(self._put_so_far[begin:])}
 
     def _is_cloned(self, position: int) -> bool:
         """Whether a gradient is cloned: one that goes by itself, where ZeRO 1 and 2 offload."""
@@ -105,12 +127,18 @@ class _ZeroWriter(Writer):
         self._free(gradient)
         return clone
 
-    def _reduce(self) -> None:
-        if not self._bucket:
+    def _reduce(self, *, is_full: bool = True) -> None:
+        """Reduce what is in the bucket, if it `is_full` or at an end.
+
+        Where buckets go by the LoRA rank, what is made has no bytes at the ranks at which it is not full.
+        """
+        if not self._bucket or not (is_full or self._goes_by_rank):
             return
-        reduced = functools.partial(self._parts.reduced_bytes, positions=tuple(self._bucket))
+        reduced = functools.partial(self._reduced_bytes, bucket=self._bucket_now())
         self._pass(reduced, self._reducing_stream)
-        self._keep(self._bucket)
+        self._keep()
+        if not is_full:
+            return
         if self._shares.row.offload:
             self._send_to_host(self._bucket)
         if (
@@ -123,13 +151,34 @@ class _ZeroWriter(Writer):
             self._free(self._large)
         self._bucket, self._elements, self._large = [], 0, None
 
-    def _keep(self, positions: Iterable[int]) -> None:
+    def _bucket_now(self) -> Callable[[int], Sequence[int]]:
+        """Return a function from the LoRA rank to the positions that are reduced now, if any are."""
+        now, at_usual_rank = len(self._put_so_far), tuple(self._bucket)
+        if self._goes_by_rank:
+            return lambda rank: self._buckets(rank).get(now, ())
+        return lambda _: at_usual_rank
+
+    def _reduced_bytes(self, rank: int, bucket: Callable[[int], Sequence[int]]) -> int:
+        return self._parts.reduced_bytes(rank, bucket(rank))
+
+    def _keep(self) -> None:
         """Make the GPU's own gradients, where they are not there and some of the bucket's are its."""
-        if self._shares.row.stage == 3 or self._shares.row.offload or self.gradients:
+        if self._shares.row.stage == 3 or self._shares.row.offload:
             return
-        if self._holds(positions):
+        if self._goes_by_rank:
+            size = functools.partial(self._kept_bytes, now=len(self._put_so_far))
+            self.gradients.append(self._new("gradient", size))
+        elif not self.gradients and self._holds(self._bucket):
             held = functools.partial(self._parts.held_bytes, gpu=self._gpu)
             self.gradients = [self._new("gradient", held)]
+
+    def _kept_bytes(self, rank: int, now: int) -> int:
+        return self._parts.held_bytes(rank, self._gpu) if self._first_kept(rank) == now else 0
+
+    def _find_first_kept(self, rank: int) -> int:
+        """Return how many gradients have come when the first bucket is reduced that has some of the GPU's."""
+        held = functools.partial(self._parts.is_held, rank, self._gpu)
+        return next((n for n, bucket in self._buckets(rank).items() if any(map(held, bucket))), -1)
 
     def _send_to_host(self, positions: Iterable[int]) -> None:
         """Make what leads from gradients to their float32 copies on the host: a norm, and a cast.
@@ -209,6 +258,7 @@ class ZeroMicroStep(_ZeroWriter):
         self._is_of_copy = False
 
     def written(self, blocks: Blocks) -> list[int]:
+        """Return the events. In `blocks` a gradient goes where its weight gets it."""
         last_forward = max(i for i, (phase, *_) in enumerate(blocks) if phase in FORWARD_PHASES)
         late: list[int] = []
         read: list[int] = []
@@ -268,22 +318,11 @@ class ZeroMicroStep(_ZeroWriter):
         return self.events
 
     def _go_through(self, events: Iterable[int]) -> None:
-        """Write a block. What is freed right behind a gradient has gone before that is cloned."""
-        arriving: int | None = None
         for event in events:
-            if arriving is not None and event >= 0:
-                self._arrived(arriving)
-                arriving = None
-            if event not in self._summed:
+            if ~event in self._position_of:
+                self._arrived(~event)
+            elif event not in self._summed:
                 self.events.append(event)
-            if event not in self._position_of:
-                continue
-            if self._is_cloned(self._position_of[event]):
-                arriving = event
-            else:
-                self._arrived(event)
-        if arriving is not None:
-            self._arrived(arriving)
 
     def _read_by_head(self, events: Sequence[int], after: Sequence[int]) -> list[int]:
         """Return what a frozen head read, and is kept all the same: the last that goes once there are logits.
@@ -331,8 +370,9 @@ class ZeroMicroStep(_ZeroWriter):
             while position in waiting and gather() != position:
                 pass
             self._go_through((event,))
-            while position is not None and waiting and not shares.parameters[waiting[-1]].trainable:
-                gather()
+            if ~event in self._position_of:
+                while waiting and not shares.parameters[waiting[-1]].trainable:
+                    gather()
         return gathered
 
     def _read_head(self) -> int:
@@ -455,7 +495,11 @@ def summed_in_place(
             event, behind = events[index], events[index + 1 : index + 3]
             index += 1
             is_sum = event in gradients and len(behind) == 2 and max(behind) < 0
-            if is_sum and all(bytes_of(~freed) == bytes_of(event) for freed in behind):
+            if (
+                is_sum
+                and ~event not in behind
+                and all(bytes_of(~freed) == bytes_of(event) for freed in behind)
+            ):
                 first, second = behind
                 summed[event] = ~first
                 found.append(second)
