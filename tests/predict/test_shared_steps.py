@@ -95,6 +95,14 @@ def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
         assert alive(part, "first")[-1] == own + LOSS + left + WORKSPACE
         assert alive(part, "next")[-1] == LOSS
         assert len(part.categories) == len(part.sizes(1, 0)) == len(part.operations)
+        # What sharing adds is told apart from what the model makes, and keeps every layer.
+        num_added = len(part.operations) - len(step(4).operations)
+        assert part.operations[-num_added:] == [name] * num_added
+        assert name not in part.operations[:-num_added]
+        assert part.layers == step(4).layers
+        assert {*part.layers.values()} == {0, 1, 2, 3}
+        whole_weights = sum(each.size_bytes for each in part.trainable_by_all(0))
+        assert whole_weights == P
     assert found == gradients
 
 

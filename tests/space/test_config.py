@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_rules import FULL as CONFIG
 
-from autotune.space.checkpoint_plans import plan_words
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, plan_offloads, plan_words
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import KNOBS
@@ -236,6 +236,16 @@ def test_what_samples_of_embeddings_are_decides_their_task() -> None:
         assert found == {row.format: row.task for row in EMBEDDERS.values()}
         assert task_of_format(task, "messages") == task
     assert task_of_format("causal-lm", "pairs") == "causal-lm"
+
+
+def test_a_plan_offloads_where_its_name_says_so() -> None:
+    for plan in (*CHECKPOINT_PLANS, "interval", "later"):
+        assert plan_offloads(plan) is ("offload" in plan)
+
+
+def test_a_teacher_has_the_values_of_its_configuration() -> None:
+    teacher = Teacher(name="t", config_json='{"hidden_size": 8}')
+    assert teacher.config == {"hidden_size": 8}
 
 
 def test_a_plan_of_checkpointing_is_said_by_its_first_layers() -> None:
