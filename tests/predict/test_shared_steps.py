@@ -494,6 +494,15 @@ def test_what_gpus_send_and_keep_on_the_host(
     assert summed(exchange.messages_per_micro_step) == per_micro_step
     assert summed(exchange.messages_per_step) == per_step
     assert exchange.host_bytes == host_bytes
+    # In a ring of four each GPU sends three quarters, and for a sum twice.
+    shares = {"all_reduce": 1.5, "all_gather": 0.75, "reduce_scatter": 0.75}
+    if name != "hsdp":
+        micro, once = (
+            sum(shares[operation] * num_bytes for operation, (_, num_bytes) in sent.items())
+            for sent in (per_micro_step, per_step)
+        )
+        for accumulation in (1, 3):
+            assert exchange.sent_bytes(accumulation) == pytest.approx(accumulation * micro + once)
 
 
 @pytest.mark.parametrize(

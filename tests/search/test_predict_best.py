@@ -36,8 +36,6 @@ from autotune.space.search_space import with_domains
 from autotune.space.space_file import load
 from autotune.space.tradeoffs import tradeoff_class
 
-pytestmark = pytest.mark.slow
-
 MB = 10**6
 BUDGETS = [800 * MB, 980 * MB, 1180 * MB, 2180 * MB, 12_000 * MB]
 LEVELS = {name: level for level, name in enumerate(TRADEOFF_CLASSES)}
@@ -191,6 +189,7 @@ def search(budget_bytes: int, **options: Any) -> Answer:
     ).answer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("budget_bytes", BUDGETS)
 @pytest.mark.parametrize("base", [BASE, LORA], ids=["base full", "base lora"])
@@ -224,6 +223,7 @@ def test_the_answer_is_that_of_brute_force(
         assert max(shown, speed(answer.further or answer.best)) >= 0.98 * fastest
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("budget_bytes", BUDGETS)
 def test_what_keeps_small_updates_is_brute_force_too(
@@ -251,6 +251,7 @@ def test_what_keeps_small_updates_is_brute_force_too(
         assert least <= answer.safer.estimate.peak_device_bytes <= 1.1 * least
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_another_optimizer_is_no_remedy_for_rounding(estimate_all: EstimateAll) -> None:
     """Weights of 32 bits fit with SGD alone: it is not told to who trains with AdamW."""
@@ -275,6 +276,7 @@ def test_another_optimizer_is_no_remedy_for_rounding(estimate_all: EstimateAll) 
     assert not answer.safer.leaves_room
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("budget_bytes", [1320 * MB, 1700 * MB, 12_000 * MB])
 def test_more_memory_is_brute_force_too(estimate_all: EstimateAll, budget_bytes: int) -> None:
@@ -757,6 +759,7 @@ def test_more_memory_is_no_other_setting_where_the_answer_gains_as_much(
     assert offered.estimate.config == variants()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_base_is_measured_with_the_candidates_however_slow(
     monkeypatch: pytest.MonkeyPatch,
@@ -868,6 +871,7 @@ def test_what_was_considered_puts_what_fits_first() -> None:
     assert of_fitting == sorted(of_fitting, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: Estimator) -> None:
     def at(size: int) -> Estimate:
@@ -894,6 +898,7 @@ def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: 
     assert too_small.speedup is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_base_may_win_with_a_micro_batch_that_the_space_has_not() -> None:
     of_one = [
@@ -913,6 +918,7 @@ def test_the_base_may_win_with_a_micro_batch_that_the_space_has_not() -> None:
     assert answer.best.config.method == "lora"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_better_odds_leave_more_room_and_cost_speed_at_most() -> None:
     budget_bytes = 1500 * MB
@@ -938,6 +944,7 @@ def test_better_odds_leave_more_room_and_cost_speed_at_most() -> None:
     assert best(Headroom(spare_bytes=spare)).peak_device_bytes <= budget_bytes - spare
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_likely_rival_is_allowed_fits_and_is_not_the_answer() -> None:
     answer = search(1500 * MB)
@@ -951,6 +958,7 @@ def test_a_likely_rival_is_allowed_fits_and_is_not_the_answer() -> None:
         assert LEVELS[tradeoff_class(sure.rival.config, answer.base)] <= LEVELS[answer.allow]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
     tight, roomy_enough = 980 * MB, 4000 * MB
@@ -967,6 +975,7 @@ def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
     assert not search(tight, allow="recipe").widened
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_host_memory_is_named_where_nothing_else_fits() -> None:
     of_adamw = with_domains(tiny_model.SPACE, lambda _: {"optimizer": ("adamw_torch_fused",)})
@@ -982,6 +991,7 @@ def test_host_memory_is_named_where_nothing_else_fits() -> None:
     assert float(said[1]) == pytest.approx(18 * num_parameters / GIB, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
     paged = with_domains(tiny_model.SPACE, lambda _: {"optimizer": ("paged_adamw_32bit",)})
@@ -1000,6 +1010,7 @@ def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
     assert search(1500 * MB, **options, host_memory_bytes=parse_bytes(said[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_class_that_is_too_large_is_not_said_to_be_missing() -> None:
     """Its configurations are known not to fit before anything is traced."""
@@ -1037,6 +1048,7 @@ def test_a_class_that_cannot_be_traced_is_not_said_to_be_too_large(allow: str, r
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_class_outside_the_space_is_told_from_one_of_which_nothing_fits() -> None:
     assert search(1500 * MB).classes_outside == ()
@@ -1047,6 +1059,7 @@ def test_a_class_outside_the_space_is_told_from_one_of_which_nothing_fits() -> N
     assert answer.best_class == "numerics"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("methods", [("full",), ("full", "lora"), tiny_model.METHODS])
 def test_when_nothing_fits_the_message_has_the_smallest(
@@ -1082,6 +1095,7 @@ def test_a_card_without_fused_groups_has_an_attention_for_whatever_the_batches_a
     assert {config.attention for config in valid} == {attention}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_what_cannot_be_quantised_again_is_not_advised_to_be() -> None:
     config = {**tiny_model.MODEL.config, "quantization_config": {"quant_method": "mxfp4"}}
@@ -1092,6 +1106,7 @@ def test_what_cannot_be_quantised_again_is_not_advised_to_be() -> None:
         assert ("--method qlora" in str(caught.value)) == is_advised
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_what_fits_but_for_the_room_is_said_to_need_room(estimate_all: EstimateAll) -> None:
     peak_bytes = min(estimate.peak_device_bytes for estimate in estimate_all(650 * MB))
@@ -1104,6 +1119,7 @@ def test_what_fits_but_for_the_room_is_said_to_need_room(estimate_all: EstimateA
         find(tiny_model.MODEL, workload, tiny_model.SPACE, tiny_model.gpu(), allow="recipe")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_weights_are_updated_in_the_backward_pass_where_nothing_else_fits(
     roomy: Estimator,
@@ -1138,6 +1154,7 @@ def test_weights_are_updated_in_the_backward_pass_where_nothing_else_fits(
         searched(one)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("precision", "budget_bytes", "expected"),
@@ -1163,6 +1180,7 @@ def test_changes_put_one_setting_back(
         assert change.leaves_room == (change.estimate.peak_device_bytes <= budget_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_every_point_is_accounted_for() -> None:
     for budget_bytes in BUDGETS:
@@ -1176,11 +1194,13 @@ def test_every_point_is_accounted_for() -> None:
     assert counts.predicted_oom == 0  # 12 GB hold everything
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_search_replays_a_fraction() -> None:
     assert search(12_000 * MB).counts.replayed < 80
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_effort_bounds_what_is_recorded() -> None:
     found = find(
@@ -1194,6 +1214,7 @@ def test_effort_bounds_what_is_recorded() -> None:
     assert len(found.considered) <= predict_best.EFFORTS["quick"].num_recorded
 
 
+@pytest.mark.slow
 def test_a_method_that_cannot_be_traced_is_counted(
     traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1213,6 +1234,7 @@ def test_a_method_that_cannot_be_traced_is_counted(
     assert (answer.baseline, answer.base_refused) == (None, "its weights are shared")
 
 
+@pytest.mark.slow
 def test_a_first_answer_is_told_while_others_are_traced(
     traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1239,6 +1261,7 @@ def test_a_first_answer_is_told_while_others_are_traced(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own() -> None:
     config = TrainConfig(
@@ -1269,6 +1292,7 @@ def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own()
     assert (str(found), others) == ("LoRA on all-linear with fsdp2 (experts)", [])
 
 
+@pytest.mark.slow
 def test_a_card_of_unknown_speed_is_refused() -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
     with pytest.raises(HardwareError, match=r"speed of .* is not known"):
@@ -1314,6 +1338,7 @@ def test_a_space_without_valid_points_says_which_rule_they_break() -> None:
     assert "completions are rewarded against the others of their prompt" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []
