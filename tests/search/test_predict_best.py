@@ -7,8 +7,10 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import answers
 import pytest
 import tiny_model
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.search import beside, first_answers, predict_best, room
+from autotune.search import beside, first_answers, predict_best, room, tried_on_best
 from autotune.search.candidates import Candidates
 from autotune.search.nothing_fits import none_of_class
 from autotune.search.predict_best import find
@@ -32,9 +34,11 @@ from autotune.space.defaults import default_base
 from autotune.space.enumeration import enumerate_configs
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.rules import Context
 from autotune.space.search_space import with_domains
 from autotune.space.space_file import load
 from autotune.space.tradeoffs import tradeoff_class
+from autotune.speed.sureness import Part
 
 MB = 10**6
 BUDGETS = [800 * MB, 980 * MB, 1180 * MB, 2180 * MB, 12_000 * MB]
@@ -326,6 +330,7 @@ class FakeEstimator:
         self.prices = prices
         self.memory_budget_bytes = budget_bytes
         self.replayed: list[TrainConfig] = []
+        self.known: dict[TrainConfig, dict[str, Part]] = {}
 
     def with_budget(self, budget_bytes: int) -> FakeEstimator:
         return FakeEstimator(self.prices, budget_bytes)
@@ -354,6 +359,9 @@ class FakeEstimator:
 
     def tokens_per_second(self, config: TrainConfig) -> float:
         return self.prices[config][2]
+
+    def parts(self, config: TrainConfig) -> dict[str, Part] | None:
+        return self.known.get(config)
 
     def estimate(self, config: TrainConfig) -> Estimate:
         self.replayed.append(config)
@@ -618,7 +626,12 @@ def test_what_gains_nothing_is_as_in_the_base(
 
 
 def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
-    exact = variants()[:3]
+    for exact in (variants()[:3], variants()[:2]):
+        assert num_answers_of(exact) == 1
+
+
+def num_answers_of(exact: list[TrainConfig]) -> int:
+    """The number of unlike answers that orders of these, all equally good, have."""
     found = set()
     for order in itertools.permutations(exact):
         search, _ = candidates(dict.fromkeys(order, (0, 10, 1000.0, 1000.0)), 100)
@@ -627,7 +640,7 @@ def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
         pool = search.pool(search.at_most("exact"), 2, always=None)
         tied = search.tied(best, search.at_most("exact"))
         found.add(tuple(e.config for e in (best, *tied, *pool)))
-    assert len(found) == 1
+    return len(found)
 
 
 def test_what_takes_all_of_the_budget_fits() -> None:
@@ -685,6 +698,137 @@ def test_what_is_tied_fits_and_is_as_fast() -> None:
     assert best is not None
     assert best.config == winner
     assert [e.config for e in search.tied(best, search.at_most("exact"))] == [tied]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "further"),
+    [
+        # Faster than what is shown by more than the noise, and by more than twice that to be looked for.
+        ((1000.0, 1000.0), None),
+        ((1000.0, 1020.0), None),
+        ((1000.0, 1041.0), 1041.0),
+        ((1000.0, 2000.0), 2000.0),
+    ],
+)
+def test_a_further_trade_is_faster_than_what_is_shown(
+    speeds: tuple[float, float], further: float | None
+) -> None:
+    shown, other = BASE, variants()[-1]
+    table = {c: (0, 10, each, each) for c, each in zip((shown, other), speeds, strict=True)}
+    search, _ = candidates(table, 100)
+    best = search.best(search.exactly("exact"))
+    assert best is not None
+    found = search.further(search.exactly("recipe"), best)
+    assert (None if found is None else speed(found)) == further
+    nothing = search.further(search.exactly("numerics"), best)
+    assert nothing is None
+    alone = search.further(search.exactly("recipe"))
+    assert alone is not None
+    assert alone.config == other
+
+
+def test_a_rival_is_likely_wanted_fits_and_is_not_the_answer() -> None:
+    """Kernels of their own, off by a third each: what is as fast wins every second time."""
+    answer, rival, unwanted, too_large = (
+        dataclasses.replace(BASE, activation_checkpointing=n) for n in range(4)
+    )
+    table = {
+        answer: (0, 10, 1000.0, 1000.0),
+        rival: (0, 20, 999.0, 999.0),
+        unwanted: (0, 20, 1000.0, 1000.0),
+        too_large: (0, 101, 1000.0, 1000.0),
+    }
+    search, estimator = candidates(table, 100)
+    best = search.estimate(answer)
+    assert search.sureness(best, lambda _: True) is None
+    seconds = {c: answer.tokens_per_step / fast for c, (*_, fast, _) in table.items()}
+    known = {
+        config: {f"mm {number}": Part(seconds=seconds[config], spread=0.3)}
+        for number, config in enumerate(table)
+    }
+    estimator.known = known
+    alone = search.sureness(best, lambda config: config == answer)
+    assert alone is not None
+    assert (alone.odds, alone.rival) == (1.0, None)
+    found = search.sureness(best, lambda config: config in (answer, rival))
+    assert found is not None
+    assert found.rival is not None
+    assert found.rival.config == rival
+    assert 0.4 < found.odds < 0.65
+    assert found.rival_odds == pytest.approx(1 - found.odds, abs=0.05)
+    # What does not fit counts among what might, but is not named.
+    misfit = search.sureness(best, lambda config: config in (answer, too_large))
+    assert misfit is not None
+    assert misfit.rival is None
+    # One of whose time nothing is known is no rival.
+    del known[rival]
+    silent = search.sureness(best, lambda config: config in (answer, rival))
+    assert silent is not None
+    assert (silent.odds, silent.rival) == (1.0, None)
+
+
+LOGITS_BYTES = GIB // 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "speed_of_other", "room_bytes", "lacking_bytes", "may_pay"),
+    [
+        # The other has to be faster by more than the noise, and to fit without its half a GiB of logits.
+        ({}, 1.0201, 10 * GIB, None, True),
+        ({}, 1.0199, 10 * GIB, None, False),
+        ({}, 1.5, 10 * GIB - 1, None, False),
+        ({"liger": True}, 1.5, 10 * GIB, None, False),
+        ({"chunked_loss": True}, 1.5, 10 * GIB, None, False),
+        # Without checkpointing it would be twice as fast: half of that for the logits is worth 25 times
+        # their bytes, at 2 % for each of them.
+        ({}, 1.5, 0, 25 * LOGITS_BYTES - 1, True),
+        ({}, 1.5, 0, 25 * LOGITS_BYTES, False),
+    ],
+)
+def test_a_loss_in_parts_may_pay_where_the_logits_stand_in_the_way(
+    changes: dict[str, Any],
+    speed_of_other: float,
+    room_bytes: int,
+    lacking_bytes: int | None,
+    may_pay: bool,
+) -> None:
+    config = dataclasses.replace(answers.CONFIG, **changes)
+    best = answers.estimate(config)
+    other = dataclasses.replace(config, micro_batch_size=8, gradient_accumulation_steps=4)
+    free = dataclasses.replace(config, activation_checkpointing=0)
+    speeds = {other: speed_of_other * speed(best), free: 2 * speed(best)}
+    floors = {other: 10 * GIB + GIB // 2, config: GIB, free: GIB + (lacking_bytes or 0)}
+    estimator: Any = SimpleNamespace(
+        gpu=SimpleNamespace(memory_bandwidth_bytes_per_second=None),
+        tokens_per_second=speeds.get,
+        floor_bytes=floors.get,
+        room_for=lambda _: room_bytes,
+    )
+    configs = [other] if lacking_bytes is None else [other, free]
+    assert tried_on_best.parts_may_pay(best, configs, estimator) is may_pay
+    nothing = dataclasses.replace(
+        best, breakdown=dataclasses.replace(best.breakdown, logits_bytes=0)
+    )
+    assert not tried_on_best.parts_may_pay(nothing, configs, estimator)
+
+
+def test_a_loss_in_parts_is_traced_for_methods_that_have_it() -> None:
+    best = answers.estimate()
+    context = Context(effective_batch_size=32)
+
+    def of(estimate: Estimate | None, *parting: str) -> list[TraceSpec]:
+        what: Any = SimpleNamespace(parting=frozenset(parting), context=context)
+        return tried_on_best.specs_in_parts(estimate, what)
+
+    assert of(None, "full") == of(best, "lora") == []
+    lean, free, *plans = of(best, "full")
+    assert (lean.activation_checkpointing, free.activation_checkpointing) == (1, 0)
+    assert plans
+    assert all(spec.checkpoint_plan != "interval" for spec in plans)
+    assert all(spec.chunked_loss for spec in (lean, free, *plans))
+    # Liger's kernels make no logits anyway.
+    fused = answers.estimate(dataclasses.replace(answers.CONFIG, liger=True))
+    assert of(fused, "full") == []
 
 
 def more_memory(of_more: TrainConfig, speed_of_more: float, allow: str) -> Any:
@@ -862,9 +1006,12 @@ def test_what_was_considered_puts_what_fits_first() -> None:
         for n, config in enumerate(variants())
     }
     search, _ = candidates(table, 100)
-    search.best(search.at_most("recipe"))
-    kept = search.considered(5)
-    assert 1 < len(kept) <= 5
+    for config in table:
+        search.estimate(config)
+    kept = search.considered(len(table))
+    assert len(search.considered(5)) == 5
+    assert search.considered(5) == kept[:5]
+    assert 0 < sum(e.peak_device_bytes <= 100 for e in kept) < len(kept)
     fits = [e.peak_device_bytes <= 100 for e in kept]
     assert fits == sorted(fits, reverse=True)
     of_fitting = [speed(e) for e in kept if e.peak_device_bytes <= 100]
