@@ -1202,6 +1202,39 @@ def test_the_explanation_is_drawn_with_every_line() -> None:
         assert line.name in file.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("widths", "columns", "is_above"),
+    [
+        # Two spaces part two columns: 50 + 2 + 28 fill the terminal.
+        ((50, 28), 80, False),
+        ((50, 29), 80, True),
+        # More than half of the terminal, where something is lacking.
+        ((41, 40), 80, True),
+        ((40, 40), 80, False),
+        # The other one is folded, to half of it at least.
+        ((40, 76), 80, False),
+        ((40, 78), 80, True),
+        # Three columns: where the second is not the largest, folding it gives too little.
+        ((30, 20, 29), 80, False),
+        ((30, 29, 20), 80, False),
+        ((38, 20, 60), 80, False),
+        ((38, 60, 20), 80, True),
+        # On a narrow terminal each row is a list.
+        ((50, 50), 60, True),
+        ((50, 50), 59, False),
+    ],
+)
+def test_names_stand_above_where_the_rest_would_be_crushed(
+    widths: tuple[int, ...], columns: int, is_above: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    file = io.StringIO()
+    cells = [letter * width for letter, width in zip("nxy", widths, strict=False)]
+    terminal.draw_table(["a", "b", "c"][: len(widths)], [cells], file, is_list=True)
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("n" * widths[0])]
+    assert any("x" not in line for line in lines) is is_above
+
+
 def test_cards_with_unknown_figures_say_so() -> None:
     file = io.StringIO()
     card = dataclasses.replace(
