@@ -34,3 +34,15 @@ def test_few_values_are_left_to_one_block_of_any_card(num_in_row: int, least: in
         of_few = shared_bytes(least - 1, 1, num_in_row, 4, num_sms, 2048)
         assert of_few == (0, 0)
         assert buffer_bytes(least - 1, 1, num_in_row, 4, (num_sms, 2048)) == ()
+
+
+@pytest.mark.parametrize(
+    ("num_outputs", "shares"), [(108, 4), (144, 3), (216, 2), (432, 0), (433, 0)]
+)
+def test_blocks_share_an_output_where_the_card_has_room(num_outputs: int, shares: int) -> None:
+    """108 multiprocessors have room for 4 blocks of 512 threads each, of which 32 x 16 sum 131,072 values.
+
+    An output takes a partial result in float32 of each block, and a semaphore.
+    """
+    found = shared_bytes(131_072, num_outputs, 0, 4, 108, 2048)
+    assert found == (4 * num_outputs * shares, 4 * num_outputs * bool(shares))
