@@ -29,6 +29,7 @@ from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
 from autotune.space.requirements import LeftOut, Reason
+from autotune.space.teacher import Teacher
 from autotune.space.words import describe, words_of_plan
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
@@ -295,6 +296,76 @@ def test_a_plan_of_checkpointing_is_one_setting_in_words() -> None:
     details = dataclasses.replace(answers.details(), path=(first, step))
     row = facts.path_rows(predicted(details=details))[1]
     assert (row.change, row.saving) == (said, "+1.00 GiB")
+
+
+def test_where_figures_come_from_is_said_row_by_row() -> None:
+    plain = dict(facts.provenance(predicted()))
+    assert [*plain] == [
+        *("command", "study", "model", "card", "budget", "workload", "space", "libraries"),
+        "not modelled",
+    ]
+    assert plain["card"] == "NVIDIA RTX 4070, named"
+    # 18,432 less 7,228 that no rule lets through.
+    assert plain["space"] == (
+        "default: 18,432 points, 11,204 valid, 3,871 may fit, 40 replayed in full, in 4.20 s"
+    )
+    assert plain["libraries"] == "torch 2.13.0, transformers 5.23.0"
+    counts = dataclasses.replace(answers.answer().counts, passed_over=1200)
+    found = facts.provenance(
+        predicted(
+            counts=counts,
+            command="",
+            versions={},
+            space_changes=("one", "two"),
+            workload=dataclasses.replace(
+                answers.WORKLOAD, teacher=Teacher(name="large", config_json="{}")
+            ),
+        )
+    )
+    more = dict(found)
+    assert "11,204 valid, 1,200 slower than what fits with less saving of memory" in more["space"]
+    assert (more["command"], more["libraries"]) == ("not known", "not known")
+    assert [text for label, text in found if label == "space changed"] == ["one", "two"]
+    assert more["teacher"] == "large"
+
+
+def test_where_measured_figures_come_from_is_said_too() -> None:
+    best = answers.measurement()
+    seen = dataclasses.replace(best.fingerprint, versions=(("peft", "0.21"), ("torch", "2.13")))
+    found = answers.measured(best=dataclasses.replace(best, fingerprint=seen))
+    rows = dict(facts.provenance(predicted(measured=found)))
+    assert rows["measured on"] == seen.device
+    assert rows["driver"] == f"{seen.driver}, CUDA {seen.cuda}"
+    assert rows["libraries"] == "peft 0.21, torch 2.13"
+    assert "allocator" not in rows
+    assert "limits" not in rows
+    on_cpu = dataclasses.replace(
+        best,
+        spec=dataclasses.replace(best.spec, backend="cpu"),
+        fingerprint=dataclasses.replace(seen, driver="", allocator="set"),
+    )
+    rows = dict(facts.provenance(predicted(measured=answers.measured(best=on_cpu))))
+    assert rows["limits"].startswith("Measured on a CPU")
+    assert "driver" not in rows
+    assert rows["allocator"] == "set"
+
+
+def test_reasons_are_of_what_was_found() -> None:
+    """What was measured is not predicted once more."""
+    of_prediction = facts.reasons(answer_of())
+    assert of_prediction[0] == words.why(answer_of())
+    starts = {text.partition(":")[0] for text in of_prediction}
+    assert {"Tied", "Learning rate"} <= starts
+    assert not {"Probes", "The run", "The loader", "Plan B, predicted"} & starts
+    failed = answers.measurement(config=answers.ADAPTER, confirm_steps=50, outcome="oom")
+    measured = answer_of(
+        measured=answers.measured(rejected=(failed,)),
+        tied=(),
+        fallbacks=(answers.estimate(BASE),),
+    )
+    starts = {text.partition(":")[0] for text in facts.reasons(measured)}
+    assert {"Probes", "Rejected", "The run", "The loader", "Plan B, predicted"} <= starts
+    assert "Tied" not in starts
 
 
 class Page(html.parser.HTMLParser):
