@@ -106,6 +106,28 @@ def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
     assert found == gradients
 
 
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("zero1", P + MASTERS),
+        ("zero2", P + MASTERS),
+        ("zero1-offload", P + EMBEDDING),
+        ("zero2-offload", P + EMBEDDING),
+        # A part of each weight has blocks of its own; the gradients' quarter is of one piece.
+        ("zero3", QUARTER + 4096 + MASTERS + BUCKET),
+        ("zero3-offload", BUCKET),
+    ],
+)
+def test_beside_4_bit_weights_that_are_there_already_nothing_passes_through(
+    name: str, held: int
+) -> None:
+    spec = dataclasses.replace(SPEC, parallelism=name, precision="bf16-mixed", quantization="nf4")
+    found = shared_trace(step(4), spec, num_gpus=4, hidden_size=16)
+    for part in (found, *found.stages):
+        setup = alive(part, "setup")
+        assert setup[-1] == max(setup) == held + ROTARY_TABLE
+
+
 def test_fewer_gpus_are_priced_as_if_they_were_asked_for() -> None:
     config = TrainConfig(
         method="full",
