@@ -128,6 +128,29 @@ def test_beside_4_bit_weights_that_are_there_already_nothing_passes_through(
         assert setup[-1] == max(setup) == held + ROTARY_TABLE
 
 
+@pytest.mark.parametrize(
+    ("name", "has_nccl"),
+    [("none", False), ("ddp", True), ("fsdp2", True), ("device-map", False)],
+)
+def test_nccl_takes_memory_where_every_gpu_has_a_process(name: str, has_nccl: bool) -> None:
+    gpu = find_gpu("a100")
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=2,
+        sequence_length=8,
+        precision="bf16-true",
+        optimizer="adamw_torch",
+        parallelism=name,
+        num_gpus=1 if name == "none" else 2,
+    )
+    spec, trace = TraceSpec.of(config), step(4)
+    found = trace if name == "none" else shared_trace(trace, spec, num_gpus=2, hidden_size=16)
+    estimate = Estimator({spec: found}, gpu, memory_budget_bytes=10**10).estimate(config)
+    assert gpu.nccl_bytes > 0
+    assert estimate.nontorch_bytes == gpu.context_bytes + has_nccl * gpu.nccl_bytes
+
+
 def test_fewer_gpus_are_priced_as_if_they_were_asked_for() -> None:
     config = TrainConfig(
         method="full",
