@@ -767,6 +767,36 @@ def test_a_rival_is_likely_wanted_fits_and_is_not_the_answer() -> None:
     assert (silent.odds, silent.rival) == (1.0, None)
 
 
+def test_what_keeps_small_updates_is_of_the_answers_family_where_there_is_one() -> None:
+    mixed, other_family = (
+        dataclasses.replace(BASE, precision="bf16-mixed", optimizer=name)
+        for name in (BASE.optimizer, "sgd")
+    )
+    checkpointed = dataclasses.replace(BASE, activation_checkpointing=1)
+    table = {
+        BASE: (10, 10, 1000.0, 1000.0),
+        checkpointed: (5, 5, 950.0, 950.0),
+        mixed: (30, 30, 800.0, 800.0),
+        other_family: (20, 20, 900.0, 900.0),
+    }
+
+    def safer(budget_bytes: int, *left_out: TrainConfig, of: TrainConfig = BASE) -> Any:
+        prices = {c: price for c, price in table.items() if c not in left_out}
+        search, estimator = candidates(prices, budget_bytes)
+        return beside.safer(estimator, search, prices, of, backend="cpu")  # type: ignore[arg-type]
+
+    found = safer(100)
+    assert (found.setting, found.value, found.leaves_room) == ("precision", "bf16-mixed", True)
+    assert found.estimate.config == mixed
+    # It is named, though it does not fit; another family is none of its place.
+    found = safer(25)
+    assert (found.estimate.config, found.leaves_room) == (mixed, False)
+    found = safer(25, mixed)
+    assert (found.estimate.config, found.leaves_room) == (other_family, True)
+    assert safer(100, mixed, other_family) is None
+    assert safer(100, of=mixed) is None
+
+
 LOGITS_BYTES = GIB // 4
 
 
