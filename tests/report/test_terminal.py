@@ -20,7 +20,7 @@ from autotune.catalogue.nvml import CardIdentity
 from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import GIB, MIB
 from autotune.memory.kv_cache import kv_cache
-from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
+from autotune.records.answer import USERS_BASE, Answer, Change, Compilation, Sureness, Tip
 from autotune.records.calibration import Calibration
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
 from autotune.records.fingerprint import Fingerprint
@@ -1233,6 +1233,51 @@ def test_names_stand_above_where_the_rest_would_be_crushed(
     terminal.draw_table(["a", "b", "c"][: len(widths)], [cells], file, is_list=True)
     lines = [line for line in file.getvalue().splitlines() if line.startswith("n" * widths[0])]
     assert any("x" not in line for line in lines) is is_above
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "verdict"),
+    [
+        # A step takes 1 s less: 20 to 30 s are made up for after as many.
+        (7.0, "it pays for itself after 20 to 30 steps"),
+        (6.0, "it pays for itself after 10 to 15 steps"),
+        (8.0, "it never pays for itself"),
+        (9.0, "it never pays for itself"),
+    ],
+)
+def test_what_compiling_is_predicted_to_be_worth_is_said(step_seconds: float, verdict: str) -> None:
+    config = dataclasses.replace(answers.CONFIG, torch_compile="default")
+    compiled = answers.estimate(config, step_seconds=step_seconds, compile_seconds=(20.0, 30.0))
+    answer = answers.answer(compilation=Compilation(compiled=compiled, eager=answers.estimate()))
+    said = words.predicted_compilation(answer)
+    assert said.endswith(f"it compiles for 20 to 30 s: {verdict}")
+    assert "4,096 tokens/s without it" in said
+    assert words.predicted_compilation(answers.answer()) == ""
+
+
+def test_why_names_what_lacks_most_first() -> None:
+    """A fifth of the speed is less than half of what is needed of the host's memory."""
+    slower = answers.estimate(step_seconds=10.0)
+    on_host = answers.estimate(host_bytes=2 * GIB)
+    changes = tuple(
+        Change(setting=name, value=value, estimate=each, leaves_room=room)
+        for name, value, each, room in (
+            ("attention", "eager", slower, True),
+            ("activation_offloading", True, on_host, False),
+        )
+    )
+    workload = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=GIB)
+    answer = answers.answer(changes=changes, more_memory=None, workload=workload)
+    said = words.why(answer)
+    first, second = (said.index(text) for text in ("GiB too much in host memory", "-20 %"))
+    assert first < second
+    assert [words._lever(c, answer.best, workload) for c in changes] == [pytest.approx(0.2), 0.5]
+
+
+def test_the_text_of_others_is_no_markup() -> None:
+    file = io.StringIO()
+    terminal.console_on(file).print("[bold]x[/bold] :warning: 12")
+    assert file.getvalue() == "[bold]x[/bold] :warning: 12\n"
 
 
 def test_cards_with_unknown_figures_say_so() -> None:
