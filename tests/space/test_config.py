@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_rules import FULL as CONFIG
 
+from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, plan_offloads, plan_words
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
@@ -39,6 +40,11 @@ def test_a_configuration_is_made_again_of_what_it_says() -> None:
         *("method", "micro_batch_size", "gradient_accumulation_steps"),
         *("sequence_length", "precision", "optimizer"),
     }
+
+
+def test_a_workload_is_of_as_many_tokens_and_samples_as_a_question_that_says_neither() -> None:
+    assert WORKLOAD.sequence_length == SEQUENCE_LENGTH
+    assert WORKLOAD.effective_batch_size == EFFECTIVE_BATCH_SIZE
 
 
 def test_a_workload_has_methods_that_there_are() -> None:
