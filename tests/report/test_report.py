@@ -165,6 +165,11 @@ def test_measured_trials_keep_their_outcome_and_what_was_predicted() -> None:
     assert (oom.outcome, oom.reason, oom.is_frontier) == ("oom", "lacked 2 GiB", False)
     assert thrashes.reason == "fits only with 3 allocation retries"
     assert not thrashes.is_frontier
+    # Beside an answer that is predicted, what was measured of it is no answer.
+    study = in_memory()
+    tell(study, study.ask(), answers.measurement(), answers.estimate())
+    (beside,) = data.collect(stored_of(), study.get_trials(deepcopy=False)).trials
+    assert (beside.config, beside.is_answer) == (ok.config, False)
 
 
 def test_trials_that_cannot_be_read_are_rows_all_the_same() -> None:
