@@ -271,6 +271,16 @@ def test_what_a_file_leaves_out_of_an_adapter_is_as_its_library_has_it(
     assert (config.lora_rank, config.lora_alpha_ratio, config.lora_dropout) == adapter
 
 
+@pytest.mark.parametrize(("indices", "number"), [([3, 5, 8], 3), ([], 1), (7, 7)])
+def test_trained_tokens_are_as_many_as_are_listed(
+    tmp_path: Path, indices: list[int] | int, number: int
+) -> None:
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({"peft_type": "TRAINABLE_TOKENS", "token_indices": indices}))
+    config = read_base(path, sequence_length=64, samples=4).config
+    assert (config.method, config.num_virtual_tokens) == ("trainable_tokens", number)
+
+
 def test_an_adapters_alpha_keeps_its_ratio(tmp_path: Path) -> None:
     path = tmp_path / "adapter_config.json"
     path.write_text(

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loaders import declared, needs
 
 from autotune.errors import ConfigError
-from autotune.export import ALL, train_trl_py, trl_config
-from autotune.export.base import own_run
+from autotune.export import ALL, llama_factory, train_trl_py, trl_config
+from autotune.export.base import huggingface, own_run
 from autotune.export.base.read import changes, read_base
 from autotune.space import space_file
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.teacher import Teacher
-from autotune.space.trainers import BY_TASK, TRL_BY_TASK
+from autotune.space.trainers import BY_TASK, TRL_BY_TASK, Trainer
 
 pytest.importorskip("trl")
 
@@ -225,3 +226,65 @@ def test_the_task_that_is_asked_for_tells_files_apart(tmp_path: Path) -> None:
     for task, row in TRL_BY_TASK.items():
         read: Any = read_base(path, task=task)
         assert (read.config.trainer, read.config.batching) == (row.name, "padded")
+
+
+@pytest.mark.parametrize(
+    "trainer", [row for row in TRL_BY_TASK.values() if row.generates], ids=lambda row: row.name
+)
+def test_what_a_file_of_completions_leaves_out_is_as_trl_has_it(trainer: Trainer) -> None:
+    files = ("base", "rloo" if "rloo" in trainer.name else "grpo")
+    if trainer.has_teacher:
+        files = ("base", "distillation")
+    theirs = declared("trl", *(f"trainer/{name}_config.py" for name in files))
+    ours = huggingface.defaults_of_task(trainer)
+    assert ours
+    # RLOO has no such weights.
+    weighed = {name for name in ours if name.startswith("vllm_importance_sampling")}
+    assert ours.keys() - theirs.keys() == (weighed if trainer.name == "trl-rloo" else set())
+    assert {name: theirs.get(name, value) for name, value in ours.items()} == ours
+
+
+def test_what_a_file_of_trl_leaves_out_is_as_trl_has_it() -> None:
+    theirs = declared("trl", *(f"trainer/{name}_config.py" for name in ("base", "sft", "model")))
+    theirs |= {"activation_checkpointing": theirs["gradient_checkpointing"]}
+    # The attention that Transformers chooses, and the precision that TRL does, are not declared.
+    ours = {**huggingface.SFT.defaults}
+    for name in ("attn_implementation", "bf16", *huggingface.TRAINING_ARGUMENTS.defaults):
+        del ours[name]
+    assert len(ours) == 7
+    assert {name: theirs[name] for name in ours} == ours
+
+
+@needs("llamafactory")
+def test_what_a_file_of_llama_factory_leaves_out_is_as_it_has_it() -> None:
+    theirs = declared(
+        "llamafactory", *(f"hparams/{n}_args.py" for n in ("model", "finetuning", "data"))
+    )
+    ours = {
+        name: value
+        for name, value in llama_factory.TARGET.defaults.items()
+        if name not in huggingface.TRAINING_ARGUMENTS.defaults
+    }
+    assert len(ours) == 9
+    theirs |= {"quantization_method": "bnb", "flash_attn": "auto"}  # of enumerations of its own
+    assert {name: theirs[name] for name in ours} == ours
+    assert llama_factory.DPO.defaults["pref_loss"] == theirs["pref_loss"]
+
+
+@pytest.mark.parametrize("task", TRL_BY_TASK)
+def test_a_program_asks_for_rewards_where_its_trainer_is_rewarded(
+    task: str, tmp_path: Path
+) -> None:
+    """And makes prompts of the samples where the model writes."""
+    row = TRL_BY_TASK[task]
+    config = dataclasses.replace(FULL, trainer=row.name)
+    if row.generates is not None:
+        config = dataclasses.replace(
+            config, num_generations=row.generates.num_generations, max_completion_length=256
+        )
+    text = written(tmp_path, task, 1, config).read_text(encoding="utf-8")
+    assert ("--reward FILE.py:FUNCTION" in text) is row.is_rewarded
+    assert ("reward_funcs=rewards" in text) is row.is_rewarded
+    assert ("teacher_model=teacher" in text) is row.has_teacher
+    # Prompts have what completions leave of a sequence of 768 tokens.
+    assert ("512" in text) is (row.generates is not None)

@@ -80,6 +80,11 @@ SCRIPTS = {
     "put elsewhere": 'python a.py --x 1 > "log of $(echo it).txt" 2>&1 --y < /dev/null',
     "arguments": 'python a.py --x 1 "$@"',
     "put together": 'N=2\nA="\\\n  --x $N \\\n --y \'a b\' \\\n"\ncmd="python a.py $A"\necho $cmd\neval $cmd',
+    "evaluated": 'A="--y 2"\neval "python a.py --x 1 $A --z"',
+    "evaluated word by word": "A='--y 2'\neval python a.py --x 1 $A",
+    "nothing evaluated": "eval\npython a.py --x 1",
+    "exported": "export A=1 B=2\npython a.py --x $A$B",
+    "no assignment": "A=7\npython a.py A=2 --x $A\nA=3",
     "sums": "B=16; N=3\npython a.py --x $((B / (2 * N))) --y=$(( $B % ${N} - 1 ))z --z $((-B))",
 }
 

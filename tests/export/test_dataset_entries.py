@@ -202,3 +202,49 @@ def test_an_instruction_without_more_names_no_further_field() -> None:
     assert values("axolotl", ALPACA)["datasets"][0]["type"]["field_input"] == "input"
     columns = values("torchtune", ASKED)["dataset"]["column_map"]
     assert columns == {"input": "question", "output": "answer"}
+
+
+def test_axolotl_and_llama_factory_rank_what_their_fields_name() -> None:
+    """Of the trainers that compare, each has a description of its own, and no further keys."""
+    named = dataclasses.replace(HUB, name="someone/pairs:en:train")
+    for task, described in dataset_entries.AXOLOTL_TYPES.items():
+        entry = dataset_entries.axolotl(named, task)
+        assert entry == {
+            "datasets": [
+                {"path": "someone/pairs", "split": "train", "name": "en", "type": described}
+            ]
+        }
+    info = dataset_entries.dataset_info(named, "dpo")
+    assert info == {
+        "hf_hub_url": "someone/pairs",
+        "split": "train",
+        "subset": "en",
+        "ranking": True,
+        "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"},
+    }
+    assert dataset_entries.dataset_info(named, "kto")["columns"]["kto_tag"] == "label"
+    assert "ranking" not in dataset_entries.dataset_info(named, "kto")
+    everything = dataclasses.replace(PAIRS, loss_on="all")
+    learns = [dataset_entries.llama_factory(everything, t) for t in ("dpo", "kto", "causal-lm")]
+    assert learns == [{}, {}, {"train_on_prompt": True}]
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("dpo", "put chat templates on"),
+        ("kto", "put chat templates on"),
+        ("reward", "rename prompt"),
+    ],
+)
+def test_what_axolotl_wants_of_the_fields_is_said(task: str, said: str) -> None:
+    (line,) = dataset_entries.axolotl_lines(CHAT, task)
+    assert said in line
+    assert dataset_entries.axolotl_lines(CHAT, "causal-lm") == []
+
+
+def test_torchtune_reads_texts_from_their_field() -> None:
+    texts = dataclasses.replace(TEXT, name="someone/texts", text_field="body")
+    found = dataset_entries.torchtune(texts)
+    assert found["_component_"] == "torchtune.datasets.text_completion_dataset"
+    assert (found["source"], found["column"]) == ("someone/texts", "body")

@@ -333,6 +333,45 @@ def test_files_of_gpus_that_share(parallelism: str, names: set[str]) -> None:
     assert of_all <= written
 
 
+@pytest.mark.parametrize(
+    ("changes", "variables"),
+    [
+        ({"parallelism": "ddp"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}),
+        (
+            {"parallelism": "fsdp2"},
+            {
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_RESHARD_AFTER_FORWARD": "true",
+            },
+        ),
+        # Its own file says the precision.
+        (
+            {"parallelism": "zero2"},
+            {
+                "ACCELERATE_MIXED_PRECISION": "no",
+                "ACCELERATE_USE_DEEPSPEED": "true",
+                "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file,zero3_init_flag",
+                "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed.json",
+                "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+            },
+        ),
+        ({"parallelism": "zero3"}, {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}),
+    ],
+)
+def test_each_process_is_told_what_a_launch_would_tell_it(
+    changes: dict[str, Any], variables: dict[str, str]
+) -> None:
+    config = dataclasses.replace(SHARED, precision="bf16-mixed", **changes)
+    found = accelerate_config.launch_environment(config)
+    assert variables.items() <= found.items()
+    switches = {name for name in found if name.startswith("ACCELERATE_USE_")}
+    assert switches == {name for name in variables if name.startswith("ACCELERATE_USE_")} or (
+        changes["parallelism"] == "zero3"
+    )
+
+
 def test_fsdp2_is_told_to_reduce_in_every_micro_step() -> None:
     key = "accelerator_config"
     told = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}

@@ -41,6 +41,7 @@ last: "quoted"
         (KeyEdit(key="f.g", value=None), "  g: true  # on\n", ""),
         (KeyEdit(key="f.new", value=1), "  h: false\n", "  h: false\n  new: 1\n"),
         (KeyEdit(key="i", value=5), "i:\n", "i: 5\n"),
+        (KeyEdit(key="i", value={"z": 1, "a": 2}), "i:\n", "i: {z: 1, a: 2}\n"),
         (KeyEdit(key="new", value=1), 'last: "quoted"\n', 'last: "quoted"\nnew: 1\n'),
         (KeyEdit(key="new", value=1, after=("a",)), "# one\n", "# one\nnew: 1\n"),
         (KeyEdit(key="n.m", value=1), '"quoted"\n', '"quoted"\nn: {m: 1}\n'),

@@ -15,7 +15,7 @@ import pytest
 
 from autotune.errors import ConfigError
 from autotune.export import mapping_write
-from autotune.export.base import program, program_edit
+from autotune.export.base import conditions, program, program_edit
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.export.mapping import NotLiteral
@@ -822,3 +822,32 @@ trainer = Trainer(model=model, args=TrainingArguments("out", per_device_train_ba
 trainer.train()
 """
     assert read_base(written(tmp_path, text)).config.precision == precision
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ("True", True),
+        ("0", False),
+        ("not X", False),
+        ("X == 4", True),
+        ("X == 5", False),
+        ("X != 4", False),
+        ("X != 5", True),
+        ("NOTHING is None", True),
+        ("NOTHING is not None", False),
+        ("X is not None", True),
+        ('__name__ == "__main__"', True),
+        # Only running would tell.
+        ("X < 5", None),
+        ("X == unknown()", None),
+        ("not unknown()", None),
+        ("1 < X < 5", None),
+        # What asks the arguments adds nothing to what they say.
+        ("args.gradient_checkpointing", False),
+    ],
+)
+def test_a_condition_holds_where_that_is_known_unrun(condition: str, holds: bool | None) -> None:
+    found = program.parsed("X = 4\nNOTHING = None\n")
+    test = ast.parse(condition, mode="eval").body
+    assert conditions.holds_in(found, test) is holds

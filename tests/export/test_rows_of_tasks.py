@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from autotune.export import encode as encoding
 from autotune.export import rows_of_tasks
-from autotune.export.encode import ALPACA, IGNORED, encode, has_words
+from autotune.export.encode import ALPACA, IGNORED, encode, has_words, num_shared
 from autotune.export.rows_of_tasks import (
     ROWS_OF_TASKS,
     answered,
@@ -140,6 +140,27 @@ def test_what_no_template_shows_is_refused_in_a_line(
 ) -> None:
     with pytest.raises(UnusableData, match=why):
         encoded("chat", turns, template=template)
+
+
+def test_a_chat_that_a_template_refuses_is_known_by_its_beginning() -> None:
+    refusing = "{{ raise_exception('not so') }}"
+    with pytest.raises(UnusableData, match=r"\(not so\) that begins with 'a b'"):
+        encoded("chat", chat("a b", "c"), template=refusing)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "number"),
+    [
+        ("abc", "abd", 2),
+        ("ab", "abc", 2),
+        ("abc", "ab", 2),
+        ("ab", "ab", 2),
+        ("x", "y", 0),
+        ("", "a", 0),
+    ],
+)
+def test_what_two_texts_begin_with_is_counted(left: str, right: str, number: int) -> None:
+    assert num_shared(left, right) == number
 
 
 def test_answers_are_found_by_fast_tokenizers_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -453,3 +454,29 @@ def test_an_older_library_runs_no_code_of_a_dataset(tmp_path: Path) -> None:
     load(Older, str(tmp_path), None)
     load(Older, str(tmp_path / "a.csv"), "csv")
     assert told == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "split"),
+    [
+        ("someone/chats", ("someone/chats", None), None),
+        ("someone/chats:train", ("someone/chats", None), "train"),
+        ("someone/chats:en:train", ("someone/chats", "en"), "train"),
+    ],
+)
+def test_a_dataset_of_the_hub_has_its_configuration_and_its_split(
+    name: str, asked: tuple[str, str | None], split: str | None
+) -> None:
+    datasets = SimpleNamespace(load_dataset=lambda *given: given)
+    assert load(datasets, name, None) == (asked, split)
+
+
+def test_a_saved_dataset_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    datasets = SimpleNamespace(
+        load_dataset=lambda folder: ("read", folder),
+        load_from_disk=lambda folder: ("saved", folder),
+    )
+    assert load(datasets, str(tmp_path), None) == (("read", str(tmp_path)), None)
+    (tmp_path / "state.json").write_text("{}")
+    assert load(datasets, str(tmp_path), None) == (("saved", str(tmp_path)), None)
+    assert load(datasets, f"{tmp_path}:test", None) == (("saved", str(tmp_path)), "test")

@@ -33,6 +33,7 @@ def cache(config: dict[str, Any], context: int = 1000, batch_size: int = 1) -> K
             12 * 2 * 768 * 2,
             "2 x 12 heads x 64",
         ),
+        ({"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 64}, 256, "2 x 1 head x 64"),
         # Falcon 7B and StarCoder: one head for all.
         (
             {"model_type": "falcon", "num_hidden_layers": 32, "hidden_size": 4544}
@@ -138,12 +139,16 @@ KINDS = ["sliding_attention"] * 5 + ["full_attention"] * 27
         ({**MISTRAL, "model_type": "qwen3_moe"}, 0),
         ({**MISTRAL, "model_type": "qwen3_moe", "use_sliding_window": True}, 32),
         ({**MISTRAL, "model_type": "smollm3"}, 0),
+        # The n-th layer of each n sees all, not the first: of one layer or two more none does.
+        ({**MISTRAL, "model_type": "gemma2", "num_hidden_layers": 33}, 17),
+        ({**MISTRAL, "model_type": "cohere2", "num_hidden_layers": 35}, 27),
+        ({**MISTRAL, "model_type": "gemma3_text", "num_hidden_layers": 35}, 30),
     ],
 )
 def test_which_layers_have_the_window(config: dict[str, Any], num_windowed: int) -> None:
     layers = {each.window: each.num_layers for each in cache(config).layers}
     assert layers.get(4096, 0) == num_windowed
-    assert sum(layers.values()) == 32
+    assert sum(layers.values()) == config["num_hidden_layers"]
 
 
 @pytest.mark.parametrize(

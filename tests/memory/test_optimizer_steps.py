@@ -339,7 +339,12 @@ def test_bitsandbytes_waits_after_every_parameter() -> None:
 
 
 def test_grokadamw_copies_three_averages_to_the_device_and_back() -> None:
-    assert cost("grokadamw", ONE_LAUNCH).host_bytes == 6 * ONE_LAUNCH.size_bytes
+    found, clipping = cost("grokadamw", ONE_LAUNCH), clip_cost([ONE_LAUNCH])
+    assert found.host_bytes == 6 * ONE_LAUNCH.size_bytes
+    # Each copy is waited for, and launched beside the update's twelve kernels.
+    assert found.num_synchronizations == 6
+    assert found.num_kernels == clipping.num_kernels + 12 + 6
+    assert found.bytes_moved == clipping.bytes_moved + 30 * ONE_LAUNCH.size_bytes
     assert cost("adamw_torch", ONE_LAUNCH).host_bytes == 0
 
 
@@ -370,6 +375,9 @@ def test_clip_reads_gradients_twice_and_writes_them_once() -> None:
     assert result.bytes_moved == 3 * (ONE_LAUNCH.size_bytes + 32)
     # Groups do not matter: one list needs 321 blocks. Norm and mul twice each, and 8 small ones.
     assert result.num_kernels == 2 * 2 + 8
+    assert sorted((each.num_moved, each.num_blocks) for each in result.lists) == [
+        (1, 1), (1, 320), (2, 1), (2, 320)
+    ]  # fmt: skip
 
 
 def test_clip_leaves_only_the_total_norm() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 import re
 import subprocess
 import sys
@@ -26,8 +27,6 @@ from autotune.nightly.history import Night, night_from_dict
 from autotune.nightly.journal import Journal, locked
 from autotune.nightly.plan import Planned
 from autotune.probe import fingerprint as fingerprints
-
-pytestmark = pytest.mark.worker
 
 NASTY = "<script>alert(1)</script>|`x`\n# head"
 H100 = dataclasses.replace(HERE, device="NVIDIA H100 80GB HBM3")
@@ -104,6 +103,9 @@ def test_a_digest_says_what_changed_by_how_much_and_since_when() -> None:
         assert "driver 580.10 -> 590.2" in text.replace("\\", "")
         assert "950" in text
     assert "1,000 950 950" in draw.markdown(digest(REGRESSED))
+    assert "2026-03-01 02:17 UTC, 10 min 05 s. Everything here was measured." in draw.markdown(
+        digest(REGRESSED)
+    )
     failed = Done(planned=planned("none"), night=None, problem="No such file", exit_code=2)
     assert "## Answers" in draw.markdown(digest(REGRESSED, failed))
     assert "## Answers" not in draw.markdown(digest(failed))
@@ -138,7 +140,18 @@ def test_a_trend_has_a_point_per_night_within_its_frame() -> None:
     assert [point["kind"] for point in points] == ["new", "suspect", "regression"]
     assert points[0]["y"] < points[1]["y"], "slower is lower"
     assert all(0 <= p["x"] <= draw._WIDTH and 0 <= p["y"] <= draw._HEIGHT for p in points)
-    assert len(draw.trend_points([night()])) == 1
+    # From margin to margin in equal steps; one night stands at the left, in the middle of the height.
+    first, middle, last = (point["x"] for point in points)
+    assert (first, last) == (draw._MARGIN, draw._WIDTH - draw._MARGIN)
+    assert middle == draw._WIDTH / 2
+    (alone,) = draw.trend_points([night()])
+    assert (alone["x"], alone["y"]) == (draw._MARGIN, draw._HEIGHT / 2)
+    assert points[0]["words"] == f"{REGRESSED.nights[0].made_at[:10]}: 1,000 tokens/s, new"
+    # The fastest and the slowest are as far from the middle: a fifth of the speed fills the frame.
+    high, low = (
+        point["y"] for point in draw.trend_points([night(speeds=(900.0,)), night(speeds=(1100.0,))])
+    )
+    assert (high, low) == (draw._HEIGHT - draw._MARGIN, draw._MARGIN)
     assert Page(draw.html(digest(REGRESSED))).tags.count("circle") == 3
 
 
@@ -164,6 +177,56 @@ def test_first_results_stand_beside_the_nearest_relatives() -> None:
     # Of the catalogue: 1,008 GB/s to 717.
     assert "| cell | 700 | NVIDIA GeForce RTX 4080 | 500 | 1.40 x | 1.41 x |" in text
     assert "1.41 x" in Page(draw.html(digest(done))).text
+
+
+def test_cards_are_as_far_apart_as_their_facts() -> None:
+    """In logarithms, as sides of a box."""
+    card = gpus.find_gpu("NVIDIA GeForce RTX 4090")
+    bandwidth, peaks = card.memory_bandwidth_bytes_per_second, card.peak_flop_per_second
+    assert bandwidth is not None
+    for changes, apart in (
+        ({"memory_bandwidth_bytes_per_second": 2 * bandwidth}, (2.0,)),
+        ({"memory_bandwidth_bytes_per_second": bandwidth / 2}, (2.0,)),
+        ({"memory_bandwidth_bytes_per_second": None}, (4.0,)),
+        ({"capacity_bytes": 3 * card.capacity_bytes}, (3.0,)),
+        ({"peak_flop_per_second": {}}, (4.0,)),
+        ({"peak_flop_per_second": {"float16": peaks["bfloat16"]}}, ()),
+        ({"architecture": "another", "capacity_bytes": 2 * card.capacity_bytes}, (1.5, 2.0)),
+    ):
+        other = dataclasses.replace(card, **changes)  # type: ignore[arg-type]
+        expected = math.hypot(*map(math.log, apart))
+        assert relatives.distance(card, other) == pytest.approx(expected)
+        assert relatives.distance(other, card) == pytest.approx(expected)
+    assert relatives.bandwidth_ratio(HERE.device, RTX_4080.device) == pytest.approx(
+        1008 / 717, rel=1e-3
+    )
+    for devices in ((HERE.device, "AMD EPYC"), ("AMD EPYC", HERE.device)):
+        assert relatives.bandwidth_ratio(*devices) is None
+
+
+def test_a_cell_of_a_digest_in_json() -> None:
+    relative = night(fingerprint=RTX_4080, speeds=(500.0, 500.0))
+    seen = night(speeds=(700.0, 700.0), change=-0.05, low=-0.07, high=-0.03, elapsed_seconds=12.34)
+    found = Done(planned=planned(), night=seen, relative=relative).to_dict()
+    assert (found["kind"], found["evidence"]) == ("new", "measured")
+    assert found["tokens_per_second"] == pytest.approx(700)
+    assert (found["change"], found["interval"]) == (-0.05, [-0.07, -0.03])
+    assert (found["num_probes"], found["elapsed_seconds"]) == (2, 12.3)
+    assert found["trend"] == [[seen.made_at, seen.speed, "new"]]
+    assert found["relative"]["tokens_per_second"] == pytest.approx(500)
+    failed = Done(planned=planned(), night=None, problem="No such file", exit_code=2).to_dict()
+    assert (failed["kind"], failed["problem"]) == ("failed", "No such file")
+    assert (failed["num_probes"], failed["why"], failed["replaced"]) == (0, "", False)
+    unknown = (
+        "tokens_per_second",
+        "evidence",
+        "spread",
+        "change",
+        "interval",
+        "config",
+        "relative",
+    )
+    assert all(failed[name] is None for name in unknown)
 
 
 def test_the_nearest_card_is_of_its_kind() -> None:
@@ -234,9 +297,10 @@ def test_the_journal_keeps_measurements_for_one_night(tmp_path: Path) -> None:
     assert later.speeds("a", CONFIG, HERE) == [1.0, 2.0]
     assert later.speeds("a", CONFIG, T4) == []
     assert later.speeds("b", CONFIG, HERE) == []
-    for hours in (13, -13):  # by a clock that was set
+    for hours in (12, -12, 12.01, -12.01):  # by a clock that was set
         when = NOW + datetime.timedelta(hours=hours)
-        assert Journal(tmp_path, when).speeds("a", CONFIG, HERE) == []
+        kept = [1.0, 2.0] if abs(hours) == 12 else []
+        assert Journal(tmp_path, when).speeds("a", CONFIG, HERE) == kept
     later.begin("a", searches=True)
     assert Journal(tmp_path, NOW).begun == {"a": 2}
     later.pause("a")
@@ -262,6 +326,7 @@ def test_a_damaged_journal_is_none(tmp_path: Path, content: str) -> None:
     assert Journal(tmp_path, NOW).begun == {"a": 1}
 
 
+@pytest.mark.worker
 def test_the_lock_is_let_go_when_its_holder_is_killed(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/a.db"
     code = (
@@ -281,6 +346,7 @@ def test_the_lock_is_let_go_when_its_holder_is_killed(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.worker
 def test_a_dry_run_says_why_and_touches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,6 +392,7 @@ def test_a_dry_run_says_why_and_touches_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["matrix.yaml"]
 
 
+@pytest.mark.worker
 @pytest.mark.parametrize("as_json", [False, True])
 def test_the_command_exits_with_what_the_night_found(
     tmp_path: Path,
@@ -359,6 +426,7 @@ def test_the_command_exits_with_what_the_night_found(
         assert "slower: regression -5.0 %, 950 tokens/s" in told.out
 
 
+@pytest.mark.worker
 def test_nothing_to_measure_on_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -105,7 +105,7 @@ BROKEN = {
     "models: [gpt2]\nbudget: [12GB]": 'budget: unknown key. Did you mean "budgets" or',
     "models: [gpt2]\ntime_budgets: 6h": 'time_budgets: unknown key. Did you mean "time_budget" or',
     "models: [gpt2]\ncells: [{where: {modle: gpt2}}]": 'where.modle: unknown key. Did you mean "mod',
-    "models: [gpt2]\ncells: [{where: {model: gpt3}}]": "where.model: matches nothing of gpt2",
+    "models: [gpt2]\ncells: [{where: {model: gpt3}}]": "item 1.where.model: matches nothing of gpt2",
     "models: [gpt2]\ncells: [{prioritty: 2}]": 'Did you mean "priority"',
     "models: [gpt2]\nmethods: [lorra]": "'lorra' is no method",
     "models: [gpt2]\nlengths: [1k]": "lengths, item 1: must be a whole number of tokens, not the text '1k'",

@@ -9,10 +9,12 @@ import pytest
 from nights_of import HERE, NOW, cell, matrix, night
 
 from autotune.nightly import drift
+from autotune.nightly import plan as plans
 from autotune.nightly.history import Night
-from autotune.nightly.matrix import Cell
+from autotune.nightly.matrix import Cell, Matrix
 from autotune.nightly.plan import Planned, changes, plan
 from autotune.records.fingerprint import Fingerprint
+from autotune.search.predict_best import EFFORTS
 
 NEWER = dataclasses.replace(
     HERE, driver="590.2", versions=(("peft", "0.21"), ("torch", "2.14.0"), ("transformers", "5.23"))
@@ -158,6 +160,21 @@ def test_a_new_cell_is_expected_to_take_what_others_took_here() -> None:
     histories = {"b": [night(40, elapsed_seconds=700.0)], "c": [night(40, elapsed_seconds=900.0)]}
     found = {each.cell.name: each for each in planned(*map(cell, "abc"), histories=histories)}
     assert found["a"].expected_seconds == 800.0
+
+
+@pytest.mark.parametrize("searches", [True, False])
+def test_where_nothing_is_known_the_effort_says_how_long_it_takes(searches: bool) -> None:
+    """The probes of the night; a search has its own and one of the base, and a confirmation."""
+    of_cell = dataclasses.replace(one([]), searches=searches, measures=True)
+    asked = Matrix(cells=(), max_probes=7)
+    each = plans.PROBE_SECONDS["cuda"] + plans.SET_UP_SECONDS
+    expected = 7 * each
+    if searches:
+        expected += (EFFORTS["normal"].max_probes + 1) * each + plans.CONFIRM_STEPS["cuda"]
+    found = plans.expected_seconds(of_cell, [], asked, "cuda")
+    assert found == pytest.approx(expected)
+    idle = dataclasses.replace(of_cell, searches=False, measures=False)
+    assert plans.expected_seconds(idle, [night(1)], asked, "cuda") == 0
 
 
 @pytest.mark.parametrize(

@@ -298,4 +298,5 @@ def test_layers_are_dealt_so_that_the_fullest_gpu_is_as_empty_as_can_be(
         assert sum(found) == num_layers
         assert fullest(found) == min(map(fullest, every))
     assert can_deal(trace, num_layers)
+    assert can_deal(trace, num_layers - 1)
     assert not can_deal(trace, num_layers + 1)

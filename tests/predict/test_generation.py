@@ -226,6 +226,18 @@ def test_what_takes_all_of_its_room_fits() -> None:
     assert roomy.reserving(config, reserved - 1) is None
 
 
+@pytest.mark.parametrize(("optimizer", "num_states"), [("adamw_torch", 2), ("sgd", 0)])
+def test_the_last_tensors_of_steps_are_the_updates(optimizer: str, num_states: int) -> None:
+    config = dataclasses.replace(RLOO, optimizer=optimizer, **NO_COMPLETIONS)
+    steps, _ = of_step(config).replayed(config)
+    assert steps.of_update.stop == len(steps.sizes)
+    of_update = [(steps.categories[n], steps.sizes[n]) for n in steps.of_update]
+    states = [size for category, size in of_update if category == "optimizer_state"]
+    assert states == num_states * [2 * MIB]
+    assert "optimizer_state" not in steps.categories[: steps.of_update.start]
+    assert "gradient" in steps.categories[: steps.of_update.start]
+
+
 LAUNCHES = {"forward": 1.0, "backward": 10.0, "recompute": 100.0, "update": 1000.0}
 
 

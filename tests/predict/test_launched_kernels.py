@@ -8,7 +8,7 @@ import pytest
 
 from autotune.memory.traces import Launch, TracedKernel
 from autotune.predict.estimate_parts import parked_bytes
-from autotune.predict.launched_kernels import as_kernels
+from autotune.predict.launched_kernels import as_kernels, rate_dtype
 from autotune.speed.host import USUAL
 
 HOST = dataclasses.replace(
@@ -69,3 +69,17 @@ def test_what_is_copied_out_and_back_waits_in_powers_of_two() -> None:
     assert parked_bytes(there) == 2**20 + 2 * 2**21
     others = [copies(name, 2, 2**20) for name in ("add", "copy_", "copy_host_of", "mm")]
     assert parked_bytes([*there, *others]) == parked_bytes(there)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "rate"),
+    [
+        ("float8_e4m3fn", False, "float8"),
+        ("float8_e5m2", True, "float8"),
+        ("float32", True, "tf32"),
+        ("float32", False, "float32"),
+        ("bfloat16", True, "bfloat16"),
+    ],
+)
+def test_a_product_runs_at_the_rate_of_its_numbers(dtype: str, tf32: bool, rate: str) -> None:
+    assert rate_dtype(dtype, tf32=tf32) == rate

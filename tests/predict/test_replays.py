@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from autotune.memory.allocator import Replay
+from autotune.predict import replays
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.kept_replays import KeptReplays
-from autotune.predict.replays import Replayable, Replays
+from autotune.predict.replays import Replayable, Replays, name_of
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import KEEPS_NOTHING, OPTIMIZERS
 
@@ -30,6 +31,21 @@ NAMES = ("adamw_torch_fused", "adamw_torch", "lion_32bit", "adamw_bnb_8bit")
 def test_the_one_that_keeps_nothing_has_no_state() -> None:
     assert OPTIMIZERS[KEEPS_NOTHING].moments == 0
     assert not OPTIMIZERS[KEEPS_NOTHING].updates
+
+
+def test_a_name_is_of_one_configuration_and_one_order_of_ties(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"lora_rank": 8}, {"micro_batch_size": 2}, {"optimizer": "sgd"}, {"sequence_length": 65}
+    ]  # fmt: skip
+    names = [name_of(dataclasses.replace(CONFIG, **change)) for change in changes]
+    assert name_of(dataclasses.replace(CONFIG)) == names[0]
+    is_lowest = replays.takes_lowest_address()
+    monkeypatch.setattr(replays, "takes_lowest_address", lambda: not is_lowest)
+    names.append(name_of(CONFIG))
+    assert len(set(names)) == len(changes) + 1
+    assert all(len(name) == 32 for name in names)
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,27 @@ def test_fsdp2_gathers_a_unit_at_a_time() -> None:
     assert shares("ddp").gathered_bytes(0) == shares("zero2").gathered_bytes(0) == 0
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "precision", "dtype", "is_cast"),
+    [
+        ("fsdp2", "bf16-autocast", "float32", True),
+        ("fsdp2", "bf16-true", "bfloat16", False),
+        ("fsdp2", "fp32", "float32", False),
+        ("ddp", "bf16-autocast", "float32", False),
+    ],
+)
+def test_a_shard_is_cast_where_another_dtype_is_gathered(
+    parallelism: str, precision: str, dtype: str, is_cast: bool
+) -> None:
+    found = shares(parallelism, precision=precision, dtype=dtype)
+    assert found.casts_shard(0) is is_cast
+    # The embedding's 251 rows of a GPU, and 16 of the first layer's matrix, in 16 bits.
+    sizes = [2 * 251 * HIDDEN, 2 * HIDDEN // 4 * HIDDEN]
+    for positions in ((0,), (0, 1)):
+        expected = sum(sizes[: len(positions)]) * is_cast
+        assert found.cast_shards_bytes(0, positions) == expected
+
+
 def test_zero3_keeps_small_weights_and_gathers_the_others_one_by_one() -> None:
     found = shares("zero3", precision="bf16-mixed")
     # Up to 10 x 64 elements stay whole: the biases.

@@ -95,7 +95,60 @@ def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
         assert alive(part, "first")[-1] == own + LOSS + left + WORKSPACE
         assert alive(part, "next")[-1] == LOSS
         assert len(part.categories) == len(part.sizes(1, 0)) == len(part.operations)
+        # What sharing adds is told apart from what the model makes, and keeps every layer.
+        num_added = len(part.operations) - len(step(4).operations)
+        assert part.operations[-num_added:] == [name] * num_added
+        assert name not in part.operations[:-num_added]
+        assert part.layers == step(4).layers
+        assert {*part.layers.values()} == {0, 1, 2, 3}
+        whole_weights = sum(each.size_bytes for each in part.trainable_by_all(0))
+        assert whole_weights == P
     assert found == gradients
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("zero1", P + MASTERS),
+        ("zero2", P + MASTERS),
+        ("zero1-offload", P + EMBEDDING),
+        ("zero2-offload", P + EMBEDDING),
+        # A part of each weight has blocks of its own; the gradients' quarter is of one piece.
+        ("zero3", QUARTER + 4096 + MASTERS + BUCKET),
+        ("zero3-offload", BUCKET),
+    ],
+)
+def test_beside_4_bit_weights_that_are_there_already_nothing_passes_through(
+    name: str, held: int
+) -> None:
+    spec = dataclasses.replace(SPEC, parallelism=name, precision="bf16-mixed", quantization="nf4")
+    found = shared_trace(step(4), spec, num_gpus=4, hidden_size=16)
+    for part in (found, *found.stages):
+        setup = alive(part, "setup")
+        assert setup[-1] == max(setup) == held + ROTARY_TABLE
+
+
+@pytest.mark.parametrize(
+    ("name", "has_nccl"),
+    [("none", False), ("ddp", True), ("fsdp2", True), ("device-map", False)],
+)
+def test_nccl_takes_memory_where_every_gpu_has_a_process(name: str, has_nccl: bool) -> None:
+    gpu = find_gpu("a100")
+    config = TrainConfig(
+        method="full",
+        micro_batch_size=1,
+        gradient_accumulation_steps=2,
+        sequence_length=8,
+        precision="bf16-true",
+        optimizer="adamw_torch",
+        parallelism=name,
+        num_gpus=1 if name == "none" else 2,
+    )
+    spec, trace = TraceSpec.of(config), step(4)
+    found = trace if name == "none" else shared_trace(trace, spec, num_gpus=2, hidden_size=16)
+    estimate = Estimator({spec: found}, gpu, memory_budget_bytes=10**10).estimate(config)
+    assert gpu.nccl_bytes > 0
+    assert estimate.nontorch_bytes == gpu.context_bytes + has_nccl * gpu.nccl_bytes
 
 
 def test_fewer_gpus_are_priced_as_if_they_were_asked_for() -> None:
@@ -486,6 +539,15 @@ def test_what_gpus_send_and_keep_on_the_host(
     assert summed(exchange.messages_per_micro_step) == per_micro_step
     assert summed(exchange.messages_per_step) == per_step
     assert exchange.host_bytes == host_bytes
+    # In a ring of four each GPU sends three quarters, and for a sum twice.
+    shares = {"all_reduce": 1.5, "all_gather": 0.75, "reduce_scatter": 0.75}
+    if name != "hsdp":
+        micro, once = (
+            sum(shares[operation] * num_bytes for operation, (_, num_bytes) in sent.items())
+            for sent in (per_micro_step, per_step)
+        )
+        for accumulation in (1, 3):
+            assert exchange.sent_bytes(accumulation) == pytest.approx(accumulation * micro + once)
 
 
 @pytest.mark.parametrize(

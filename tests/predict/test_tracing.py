@@ -244,6 +244,14 @@ def test_a_model_that_no_machine_holds_is_refused_with_its_size(
             assert set(trace_all(*ask)) == {SDPA}
 
 
+def test_a_step_that_no_number_counts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = some_trace()
+    answer["tensors"][0]["size"] = (2**80, 0, 0)
+    monkeypatch.setattr(tracing, "run_many", Worker({"trace": answer}))
+    with pytest.raises(ConfigError, match="too large to be counted"):
+        trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {TraceSpec.of(FULL)})
+
+
 def test_an_attention_that_the_model_lacks_is_an_error_with_one_that_it_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -376,6 +384,23 @@ def broken_trace() -> dict[str, Any]:
 def trace_both(monkeypatch: pytest.MonkeyPatch, worker: Rounds) -> set[TraceSpec]:
     monkeypatch.setattr(tracing, "run_many", worker)
     return set(trace_all(tiny_model.MODEL, "causal-lm", 512, find_gpu("t4"), {EAGER, SDPA}))
+
+
+def test_a_trace_is_known_by_its_request_and_the_size_of_the_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not so one that has its operations besides: nothing that is kept is of it."""
+
+    def identities(card: str, **more: Any) -> dict[str, str]:
+        answer = {name: {"trace": some_trace()} for name in ("eager", "sdpa")}
+        monkeypatch.setattr(tracing, "run_many", Rounds(answer))
+        asked = tiny_model.MODEL, "causal-lm", 512, find_gpu(card), {EAGER, SDPA}
+        return {spec.attention: trace.identity for spec, trace in trace_all(*asked, **more).items()}
+
+    found = identities("t4")
+    assert identities("t4") == found
+    assert len({*found.values(), *identities("rtx-4090").values(), ""}) == 5
+    assert identities("t4", operations=True) == {"eager": "", "sdpa": ""}
 
 
 def test_what_kills_its_process_is_set_aside_and_the_rest_is_kept(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import answers
@@ -117,3 +118,27 @@ def test_the_budget_is_drawn_where_it_is() -> None:
     ]
     labels = [each["text"] for each in figure["layout"]["annotations"]]
     assert any(f"budget {budget:.2f} GiB" in label for label in labels)
+
+
+def test_a_timeline_has_all_that_is_drawn_in_its_range() -> None:
+    details = answers.details()
+    stored = dataclasses.replace(ANSWER, details=details)
+    drawn = figures.all_figures(ReportData(stored=stored, trials=(TRIAL,)))["timeline-answer"]
+    layout, timeline = drawn["layout"], details.answer
+    tallest = max(map(sum, zip(*timeline.bytes_by_category.values(), strict=True))) / GIB
+    low, high = layout["yaxis"]["range"]
+    assert low == 0
+    assert (
+        max(tallest, answers.BUDGET_BYTES / GIB)
+        < high
+        < 1.2 * max(tallest, answers.BUDGET_BYTES / GIB)
+    )
+    assert layout["xaxis"]["range"] == [0, timeline.num_points - 1]
+    # Each phase is named in its middle, the budget at its height and at the left; arrows point nowhere.
+    starts = [*timeline.phases.values(), timeline.num_points]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(starts)]
+    assert layout["xaxis"]["tickvals"] == middles
+    (label,) = layout["annotations"]
+    assert label["y"] == pytest.approx(answers.BUDGET_BYTES / GIB)
+    assert 0 <= label["x"] < 0.1
+    assert label["showarrow"] is False

@@ -29,6 +29,7 @@ from autotune.report import html as page
 from autotune.report.data import ReportData
 from autotune.space.config import TrainConfig
 from autotune.space.requirements import LeftOut, Reason
+from autotune.space.teacher import Teacher
 from autotune.space.words import describe, words_of_plan
 from autotune.store import optuna_study, predicted_trials, stored_answers
 
@@ -164,6 +165,11 @@ def test_measured_trials_keep_their_outcome_and_what_was_predicted() -> None:
     assert (oom.outcome, oom.reason, oom.is_frontier) == ("oom", "lacked 2 GiB", False)
     assert thrashes.reason == "fits only with 3 allocation retries"
     assert not thrashes.is_frontier
+    # Beside an answer that is predicted, what was measured of it is no answer.
+    study = in_memory()
+    tell(study, study.ask(), answers.measurement(), answers.estimate())
+    (beside,) = data.collect(stored_of(), study.get_trials(deepcopy=False)).trials
+    assert (beside.config, beside.is_answer) == (ok.config, False)
 
 
 def test_trials_that_cannot_be_read_are_rows_all_the_same() -> None:
@@ -213,6 +219,8 @@ def test_the_tiles_say_what_is_predicted_and_what_measured() -> None:
     assert "Predicted: 4,096 tokens/s, off by +25 %" in speed.note
     assert (memory.figure, memory.evidence) == ("10.00", "measured")
     assert (against.figure, against.evidence) == ("1.50", "measured")
+    # 32,768 tokens in 15 s.
+    assert against.note == "the 2,185 tokens/s +- 0.4 % of the Trainer's defaults"
 
 
 def test_a_base_that_fits_nowhere_or_is_the_answer_has_no_ratio() -> None:
@@ -295,6 +303,76 @@ def test_a_plan_of_checkpointing_is_one_setting_in_words() -> None:
     details = dataclasses.replace(answers.details(), path=(first, step))
     row = facts.path_rows(predicted(details=details))[1]
     assert (row.change, row.saving) == (said, "+1.00 GiB")
+
+
+def test_where_figures_come_from_is_said_row_by_row() -> None:
+    plain = dict(facts.provenance(predicted()))
+    assert [*plain] == [
+        *("command", "study", "model", "card", "budget", "workload", "space", "libraries"),
+        "not modelled",
+    ]
+    assert plain["card"] == "NVIDIA RTX 4070, named"
+    # 18,432 less 7,228 that no rule lets through.
+    assert plain["space"] == (
+        "default: 18,432 points, 11,204 valid, 3,871 may fit, 40 replayed in full, in 4.20 s"
+    )
+    assert plain["libraries"] == "torch 2.13.0, transformers 5.23.0"
+    counts = dataclasses.replace(answers.answer().counts, passed_over=1200)
+    found = facts.provenance(
+        predicted(
+            counts=counts,
+            command="",
+            versions={},
+            space_changes=("one", "two"),
+            workload=dataclasses.replace(
+                answers.WORKLOAD, teacher=Teacher(name="large", config_json="{}")
+            ),
+        )
+    )
+    more = dict(found)
+    assert "11,204 valid, 1,200 slower than what fits with less saving of memory" in more["space"]
+    assert (more["command"], more["libraries"]) == ("not known", "not known")
+    assert [text for label, text in found if label == "space changed"] == ["one", "two"]
+    assert more["teacher"] == "large"
+
+
+def test_where_measured_figures_come_from_is_said_too() -> None:
+    best = answers.measurement()
+    seen = dataclasses.replace(best.fingerprint, versions=(("peft", "0.21"), ("torch", "2.13")))
+    found = answers.measured(best=dataclasses.replace(best, fingerprint=seen))
+    rows = dict(facts.provenance(predicted(measured=found)))
+    assert rows["measured on"] == seen.device
+    assert rows["driver"] == f"{seen.driver}, CUDA {seen.cuda}"
+    assert rows["libraries"] == "peft 0.21, torch 2.13"
+    assert "allocator" not in rows
+    assert "limits" not in rows
+    on_cpu = dataclasses.replace(
+        best,
+        spec=dataclasses.replace(best.spec, backend="cpu"),
+        fingerprint=dataclasses.replace(seen, driver="", allocator="set"),
+    )
+    rows = dict(facts.provenance(predicted(measured=answers.measured(best=on_cpu))))
+    assert rows["limits"].startswith("Measured on a CPU")
+    assert "driver" not in rows
+    assert rows["allocator"] == "set"
+
+
+def test_reasons_are_of_what_was_found() -> None:
+    """What was measured is not predicted once more."""
+    of_prediction = facts.reasons(answer_of())
+    assert of_prediction[0] == words.why(answer_of())
+    starts = {text.partition(":")[0] for text in of_prediction}
+    assert {"Tied", "Learning rate"} <= starts
+    assert not {"Probes", "The run", "The loader", "Plan B, predicted"} & starts
+    failed = answers.measurement(config=answers.ADAPTER, confirm_steps=50, outcome="oom")
+    measured = answer_of(
+        measured=answers.measured(rejected=(failed,)),
+        tied=(),
+        fallbacks=(answers.estimate(BASE),),
+    )
+    starts = {text.partition(":")[0] for text in facts.reasons(measured)}
+    assert {"Probes", "Rejected", "The run", "The loader", "Plan B, predicted"} <= starts
+    assert "Tied" not in starts
 
 
 class Page(html.parser.HTMLParser):

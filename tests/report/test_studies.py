@@ -176,6 +176,8 @@ def test_answers_side_by_side_show_what_differs() -> None:
     file = io.StringIO()
     studies.draw_comparison(record, file)
     assert "+100 %" in " ".join(file.getvalue().split())
+    # The studies have numbers as people count.
+    assert file.getvalue().split()[:2] == ["1", "2"]
 
 
 def test_speeds_of_other_units_have_no_gain() -> None:

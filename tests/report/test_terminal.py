@@ -16,16 +16,23 @@ import answers
 import pytest
 
 from autotune.catalogue.gpus import find_gpu
+from autotune.catalogue.nvml import CardIdentity
+from autotune.catalogue.own_rates import OwnRates
 from autotune.common.units import GIB, MIB
 from autotune.memory.kv_cache import kv_cache
-from autotune.records.answer import USERS_BASE, Answer, Change, Sureness, Tip
+from autotune.records.answer import USERS_BASE, Answer, Change, Compilation, Sureness, Tip
+from autotune.records.calibration import Calibration
 from autotune.records.estimate import Estimate, ParameterCount, PerGpu, StateBytes, TimeShare
+from autotune.records.fingerprint import Fingerprint
 from autotune.records.loader_times import LoaderTime, LoaderTimes
 from autotune.report import (
     calibration,
     facts,
     html,
+    markdown,
     measured_words,
+    measuring,
+    notebook,
     progress,
     terminal,
     tips,
@@ -34,13 +41,16 @@ from autotune.report import (
 from autotune.report.classes import class_rows
 from autotune.report.explain import explain
 from autotune.report.generation import draw_kv_cache
+from autotune.space.config import TrainConfig
 from autotune.space.dataset import Dataset
 from autotune.space.headroom import USUAL_HEADROOM, Headroom
 from autotune.space.lengths import Lengths
 from autotune.space.media import Media
 from autotune.space.words import describe
+from autotune.speed.calibration import Residual, TimedKernel
 from autotune.speed.calibration_plan import PAGEABLE
 from autotune.speed.origin import RatesFrom
+from autotune.speed.roofline import Kernel
 
 
 @pytest.fixture(autouse=True)
@@ -1140,6 +1150,72 @@ def test_the_textbook_knows_what_several_gpus_make_of_a_state(times: float, why:
     assert bool(lines["weights"].why) == bool(why)
 
 
+@pytest.mark.parametrize(
+    ("config", "changes", "why_weights", "why_gradients"),
+    [
+        (answers.BASE, {}, "buffers, or weights that are shared", "shared weights"),
+        (answers.ADAPTER, {}, "adapters are in float32", "adapters are in float32"),
+        (
+            answers.BASE,
+            {"trainer": "trl-distillation", "batching": "padded"},
+            "of the model, and of its teacher",
+            "shared weights",
+        ),
+        (
+            answers.BASE,
+            {"trainer": "trl-dpo", "batching": "padded"},
+            "of the model, and of its reference",
+            "shared weights",
+        ),
+        (
+            answers.BASE,
+            {"trainer": "trl-dpo", "batching": "padded", "precompute_ref_log_probs": True},
+            "buffers, or weights that are shared",
+            "shared weights",
+        ),
+        # Completions are held near a reference only where its beta is not 0.
+        (
+            answers.BASE,
+            {"trainer": "trl-grpo", "kl_beta": 0.1},
+            "of the model, and of its reference",
+            "shared weights",
+        ),
+        (
+            answers.BASE,
+            {"trainer": "trl-grpo", "kl_beta": 0.0},
+            "buffers, or weights that are shared",
+            "shared weights",
+        ),
+    ],
+)
+def test_the_textbook_says_why_a_state_is_larger(
+    config: TrainConfig, changes: dict[str, Any], why_weights: str, why_gradients: str
+) -> None:
+    found = answers.estimate(dataclasses.replace(config, **changes))
+    lines = {line.name: line for line in explain(found)}
+    assert (lines["weights"].why, lines["gradients"].why) == (why_weights, why_gradients)
+
+
+@pytest.mark.parametrize(("off_by", "is_told"), [(0.0019, False), (0.0021, True)])
+def test_what_the_eye_cannot_tell_apart_needs_no_reason(off_by: float, is_told: bool) -> None:
+    state = StateBytes(
+        parameters_bytes=int((1 + off_by) * 3_000_000_000),
+        gradients_bytes=int((1 - off_by) * 3_000_000_000),
+        optimizer_state_bytes=6_000_000_000,
+        optimizer_state_managed_bytes=0,
+    )
+    found = answers.estimate(answers.BASE, state=state)
+    more = 3_000_000_000 - found.breakdown.gradients_bytes
+    whole = dataclasses.replace(
+        found.breakdown,
+        gradients_bytes=3_000_000_000,
+        activations_bytes=found.breakdown.activations_bytes - more,
+    )
+    lines = {line.name: line for line in explain(dataclasses.replace(found, breakdown=whole))}
+    assert bool(lines["weights"].why) is bool(lines["gradients"].why) is is_told
+    assert lines["optimizer"].why == ""
+
+
 def test_the_explanation_is_drawn_with_every_line() -> None:
     file = io.StringIO()
     lines = explain(answers.estimate())
@@ -1147,6 +1223,84 @@ def test_the_explanation_is_drawn_with_every_line() -> None:
     for line in lines:
         assert f"{line.peak_bytes / GIB:.3f}" in file.getvalue()
         assert line.name in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("widths", "columns", "is_above"),
+    [
+        # Two spaces part two columns: 50 + 2 + 28 fill the terminal.
+        ((50, 28), 80, False),
+        ((50, 29), 80, True),
+        # More than half of the terminal, where something is lacking.
+        ((41, 40), 80, True),
+        ((40, 40), 80, False),
+        # The other one is folded, to half of it at least.
+        ((40, 76), 80, False),
+        ((40, 78), 80, True),
+        # Three columns: where the second is not the largest, folding it gives too little.
+        ((30, 20, 29), 80, False),
+        ((30, 29, 20), 80, False),
+        ((38, 20, 60), 80, False),
+        ((38, 60, 20), 80, True),
+        # On a narrow terminal each row is a list.
+        ((50, 50), 60, True),
+        ((50, 50), 59, False),
+    ],
+)
+def test_names_stand_above_where_the_rest_would_be_crushed(
+    widths: tuple[int, ...], columns: int, is_above: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    file = io.StringIO()
+    cells = [letter * width for letter, width in zip("nxy", widths, strict=False)]
+    terminal.draw_table(["a", "b", "c"][: len(widths)], [cells], file, is_list=True)
+    lines = [line for line in file.getvalue().splitlines() if line.startswith("n" * widths[0])]
+    assert any("x" not in line for line in lines) is is_above
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "verdict"),
+    [
+        # A step takes 1 s less: 20 to 30 s are made up for after as many.
+        (7.0, "it pays for itself after 20 to 30 steps"),
+        (6.0, "it pays for itself after 10 to 15 steps"),
+        (8.0, "it never pays for itself"),
+        (9.0, "it never pays for itself"),
+    ],
+)
+def test_what_compiling_is_predicted_to_be_worth_is_said(step_seconds: float, verdict: str) -> None:
+    config = dataclasses.replace(answers.CONFIG, torch_compile="default")
+    compiled = answers.estimate(config, step_seconds=step_seconds, compile_seconds=(20.0, 30.0))
+    answer = answers.answer(compilation=Compilation(compiled=compiled, eager=answers.estimate()))
+    said = words.predicted_compilation(answer)
+    assert said.endswith(f"it compiles for 20 to 30 s: {verdict}")
+    assert "4,096 tokens/s without it" in said
+    assert words.predicted_compilation(answers.answer()) == ""
+
+
+def test_why_names_what_lacks_most_first() -> None:
+    """A fifth of the speed is less than half of what is needed of the host's memory."""
+    slower = answers.estimate(step_seconds=10.0)
+    on_host = answers.estimate(host_bytes=2 * GIB)
+    changes = tuple(
+        Change(setting=name, value=value, estimate=each, leaves_room=room)
+        for name, value, each, room in (
+            ("attention", "eager", slower, True),
+            ("activation_offloading", True, on_host, False),
+        )
+    )
+    workload = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=GIB)
+    answer = answers.answer(changes=changes, more_memory=None, workload=workload)
+    said = words.why(answer)
+    first, second = (said.index(text) for text in ("GiB too much in host memory", "-20 %"))
+    assert first < second
+    assert [words._lever(c, answer.best, workload) for c in changes] == [pytest.approx(0.2), 0.5]
+
+
+def test_the_text_of_others_is_no_markup() -> None:
+    file = io.StringIO()
+    terminal.console_on(file).print("[bold]x[/bold] :warning: 12")
+    assert file.getvalue() == "[bold]x[/bold] :warning: 12\n"
 
 
 def test_cards_with_unknown_figures_say_so() -> None:
@@ -1158,7 +1312,9 @@ def test_cards_with_unknown_figures_say_so() -> None:
     first, _, row, amd, _ = file.getvalue().splitlines()
     assert first == "Here: no CUDA GPU"
     assert row.split().count("unknown") == 2
-    assert amd.split()[-1] == "no"
+    # 192 GB (10^9 bytes here), 5.3 TB/s and 1,307 TFLOP/s are the maker's.
+    assert amd.split() == ["mi300x", amd.split()[1], "5,300", "1,307", "no"]
+    assert row.split()[-1] == "8.9"
 
 
 @pytest.mark.parametrize(
@@ -1723,9 +1879,152 @@ def test_a_step_on_the_way_says_what_it_brings(before: float | None, now: float,
     assert (row.gain, row.saving) == (gain, "")
 
 
+@pytest.mark.parametrize(
+    ("num_trainable", "said"),
+    [(1_500_000, "trains 0.1 % of"), (1_499_000, "trains 0.10 % of"), (15_000, "trains 0.00 % of")],
+)
+def test_a_small_share_that_trains_has_two_decimals(num_trainable: int, said: str) -> None:
+    count = ParameterCount(total=1_500_000_000, trainable=num_trainable)
+    adapted = answers.estimate(answers.ADAPTER, parameters=count)
+    rows = class_rows(answers.answer(best_by_class={"recipe": adapted}))
+    assert [said in row.entry for row in rows].count(True) == 1
+
+
+def test_a_wide_spread_is_said_in_per_cent() -> None:
+    found = answers.measurement(spread=0.5)
+    assert measured_words.measured_speed(found).endswith("+- 50.0 %")
+    bare = dataclasses.replace(found, spread=None)
+    assert "+-" not in measured_words.measured_speed(bare)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (99.4, "99 s"), (100.0, "1 min 40 s"), (101.0, "1 min 41 s")],
+)
+def test_the_time_left_is_in_whole_seconds(seconds: float, said: str) -> None:
+    assert measuring._rounded(seconds) == said
+
+
+def test_a_table_of_markdown_has_a_line_of_dashes_and_bars_at_both_ends() -> None:
+    assert markdown.table(("a", "b>"), [("1", "2"), ("x|y", "")]).splitlines() == [
+        "| a | b |",
+        "|---|---:|",
+        "| 1 | 2 |",
+        f"| {markdown.plain('x|y')} |  |",
+    ]
+
+
+def test_memory_of_a_page_is_in_its_unit() -> None:
+    assert [html._in(GIB, size) for size in (None, 0, 3 * GIB, GIB // 3)] == [None, 0, 3, 0.3333]
+
+
 def test_speeds_of_a_page_are_tenths_and_none_where_there_is_none() -> None:
     found = [html._rounded(speed) for speed in (1234.56, 7.04, None, float("inf"), float("nan"))]
     assert found == [1234.6, 7.0, None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("num_near", "versions", "said"),
+    [
+        (0, (), ""),
+        (1, ("torch 2.12",), " 1 probe of the same card with torch 2.12 helped the order;"),
+        (2, (), " 2 probes of the same card with other versions helped the order;"),
+    ],
+)
+def test_probes_with_other_versions_are_named(
+    num_near: int, versions: tuple[str, ...], said: str
+) -> None:
+    found = answers.measured(num_near=num_near, near_versions=versions)
+    assert measured_words.near(found).startswith(said)
+    assert bool(measured_words.near(found)) is bool(said)
+    assert measured_words.probes(found).endswith(f"in memory.{measured_words.near(found)}")
+
+
+@pytest.mark.parametrize(
+    ("predicted", "seen", "said"),
+    [
+        (103.0, 100.0, "+3 %"),
+        (97.0, 100.0, "-3 %"),
+        (100.0, 100.0, "+0 %"),
+        (None, 100.0, "unknown"),
+        (100.0, None, "unknown"),
+        (100.0, 0.0, "unknown"),
+    ],
+)
+def test_an_error_is_above_0_where_too_much_was_predicted(
+    predicted: float | None, seen: float | None, said: str
+) -> None:
+    assert measured_words.off(predicted, seen) == said
+
+
+def test_a_calibration_has_its_card_its_copies_and_its_errors_by_kind() -> None:
+    kernel = Kernel(name=PAGEABLE, kind="copy_host", dtype="", flops=0, bytes_moved=5 * 10**9)
+    found = Calibration(
+        made_on="2026-11-23",
+        card=CardIdentity(
+            name="NVIDIA T4", driver="580", power_limit_watts=70.4, sm_clock_mhz=1590
+        ),
+        fingerprint=Fingerprint(
+            device="NVIDIA T4", driver="580", cuda="13", versions=(), allocator=""
+        ),
+        rates=OwnRates(),
+        residuals=(
+            Residual(
+                kind="matmul",
+                num_kernels=12,
+                median_before=0.25,
+                ratio_before=1.2,
+                median_after=0.031,
+                ratio_after=0.998,
+            ),
+        ),
+        timed=(TimedKernel(kernel=kernel, seconds=2.0, spread=0.0),),
+        host_seconds={"forward": 2.5e-6, "backward": 4e-6},
+    )
+    file = io.StringIO()
+    calibration.draw_calibration(found, [("kept", "in a database")], file)
+    text = one_line(file.getvalue())
+    assert text.startswith("card NVIDIA T4, driver 580, 70 W, at most 1,590 MHz timed 1 kernel")
+    assert "copies pageable 2.5 GB/s host on an operation: forward 2.5 us, backward 4.0 us" in text
+    assert "matmul 12 25 % 1.20 3 % 1.00" in text
+    assert text.endswith("kept in a database")
+    assert "rates" not in text
+    # What is not known is not said.
+    bare = dataclasses.replace(
+        found,
+        card=CardIdentity(name="T4", driver="", power_limit_watts=None, sm_clock_mhz=None),
+        timed=(),
+        host_seconds={},
+    )
+    file = io.StringIO()
+    calibration.draw_calibration(bare, [], file)
+    assert one_line(file.getvalue()).startswith("card T4 timed 0 kernels kernels timed")
+
+
+def test_an_answer_in_a_notebook_is_a_table_and_a_bar() -> None:
+    answer = answers.answer()
+    shown = notebook.html(answer, ["a <note>"])
+    assert shown.startswith('<div class="autotune">')
+    rows = re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", shown)
+    assert [label for label, _ in rows[:7]] == [
+        *("model", "card", "answer", "predicted", "", "room", "note")
+    ]
+    assert rows[2][1] == describe(answer.best.config)
+    assert rows[6][1] == "a &lt;note&gt;"
+    assert "PREDICTED, not measured" in shown
+    # Ten of 11.18 GiB are taken, and the parts fill as much of the bar.
+    widths = [float(each) for each in re.findall(r"width:([\d.]+)%", shown)]
+    assert sum(widths) == pytest.approx(100 * 10 * GIB / answers.BUDGET_BYTES, abs=0.05)
+    assert len(widths) == len([size for _, size in words.memory_parts(answer.best) if size])
+    # What passes the budget fills the bar.
+    large = notebook.html(answers.answer(best=answers.estimate(device_gib=22.0)))
+    widths = [float(each) for each in re.findall(r"width:([\d.]+)%", large)]
+    assert sum(widths) == pytest.approx(100, abs=0.05)
+    measured = notebook.html(answers.answer(measured=answers.measured()))
+    labels = [label for label, _ in re.findall("<tr><th>(.*?)</th><td>(.*?)</td></tr>", measured)]
+    assert labels[2:5] == ["answer", "measured", ""]
+    assert "MEASURED" in measured
+    assert "PREDICTED" not in measured
 
 
 def test_rates_of_a_card_are_said_in_their_units() -> None:

@@ -282,6 +282,11 @@ def test_probes_on_cuda_need_the_card_that_is_here(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gpus, "detect", lambda: [here])
     assert budget.card_here(None, "12GB") == found(here, 12 * 10**9)
     assert budget.card_here("4090", None) == found(here, here.capacity_bytes)
+    # A budget of all of the card is still of the card that is here; more is planned for.
+    for size in (None, f"{here.capacity_bytes}B"):
+        assert budget.card_here_or_planned(None, size) == budget.card_here(None, size)
+    planned = budget.card_here_or_planned(None, f"{here.capacity_bytes + 1}B")
+    assert "less than the budget" in planned.note
     with pytest.raises(HardwareError, match="more than the card has"):
         budget.card_here(None, "80GB")
     with pytest.raises(ConfigError, match="not the card of this machine"):

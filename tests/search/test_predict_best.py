@@ -7,8 +7,10 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import answers
 import pytest
 import tiny_model
 from hypothesis import given, settings
@@ -22,7 +24,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.search import beside, first_answers, predict_best, room
+from autotune.search import beside, first_answers, predict_best, room, tried_on_best
 from autotune.search.candidates import Candidates
 from autotune.search.nothing_fits import none_of_class
 from autotune.search.predict_best import find
@@ -32,11 +34,11 @@ from autotune.space.defaults import default_base
 from autotune.space.enumeration import enumerate_configs
 from autotune.space.headroom import NO_HEADROOM, Headroom
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.rules import Context
 from autotune.space.search_space import with_domains
 from autotune.space.space_file import load
 from autotune.space.tradeoffs import tradeoff_class
-
-pytestmark = pytest.mark.slow
+from autotune.speed.sureness import Part
 
 MB = 10**6
 BUDGETS = [800 * MB, 980 * MB, 1180 * MB, 2180 * MB, 12_000 * MB]
@@ -191,6 +193,7 @@ def search(budget_bytes: int, **options: Any) -> Answer:
     ).answer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("budget_bytes", BUDGETS)
 @pytest.mark.parametrize("base", [BASE, LORA], ids=["base full", "base lora"])
@@ -224,6 +227,7 @@ def test_the_answer_is_that_of_brute_force(
         assert max(shown, speed(answer.further or answer.best)) >= 0.98 * fastest
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("budget_bytes", BUDGETS)
 def test_what_keeps_small_updates_is_brute_force_too(
@@ -251,6 +255,7 @@ def test_what_keeps_small_updates_is_brute_force_too(
         assert least <= answer.safer.estimate.peak_device_bytes <= 1.1 * least
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_another_optimizer_is_no_remedy_for_rounding(estimate_all: EstimateAll) -> None:
     """Weights of 32 bits fit with SGD alone: it is not told to who trains with AdamW."""
@@ -275,6 +280,7 @@ def test_another_optimizer_is_no_remedy_for_rounding(estimate_all: EstimateAll) 
     assert not answer.safer.leaves_room
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("budget_bytes", [1320 * MB, 1700 * MB, 12_000 * MB])
 def test_more_memory_is_brute_force_too(estimate_all: EstimateAll, budget_bytes: int) -> None:
@@ -324,6 +330,7 @@ class FakeEstimator:
         self.prices = prices
         self.memory_budget_bytes = budget_bytes
         self.replayed: list[TrainConfig] = []
+        self.known: dict[TrainConfig, dict[str, Part]] = {}
 
     def with_budget(self, budget_bytes: int) -> FakeEstimator:
         return FakeEstimator(self.prices, budget_bytes)
@@ -352,6 +359,9 @@ class FakeEstimator:
 
     def tokens_per_second(self, config: TrainConfig) -> float:
         return self.prices[config][2]
+
+    def parts(self, config: TrainConfig) -> dict[str, Part] | None:
+        return self.known.get(config)
 
     def estimate(self, config: TrainConfig) -> Estimate:
         self.replayed.append(config)
@@ -616,7 +626,12 @@ def test_what_gains_nothing_is_as_in_the_base(
 
 
 def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
-    exact = variants()[:3]
+    for exact in (variants()[:3], variants()[:2]):
+        assert num_answers_of(exact) == 1
+
+
+def num_answers_of(exact: list[TrainConfig]) -> int:
+    """The number of unlike answers that orders of these, all equally good, have."""
     found = set()
     for order in itertools.permutations(exact):
         search, _ = candidates(dict.fromkeys(order, (0, 10, 1000.0, 1000.0)), 100)
@@ -625,7 +640,7 @@ def test_among_equals_the_order_of_the_space_decides_nothing() -> None:
         pool = search.pool(search.at_most("exact"), 2, always=None)
         tied = search.tied(best, search.at_most("exact"))
         found.add(tuple(e.config for e in (best, *tied, *pool)))
-    assert len(found) == 1
+    return len(found)
 
 
 def test_what_takes_all_of_the_budget_fits() -> None:
@@ -683,6 +698,167 @@ def test_what_is_tied_fits_and_is_as_fast() -> None:
     assert best is not None
     assert best.config == winner
     assert [e.config for e in search.tied(best, search.at_most("exact"))] == [tied]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "further"),
+    [
+        # Faster than what is shown by more than the noise, and by more than twice that to be looked for.
+        ((1000.0, 1000.0), None),
+        ((1000.0, 1020.0), None),
+        ((1000.0, 1041.0), 1041.0),
+        ((1000.0, 2000.0), 2000.0),
+    ],
+)
+def test_a_further_trade_is_faster_than_what_is_shown(
+    speeds: tuple[float, float], further: float | None
+) -> None:
+    shown, other = BASE, variants()[-1]
+    table = {c: (0, 10, each, each) for c, each in zip((shown, other), speeds, strict=True)}
+    search, _ = candidates(table, 100)
+    best = search.best(search.exactly("exact"))
+    assert best is not None
+    found = search.further(search.exactly("recipe"), best)
+    assert (None if found is None else speed(found)) == further
+    nothing = search.further(search.exactly("numerics"), best)
+    assert nothing is None
+    alone = search.further(search.exactly("recipe"))
+    assert alone is not None
+    assert alone.config == other
+
+
+def test_a_rival_is_likely_wanted_fits_and_is_not_the_answer() -> None:
+    """Kernels of their own, off by a third each: what is as fast wins every second time."""
+    answer, rival, unwanted, too_large = (
+        dataclasses.replace(BASE, activation_checkpointing=n) for n in range(4)
+    )
+    table = {
+        answer: (0, 10, 1000.0, 1000.0),
+        rival: (0, 20, 999.0, 999.0),
+        unwanted: (0, 20, 1000.0, 1000.0),
+        too_large: (0, 101, 1000.0, 1000.0),
+    }
+    search, estimator = candidates(table, 100)
+    best = search.estimate(answer)
+    assert search.sureness(best, lambda _: True) is None
+    seconds = {c: answer.tokens_per_step / fast for c, (*_, fast, _) in table.items()}
+    known = {
+        config: {f"mm {number}": Part(seconds=seconds[config], spread=0.3)}
+        for number, config in enumerate(table)
+    }
+    estimator.known = known
+    alone = search.sureness(best, lambda config: config == answer)
+    assert alone is not None
+    assert (alone.odds, alone.rival) == (1.0, None)
+    found = search.sureness(best, lambda config: config in (answer, rival))
+    assert found is not None
+    assert found.rival is not None
+    assert found.rival.config == rival
+    assert 0.4 < found.odds < 0.65
+    assert found.rival_odds == pytest.approx(1 - found.odds, abs=0.05)
+    # What does not fit counts among what might, but is not named.
+    misfit = search.sureness(best, lambda config: config in (answer, too_large))
+    assert misfit is not None
+    assert misfit.rival is None
+    # One of whose time nothing is known is no rival.
+    del known[rival]
+    silent = search.sureness(best, lambda config: config in (answer, rival))
+    assert silent is not None
+    assert (silent.odds, silent.rival) == (1.0, None)
+
+
+def test_what_keeps_small_updates_is_of_the_answers_family_where_there_is_one() -> None:
+    mixed, other_family = (
+        dataclasses.replace(BASE, precision="bf16-mixed", optimizer=name)
+        for name in (BASE.optimizer, "sgd")
+    )
+    checkpointed = dataclasses.replace(BASE, activation_checkpointing=1)
+    table = {
+        BASE: (10, 10, 1000.0, 1000.0),
+        checkpointed: (5, 5, 950.0, 950.0),
+        mixed: (30, 30, 800.0, 800.0),
+        other_family: (20, 20, 900.0, 900.0),
+    }
+
+    def safer(budget_bytes: int, *left_out: TrainConfig, of: TrainConfig = BASE) -> Any:
+        prices = {c: price for c, price in table.items() if c not in left_out}
+        search, estimator = candidates(prices, budget_bytes)
+        return beside.safer(estimator, search, prices, of, backend="cpu")  # type: ignore[arg-type]
+
+    found = safer(100)
+    assert (found.setting, found.value, found.leaves_room) == ("precision", "bf16-mixed", True)
+    assert found.estimate.config == mixed
+    # It is named, though it does not fit; another family is none of its place.
+    found = safer(25)
+    assert (found.estimate.config, found.leaves_room) == (mixed, False)
+    found = safer(25, mixed)
+    assert (found.estimate.config, found.leaves_room) == (other_family, True)
+    assert safer(100, mixed, other_family) is None
+    assert safer(100, of=mixed) is None
+
+
+LOGITS_BYTES = GIB // 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "speed_of_other", "room_bytes", "lacking_bytes", "may_pay"),
+    [
+        # The other has to be faster by more than the noise, and to fit without its half a GiB of logits.
+        ({}, 1.0201, 10 * GIB, None, True),
+        ({}, 1.0199, 10 * GIB, None, False),
+        ({}, 1.5, 10 * GIB - 1, None, False),
+        ({"liger": True}, 1.5, 10 * GIB, None, False),
+        ({"chunked_loss": True}, 1.5, 10 * GIB, None, False),
+        # Without checkpointing it would be twice as fast: half of that for the logits is worth 25 times
+        # their bytes, at 2 % for each of them.
+        ({}, 1.5, 0, 25 * LOGITS_BYTES - 1, True),
+        ({}, 1.5, 0, 25 * LOGITS_BYTES, False),
+    ],
+)
+def test_a_loss_in_parts_may_pay_where_the_logits_stand_in_the_way(
+    changes: dict[str, Any],
+    speed_of_other: float,
+    room_bytes: int,
+    lacking_bytes: int | None,
+    may_pay: bool,
+) -> None:
+    config = dataclasses.replace(answers.CONFIG, **changes)
+    best = answers.estimate(config)
+    other = dataclasses.replace(config, micro_batch_size=8, gradient_accumulation_steps=4)
+    free = dataclasses.replace(config, activation_checkpointing=0)
+    speeds = {other: speed_of_other * speed(best), free: 2 * speed(best)}
+    floors = {other: 10 * GIB + GIB // 2, config: GIB, free: GIB + (lacking_bytes or 0)}
+    estimator: Any = SimpleNamespace(
+        gpu=SimpleNamespace(memory_bandwidth_bytes_per_second=None),
+        tokens_per_second=speeds.get,
+        floor_bytes=floors.get,
+        room_for=lambda _: room_bytes,
+    )
+    configs = [other] if lacking_bytes is None else [other, free]
+    assert tried_on_best.parts_may_pay(best, configs, estimator) is may_pay
+    nothing = dataclasses.replace(
+        best, breakdown=dataclasses.replace(best.breakdown, logits_bytes=0)
+    )
+    assert not tried_on_best.parts_may_pay(nothing, configs, estimator)
+
+
+def test_a_loss_in_parts_is_traced_for_methods_that_have_it() -> None:
+    best = answers.estimate()
+    context = Context(effective_batch_size=32)
+
+    def of(estimate: Estimate | None, *parting: str) -> list[TraceSpec]:
+        what: Any = SimpleNamespace(parting=frozenset(parting), context=context)
+        return tried_on_best.specs_in_parts(estimate, what)
+
+    assert of(None, "full") == of(best, "lora") == []
+    lean, free, *plans = of(best, "full")
+    assert (lean.activation_checkpointing, free.activation_checkpointing) == (1, 0)
+    assert plans
+    assert all(spec.checkpoint_plan != "interval" for spec in plans)
+    assert all(spec.chunked_loss for spec in (lean, free, *plans))
+    # Liger's kernels make no logits anyway.
+    fused = answers.estimate(dataclasses.replace(answers.CONFIG, liger=True))
+    assert of(fused, "full") == []
 
 
 def more_memory(of_more: TrainConfig, speed_of_more: float, allow: str) -> Any:
@@ -757,6 +933,7 @@ def test_more_memory_is_no_other_setting_where_the_answer_gains_as_much(
     assert offered.estimate.config == variants()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_base_is_measured_with_the_candidates_however_slow(
     monkeypatch: pytest.MonkeyPatch,
@@ -859,15 +1036,19 @@ def test_what_was_considered_puts_what_fits_first() -> None:
         for n, config in enumerate(variants())
     }
     search, _ = candidates(table, 100)
-    search.best(search.at_most("recipe"))
-    kept = search.considered(5)
-    assert 1 < len(kept) <= 5
+    for config in table:
+        search.estimate(config)
+    kept = search.considered(len(table))
+    assert len(search.considered(5)) == 5
+    assert search.considered(5) == kept[:5]
+    assert 0 < sum(e.peak_device_bytes <= 100 for e in kept) < len(kept)
     fits = [e.peak_device_bytes <= 100 for e in kept]
     assert fits == sorted(fits, reverse=True)
     of_fitting = [speed(e) for e in kept if e.peak_device_bytes <= 100]
     assert of_fitting == sorted(of_fitting, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: Estimator) -> None:
     def at(size: int) -> Estimate:
@@ -894,6 +1075,7 @@ def test_the_baseline_is_the_base_with_the_largest_micro_batch_that_fits(roomy: 
     assert too_small.speedup is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_base_may_win_with_a_micro_batch_that_the_space_has_not() -> None:
     of_one = [
@@ -913,6 +1095,7 @@ def test_the_base_may_win_with_a_micro_batch_that_the_space_has_not() -> None:
     assert answer.best.config.method == "lora"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_better_odds_leave_more_room_and_cost_speed_at_most() -> None:
     budget_bytes = 1500 * MB
@@ -938,6 +1121,7 @@ def test_better_odds_leave_more_room_and_cost_speed_at_most() -> None:
     assert best(Headroom(spare_bytes=spare)).peak_device_bytes <= budget_bytes - spare
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_likely_rival_is_allowed_fits_and_is_not_the_answer() -> None:
     answer = search(1500 * MB)
@@ -951,6 +1135,7 @@ def test_a_likely_rival_is_allowed_fits_and_is_not_the_answer() -> None:
         assert LEVELS[tradeoff_class(sure.rival.config, answer.base)] <= LEVELS[answer.allow]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
     tight, roomy_enough = 980 * MB, 4000 * MB
@@ -967,6 +1152,7 @@ def test_the_class_is_raised_only_where_nothing_else_fits() -> None:
     assert not search(tight, allow="recipe").widened
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_host_memory_is_named_where_nothing_else_fits() -> None:
     of_adamw = with_domains(tiny_model.SPACE, lambda _: {"optimizer": ("adamw_torch_fused",)})
@@ -982,6 +1168,7 @@ def test_host_memory_is_named_where_nothing_else_fits() -> None:
     assert float(said[1]) == pytest.approx(18 * num_parameters / GIB, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
     paged = with_domains(tiny_model.SPACE, lambda _: {"optimizer": ("paged_adamw_32bit",)})
@@ -1000,6 +1187,7 @@ def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
     assert search(1500 * MB, **options, host_memory_bytes=parse_bytes(said[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_class_that_is_too_large_is_not_said_to_be_missing() -> None:
     """Its configurations are known not to fit before anything is traced."""
@@ -1037,6 +1225,7 @@ def test_a_class_that_cannot_be_traced_is_not_said_to_be_too_large(allow: str, r
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_class_outside_the_space_is_told_from_one_of_which_nothing_fits() -> None:
     assert search(1500 * MB).classes_outside == ()
@@ -1047,6 +1236,7 @@ def test_a_class_outside_the_space_is_told_from_one_of_which_nothing_fits() -> N
     assert answer.best_class == "numerics"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("methods", [("full",), ("full", "lora"), tiny_model.METHODS])
 def test_when_nothing_fits_the_message_has_the_smallest(
@@ -1082,6 +1272,7 @@ def test_a_card_without_fused_groups_has_an_attention_for_whatever_the_batches_a
     assert {config.attention for config in valid} == {attention}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_what_cannot_be_quantised_again_is_not_advised_to_be() -> None:
     config = {**tiny_model.MODEL.config, "quantization_config": {"quant_method": "mxfp4"}}
@@ -1092,6 +1283,7 @@ def test_what_cannot_be_quantised_again_is_not_advised_to_be() -> None:
         assert ("--method qlora" in str(caught.value)) == is_advised
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_what_fits_but_for_the_room_is_said_to_need_room(estimate_all: EstimateAll) -> None:
     peak_bytes = min(estimate.peak_device_bytes for estimate in estimate_all(650 * MB))
@@ -1104,6 +1296,7 @@ def test_what_fits_but_for_the_room_is_said_to_need_room(estimate_all: EstimateA
         find(tiny_model.MODEL, workload, tiny_model.SPACE, tiny_model.gpu(), allow="recipe")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_weights_are_updated_in_the_backward_pass_where_nothing_else_fits(
     roomy: Estimator,
@@ -1138,6 +1331,7 @@ def test_weights_are_updated_in_the_backward_pass_where_nothing_else_fits(
         searched(one)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize(
     ("precision", "budget_bytes", "expected"),
@@ -1163,6 +1357,7 @@ def test_changes_put_one_setting_back(
         assert change.leaves_room == (change.estimate.peak_device_bytes <= budget_bytes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_every_point_is_accounted_for() -> None:
     for budget_bytes in BUDGETS:
@@ -1176,11 +1371,13 @@ def test_every_point_is_accounted_for() -> None:
     assert counts.predicted_oom == 0  # 12 GB hold everything
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_the_search_replays_a_fraction() -> None:
     assert search(12_000 * MB).counts.replayed < 80
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_effort_bounds_what_is_recorded() -> None:
     found = find(
@@ -1194,6 +1391,7 @@ def test_effort_bounds_what_is_recorded() -> None:
     assert len(found.considered) <= predict_best.EFFORTS["quick"].num_recorded
 
 
+@pytest.mark.slow
 def test_a_method_that_cannot_be_traced_is_counted(
     traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1213,6 +1411,7 @@ def test_a_method_that_cannot_be_traced_is_counted(
     assert (answer.baseline, answer.base_refused) == (None, "its weights are shared")
 
 
+@pytest.mark.slow
 def test_a_first_answer_is_told_while_others_are_traced(
     traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1239,6 +1438,7 @@ def test_a_first_answer_is_told_while_others_are_traced(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own() -> None:
     config = TrainConfig(
@@ -1269,6 +1469,7 @@ def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own()
     assert (str(found), others) == ("LoRA on all-linear with fsdp2 (experts)", [])
 
 
+@pytest.mark.slow
 def test_a_card_of_unknown_speed_is_refused() -> None:
     card = dataclasses.replace(tiny_model.gpu(), peak_flop_per_second={})
     with pytest.raises(HardwareError, match=r"speed of .* is not known"):
@@ -1314,6 +1515,7 @@ def test_a_space_without_valid_points_says_which_rule_they_break() -> None:
     assert "completions are rewarded against the others of their prompt" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_progress_is_told() -> None:
     told: list[tuple[str, int, int]] = []

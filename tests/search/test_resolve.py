@@ -627,6 +627,30 @@ def test_that_the_hubs_cache_was_read_is_said(
     assert any(note.endswith(said) for note in notes)
 
 
+@pytest.mark.parametrize("number", [1, 3, 4])
+def test_three_keys_that_differ_are_named(number: int) -> None:
+    source: Any = SimpleNamespace(short_name="m", differs_in=tuple("abcd"[:number]))
+    notes: list[str] = []
+    resolve_module._note_cached(source, notes.append)
+    (note,) = notes
+    assert note.endswith(f"({', '.join('abcd'[: min(number, 3)])}{', ...' * (number == 4)}).")
+
+
+def test_completions_are_as_long_as_typed_or_the_base_or_the_trainer_has_them() -> None:
+    base = dataclasses.replace(answers.CONFIG, trainer="trl-grpo", max_completion_length=48)
+    usual = TRAINERS["trl-grpo"].generates
+    assert usual is not None
+    asked = dataclasses.replace(QUESTION, settings={"max_completion_length": 32})
+    for question, of_base, length in (
+        (asked, base, 32),
+        (QUESTION, base, 48),
+        (asked, None, 32),
+        (QUESTION, None, usual.max_completion_length),
+    ):
+        assert resolve_module._completion(question, "grpo", 4096, of_base) == length
+    assert resolve_module._completion(QUESTION, "causal-lm", 4096, None) == 0
+
+
 def test_that_lora_leaves_out_proj_out_of_mamba_is_said(tmp_path: Path) -> None:
     file = tmp_path / "mamba.json"
     file.write_text('{"model_type": "mamba", "num_hidden_layers": 2, "vocab_size": 100}')

@@ -7,19 +7,23 @@ import functools
 import itertools
 import json
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import answers
 import here
 import pytest
 import tiny_model
 
 from autotune.common import json_records
+from autotune.common.units import GIB
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.charts import MAX_POINTS, MIN_POINTS_OF_PHASE, Details, Timeline
-from autotune.records.estimate import TraceSpec
+from autotune.records.estimate import Estimate, TraceSpec
 from autotune.search import waterfall
+from autotune.space.config import TrainConfig
 from autotune.space.rules import Context
 
 pytestmark = pytest.mark.worker
@@ -195,3 +199,53 @@ def test_a_timeline_that_is_none_is_refused(broken: dict[str, Any]) -> None:
     fields = {"answer": dataclasses.asdict(timeline) | broken, "base": None}
     with pytest.raises(ValueError, match=r"answer|figures|phases"):
         json_records.read(Details, {**fields, "path": [], "priced": []})
+
+
+def test_the_way_is_the_smallest_while_nothing_fits_and_then_the_fastest_that_does() -> None:
+    base = dataclasses.replace(BASE, sequence_length=1024)
+    checkpointed = {"activation_checkpointing": 1}
+    optimizer, eager, liger = {"optimizer": "sgd"}, {"attention": "eager"}, {"liger": True}
+    answer = dataclasses.replace(base, **checkpointed, **optimizer, **eager, **liger)
+    changes = (checkpointed, optimizer, eager, liger)
+    # Bytes that each saves and tokens per second that it brings, in hundreds.
+    saves, brings = (40, 20, 0, 10), (-3, 1, 4, 2)
+
+    def sums(config: TrainConfig, of_changes: tuple[int, ...]) -> int:
+        made = [
+            all(getattr(config, name) == value for name, value in change.items())
+            for change in changes
+        ]
+        return sum(each for each, is_made in zip(of_changes, made, strict=True) if is_made)
+
+    def estimate(config: TrainConfig) -> Estimate:
+        seconds = config.tokens_per_step / (1000 + 100 * sums(config, brings))
+        return answers.estimate(
+            config, step_seconds=seconds, device_gib=10 - 0.1 * sums(config, saves)
+        )
+
+    def fits(found: Estimate) -> bool:
+        return found.peak_device_bytes <= 7 * GIB
+
+    def fitting(config: TrainConfig) -> Estimate | None:
+        # With eager attention it fits only where Liger is there, too.
+        found = estimate(config)
+        return found if fits(found) and (config.attention != "eager" or config.liger) else None
+
+    priced: Any = SimpleNamespace(
+        estimate=estimate,
+        fits=fits,
+        fitting=fitting,
+        supports=lambda _: True,
+        tokens_per_second=lambda config: estimate(config).tokens_per_second,
+        floor_bytes=lambda config: estimate(config).peak_device_bytes,
+    )
+    context = Context(effective_batch_size=base.effective_batch_size)
+    steps = waterfall.path(priced, base, answer, context)
+    assert [step.changed for step in steps] == [{}, checkpointed, liger, eager, optimizer]
+    speeds = [step.tokens_per_second for step in steps]
+    assert speeds == pytest.approx([1000, 700, 900, 1300, 1400])
+    assert waterfall.path(priced, answer, answer, context) == ()
+    # Of an unknown speed there is no way to show.
+    unknown = answers.estimate(step_seconds=None)
+    priced.estimate = lambda config: unknown if config.liger else estimate(config)
+    assert waterfall.path(priced, base, answer, context) == ()

@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 
+from autotune.catalogue.tasks import TASKS
 from autotune.space.adapters import (
     ADAPTERS,
     ATTENTION_PROJECTIONS,
+    WITHOUT_OUT_PROJ,
+    beside_out_proj,
+    is_attention,
     lora_alpha,
     peft_fields,
     peft_words,
@@ -63,6 +67,50 @@ TOKENS = {"lora_rank": None, "lora_targets": None, "num_virtual_tokens": 20}
 )  # fmt: skip
 def test_what_peft_is_asked_for(change: dict[str, Any], fields: dict[str, Any]) -> None:
     assert peft_fields(dataclasses.replace(LORA, **change)) == fields
+
+
+@pytest.mark.parametrize("name", [name for name, row in ADAPTERS.items() if row.takes_targets])
+def test_a_tasks_own_fields_are_given_where_peft_has_them(name: str) -> None:
+    config = dataclasses.replace(LORA, method=name)
+    for task in TASKS.values():
+        of_task = dict(task.adapter_fields)
+        if name == "vera":
+            of_task.pop("exclude_modules", None)
+        assert peft_fields(config, task=task) == peft_fields(config) | of_task
+    assert any("exclude_modules" in task.adapter_fields for task in TASKS.values())
+
+
+@pytest.mark.parametrize(
+    ("names", "is_all"),
+    [
+        (ATTENTION_PROJECTIONS, True),
+        # The first files have 17; a file between has as many as there were then.
+        (ATTENTION_PROJECTIONS[:17], True),
+        (ATTENTION_PROJECTIONS[:18], len(ATTENTION_PROJECTIONS) >= 18),
+        (ATTENTION_PROJECTIONS[:16], False),
+        (ATTENTION_PROJECTIONS[1:], False),
+        ((*ATTENTION_PROJECTIONS, "more"), False),
+        ((), False),
+    ],
+)
+def test_attention_is_a_list_of_modules_that_only_grows(
+    names: tuple[str, ...], is_all: bool
+) -> None:
+    assert is_attention([*names]) is is_all
+
+
+def test_lora_of_mambas_kin_is_beside_out_proj() -> None:
+    for model_type in WITHOUT_OUT_PROJ:
+        for targets in ("all-linear", "attention"):
+            for method in ("lora", "qlora"):
+                choice = dataclasses.replace(LORA, method=method, lora_targets=targets)
+                names = beside_out_proj(choice, model_type)
+                wanted = {"all-linear": "in_proj", "attention": "q_proj"}[targets]
+                assert (wanted in names, "out_proj" in names) == (True, False)
+                assert beside_out_proj(choice, "llama") == ()
+        # What the user names is taken as it is, and other adapters have no such limit.
+        for change in ({"lora_targets": "out_proj"}, {"method": "vera"}, {"method": "full"}):
+            assert beside_out_proj(dataclasses.replace(LORA, **change), model_type) == ()
 
 
 def test_another_rank_keeps_the_ratio() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from test_rules import FULL as CONFIG
 
-from autotune.space.checkpoint_plans import plan_words
+from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
+from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, plan_offloads, plan_words
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.headroom import Headroom
 from autotune.space.knobs import KNOBS
@@ -39,6 +40,11 @@ def test_a_configuration_is_made_again_of_what_it_says() -> None:
         *("method", "micro_batch_size", "gradient_accumulation_steps"),
         *("sequence_length", "precision", "optimizer"),
     }
+
+
+def test_a_workload_is_of_as_many_tokens_and_samples_as_a_question_that_says_neither() -> None:
+    assert WORKLOAD.sequence_length == SEQUENCE_LENGTH
+    assert WORKLOAD.effective_batch_size == EFFECTIVE_BATCH_SIZE
 
 
 def test_a_workload_has_methods_that_there_are() -> None:
@@ -236,6 +242,16 @@ def test_what_samples_of_embeddings_are_decides_their_task() -> None:
         assert found == {row.format: row.task for row in EMBEDDERS.values()}
         assert task_of_format(task, "messages") == task
     assert task_of_format("causal-lm", "pairs") == "causal-lm"
+
+
+def test_a_plan_offloads_where_its_name_says_so() -> None:
+    for plan in (*CHECKPOINT_PLANS, "interval", "later"):
+        assert plan_offloads(plan) is ("offload" in plan)
+
+
+def test_a_teacher_has_the_values_of_its_configuration() -> None:
+    teacher = Teacher(name="t", config_json='{"hidden_size": 8}')
+    assert teacher.config == {"hidden_size": 8}
 
 
 def test_a_plan_of_checkpointing_is_said_by_its_first_layers() -> None:

@@ -114,6 +114,19 @@ def test_the_default_base_works_however_gpus_share_it(
         assert base.precision == ("bf16-mixed" if is_deepspeed else "bf16-true")
 
 
+@pytest.mark.parametrize(("num_gpus", "parallelism"), [(1, "none"), (2, "ddp"), (3, "ddp")])
+def test_several_gpus_share_by_ddp_where_nothing_is_named(num_gpus: int, parallelism: str) -> None:
+    workload = dataclasses.replace(
+        tiny_model.workload(1, ("full",)), num_gpus=num_gpus, effective_batch_size=12
+    )
+    base = default_base(workload, find_gpu("a100"), tiny_model.MODEL)
+    assert (base.parallelism, base.num_gpus, base.effective_batch_size) == (
+        parallelism,
+        num_gpus,
+        12,
+    )
+
+
 @pytest.mark.parametrize("task", TASK_NAMES)
 def test_the_default_base_of_each_task_works_at_any_length(task: str) -> None:
     for length, longest_completion in ((1, 0), (64, 32), (512, 256), (513, 512), (4096, 512)):

@@ -211,6 +211,34 @@ def test_which_optimizers_step_each_weight_alone() -> None:
 
 
 @pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+def test_what_is_updated_in_the_backward_pass_costs_an_update_of_each(row: Optimizer) -> None:
+    specs = [BIG, LINEAR, BIG, SMALL, EMBEDDING]
+    found, of_all = row.cost(specs), row.algorithm.cost(specs)
+    if not row.updates:
+        assert found == of_all
+        return
+    alone = [row.algorithm.cost([spec]) for spec in specs]
+    assert found.num_kernels == sum(each.num_kernels for each in alone)
+    assert found.bytes_moved == sum(each.bytes_moved for each in alone)
+    assert found.num_synchronizations == sum(each.num_synchronizations for each in alone)
+
+
+def test_state_waits_in_host_memory_where_an_optimizer_leaves_it_there() -> None:
+    for name, row in OPTIMIZERS.items():
+        # Three averages in the weights' own dtype.
+        expected = 3 * (BIG.size_bytes + SMALL.size_bytes) if name == "grokadamw" else 0
+        assert row.host_bytes([BIG, SMALL]) == expected
+
+
+def test_a_package_is_imported_by_its_own_name() -> None:
+    modules = {row.needs: row.module for row in OPTIMIZERS.values()}
+    assert modules[""] == ""
+    assert modules["torch-optimi"] == "optimi"
+    assert modules["galore-torch"] == "galore_torch"
+    assert all(name.isidentifier() for name in modules.values() if name)
+
+
+@pytest.mark.parametrize("row", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 def test_a_rows_facts_follow_from_its_library_and_its_name(row: Optimizer) -> None:
     is_torchao = row.needs == "torchao"
     # torchao compiles each update and rounds at random; stable_adamw keeps what rounding loses.

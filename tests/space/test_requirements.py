@@ -51,6 +51,11 @@ def test_what_is_missing_is_left_out_and_said(values: tuple[bool, ...]) -> None:
     left, said = requirements.predictable(space(*values))
     assert left.methods[0].domains == {"precision": ("bf16-true",), "liger": (False,)}
     assert tuple(map(str, said)) == ("Liger kernels (needs: pip install liger-kernel)",)
+    # Sections of other methods before it do not end the list.
+    section = left.methods[0]
+    others = (dataclasses.replace(section, method="lora"), space(*values).methods[0])
+    both = SearchSpace(name="space", description="", methods=others)
+    assert requirements.predictable(both, ("full",)) == (left, said)
 
 
 @pytest.mark.usefixtures("_nothing_installed")

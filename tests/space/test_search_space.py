@@ -23,6 +23,7 @@ from autotune.space.search_space import (
     SearchSpace,
     around,
     as_in_base,
+    by_data_parallel_size,
     for_gpus,
     may_pack,
     unlisted,
@@ -30,6 +31,7 @@ from autotune.space.search_space import (
     with_batchings,
     with_checkpoint,
     with_divisors,
+    with_fixed_segments,
     with_parts,
     with_peft,
     with_precision_of,
@@ -406,6 +408,44 @@ def test_a_space_is_of_so_many_gpus(
     changes = {"parallelism": named} if named else {}
     (found,) = for_gpus(space(section(**changes)), num_gpus).methods
     assert found.domains["parallelism"] == expected
+
+
+def test_ways_to_share_are_parted_by_how_many_micro_batches_run_at_a_time() -> None:
+    shared = section(parallelism=("ddp", "tp", "zero3", "cp"))
+    found = by_data_parallel_size(space(shared, section(), section(method="lora")), 4)
+    assert [
+        (size, [(each.method, each.domains.get("parallelism")) for each in part.methods])
+        for size, part in found
+    ] == [
+        (1, [("full", ("tp", "cp"))]),
+        (4, [("full", ("ddp", "zero3")), ("full", ("none",)), ("lora", ("none",))]),
+    ]
+    assert all(
+        each.domains["optimizer"] == ("adamw_torch",) for _, p in found for each in p.methods
+    )
+
+
+def test_segments_are_of_fixed_size_where_they_could_grow() -> None:
+    growing, plain = section(expandable_segments=(False, True)), section()
+    found = with_fixed_segments(space(growing, plain)).methods
+    assert found[0].domains == {**growing.domains, "expandable_segments": (False,)}
+    assert found[1] == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_points"),
+    [
+        ({}, 1),
+        ({"micro_batch_size": (1, 2, 4), "attention": ("sdpa", "eager")}, 6),
+        # The best plan is found beside what is listed; so are parts of a step.
+        ({"activation_checkpointing": (0, 1, SOLVE)}, 2),
+        ({"micro_batch_size": (1, 2), "chunked_loss": (False, True)}, 2),
+        ({"update_in_backward": (False, True), "optimizer": ("sgd", "lomo")}, 2),
+        ({"chunked_loss": (True,)}, 1),
+    ],
+)
+def test_a_section_has_as_many_points_as_it_lists(changes: dict[str, Any], num_points: int) -> None:
+    assert section(**changes).num_points == num_points
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,53 @@ def test_another_workload_needs_another_study(url: str, change: dict[str, Any], 
         pass
 
 
+def check(url: str, name: str = "s", *, gpu: str = "rtx-4070", **changes: Any) -> None:
+    workload = dataclasses.replace(WORKLOAD, **changes)
+    optuna_study.check_study(url, name, workload=workload, gpu=gpu)
+
+
+def test_a_study_is_checked_before_there_is_anything_to_keep(url: str, tmp_path: Path) -> None:
+    check(url)
+    assert list(tmp_path.iterdir()) == []
+    with opened(url):
+        pass
+    check(url)
+    check(url, "another", model="another", gpu="t4")
+    for other in ({"model": "another"}, {"gpu": "t4"}):
+        with pytest.raises(ConfigError, match="was made for something else"):
+            check(url, **other)
+    with opened(url, "another"):  # The check has made none.
+        pass
+
+
+def test_a_study_that_nobody_has_made_yet_can_be_anybodys(url: str) -> None:
+    with opened(url):
+        pass
+    storage = unpooled(url)
+    optuna.create_study(storage=storage, study_name="begun")
+    optuna.create_study(storage=storage, study_name="theirs").set_user_attr("mine", 1)
+    check(url, "begun")
+    with pytest.raises(ConfigError):
+        check(url, "theirs")
+
+
+def test_a_lock_may_pass_and_damage_does_not(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(url):
+        pass
+    monkeypatch.setattr(database, "BUSY_SECONDS", 0.05)
+    path = tmp_path / "studies" / "autotune.db"
+    connection = sqlite3.connect(path, isolation_level=None)
+    connection.execute("BEGIN EXCLUSIVE")
+    check(url)
+    connection.rollback()
+    connection.close()
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(StorageError):
+        check(url)
+
+
 def test_a_study_of_somebody_else(url: str, tmp_path: Path) -> None:
     (tmp_path / "studies").mkdir()
     theirs = optuna.create_study(storage=unpooled(url), study_name="s")

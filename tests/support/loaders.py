@@ -8,6 +8,8 @@ there a trainer that is missing is a failure, so that nothing passes because it 
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -26,6 +28,29 @@ from autotune.space.dataset import Dataset
 from autotune.space.trainers import TRAINERS
 
 VARIABLE = "AUTOTUNE_TEST_LOADERS"
+
+
+def declared(package: str, *files: str) -> dict[str, Any]:
+    """Read the defaults of a package's dataclasses and schemas in its source, as what it says last.
+
+    Nothing of it is imported. What is no literal is left out.
+    """
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    assert spec.origin is not None
+    found: dict[str, Any] = {}
+    for name in files:
+        source = (Path(spec.origin).parent / name).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            value = node.value
+            if isinstance(value, ast.Call):
+                given = (each.value for each in value.keywords if each.arg == "default")
+                value = next(given, None)
+            with contextlib.suppress(ValueError, TypeError):
+                found[node.target.id] = ast.literal_eval(value)  # type: ignore[arg-type]
+    return found
 
 
 def needs(package: str) -> pytest.MarkDecorator:
