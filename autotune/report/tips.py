@@ -23,7 +23,7 @@ def tip(answer: Answer) -> str:
                 f"{allow} searches them."
             )
         case Tip.LIGER:
-            why = "Liger's kernels fuse norms, activations and the loss, and make no logits"
+            why = "Liger's kernels fuse norms, activations and the loss"
             if best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes:
                 logits = format_bytes(best.breakdown.logits_bytes)
                 why = f"logits take {logits} of {peak}, and Liger's loss makes none"

@@ -1743,7 +1743,7 @@ def test_what_compiling_was_worth_is_said_as_measured() -> None:
 @pytest.mark.parametrize(
     ("tip", "said"),
     [
-        (Tip.LIGER, "Liger's kernels fuse norms, activations and the loss, and make no logits: "),
+        (Tip.LIGER, "Liger's kernels fuse norms, activations and the loss: "),
         (Tip.CHUNKED_LOSS, "logits take 0.25 GiB of 10.00 GiB, and a loss in parts never has"),
         (Tip.FLASH_ATTENTION, "eager attention keeps all scores, of the length squared"),
         (Tip.EXPANDED_HEADS, "in bf16-true this card has no fused attention for grouped key heads"),

@@ -464,5 +464,5 @@ def test_a_tip_takes_two_lines_at_most(
     in_parts = tips.tip(
         answers.answer(best=spending(logits=0.01, chunked_loss=True), tip=Tip.LIGER)
     )
-    assert in_parts.startswith("Liger's kernels fuse norms, activations and the loss, ")
+    assert in_parts.startswith("Liger's kernels fuse norms, activations and the loss: ")
     assert in_parts.endswith("search them with --space everything.")
