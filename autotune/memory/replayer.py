@@ -281,28 +281,31 @@ class _Running:
         return found
 
     def _passage(self, pool: Pool, stream: _Stream, start: int, stop: int | None) -> _Passage:
-        is_whole = start == 0 and stop is None
-        key = (stream.key, pool.reserved_bytes, *pool.free) if is_whole else ()
-        known = self._remembered.get(key)
-        if known is not None and (known.before is pool or known.before.is_like(pool)):
-            self._remembered.move_to_end(key)
-            return known
-        after = pool.copied()
         others_bytes = self.reserved_bytes - pool.reserved_bytes
+        limits = self._cap_bytes - others_bytes, self._most_bytes - others_bytes
+        of_any_limits = stream.key, start, stop, pool.reserved_bytes, *pool.free
+        # What came to a limit is as far as it goes below that limit alone.
+        for key in (of_any_limits, (limits, *of_any_limits)):
+            known = self._remembered.get(key)
+            if known is not None and (known.before is pool or known.before.is_like(pool)):
+                self._remembered.move_to_end(key)
+                return known
+        after = pool.copied()
+        cap_bytes, most_bytes = limits
         ran = after.run(
             stream.events,
             self._sizes,
             start=start,
             stop=stop,
-            cap_bytes=self._cap_bytes - others_bytes,
-            most_bytes=self._most_bytes - others_bytes,
+            cap_bytes=cap_bytes,
+            most_bytes=most_bytes,
         )
         taken_bytes = np.array(ran.taken_bytes, dtype=self._blocks.dtype)
         passage = _Passage(pool, after, taken_bytes, ran.growths)
-        if is_whole and len(taken_bytes) == len(stream.places):
-            self._remembered[key] = passage
-            if len(self._remembered) > _MOST_REMEMBERED:
-                self._remembered.popitem(last=False)
+        has_ended = start + len(taken_bytes) == (len(stream.places) if stop is None else stop)
+        self._remembered[of_any_limits if has_ended else (limits, *of_any_limits)] = passage
+        if len(self._remembered) > _MOST_REMEMBERED:
+            self._remembered.popitem(last=False)
         return passage
 
     def _first_to_stop(

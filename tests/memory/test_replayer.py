@@ -76,3 +76,15 @@ def test_what_is_remembered_is_not_run_again(monkeypatch: pytest.MonkeyPatch) ->
     assert not num_run
     replayer.replay(tape.sizes, [*start, *other_end])
     assert 0 < sum(num_run) <= sum(map(len, other_end))
+    # Also where a step comes to its cap in between, and under that cap alone.
+    cap_bytes = int(0.97 * first.peak_reserved_bytes)
+    capped = replayer.replay(tape.sizes, [*start, *end], cap_bytes=cap_bytes)
+    assert capped.num_alloc_retries
+    num_run.clear()
+    assert replayer.replay(tape.sizes, [*start, *end], cap_bytes=cap_bytes) == capped
+    assert not num_run
+    for share in (0.96, 0.9, 0.8):
+        lower_bytes = int(share * first.peak_reserved_bytes)
+        whole = list(chain.from_iterable([*start, *end]))
+        found = replayer.replay(tape.sizes, [*start, *end], cap_bytes=lower_bytes)
+        assert found == replay(tape.sizes, whole, cap_bytes=lower_bytes)
