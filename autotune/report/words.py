@@ -706,8 +706,8 @@ def far_faster(answer: Answer) -> str:
         for each in (method, best.config.method)
     )
     return (
-        f"{name} gives up more than {of_best} and is predicted to be {times:.1f} times as fast: "
-        f"--method {method} asks for it."
+        f"{name} gives up more than {of_best} and is predicted to be up to {times:.1f} times as fast: "
+        f"--method {method} searches it alone."
     )
 
 

@@ -562,7 +562,7 @@ def test_an_effective_batch_without_divisors_is_named_where_memory_is_left(
     ("method", "step_seconds", "allow", "said"),
     [
         ("qlora", 2.0, "recipe", "QLoRA gives up more than full fine-tuning and is predicted to be "
-         "4.0 times as fast: --method qlora asks for it."),
+         "up to 4.0 times as fast: --method qlora searches it alone."),
         ("qlora", 5.3, "recipe", "1.5 times as fast"),
         ("qlora", 5.4, "recipe", ""),
         ("full", 2.0, "recipe", ""), ("qlora", 2.0, "numerics", ""),
