@@ -133,7 +133,7 @@ def _embedder(**values: Any) -> Trainer:
         "rows_per_sample": len(columns),
         "compares_all": True,
         "least_micro_batch": 2,
-        "parallelisms": ("ddp",),
+        "parallelisms": ("ddp", "zero1", "zero2"),
     }
     return Trainer(**{**shared, **values})
 

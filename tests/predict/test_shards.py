@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotune.memory.traces import TracedParameter
+from autotune.memory.traces import Phase, TracedParameter
+from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.library_rules import (
     Weight,
     ddp_broadcasts,
@@ -25,6 +26,7 @@ from autotune.predict.sharding.library_rules import (
 )
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares
 from autotune.predict.sharding.zero_parts import ZeroParts
+from autotune.predict.sharding.zero_step import positions_of
 from autotune.records.estimate import TraceSpec
 from autotune.space.parallelisms import PARALLELISMS
 
@@ -373,3 +375,12 @@ def test_zeros_parts_are_those_of_each_element_dealt_out_by_itself(
         assert parts.reduced_bytes(1, trained) == sum(2 * num_gpus * of_one[n] for n in trained)
     assert parts.normed_bytes(100) == 800
     assert parts.normed_bytes(10**9) == 8 * (250_000_000 if stage == "zero3" else 10**9)
+
+
+def test_each_pass_of_an_embedder_goes_through_the_same_weights() -> None:
+    """A gradient that a further pass makes is of the first one's layer, as those of BERT's norms."""
+    held = shares("zero2")
+    matrix, bias = held.members["layer", (0, 1)]
+    sizes = [held.weights(USUAL_RANK)[position].num_elements for position in (bias, matrix)]
+    blocks = [(Phase.BACKWARD, (1, 1), [0]), (Phase.BACKWARD, (0, 1), [1])]
+    assert positions_of(blocks, held, {0, 1}, sizes.__getitem__) == {0: bias, 1: matrix}

@@ -286,6 +286,12 @@ BREAKERS = {
         ADA,
     ),
     "mini-batches-are-alike": (dataclasses.replace(EMBEDS, loss_mini_batches=3), ADA),
+    "cached-losses-are-not-by-zero": (
+        dataclasses.replace(
+            EMBEDS, loss_mini_batches=2, micro_batch_size=16, parallelism="zero2", num_gpus=2
+        ),
+        ADA,
+    ),
     "micro-batch-divides": (dataclasses.replace(FULL, micro_batch_size=5), ADA),
     "adapter-needs-rank": (dataclasses.replace(LORA, lora_rank=None), ADA),
     "full-has-no-adapter": (dataclasses.replace(FULL, lora_rank=8), ADA),
@@ -994,6 +1000,7 @@ BORDERS: dict[str, list[dict[str, Any] | Context]] = {
     ],
     "mini-batches-are-of-embeddings": [{"loss_mini_batches": 1}],
     "mini-batches-are-alike": [{"loss_mini_batches": 4}, {"micro_batch_size": 30}],
+    "cached-losses-are-not-by-zero": [{"loss_mini_batches": 1}, {"parallelism": "ddp"}],
     "prompts-have-room": [{"max_completion_length": 1023}, {"sequence_length": 1025}],
     "completions-are-of-the-step": [{"steps_per_generation": n} for n in (1, 4, 8, None)],
     "pipeline-needs-micro-batches": [{"gradient_accumulation_steps": 2}, {"parallelism": "ddp"}],

@@ -458,14 +458,15 @@ def positions_of(
     """The positions of the weights that gradients are of.
 
     It is the last of the gradient's size in its unit that has none yet; else of those outside of layers, as
-    for the norm behind BERT's embedding.
+    for the norm behind BERT's embedding. An embedder's passes, each a stack of its own, share their weights.
     `elements_of`: from a gradient's number to its elements at USUAL_RANK.
     """
     found: dict[int, int] = {}
     weights = shares.weights(USUAL_RANK)
     left = {unit: list(reversed(members)) for unit, members in shares.members.items()}
     for phase, place, events in blocks:
-        units = [left.get(unit, []) for unit in (unit_in(shares, phase, place), EMBED, TAIL)]
+        own = place if ("layer", place) in left else (0, place[1])
+        units = [left.get(unit, []) for unit in (unit_in(shares, phase, own), EMBED, TAIL)]
         for gradient in (event for event in events if event in whole):
             found[gradient], of_unit = next(
                 (position, of_unit)

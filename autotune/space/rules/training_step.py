@@ -390,6 +390,13 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: c.micro_batch_size % c.loss_mini_batches != 0,
     ),
     Rule(
+        # deepspeed 0.19.8 stage_1_and_2.py: "has already been reduced".
+        name="cached-losses-are-not-by-zero",
+        reason="a cached loss goes backward once for each mini-batch, at which ZeRO 2 stops, and is not "
+        "modelled with ZeRO 1: ddp shares it",
+        breaks=lambda c, _: c.loss_mini_batches > 1 and PARALLELISMS[c.parallelism].is_deepspeed,
+    ),
+    Rule(
         name="pairs-need-tried-settings",
         reason="trainers with a task of their own were tried with full fine-tuning, LoRA and QLoRA: other "
         "adapters, fp8 and an adapter on the head, which TRL would never train, were not",
