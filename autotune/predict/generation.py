@@ -2,8 +2,8 @@
 
 The passes that read prompts and write the second and the last token are traced
 (autotune.worker.trace.generation); all tokens between take as long as these two on average, and their caches
-grow evenly. Each new token makes each layer's keys and values anew before the old ones go, which leaves gaps:
-so is it replayed, but not token by token.
+grow evenly. Each new token makes each layer's keys and values anew before the old ones go (both at once, or
+one after the other: as traced), which leaves gaps: so is it replayed, but not token by token.
 
 Completions are taken to be as long as they may be, and all prompts as long as they may be beside: the most
 that memory and time can be. Not modelled: rewards, the text of completions, what a run does on the host
@@ -50,13 +50,19 @@ def generation_of(trace: Trace, config: TrainConfig) -> Tape:
     made = {event for event in grown if event >= 0}
     old = [~event for event in grown if event < 0 and ~event not in made]
     new = left_by(grown)
+    before_of = dict(zip(new, old, strict=True))
+    order = [event for event in grown if event in before_of or ~event in old]
     num_grown = min(_NUM_GROWN, (config.max_completion_length or 0) - 2)
     for number in range(1, num_grown + 1):
-        for before, after in zip(old, new, strict=True):
-            more = (sizes[after] - sizes[before]) * number // num_grown
-            block = tape.alloc(sizes[before] + more, "activation")
-            tape.free(numbers[before])
-            numbers[before] = block
+        longer: dict[int, int] = {}
+        for event in order:
+            if event >= 0:
+                before = before_of[event]
+                more = (sizes[event] - sizes[before]) * number // num_grown
+                longer[before] = tape.alloc(sizes[before] + more, "activation")
+            else:
+                tape.free(numbers[~event])
+        numbers |= longer
     for before, after in zip(old, new, strict=True):
         numbers[after] = numbers.pop(before)
     replay(trace.generation(Phase.LAST))

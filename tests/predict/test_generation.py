@@ -296,13 +296,17 @@ def test_what_the_host_does_is_paid_as_often_as_it_comes(
         )
 
 
-def test_a_cache_grows_evenly_from_the_second_token_to_the_last() -> None:
-    """Prompts make two tensors of it and one that passes; each token makes both anew, and then the old go."""
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_a_cache_grows_evenly_from_the_second_token_to_the_last(is_at_once: bool) -> None:
+    """Prompts make two tensors of it and one that passes; each token makes both anew.
+
+    An old one goes as its successor is there, or both do at once.
+    """
     sizes = [100, 1000, 7, 160, 1060, 400, 1300, 9]
     events = {
         Phase.PREFILL: [2, 0, ~2, 1],
         Phase.DECODE: [3, ~0, 4, ~1],
-        Phase.GROWN: [5, ~3, 6, ~4],
+        Phase.GROWN: [5, 6, ~3, ~4] if is_at_once else [5, ~3, 6, ~4],
         Phase.LAST: [7, ~7],
     }
     asked: list[tuple[int, int]] = []
@@ -319,8 +323,9 @@ def test_a_cache_grows_evenly_from_the_second_token_to_the_last() -> None:
         grown = [size for pair in steps for size in pair]
         assert found.sizes == [ids, 7, 100, 1000, 160, 1060, *grown, 9]
         first, old = [0, 1, 2, ~1, 3], [4, ~2, 5, ~3]
-        for number in range(6, 6 + len(grown)):
-            old += [number, ~(number - 2)]
+        for number in range(6, 6 + len(grown), 2):
+            tokens = [number, ~(number - 2), number + 1, ~(number - 1)]
+            old += [tokens[at] for at in ((0, 2, 1, 3) if is_at_once else range(4))]
         last = 6 + len(grown)
         assert found.events[:-3] == [*first, *old, last, ~last]
         # Nothing is left behind.
