@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -242,7 +241,7 @@ def shared_batch(effective_batch_size: int, num_gpus: int, task: str) -> int:
     row = TRAINERS[trainers_of(task)[0]]
     if effective_batch_size % num_gpus:
         # Completions come in whole groups besides.
-        step = math.lcm(num_gpus, row.generates.num_generations if row.generates else 1)
+        step = num_gpus * row.times_to_whole_groups(num_gpus)
         raise ConfigError(
             f"{num_gpus} GPUs cannot share an effective batch of {effective_batch_size}",
             why="Every GPU has as many samples",

@@ -9,10 +9,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from autotune.catalogue import nvml
 from autotune.catalogue.gpus import Gpu
@@ -52,7 +50,7 @@ from autotune.space.search_space import (
     with_peft,
 )
 from autotune.space.space_changes import Changing, SpaceChange
-from autotune.space.trainers import TRAINERS, Trainer, task_of_format, trainers_of
+from autotune.space.trainers import TRAINERS, task_of_format, trainers_of
 from autotune.store import study_names
 
 
@@ -327,7 +325,8 @@ def resolve_configuration(
     trainer = TRAINERS[trainers_of(task)[0]]
     samples = given.get("micro_batch_size", trainer.least_micro_batch)
     samples *= parallelism.data_parallel_size(num_gpus)
-    accumulation = question.accumulation or _fewest_passes(trainer, samples, given)
+    fewest = trainer.times_to_whole_groups(samples, given.get("num_generations"))
+    accumulation = question.accumulation or fewest
     workload = Workload(
         model=source.name,
         task=task,
@@ -365,17 +364,6 @@ def resolve_configuration(
         checked, workload, card.gpu, source, what="This configuration", is_estimate=True
     )
     return Configuration(source=source, card=card, workload=workload, config=config)
-
-
-def _fewest_passes(trainer: Trainer, samples: int, given: Mapping[str, Any]) -> int:
-    """Return the fewest micro-batches of a step with whole groups of completions; 1 for other trainers.
-
-    `samples`: those of a micro-batch on all GPUs.
-    """
-    if trainer.generates is None:
-        return 1
-    group = given.get("num_generations") or trainer.generates.num_generations
-    return int(group // math.gcd(group, samples))
 
 
 def _overruled(base: TrainConfig, question: Question) -> TrainConfig:

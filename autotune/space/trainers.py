@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,16 @@ class Trainer:
     """Ways to share its step among GPUs that are modelled, where it has a task of its own."""
     loss_type: str | tuple[str, ...] | None = None
     """Value of its arguments' `loss_type` that is predicted; None: it has no such choice."""
+
+    def times_to_whole_groups(self, samples: int, num_generations: int | None = None) -> int:
+        """Return how many times so many samples make whole groups of completions: 1 where it writes none.
+
+        `num_generations`: completions of a prompt; None: as many as by default.
+        """
+        if self.generates is None:
+            return 1
+        group = num_generations or self.generates.num_generations
+        return group // math.gcd(group, samples)
 
     @property
     def module(self) -> str:

@@ -15,7 +15,6 @@ What makes that cheap is two assumptions, which tests/search/test_inverse.py hol
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -221,13 +220,10 @@ def _largest_micro_batch(asked: LimitProblem, pricer: Pricer) -> Reached:
 
     trainer = TRAINERS[trainers_of(pricer.task(case))[0]]
     # A micro-batch on each GPU is all that is written at a time: whole groups of completions.
-    group = 1
-    if trainer.generates is not None:
-        given = asked.question.settings.get("num_generations")
-        group = given or trainer.generates.num_generations
-        group //= math.gcd(group, asked.num_gpus)
+    settings = asked.question.settings
+    group = trainer.times_to_whole_groups(asked.num_gpus, settings.get("num_generations"))
     # As many mini-batches as are asked for divide it.
-    group *= asked.question.settings.get("loss_mini_batches", 1)
+    group *= settings.get("loss_mini_batches", 1)
 
     def at(number: int) -> Case:
         size = number * group
