@@ -51,7 +51,8 @@ def generation_of(trace: Trace, config: TrainConfig) -> Tape:
     old = [~event for event in grown if event < 0 and ~event not in made]
     new = left_by(grown)
     before_of = dict(zip(new, old, strict=True))
-    order = [event for event in grown if event in before_of or ~event in old]
+    halves = {*new, *(~number for number in old)}
+    order = [event for event in grown if event in halves]
     num_grown = min(_NUM_GROWN, (config.max_completion_length or 0) - 2)
     for number in range(1, num_grown + 1):
         longer: dict[int, int] = {}

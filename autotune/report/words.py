@@ -487,10 +487,15 @@ def _lever(change: Change, best: Estimate, workload: Workload) -> float:
     return 1 - change.estimate.tokens_per_second / best.tokens_per_second
 
 
+def _method(name: str) -> str:
+    """Return a training method in words, as a sentence has it."""
+    return METHOD_WORDS[name].replace("full", "full fine-tuning")
+
+
 def changed(change: Change, best: Estimate, workload: Workload) -> str:
     """The effect of putting one setting of the answer back."""
     if change.setting == "method":
-        words = METHOD_WORDS[str(change.value)].replace("full", "full fine-tuning")
+        words = _method(str(change.value))
     else:
         words = KNOBS[change.setting].words(change.value)
     return f"With {words} instead: {_outcome(change, best, workload)}."
@@ -701,13 +706,9 @@ def far_faster(answer: Answer) -> str:
     times = (further.tokens_per_second or 0.0) / (best.tokens_per_second or math.inf)
     if times < _FAR_FASTER or method == best.config.method:
         return ""
-    name, of_best = (
-        METHOD_WORDS[each].replace("full", "full fine-tuning")
-        for each in (method, best.config.method)
-    )
     return (
-        f"{name} gives up more than {of_best} and is predicted to be up to {times:.1f} times as fast: "
-        f"--method {method} searches it alone."
+        f"{_method(method)} gives up more than {_method(best.config.method)} and is predicted to be up to "
+        f"{times:.1f} times as fast: --method {method} searches it alone."
     )
 
 

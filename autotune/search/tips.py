@@ -34,7 +34,7 @@ class _Candidate:
     """Settings of TrainConfig that it stands for."""
     pays: Callable[[Estimate, Context], bool]
     without: dict[str, Any] = field(default_factory=dict)
-    """Settings that it does not go with, as they are then."""
+    """Settings that exclude it, with the values that they have beside it."""
     others: tuple[tuple[str, Any], ...] = ()
     """Settings that do as much, of which nothing more needs to be said where the space has them."""
     model_has_it: Callable[[ModelSource], bool] = lambda _: True
@@ -82,7 +82,7 @@ _CANDIDATES = (
         tip=Tip.LIGER,
         changes={"liger": True},
         without={"chunked_loss": False},
-        # Where the loss is made in parts, logits were too many. Of preferences there are two at least.
+        # A loss in parts was chosen for its logits; a pair of answers has twice as many.
         pays=lambda best, _: (
             best.breakdown.logits_bytes >= LARGE_SHARE * best.peak_device_bytes
             or best.config.chunked_loss

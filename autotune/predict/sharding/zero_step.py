@@ -63,9 +63,9 @@ class _ZeroWriter(Writer):
         self._parts = parts
         self._gpu = gpu
         self._put_so_far: list[int] = []
-        """Positions of the weights whose gradients have come to the bucket, in their order."""
+        """Positions of all weights whose gradients have come to a bucket, in their order."""
         self._bucket: list[int] = []
-        """Those whose gradients are in it, at USUAL_RANK."""
+        """Positions of the weights whose gradients are in the bucket now, at USUAL_RANK."""
         self._elements = 0
         self._goes_by_rank = not shares.row.offload and shares.goes_by_rank
         self._buckets = functools.cache(self._fill)
