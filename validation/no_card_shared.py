@@ -17,10 +17,11 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from autotune.errors import AutotuneError
 from autotune.predict.estimator import Estimator
@@ -35,6 +36,7 @@ from autotune.space.teacher import Teacher
 from autotune.space.trainers import BY_TASK, TRAINERS, Trainer
 from autotune.worker import server
 from autotune.worker.client.forkserver import ForkServer
+from tests.support.in_place_of_vllm import InPlaceOfVllm
 from tools.gpu_check.cases import TASK
 from tools.gpu_check.check import Nothing, card_and_budget, say, shown
 from tools.gpu_check.records import Records
@@ -50,6 +52,7 @@ LAYERS = 4
 _PROBED = tuple(row.name for row in PARALLELISMS.values() if row.is_launched and not row.schedules)
 _STORAGES = ("uint8", "bfloat16")
 _SERVER = "--server"
+_SHARE_OF_VLLM = 0.3
 _PAUSE_SECONDS = 1.0
 """Pause behind each optimizer step, by which time the watchdog has looked. [judgement]"""
 
@@ -119,12 +122,32 @@ def _with_answers() -> None:
     ) -> Any:
         # In the process of a GPU: DeepSpeed looks for a card as it is imported.
         _trust(deepspeed="ACCELERATE_USE_DEEPSPEED" in os.environ)
-        writes = config.max_completion_length is not None
-        answered = values_of_a_card(config.sequence_length) if writes else nullcontext()
-        with answered:
+        with _writing(config):
             return probe(model_config, config, *args, **kwargs)
 
     run.probe = trusting
+
+
+@contextmanager
+def _writing(config: TrainConfig) -> Iterator[None]:
+    """Answer what depends on values as completions are written, and write in vLLM's place.
+
+    Its memory is a share of the card, and not torch's. It would read a model from files, which a probe lacks.
+    """
+    if config.max_completion_length is None:
+        yield
+        return
+    from trl.trainer import grpo_trainer, rloo_trainer
+
+    from autotune.space import requirements
+
+    with values_of_a_card(config.sequence_length), ExitStack() as stack:
+        if config.writes_with_vllm:
+            stack.enter_context(mock.patch.object(requirements, "of_probe", return_value=()))
+            for module in (grpo_trainer, rloo_trainer):
+                writer = mock.patch.object(module, "VLLMGeneration", InPlaceOfVllm)
+                stack.enter_context(writer)
+        yield
 
 
 def _trust(*, deepspeed: bool) -> None:
@@ -176,11 +199,15 @@ def main() -> None:
     parser.add_argument("--model", action="append", help="the same")
     parser.add_argument("--task", default=TASK, help=f"what they are trained for [{TASK}]")
     parser.add_argument("--trainer", choices=TRAINERS, help="where the task has several")
+    parser.add_argument(
+        "--vllm", action="store_true", help="it writes completions (a stand-in does)"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     card, budget_bytes = card_and_budget("cuda", None)
     own = TRAINERS[options.trainer] if options.trainer else BY_TASK.get(options.task)
     chance, records = random.Random(options.seed), Records(options.out)
+    methods = ("full", "lora") if options.vllm else ()
     table: Any = Nothing()
     command = [sys.executable, "-m", "validation.no_card_shared", _SERVER]
     with ForkServer() as tracers, ForkServer(command=command) as probes:
@@ -188,9 +215,11 @@ def main() -> None:
             while True:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 names = options.parallelism or _PROBED
-                config = draw(chance, list(names), options.num_gpus, own, options.method or ())
+                config = draw(chance, list(names), options.num_gpus, own, options.method or methods)
                 if is_valid(config, source, options.task, card.compute_capability):
                     break
+            if options.vllm:  # It need not be installed.
+                config = dataclasses.replace(config, vllm_gpu_memory_utilization=_SHARE_OF_VLLM)
             teacher = None
             if own is not None and own.has_teacher:
                 teacher = Teacher(name=source.name, config_json=json.dumps(source.config))

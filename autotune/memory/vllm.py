@@ -6,14 +6,18 @@ that is not free, nor where the cache has no room for one sequence of full lengt
 
 Asleep (level 2, which is TRL's) it gives weights and cache up and keeps graphs, buffers and libraries.
 
-Not modelled: several GPUs, weights that are quantised, other caches than keys and values in 16 bits, layers
-whose window makes the cache smaller, what a pass over prompts works with where that is more than sampling
-(some 0.2 to 0.5 GiB with TRL's 4,096 tokens), NCCL's buffers, which vLLM makes before it counts, and what
-becomes of the rest of the share between two generations.
+Where several GPUs share a run, each has all of this: none of vLLM's groups has a second GPU, and between
+engines go sizes alone, over the host.
+
+Not modelled: a model that vLLM splits among GPUs, weights that are quantised, other caches than keys and
+values in 16 bits, layers whose window makes the cache smaller, what a pass over prompts works with where that
+is more than sampling (some 0.2 to 0.5 GiB with TRL's 4,096 tokens), and what becomes of the rest of the share
+between two generations.
 
 Source: vllm v1/worker/gpu_worker.py (determine_available_memory), v1/worker/utils.py (request_memory),
-v1/core/kv_cache_utils.py (_check_enough_kv_cache_memory), device_allocator/cumem.py; trl 1.16
-generation/vllm_generation.py. vLLM was not run for this.
+v1/core/kv_cache_utils.py (_check_enough_kv_cache_memory), device_allocator/cumem.py,
+distributed/parallel_state.py (initialize_model_parallel), v1/executor/uniproc_executor.py
+(ExecutorWithExternalLauncher); trl 1.16 generation/vllm_generation.py. vLLM was not run for this.
 """
 
 from __future__ import annotations

@@ -212,8 +212,7 @@ class Estimator:
         """Whether what writes completions starts: vLLM's share of the card may be too small for it."""
         if not config.writes_with_vllm:
             return True
-        trace = self._traces[TraceSpec.of(config)]
-        assert isinstance(trace, Trace)
+        trace = self._traces[TraceSpec.of(config)].of_one
         return self._prices.time(
             bool,
             trace.identity,

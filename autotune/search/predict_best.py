@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,7 +278,7 @@ def find(
         raise ConfigError(
             f"The space {space.name} has no valid configuration for this workload",
             why=why_none_is_valid(reasons, points.invalid, workload.methods),
-            remedy=_whole_groups(reference)
+            remedy=_whole_groups(reference, changing.space)
             or "Change the methods, the effective batch size or the space"
             + (", or leave --num-gpus out" if workload.num_gpus > 1 else ""),
         )
@@ -590,11 +591,17 @@ def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, Estimate | 
     return chosen, best
 
 
-def _whole_groups(reference: TrainConfig) -> str:
-    """Say which effective batches hold whole groups of completions; empty where this one does."""
-    group = reference.num_generations or 1
-    if reference.effective_batch_size % group == 0:
+def _whole_groups(reference: TrainConfig, space: SearchSpace) -> str:
+    """Say which effective batches hold whole groups of completions; empty where this one does.
+
+    Where the space has no number of completions it is the reference's.
+    """
+    usual = (reference.num_generations,)
+    named = (section.domains.get("num_generations", usual) for section in space.methods)
+    groups = sorted(group for group in set(itertools.chain(*named)) if group)
+    if not groups or any(reference.effective_batch_size % group == 0 for group in groups):
         return ""
+    group = groups[0]
     return f"--effective-batch {group} or a multiple of it: a prompt has {group} completions"
 
 

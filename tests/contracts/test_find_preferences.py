@@ -9,6 +9,7 @@ from typing import Any
 
 import here
 import pytest
+import yaml
 from test_export_trains import make_models
 
 from autotune.space.trainers import TRL_BY_TASK
@@ -148,6 +149,19 @@ def test_what_vllm_writes_is_predicted_and_needs_it(llama: Path, tmp_path: Path)
     assert "next pip install 'trl[vllm]' && python out/train_grpo.py" in said.replace("\xa0", " ")
     result = json.loads((tmp_path / "out" / "result.json").read_text(encoding="utf-8"))
     assert result["best"]["vllm_bytes"] > 0
+
+    # Each of two GPUs has an engine of its own, with the same share.
+    on_two = (*asked, "--effective-batch", "8", "--gpu", "rtx-4090", "--num-gpus", "2")
+    found = here.command(*on_two, "--out", "two", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    of_two = json.loads((tmp_path / "two" / "result.json").read_text(encoding="utf-8"))["best"]
+    assert of_two["config"]["parallelism"] == "ddp"
+    assert of_two["vllm_bytes"] == result["best"]["vllm_bytes"]
+    arguments = yaml.safe_load(
+        (tmp_path / "two" / "exports" / "grpo_config.yaml").read_text("utf-8")
+    )
+    assert (arguments["use_vllm"], arguments["vllm_mode"]) == (True, "colocate")
+    assert arguments.get("vllm_tensor_parallel_size", 1) == 1
 
     # As any other library that is missing: in a line.
     measured = here.command(*asked, "--backend", "cpu", "--gpu-mem", "11GB", cwd=tmp_path)

@@ -26,6 +26,7 @@ from unittest import mock
 import pytest
 import test_probe
 import torch
+from in_place_of_vllm import InPlaceOfVllm
 from test_sft_trainer import _no_hidden_buffers, way_of_cuda  # noqa: F401
 from test_trace_is_the_trainer import (
     AMPERE,
@@ -234,25 +235,6 @@ def sizes_of_all(run: Run, case: Case) -> list[int]:
         else tensor.size_bytes
         for tensor in run.tensors
     ]
-
-
-class InPlaceOfVllm:
-    """A generator at vLLM's own boundary, which needs a card: TRL's VLLMGeneration, and no more of it.
-
-    It writes completions of full length, and gives the odds of their tokens, where they are asked for.
-    """
-
-    def __init__(self, *, logprobs: int | None, max_completion_length: int, **_: Any) -> None:
-        self.has_odds = logprobs is not None
-        self.num_new = max_completion_length
-
-    def sync_weights(self) -> None:
-        """Take nothing over."""
-
-    def generate(self, *, prompts: list[list[int]], **_: Any) -> tuple[Any, ...]:
-        written = [[3 + n for n in range(self.num_new)] for _ in prompts]
-        odds = [[[-1.0] for _ in range(self.num_new)] for _ in prompts] if self.has_odds else None
-        return prompts, written, odds, None
 
 
 def lengths(prompts: Any, completions: Any, **_: Any) -> list[float]:

@@ -1513,6 +1513,19 @@ def test_a_space_without_valid_points_says_which_rule_they_break() -> None:
     with pytest.raises(ConfigError, match=r"--effective-batch 8 or a multiple of it") as caught:
         find(tiny_model.MODEL, few, load("full"), find_gpu("a100"))
     assert "completions are rewarded against the others of their prompt" in str(caught.value)
+    # The space's own number, and not where one of its numbers would do.
+    of_six, of_two = (
+        with_domains(load("full"), lambda _, numbers=numbers: {"num_generations": numbers})
+        for numbers in ((6, 12), (6, 2))
+    )
+    with pytest.raises(
+        ConfigError, match=r"--effective-batch 6 or a multiple of it: a prompt has 6"
+    ):
+        find(tiny_model.MODEL, few, of_six, find_gpu("a100"))
+    large = with_domains(of_two, lambda _: {"micro_batch_size": (8,)})
+    with pytest.raises(ConfigError, match="micro-batch x accumulation x GPUs") as caught:
+        find(tiny_model.MODEL, few, large, find_gpu("a100"))
+    assert "a multiple of it" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -155,6 +155,17 @@ def test_vllm_starts_where_its_share_holds_the_cache_of_one_sequence() -> None:
     assert [SERVED.num_running(each, **roomy) for each in (0.01, share, 0.95)] == [0, 3, 32]
 
 
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2"])
+def test_vllm_writes_on_each_gpu_that_has_all_weights(name: str) -> None:
+    shared = dataclasses.replace(GRPO, parallelism=name, num_gpus=2)
+    served = dataclasses.replace(
+        ADA, served=SERVED, effective_batch_size=shared.effective_batch_size
+    )
+    for share, broken in ((0.5, []), (0.1, ["vllm-has-room"])):
+        config = dataclasses.replace(shared, vllm_gpu_memory_utilization=share)
+        assert [rule.name for rule in broken_rules(config, served)] == broken
+
+
 def test_completions_are_of_a_trainer_that_writes_them() -> None:
     assert broken_rules(GRPO, dataclasses.replace(ADA, task="grpo")) == []
     parted = dataclasses.replace(
@@ -877,7 +888,6 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
             {"trainer": "transformers"},
             {"trainer": "trl-distillation"},
             {"vllm_gpu_memory_utilization": 0.0, "vllm_enable_sleep_mode": True},
-            {"parallelism": "ddp", "num_gpus": 2},
         ],
     ),
     "a-teacher-sees-each-completion-once": (

@@ -319,15 +319,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="vllm-writes-rewarded-completions",
-        reason="vLLM writes completions for GRPOTrainer and RLOOTrainer here (--vllm), on one GPU, and "
-        "sleeps only where it writes",
+        reason="vLLM writes completions for GRPOTrainer and RLOOTrainer here (--vllm), and sleeps only where "
+        "it writes",
         breaks=lambda c, _: (
             (c.vllm_enable_sleep_mode and not c.writes_with_vllm)
             or (
                 c.writes_with_vllm
                 and not (TRAINERS[c.trainer].is_rewarded and TRAINERS[c.trainer].is_trl)
             )
-            or (c.writes_with_vllm and c.parallelism != "none")
         ),
     ),
     Rule(
