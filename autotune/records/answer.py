@@ -216,6 +216,7 @@ class Change:
 class Tip(StrEnum):
     """A technique outside the space that may be worth more than anything in it."""
 
+    VLLM = "vllm"
     BY_TOKENS = "batches by tokens"
     GROUPED = "grouped batches"
     LIGER = "liger"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autotune.catalogue.installed import is_installed
 from autotune.common.units import format_bytes
 from autotune.records.answer import Answer, Tip
-from autotune.search.tips import LARGE_SHARE
+from autotune.search.tips import LARGE_SHARE, SHARE_OF_VLLM
 
 
 def tip(answer: Answer) -> str:
@@ -13,6 +13,12 @@ def tip(answer: Answer) -> str:
     best = answer.best
     peak = format_bytes(best.resident_bytes)
     match answer.tip:
+        case Tip.VLLM:
+            values = f"vllm_gpu_memory_utilization: [0, {SHARE_OF_VLLM}]"
+            return (
+                "writing completions takes most of a step, and vLLM writes faster: "
+                f"{values} in a --space with --allow recipe searches it."
+            )
         case Tip.BY_TOKENS | Tip.GROUPED:
             value, allow = "by-tokens", ""
             if answer.tip is Tip.GROUPED:

@@ -25,6 +25,8 @@ LARGE_SHARE = 0.1
 """Share of the peak from which a part is worth a tip. [judgement]"""
 LARGE_PADDING = 0.2
 """Share of a micro-batch's tokens from which padding is worth a tip. [judgement]"""
+SHARE_OF_VLLM = 0.3
+"""Share of the card on which vLLM is to write completions, where it is not searched: GRPOConfig's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,13 @@ def _has_padding(best: Estimate) -> bool:
 
 
 _CANDIDATES = (
+    _Candidate(
+        tip=Tip.VLLM,
+        changes={"vllm_gpu_memory_utilization": SHARE_OF_VLLM},
+        pays=lambda best, _: best.bound == "generation" and not best.config.writes_with_vllm,
+        tasks=("grpo", "rloo"),
+        any_class=True,
+    ),
     _Candidate(
         tip=Tip.BY_TOKENS,
         changes={"batching": BY_TOKENS},

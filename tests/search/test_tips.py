@@ -14,6 +14,7 @@ import tiny_model
 
 from autotune.catalogue import models
 from autotune.common.units import GIB
+from autotune.memory.vllm import Served
 from autotune.records.answer import Tip
 from autotune.records.charts import MAX_PRICED
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount
@@ -87,6 +88,27 @@ def test_batches_of_like_lengths_where_much_is_padding() -> None:
     assert tip_of(little) is Tip.LIGER
     masked = dataclasses.replace(CONTEXT, task="sequence-classification")
     assert tip_of(half, context=masked) is Tip.GROUPED
+
+
+def test_vllm_where_writing_completions_takes_most_of_a_step() -> None:
+    context = dataclasses.replace(CONTEXT, task="grpo")
+    written: dict[str, Any] = {
+        "activation_checkpointing": 1,
+        "trainer": "trl-grpo",
+        "batching": "padded",
+        "num_generations": 8,
+        "max_completion_length": 256,
+        "kl_beta": 0.0,
+    }
+    best = spending(bound="generation", **written)
+    assert tip_of(best, context=context) is Tip.VLLM  # It says that it is another training run.
+    assert tip_of(spending(bound="compute", **written), context=context) is None
+    by_vllm = spending(bound="generation", **written, vllm_gpu_memory_utilization=0.5)
+    assert tip_of(by_vllm, context=context) is None
+    assert tip_of(best, context=context, vllm_gpu_memory_utilization=(0.0, 0.3)) is None
+    small = Served(capacity_bytes=GIB, num_parameters=10**9, vocab_size=10, cache_bytes_per_token=1)
+    too_small = dataclasses.replace(context, served=small)
+    assert tip_of(best, context=too_small) is None
 
 
 def test_liger_where_logits_are_a_large_share_and_nothing_else_stands_against_it() -> None:
