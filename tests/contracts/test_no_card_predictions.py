@@ -42,7 +42,12 @@ SHARED_ADAPTERS = [
 ]
 SHARED_OWN = [
     json.loads(line)
-    for name in ("shared_completions", "shared_completions_zero", "shared_embeddings")
+    for name in (
+        "shared_completions",
+        "shared_completions_zero",
+        "shared_completions_vllm",
+        "shared_embeddings",
+    )
     for line in (STUDY / f"{name}.jsonl").read_text().splitlines()
 ]
 SHARED = [json.loads(line) for line in (STUDY / "shared.jsonl").read_text().splitlines()]
@@ -266,6 +271,7 @@ def test_what_gpus_share_of_a_reference_is_as_pytorch_allocates(
         ("shared_adapters", [43, 41, 36, 36, 40]),
         ("shared_completions", [24, 24, 23, 23, 24]),
         ("shared_completions_zero", [35, 35, 34, 31, 32]),
+        ("shared_completions_vllm", [20, 20, 20, 20, 20]),
         ("shared_embeddings", [24, 24, 23, 23, 23]),
         ("compiled", [6, 6, 2, 2, 2]),
         ("loss_in_parts", [146, 126, 126, 126, 126]),
