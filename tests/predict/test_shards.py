@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from autotune.predict.sharding.library_rules import (
     zero_partition_elements,
 )
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares
+from autotune.predict.sharding.step import SizesByRank
 from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.predict.sharding.zero_step import positions_of
 from autotune.records.estimate import TraceSpec
@@ -384,3 +386,30 @@ def test_each_pass_of_an_embedder_goes_through_the_same_weights() -> None:
     sizes = [held.weights(USUAL_RANK)[position].num_elements for position in (bias, matrix)]
     blocks = [(Phase.BACKWARD, (1, 1), [0]), (Phase.BACKWARD, (0, 1), [1])]
     assert positions_of(blocks, held, {0, 1}, sizes.__getitem__) == {0: bias, 1: matrix}
+
+
+def test_sizes_that_are_alike_are_worked_out_once_for_each_rank() -> None:
+    """Of three weights the first and the last are alike, and so are two units of two of them."""
+    asked: list[tuple[str, int]] = []
+
+    def of_weight(rank: int, position: int) -> int:
+        asked.append(("weight", rank))
+        return rank * (10, 20, 10)[position]
+
+    def of_unit(rank: int, unit: str) -> int:
+        asked.append(("unit", rank))
+        return rank * {"first": 30, "second": 30, "last": 10}[unit]
+
+    units = {"first": (0, 1), "second": (0, 1), "last": (0,)}
+    shares: Any = SimpleNamespace(like=[0, 1, 0], like_unit=units.__getitem__)
+    sizes = [
+        *(functools.partial(of_weight, position=position) for position in (0, 1, 2, 0)),
+        *(functools.partial(of_unit, unit=unit) for unit in units),
+        lambda rank: 7 * rank,
+    ]
+    by_rank = SizesByRank(shares, sizes)
+    assert len(by_rank) == len(sizes)
+    assert by_rank.at(3).tolist() == [30, 60, 30, 30, 90, 90, 30, 21]
+    assert asked == [("weight", 3), ("weight", 3), ("unit", 3), ("unit", 3)]
+    by_rank.add(functools.partial(of_weight, position=1))
+    assert by_rank.at(2).tolist() == [20, 40, 20, 20, 60, 60, 20, 14, 40]

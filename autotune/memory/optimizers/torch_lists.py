@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -244,12 +246,17 @@ def _lists_cost(
 ) -> StepCost:
     """Cost of foreach kernels, each given as (tensor lists, tensors read or written)."""
     num_bytes = sum(map(total_bytes, lists))
+
+    @functools.cache
+    def launches_of(depth: int) -> Counter[tuple[int, int, int]]:
+        return Counter(itertools.chain.from_iterable(launches_over(each, depth) for each in lists))
+
     alike: Counter[tuple[int, int, int, int]] = Counter()
     bytes_moved = 0
     for depth, num_moved in passes:
         bytes_moved += num_moved * num_bytes
-        for tensors in lists:
-            alike.update((num_moved, *each) for each in launches_over(tensors, depth))
+        for each, count in launches_of(depth).items():
+            alike[num_moved, *each] += count
     launches = [
         ListLaunches(
             is_fused=is_fused,

@@ -197,7 +197,7 @@ class RankSetUp:
     def _replace_weights(self) -> None:
         shares = self._shares
 
-        def size(position: int, rank: int) -> int:
+        def size(rank: int, position: int) -> int:
             weight = shares.weights(rank)[position]
             if shares.row.stage == 3:
                 is_flat = weight.trainable and shares.row.is_deepspeed and self._is_brought
@@ -205,7 +205,7 @@ class RankSetUp:
             return 0 if weight.trainable else shares.working_bytes(weight)
 
         for position, parameter in enumerate(shares.parameters):
-            self.replaced[parameter.number] = functools.partial(size, position)
+            self.replaced[parameter.number] = functools.partial(size, position=position)
         for number, position in self._copies.items():
             self.replaced[number] = functools.partial(shares.part_bytes, position=position)
         if self.is_dealt_out:

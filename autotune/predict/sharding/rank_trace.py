@@ -77,7 +77,13 @@ from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.rank_set_up import RankSetUp
 from autotune.predict.sharding.shards import ROOT, TAIL, Shares
 from autotune.predict.sharding.shared_trace import SharedTrace
-from autotune.predict.sharding.step import PASSES_BESIDES, AddedTensors, Blocks, MicroStep
+from autotune.predict.sharding.step import (
+    PASSES_BESIDES,
+    AddedTensors,
+    Blocks,
+    MicroStep,
+    SizesByRank,
+)
 from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.predict.sharding.zero_step import (
     ZeroMicroStep,
@@ -131,7 +137,7 @@ class RankTrace(SharedTrace):
         self._copies = self._find_copies() if not trainer.has_teacher else {}
         """Positions of the weights that those of a frozen copy are like, by their numbers."""
         self._num_passes = len({phase for phase, *_ in blocks} & PASSES_BESIDES)
-        self._extra = AddedTensors(len(trace.template))
+        self._extra = AddedTensors(len(trace.template), shares)
         self._own_sizes = functools.cache(self._work_out_sizes)
         self.workspaces = trace.workspaces
         self.batch, self.count, self.loss = trace.batch, trace.count, trace.loss
@@ -449,10 +455,14 @@ class RankTrace(SharedTrace):
         ratio = trained[0].size_bytes // self._shares.working_bytes(trained[0]) if trained else 1
         return (
             np.asarray(list(self._set_up.replaced), dtype=np.int64),
-            np.asarray([size(rank) for size in self._set_up.replaced.values()], dtype=np.int64),
-            np.asarray([size(rank) for size in self._extra.sizes], dtype=np.int64),
+            self._replaced_sizes.at(rank),
+            self._extra.sizes.at(rank),
             ratio,
         )
+
+    @functools.cached_property
+    def _replaced_sizes(self) -> SizesByRank:
+        return SizesByRank(self._shares, self._set_up.replaced.values())
 
     @functools.cached_property
     def _whole_gradients(self) -> list[int]:

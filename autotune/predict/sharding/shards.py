@@ -108,6 +108,9 @@ class Shares:
         """Positions of the trained weights in the order in which gradients arrive: from the last on, unless
         it is known better."""
         self._ddp_buckets = functools.cache(self._find_ddp_buckets)
+        self._ddp_first_buckets = functools.cache(
+            lambda rank: ddp_first_buckets(self._weights(rank))
+        )
         self._ddp_broadcasts = functools.cache(
             lambda rank: ddp_broadcasts(self._weights(rank)[n] for n in self.by_module)
         )
@@ -321,6 +324,19 @@ class Shares:
         return sum(self.shard_bytes(w) for w in self.trained(rank, unit))
 
     @functools.cached_property
+    def like(self) -> list[int]:
+        """The position of the first weight that each is like: of its shape at every rank, dtype and group."""
+        first: dict[tuple[object, ...], int] = {}
+        return [
+            first.setdefault((_shape_of(each), each.dtype, each.trainable, each.group), position)
+            for position, each in enumerate(self.parameters)
+        ]
+
+    def like_unit(self, unit: Unit) -> tuple[int, ...]:
+        """Return what is equal for units whose weights are alike."""
+        return tuple(self.like[position] for position in self.members.get(unit, ()))
+
+    @functools.cached_property
     def position_of(self) -> dict[int, int]:
         """Position of the weight that each of the trace's numbers is of."""
         return {parameter.number: position for position, parameter in enumerate(self.parameters)}
@@ -351,7 +367,7 @@ class Shares:
 
     def ddp_first_bucket_bytes(self, rank: int, index: int) -> int:
         """Bytes of DDP's bucket of that index before they are made anew; 0 where there are not so many."""
-        buckets = ddp_first_buckets(self._weights(rank))
+        buckets = self._ddp_first_buckets(rank)
         return buckets[index] if index < len(buckets) else 0
 
     def num_ddp_broadcasts(self, rank: int) -> int:
@@ -400,7 +416,7 @@ class Shares:
             return Weight(shape=sizes, dtype=dtype, trainable=trainable, group=group)
 
         return [
-            weight(tuple(map(tuple, each.shape)), each.dtype, each.trainable, each.group)
+            weight(_shape_of(each), each.dtype, each.trainable, each.group)
             for each in self.parameters
         ]
 
@@ -457,6 +473,10 @@ class Shares:
     def _is_gathered(self, weight: Weight) -> bool:
         """Whether ZeRO 3 or FSDP2 gathers a weight: ZeRO 3 leaves small ones whole."""
         return self._of(weight).is_gathered
+
+
+def _shape_of(parameter: TracedParameter) -> tuple[Term, ...]:
+    return tuple((fixed, of_batch, of_rank) for fixed, of_batch, of_rank in parameter.shape)
 
 
 def is_tied(parameters: Iterable[TracedParameter]) -> bool:
