@@ -234,7 +234,7 @@ def rows_of_vllm(
             return 0.0
         for key, values, why in (
             (mode, modes, "only vLLM in the process that trains is (colocate)"),
-            (parts, (1, None), "only vLLM on one GPU is"),
+            (parts, (1, None), "only an engine of its own on each GPU is"),
             (corrected, (True, None), "only completions that are weighed by their odds are"),
             (way, ("sequence_mask", None), "only sequence_mask is"),
         ):
