@@ -280,6 +280,13 @@ def test_a_script_is_read_and_written_as_its_program_takes_it(kind: str, folder:
     assert own_run.command(run, Path(), answer) == command
 
 
+@pytest.mark.parametrize("kind", ["trl.py", "trainer.py", "LLaMA-Factory"])
+def test_segments_that_grow_are_those_of_the_command_s_environment(kind: str, folder: Path) -> None:
+    script, _ = KINDS[kind]
+    for before, expected in (("", False), ("PYTORCH_ALLOC_CONF=expandable_segments:True ", True)):
+        assert read_script(folder, before + script).config.expandable_segments is expected
+
+
 def test_the_task_is_that_of_the_class_that_is_loaded_or_of_an_example(folder: Path) -> None:
     script = f"python run_ner.py --model_name_or_path {QWEN} --num_train_epochs 3"
     assert read_script(folder, script).task == "token-classification"

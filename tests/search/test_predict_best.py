@@ -500,6 +500,9 @@ def test_what_is_known_not_to_fit_is_counted_and_not_replayed() -> None:
     assert best.config == variants()[1]
     assert len(estimator.replayed) == 2
     assert (search.num_replayed, search.num_replayed_oom) == (4, 3)
+    # What is replayed to be drawn, too, is counted once.
+    assert len(search.pool(lambda _: True, 4, always=None)) == 4
+    assert (search.num_replayed, search.num_replayed_oom) == (4, 3)
 
 
 def test_among_the_tied_the_least_is_given_up() -> None:

@@ -171,14 +171,34 @@ def test_pages_hold_everything_once(number: int) -> None:
     assert all(0 < len(page) <= database.ROWS_AT_ONCE for page in pages)
 
 
+def storage_error(original: Exception) -> StorageError:
+    """As SQLAlchemy's errors of a driver's error are told."""
+    wrapped = ValueError()
+    wrapped.orig = original  # type: ignore[attr-defined]
+    error = StorageError("It cannot be read")
+    error.__cause__ = wrapped
+    return error
+
+
+def test_a_lock_is_an_error_of_the_moment_and_a_file_of_something_else_is_not(
+    tmp_path: Path,
+) -> None:
+    holder = sqlite3.connect(tmp_path / "locked.db", isolation_level=None)
+    holder.execute("BEGIN EXCLUSIVE")
+    (tmp_path / "text.db").write_bytes(b"no database at all" * 100)
+    for name, passes in (("locked.db", True), ("text.db", False)):
+        connection = sqlite3.connect(tmp_path / name, timeout=0)
+        with pytest.raises(sqlite3.DatabaseError) as raised:
+            connection.execute("CREATE TABLE a (b)")
+        connection.close()
+        assert database.may_pass(storage_error(raised.value)) is passes
+    holder.close()
+
+
 def test_what_cannot_be_decoded_is_no_error_of_the_moment() -> None:
     """Python's module raises it without SQLite's code."""
     connection = sqlite3.connect(":memory:")
     with pytest.raises(sqlite3.OperationalError) as raised:
         connection.execute("SELECT CAST(x'ff' AS TEXT)").fetchall()
     connection.close()
-    wrapped = ValueError()
-    wrapped.orig = raised.value  # type: ignore[attr-defined]
-    error = StorageError("It cannot be read")
-    error.__cause__ = wrapped
-    assert not database.may_pass(error)
+    assert not database.may_pass(storage_error(raised.value))

@@ -111,6 +111,9 @@ def test_the_newest_of_each_question_and_device_is_found(url: str) -> None:
         newest = table.latest(question_key(QUESTION), "a CPU")
         assert newest == recommendation(hours=5, reason="improved")
         assert table.latest(question_key(QUESTION), "a third") is None
+        # Keys before and behind all others, to which there is no answer.
+        assert table.latest("", "a CPU") is None
+        assert table.latest("~", "a CPU") is None
         history = table.history(question_key(QUESTION))
         assert [one.made_at.hour for one in history] == [12, 15, 17]
         assert table.history(question_key(QUESTION), "another") == history[1:2]

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -29,6 +30,7 @@ def test_what_is_kept_is_found_in_another_process_or_folder(tmp_path: Path) -> N
     assert cache.find(["a"]) == {}
     assert not cache.file.parent.exists()  # Only what is to be kept makes it.
     cache.add({"a": ANSWER})
+    assert stat.S_IMODE(cache.file.parent.stat().st_mode) == 0o700  # Nobody else looks into it.
     cache.add({"a": ANSWER, "b": {"unsupported": "no"}})
     again = TraceCache(tmp_path / "new" / "folder")
     assert again.find(["a", "b", "c"]) == {"a": ANSWER, "b": {"unsupported": "no"}}
