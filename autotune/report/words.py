@@ -694,16 +694,19 @@ _FAR_FASTER = 1.5
 
 
 def far_faster(answer: Answer) -> str:
-    """A note where another method that gives up more is far faster than the answer, a recipe; else empty.
+    """A note where another method that gives up more is far faster than the answer; else empty.
 
-    Where an adapter beside unquantised weights barely fits, quantised ones may need no checkpointing, or no
-    other GPU.
+    Full fine-tuning that waits for what is paged or sent may be far slower than an adapter, which has little
+    to page or send. Where an adapter beside unquantised weights barely fits, quantised ones may need no
+    checkpointing, or no other GPU.
     """
-    best, further = answer.best, answer.further
-    if further is None or answer.allow != "recipe" or answer.measured is not None:
+    best, faster = answer.best, answer.further if answer.allow == "recipe" else None
+    if answer.allow == "numerics" and best.bound in ("transfer", "communication"):
+        faster = answer.best_by_class.get("recipe")
+    if faster is None or answer.measured is not None:
         return ""
-    method = further.config.method
-    times = (further.tokens_per_second or 0.0) / (best.tokens_per_second or math.inf)
+    method = faster.config.method
+    times = (faster.tokens_per_second or 0.0) / (best.tokens_per_second or math.inf)
     if times < _FAR_FASTER or method == best.config.method:
         return ""
     return (
