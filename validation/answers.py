@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from autotune.catalogue import gpus, models
 from autotune.catalogue.gpus import Gpu
@@ -38,6 +39,8 @@ from autotune.search.resolve import Problem, resolve
 from autotune.space.tradeoffs import LEVEL, form, tradeoff_class
 from autotune.space.words import describe
 from autotune.store.trace_cache import TraceCache
+
+T = TypeVar("T")
 
 FOLDER = Path(__file__).parents[1] / "studies" / "answers"
 LEAST_BITS = 4
@@ -227,6 +230,12 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         return []
     return [json_records.read(Row, row, path.name) for row in json.loads(path.read_text("utf-8"))]
+
+
+def rows_of(kind: type[T], path: Path) -> list[T]:
+    """Read a file with a row of JSON in each line; none where there is no file."""
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return [json_records.read(kind, json.loads(line), path.name) for line in lines]
 
 
 def page(rows: Sequence[Row]) -> list[str]:

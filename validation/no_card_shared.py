@@ -30,6 +30,7 @@ from autotune.probe.fleet.one_card import OneCard
 from autotune.probe.run_one import Prober
 from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
+from autotune.search.tips import SHARE_OF_VLLM
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.teacher import Teacher
@@ -52,7 +53,6 @@ LAYERS = 4
 _PROBED = tuple(row.name for row in PARALLELISMS.values() if row.is_launched and not row.schedules)
 _STORAGES = ("uint8", "bfloat16")
 _SERVER = "--server"
-_SHARE_OF_VLLM = 0.3
 _PAUSE_SECONDS = 1.0
 """Pause behind each optimizer step, by which time the watchdog has looked. [judgement]"""
 
@@ -206,6 +206,8 @@ def main() -> None:
     options = parser.parse_args()
     card, budget_bytes = card_and_budget("cuda", None)
     own = TRAINERS[options.trainer] if options.trainer else BY_TASK.get(options.task)
+    if options.vllm and not (own and own.is_rewarded and own.is_trl):
+        parser.error("vLLM writes completions for GRPOTrainer and RLOOTrainer: --task grpo or rloo")
     chance, records = random.Random(options.seed), Records(options.out)
     methods = ("full", "lora") if options.vllm else ()
     table: Any = Nothing()
@@ -219,7 +221,7 @@ def main() -> None:
                 if is_valid(config, source, options.task, card.compute_capability):
                     break
             if options.vllm:  # It need not be installed.
-                config = dataclasses.replace(config, vllm_gpu_memory_utilization=_SHARE_OF_VLLM)
+                config = dataclasses.replace(config, vllm_gpu_memory_utilization=SHARE_OF_VLLM)
             teacher = None
             if own is not None and own.has_teacher:
                 teacher = Teacher(name=source.name, config_json=json.dumps(source.config))

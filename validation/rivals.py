@@ -63,7 +63,7 @@ from autotune.space.search_space import (
 from autotune.space.tradeoffs import LEVEL, form, tradeoff_class
 from autotune.space.words import describe
 from autotune.store.trace_cache import TraceCache
-from validation.answers import of_text, predicted
+from validation.answers import of_text, predicted, rows_of
 
 STUDY = Path(__file__).resolve().parents[1] / "studies" / "answers" / "rivals.jsonl"
 _INTRODUCTION = """# Rivals of answers
@@ -463,12 +463,6 @@ def _around(problem: Problem, answer: Answer) -> Iterator[TrainConfig]:
             yield config
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Read the rows of earlier runs."""
-    lines = path.read_text("utf-8").splitlines() if path.exists() else []
-    return [json_records.read(Row, json.loads(line), path.name) for line in lines]
-
-
 def page(rows: Sequence[Row]) -> str:
     """Return what the rows say, as Markdown: what was passed over first."""
     lines = [_INTRODUCTION]
@@ -536,7 +530,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(json_records.plain(row)) + "\n")
         print(f"{time.perf_counter() - started:5.0f} s", row, flush=True)
-        options.out.with_suffix(".md").write_text(page(read_rows(options.out)), "utf-8")
+        options.out.with_suffix(".md").write_text(page(rows_of(Row, options.out)), "utf-8")
     return 0
 
 

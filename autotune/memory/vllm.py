@@ -11,8 +11,8 @@ engines go sizes alone, over the host.
 
 Not modelled: a model that vLLM splits among GPUs, weights that are quantised, other caches than keys and
 values in 16 bits, layers whose window makes the cache smaller, what a pass over prompts works with where that
-is more than sampling (some 0.2 to 0.5 GiB with TRL's 4,096 tokens), and what becomes of the rest of the share
-between two generations.
+is more than sampling (some 0.2 to 0.5 GiB with TRL's 4,096 tokens), NCCL's buffers, should a group of vLLM's
+make any before it counts, and what becomes of the rest of the share between two generations.
 
 Source: vllm v1/worker/gpu_worker.py (determine_available_memory), v1/worker/utils.py (request_memory),
 v1/core/kv_cache_utils.py (_check_enough_kv_cache_memory), device_allocator/cumem.py,

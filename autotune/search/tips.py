@@ -26,7 +26,7 @@ LARGE_SHARE = 0.1
 LARGE_PADDING = 0.2
 """Share of a micro-batch's tokens from which padding is worth a tip. [judgement]"""
 SHARE_OF_VLLM = 0.3
-"""Share of the card on which vLLM is to write completions, where it is not searched: GRPOConfig's default."""
+"""Share of the card on which vLLM is to write completions, where it is not searched: TRL 1.16's default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotune.memory.traces import Phase, TracedParameter
+from autotune.predict.sharding.added_tensors import SizesByRank
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.library_rules import (
     Weight,
@@ -26,7 +27,6 @@ from autotune.predict.sharding.library_rules import (
     zero_partition_elements,
 )
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares
-from autotune.predict.sharding.step import SizesByRank
 from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.predict.sharding.zero_step import positions_of
 from autotune.records.estimate import TraceSpec

@@ -10,6 +10,7 @@ import pytest
 from autotune.records.estimate import Estimate
 from autotune.space.config import TrainConfig
 from validation import easier
+from validation.answers import rows_of
 
 ADAPTER = dataclasses.replace(answers.ADAPTER, lora_rank=16)
 
@@ -46,7 +47,7 @@ def test_an_easier_question_is_answered_as_well(
 
 
 def test_the_page_is_of_the_rows() -> None:
-    rows = easier.read_rows(easier.STUDY)
+    rows = rows_of(easier.Row, easier.STUDY)
     assert len(rows) >= 125
     assert not [row for row in rows if row.broken]
     assert easier.STUDY.with_suffix(".md").read_text("utf-8") == easier.page(rows)

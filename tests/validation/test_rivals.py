@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from validation import rivals
+from validation.answers import rows_of
 
 
 def test_the_page_is_of_the_rows() -> None:
-    rows = rivals.read_rows(rivals.STUDY)
+    rows = rows_of(rivals.Row, rivals.STUDY)
     assert len([row for row in rows if row.outcome == "answer"]) >= 15
     assert rivals.STUDY.with_suffix(".md").read_text("utf-8") == rivals.page(rows)
 

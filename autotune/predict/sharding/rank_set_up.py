@@ -15,8 +15,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from autotune.memory.traces import Trace
+from autotune.predict.sharding.added_tensors import AddedTensors, Size
 from autotune.predict.sharding.shards import EMBED, ROOT, TAIL, Shares
-from autotune.predict.sharding.step import AddedTensors, Size
 
 _MOST_RANK = 1024
 """LoRA rank up to which copies of adapters that DDP sends are counted. [judgement]"""

@@ -72,18 +72,13 @@ from autotune.memory.optimizers import TensorSpec
 from autotune.memory.traces import Launch, Phase, Trace, TracedKernel
 from autotune.memory.traces.running import running
 from autotune.memory.traces.terms import Array, Term, evaluate, summable
+from autotune.predict.sharding.added_tensors import AddedTensors, SizesByRank
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.rank_set_up import RankSetUp
 from autotune.predict.sharding.shards import ROOT, TAIL, Shares
 from autotune.predict.sharding.shared_trace import SharedTrace
-from autotune.predict.sharding.step import (
-    PASSES_BESIDES,
-    AddedTensors,
-    Blocks,
-    MicroStep,
-    SizesByRank,
-)
+from autotune.predict.sharding.step import PASSES_BESIDES, Blocks, MicroStep
 from autotune.predict.sharding.zero_parts import ZeroParts
 from autotune.predict.sharding.zero_step import (
     ZeroMicroStep,

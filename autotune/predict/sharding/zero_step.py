@@ -31,13 +31,11 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, REFERENCE_PHASES, Phase, Place
+from autotune.predict.sharding.added_tensors import AddedTensors, Size, Stream
 from autotune.predict.sharding.layer_counts import USUAL_RANK
 from autotune.predict.sharding.shards import EMBED, TAIL, Shares, Unit
 from autotune.predict.sharding.step import (
-    AddedTensors,
     Blocks,
-    Size,
-    Stream,
     Writer,
     at_logits_gradient,
     unit_in,
