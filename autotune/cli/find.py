@@ -66,7 +66,8 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
 @click.option(
     "--allow",
     type=one_of(CHOICES["allow"]),
-    help="Highest trade-off class of the answer [default: numerics, or recipe if nothing else fits].",
+    help="Highest trade-off class of the answer [default: numerics, or recipe if nothing else fits, or only "
+    "by waiting for host memory].",
 )
 @base_option("What to improve on")
 @click.option(

@@ -18,6 +18,9 @@ from autotune.space.learning_rates import learning_rate
 from autotune.space.requirements import LeftOut
 from autotune.space.tradeoffs import tradeoff_class
 
+FAR_FASTER = 1.5
+"""How many times as fast what gives up more is, from where it is named, or taken instead of what waits for
+host memory. [judgement]"""
 MORE_MEMORY = "memory_budget_bytes"
 """The `setting` of the Change that is no field of TrainConfig."""
 MORE_MEMORY_BYTES = 2 * 10**9
@@ -253,7 +256,7 @@ class Answer:
     allow: str
     """Highest trade-off class that the answer may be of."""
     widened: bool
-    """Whether `allow` was raised because nothing of a lower class fits."""
+    """Whether `allow` was raised: nothing of a lower class fits, or not without waiting for host memory."""
     best: Estimate
     best_class: str
     base: TrainConfig

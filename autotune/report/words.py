@@ -9,7 +9,13 @@ from autotune.catalogue import gpus
 from autotune.catalogue.tasks import CAUSAL
 from autotune.common.units import GIB, counted, format_bytes, format_count, format_seconds, unit_for
 from autotune.common.user_text import printable
-from autotune.records.answer import MORE_MEMORY_BYTES, TRAINER_DEFAULTS, Answer, Change
+from autotune.records.answer import (
+    FAR_FASTER,
+    MORE_MEMORY_BYTES,
+    TRAINER_DEFAULTS,
+    Answer,
+    Change,
+)
 from autotune.records.estimate import Estimate, Timed
 from autotune.records.measurement import NOISE, Measurement
 from autotune.space import learning_rates, requirements
@@ -689,10 +695,6 @@ def over_pcie(answer: Answer) -> str:
     )
 
 
-_FAR_FASTER = 1.5
-"""How many times as fast what gives up more is, from where its method is named. [judgement]"""
-
-
 def far_faster(answer: Answer) -> str:
     """A note where another method that gives up more is far faster than the answer; else empty.
 
@@ -707,7 +709,7 @@ def far_faster(answer: Answer) -> str:
         return ""
     method = faster.config.method
     times = (faster.tokens_per_second or 0.0) / (best.tokens_per_second or math.inf)
-    if times < _FAR_FASTER or method == best.config.method:
+    if times < FAR_FASTER or method == best.config.method:
         return ""
     return (
         f"{_method(method)} gives up more than {_method(best.config.method)} and is predicted to be up to "
@@ -846,6 +848,17 @@ def widened(answer: Answer) -> str:
     if not answer.widened:
         return ""
     lower = TRADEOFF_CLASSES[: TRADEOFF_CLASSES.index(answer.best_class)]
+    waiting = max(
+        (each for name, each in answer.best_by_class.items() if name in lower),
+        key=lambda each: each.tokens_per_second or 0.0,
+        default=None,
+    )
+    if waiting is not None:
+        method = _method(waiting.config.method)
+        return (
+            f"{method[:1].upper()}{method[1:]} would wait for what lies in host memory ({speed(waiting)}), "
+            "so another recipe was allowed: --allow numerics keeps to it."
+        )
     is_there = not set(lower) <= set(answer.classes_outside)
     fits = "is traced and fits" if answer.base_refused else "fits"
     nothing = f"Nothing of a lower class {fits}" if is_there else "The space has no lower class"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from autotune.predict.traces_ahead import traces_ahead
 from autotune.predict.tracing import asked_of_all, share_known, trace_all
 from autotune.probe import compiled
 from autotune.records.answer import (
+    FAR_FASTER,
     TRAINER_DEFAULTS,
     USERS_BASE,
     Answer,
@@ -213,7 +215,8 @@ def find(
 ) -> Prediction:
     """Answer a workload by prediction.
 
-    `allow` None: numerics, raised to recipe where nothing else fits. `base` None: default_base.
+    `allow` None: numerics, raised to recipe where nothing else fits, or only by waiting for host memory.
+    `base` None: default_base.
     What `has` needs is taken for installed. `so_far` hears of the best so far while others are traced;
     `meanwhile` is called once, while the first worker starts.
     `changes` is what has become of the space before. `traces_all`: also what is slower by its bound than what
@@ -301,9 +304,10 @@ def find(
         prices=None if cache is None else cache.prices(),
         varied_share=varied_share,
     )
+    choose = functools.partial(_chosen, allow=allow, has_base=base is not None)
     first_answers = None
     if so_far is not None:
-        look = functools.partial(_best_so_far, estimator, possible, baselines, reference, allow)
+        look = functools.partial(_best_so_far, estimator, possible, baselines, reference, choose)
         first_answers = FirstAnswers(look, so_far)
 
     def on_trace(done: int, total: int) -> None:
@@ -368,7 +372,7 @@ def find(
         )
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
 
-        plan_b = functools.partial(_plan_b_of, workload=workload, allow=allow)
+        plan_b = functools.partial(_plan_b_of, workload=workload, choose=choose)
         to_try = tried_on_best.Tried(
             solving=solving,
             parting=parting,
@@ -382,7 +386,7 @@ def find(
             families = families_of(candidates, configs, estimator, methods=solving, allow=allow)
             # What may not be chosen anyway waits until the answer's own best is known.
             plans = (each.specs() for each in families if each.answer is not None)
-            _, best = _chosen(candidates, allow)
+            _, best = choose(candidates)
             in_parts = list[TraceSpec]()
             if best is not None and tried_on_best.parts_may_pay(best, configs, estimator):
                 in_parts = tried_on_best.specs_in_parts(best, to_try)
@@ -392,7 +396,7 @@ def find(
             return [*tried_on_best.specs_in_parts(best, to_try), *in_turn.left()]
 
         candidates = in_turn.rest(candidates, besides=likely_next)
-        _, best = _chosen(candidates, allow)
+        _, best = choose(candidates)
         ahead.go_on(likely_later)
         candidates, added = tried_on_best.tried(
             candidates,
@@ -401,7 +405,7 @@ def find(
             traces,
             to_try,
         )
-        chosen, best = _chosen(candidates, allow)
+        chosen, best = choose(candidates)
         candidates = in_turn.where(candidates, plan_b(candidates))
         ahead.go_on(likely_later)
     server = None
@@ -422,7 +426,7 @@ def find(
         supported += of_compiled
         num_added += len(of_compiled)
         candidates = Candidates(estimator, [*supported, *([reference] * adds_base)], reference)
-        chosen, best = _chosen(candidates, allow)
+        chosen, best = choose(candidates)
     left_out = (*left_out, *_refused_kinds(asked_for, supported, refused))
     num_possible = candidates.num_possible - adds_base
     progress("priced", num_possible, len(supported))
@@ -581,14 +585,28 @@ def _refused_targets(
         yield LeftOut(", ".join(sorted(words)), Reason.NOT_TRACED, why)
 
 
-def _chosen(candidates: Candidates, allow: str | None) -> tuple[str, Estimate | None]:
-    """Return the class that the answer may be of; the answer, if anything fits."""
+_Choice = Callable[[Candidates], tuple[str, Estimate | None]]
+
+
+def _chosen(
+    candidates: Candidates, *, allow: str | None, has_base: bool
+) -> tuple[str, Estimate | None]:
+    """Return the class that the answer may be of; the answer, if anything fits.
+
+    `has_base`: the user trains already, and so has chosen a recipe that waits for host memory.
+    """
     chosen = allow or "numerics"
     best = candidates.best(candidates.at_most(chosen))
-    if best is None and allow is None:
-        chosen = "recipe"
-        best = candidates.best(candidates.at_most(chosen))
+    if allow is not None or (best is not None and (has_base or best.bound != "transfer")):
+        return chosen, best
+    other = candidates.best(candidates.at_most("recipe"))
+    if best is None or (other is not None and _is_far_faster(other, best)):
+        return "recipe", other
     return chosen, best
+
+
+def _is_far_faster(other: Estimate, best: Estimate) -> bool:
+    return (other.tokens_per_second or 0.0) >= FAR_FASTER * (best.tokens_per_second or math.inf)
 
 
 def _whole_groups(reference: TrainConfig, space: SearchSpace) -> str:
@@ -621,7 +639,7 @@ def _best_so_far(
     configs: Sequence[TrainConfig],
     baselines: Sequence[TrainConfig],
     reference: TrainConfig,
-    allow: str | None,
+    choose: _Choice,
 ) -> Estimate | None:
     """Return the answer as far as steps are traced; None where nothing fits yet, or no speed is known."""
     baseline = _baseline(estimator, baselines)
@@ -630,15 +648,15 @@ def _best_so_far(
         candidates = Candidates(estimator, filter(estimator.supports, configs), base)
     except HardwareError:
         return None
-    _, best = _chosen(candidates, allow)
+    _, best = choose(candidates)
     return best
 
 
 def _plan_b_of(
-    candidates: Candidates, *, workload: Workload, allow: str | None
+    candidates: Candidates, *, workload: Workload, choose: _Choice
 ) -> Callable[[TrainConfig], bool]:
     """Whether a configuration may stand in the plan B of the best of these."""
-    _, best = _chosen(candidates, allow)
+    _, best = choose(candidates)
     if best is None or not _has_plan_b(best.config, workload):
         return lambda _: False
     return goes_on_from(best.config)

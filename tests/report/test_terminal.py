@@ -1846,9 +1846,20 @@ def test_how_sure_an_answer_is_names_its_likeliest_rival() -> None:
 def test_why_a_class_was_raised_is_said(
     widened: bool, best_class: str, outside: tuple[str, ...], said: str
 ) -> None:
-    answer = answers.answer(widened=widened, best_class=best_class, classes_outside=outside)
+    answer = answers.answer(
+        widened=widened, best_class=best_class, classes_outside=outside, best_by_class={}
+    )
     assert words.widened(answer).startswith(said)
     assert bool(words.widened(answer)) == widened
+
+
+def test_an_answer_that_would_wait_for_the_host_says_so() -> None:
+    lower = {"exact": answers.estimate(step_seconds=16.0), "numerics": answers.estimate()}
+    answer = answers.answer(widened=True, best_class="recipe", best_by_class=lower)
+    assert words.widened(answer) == (
+        f"Full fine-tuning would wait for what lies in host memory ({words.speed(lower['numerics'])}), so "
+        "another recipe was allowed: --allow numerics keeps to it."
+    )
 
 
 def test_a_method_alone_does_not_say_what_solving_would_do() -> None:

@@ -1192,6 +1192,29 @@ def test_an_answer_takes_no_more_of_the_host_than_it_may() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(("copies_per_second", "is_widened"), [(2e9, True), (60e9, False)])
+def test_the_class_is_raised_where_the_answer_would_wait_for_the_host(
+    copies_per_second: float, is_widened: bool
+) -> None:
+    paged = with_domains(
+        tiny_model.SPACE,
+        lambda section: {"optimizer": ("paged_adamw_32bit",)} if section.method == "full" else {},
+    )
+    gpu = dataclasses.replace(tiny_model.gpu(), pcie_bandwidth_bytes_per_second=copies_per_second)
+    options: dict[str, Any] = {"methods": ("full", "lora"), "space": paged, "gpu": gpu}
+    answer = search(1100 * MB, **options)
+    waiting = search(1100 * MB, **options, allow="numerics").best
+    assert (answer.best_class == "recipe") == answer.widened == is_widened
+    if is_widened:
+        assert waiting.bound == "transfer"
+        assert speed(answer.best) >= 1.5 * speed(waiting)
+        assert answer.best_by_class["numerics"] == waiting
+    trained = search(1100 * MB, **options, base=waiting.config)
+    assert not trained.widened  # Who trains so already has chosen it.
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("traced")
 def test_a_class_that_is_too_large_is_not_said_to_be_missing() -> None:
     """Its configurations are known not to fit before anything is traced."""
     of_7b = dataclasses.replace(tiny_model.MODEL, num_parameters_known=2 * 10**9)
