@@ -111,6 +111,7 @@ def _record(
             gpu=answer.gpu,
             command=command,
             versions=stored_answers.library_versions(),
+            alone=True,  # Of two at once, the second one finds the first one's trials.
         ) as opened,
         damage_explained(parse_url(storage)),
     ):

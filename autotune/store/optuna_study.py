@@ -49,6 +49,7 @@ def open_study(
     gpu: str,
     command: str = "",
     versions: Mapping[str, str] | None = None,
+    alone: bool = False,
     searches: bool = False,
     waits: bool = False,
     note: Callable[[str], None] = lambda _: None,
@@ -56,8 +57,10 @@ def open_study(
     """Open the study of that name, or create it, for the length of a `with` block.
 
     The workload, card, command and library versions of the run that creates a study are kept as
-    its user attributes. `searches`: for a search, of which a study has one at a time; `waits`: until another
-    one is done, which `note` hears. Problems of the database inside the `with` block are translated as well.
+    its user attributes. `alone`: once whoever else has opened it so is done, for what takes moments and reads
+    what is there before it adds to it. `searches`: for a search, of which a study has one at a time; `waits`:
+    until another one is done, which `note` hears. Problems of the database inside the `with` block are
+    translated as well.
 
     Raises ConfigError when the study belongs to another workload or card, StudyBusyError where another
     search works in it, and StorageError for everything that the database refuses.
@@ -71,11 +74,11 @@ def open_study(
         with damage_explained(parsed):
             study = _load_or_create(storage, name, attributes)
             _check_identity(study, identity)
-        with (
-            locks.searching(storage.engine, study, waits=waits, note=note)
-            if searches
-            else contextlib.nullcontext()
-        ):
+        with contextlib.ExitStack() as held:
+            if searches:
+                held.enter_context(locks.searching(storage.engine, study, waits=waits, note=note))
+            if alone:
+                held.enter_context(locks.exclusive(storage.engine, name))
             yield study
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import json
 import re
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -167,6 +169,25 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
     assert TrainConfig(**study.best_trial.user_attrs["config"]) == LORA
     assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED", "COMPLETE"]
     assert ["lora_rank" in trial.params for trial in study.trials] == [True, False, False]
+
+
+def test_of_searches_that_end_at_once_the_later_find_the_trials_of_the_first(url: str) -> None:
+    """A reader takes its time between what it finds and what it adds."""
+    found = [estimate(dataclasses.replace(LORA, lora_rank=rank)) for rank in (8, 16, 32)]
+    both_open = threading.Barrier(2)
+
+    def records() -> int:
+        with optuna_study.open_study(url, "s", workload=WORKLOAD, gpu="rtx-4070"):
+            both_open.wait(timeout=60)
+        with optuna_study.open_study(
+            url, "s", workload=WORKLOAD, gpu="rtx-4070", alone=True
+        ) as study:
+            slowly = (time.sleep(0.05) or each for each in found)
+            return predicted_trials.record_estimates(study, slowly, budget_bytes=BUDGET_BYTES)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        added = [pool.submit(records) for _ in range(2)]
+    assert sorted(each.result() for each in added) == [0, 3]
 
 
 def test_what_does_not_fit_is_pruned_with_its_excess(url: str) -> None:
