@@ -290,6 +290,9 @@ def find(
         reference = dataclasses.replace(reference, peft=points.configs[0].peft)
     baselines = [base] if base is not None else larger_micro_batches(reference)
     possible = room.possible(points.configs, model, workload)
+    is_hopeless = room.is_hopeless(points.configs, model, workload)
+    if is_hopeless:  # Only what is lacking is to be said.
+        possible = room.smallest(possible, model, base=reference, allow=allow)
     traces: dict[TraceSpec, Trace | SharedTrace] = {}
     refused: dict[TraceSpec, str] = {}
     varied = workload.lengths is not None
@@ -348,11 +351,17 @@ def find(
     server = serving = trace_server(specs)
     length, shown, taught_by = workload.sequence_length, workload.pictures, workload.teacher
     asked = asked_of_all(model, workload.task, length, gpu, shown, taught_by)
+    is_crowded = functools.partial(room.is_crowded, model=model, workload=workload)
     with traces_ahead(serving, asked, cache) as ahead:
-        supported = in_turn.first(
-            *map(TraceSpec.of, baselines),
-            is_crowded=functools.partial(room.is_crowded, model=model, workload=workload),
-        )
+        try:
+            others = [] if is_hopeless else map(TraceSpec.of, baselines)
+            supported = in_turn.first(*others, is_crowded=is_crowded)
+        except ConfigError:
+            if not is_hopeless:
+                raise
+            possible = points.configs  # The smallest cannot be traced: others may be.
+            in_turn = TracesInTurn(possible, reference, estimator, trace, is_all=is_all)
+            supported = in_turn.first(is_crowded=is_crowded)
         if room.num_said(model, workload.task) is None:
             is_possible = room.is_possible(model, workload, room.num_traced(traces))
             with_room = list(filter(is_possible, possible))
@@ -374,8 +383,8 @@ def find(
 
         plan_b = functools.partial(_plan_b_of, workload=workload, choose=choose)
         to_try = tried_on_best.Tried(
-            solving=solving,
-            parting=parting,
+            solving=frozenset() if is_hopeless else solving,
+            parting=frozenset() if is_hopeless else parting,
             allow=allow,
             context=_context(workload, gpu, model),
             trace=trace,
@@ -429,7 +438,7 @@ def find(
         chosen, best = choose(candidates)
     left_out = (*left_out, *_refused_kinds(asked_for, supported, refused))
     num_possible = candidates.num_possible - adds_base
-    progress("priced", num_possible, len(supported))
+    progress("priced", num_possible, len(points.configs if is_hopeless else supported))
 
     best_by_class = {}
     for name in TRADEOFF_CLASSES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
@@ -16,8 +16,10 @@ from autotune.predict.floors import least_bytes
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.records.answer import MORE_MEMORY_BYTES
 from autotune.records.estimate import TraceSpec
+from autotune.search.traced_in_turn import SAVERS
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.parallelisms import PARALLELISMS
+from autotune.space.tradeoffs import LEVEL, tradeoff_class
 from autotune.space.trainers import model_task
 
 CROWDED_SHARE = 0.5
@@ -35,6 +37,45 @@ def possible(
     there is no such configuration, so that what is lacking can be said.
     """
     return list(filter(is_possible(model, workload), configs)) or configs
+
+
+def is_hopeless(configs: Sequence[TrainConfig], model: ModelSource, workload: Workload) -> bool:
+    """Whether the weights alone are too large for one GPU in each configuration, as far as is known."""
+    count = num_said(model, workload.task)
+    return count is not None and all(
+        config.parallelism == "none" and least_bytes(config, count) > workload.memory_budget_bytes
+        for config in configs
+    )
+
+
+def smallest(
+    configs: Sequence[TrainConfig], model: ModelSource, *, base: TrainConfig, allow: str | None
+) -> list[TrainConfig]:
+    """Return the configurations that may take least: of weights, of samples, and of kept activations.
+
+    Of the class `allow` at most, where there are any; None: of all classes. Both with activations in host
+    memory and without; of full fine-tuning in every precision, since what it would take of host memory is
+    said of another one. The model must say how many parameters it has.
+    """
+    count = model.num_parameters_known
+    assert count is not None
+    if allow is not None:
+        configs = [
+            config for config in configs if LEVEL[tradeoff_class(config, base)] <= LEVEL[allow]
+        ] or configs
+    least = min(configs, key=lambda config: least_bytes(config, count))
+    light = [
+        config
+        for config in configs
+        if config.method == least.method == "full"
+        or least_bytes(config, count) == least_bytes(least, count)
+    ]
+    larger = {SAVERS["quantization"](config.quantization) for config in light}
+    light = [config for config in light if config.quantization not in larger]
+    num_samples = min(config.micro_batch_size for config in light)
+    light = [config for config in light if config.micro_batch_size == num_samples]
+    every = min(filter(None, (config.activation_checkpointing for config in light)), default=0)
+    return [config for config in light if config.activation_checkpointing == every]
 
 
 def is_possible(

@@ -1214,6 +1214,53 @@ def test_the_class_is_raised_where_the_answer_would_wait_for_the_host(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("methods", "allow", "most_specs"),
+    [
+        (tiny_model.METHODS, None, 2),
+        (tiny_model.METHODS, "numerics", 2),
+        (("full",), None, 2),
+        (("lora",), None, 1),
+    ],
+)
+def test_of_a_model_that_is_far_too_large_only_the_smallest_is_traced(
+    methods: tuple[str, ...],
+    allow: str | None,
+    most_specs: int,
+    traces: Mapping[TraceSpec, Trace],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: set[TraceSpec] = set()
+    refuses: list[str] = []
+
+    def trace_all(*args: Any, found: dict[TraceSpec, Trace], **_: Any) -> None:
+        *_, specs = args
+        asked.update(specs)
+        given = {spec for spec in specs if spec in traces and spec.quantization not in refuses}
+        if not given:
+            raise ConfigError("The model cannot be traced so")
+        found |= {spec: traces[spec] for spec in given}
+
+    def lacking() -> str:
+        asked.clear()
+        with pytest.raises(NothingFitsError) as caught:
+            search(20 * MB, methods=methods, allow=allow, model=model)
+        return str(caught.value)
+
+    monkeypatch.setattr(predict_best, "trace_all", trace_all)
+    model = dataclasses.replace(tiny_model.MODEL, num_parameters_known=room.num_traced(traces))
+    said = lacking()
+    assert len(asked) <= most_specs
+    refuses += ["nf4", "nf4-double"]
+    without = lacking()  # The smallest cannot be traced, others can.
+    monkeypatch.setattr(room, "is_hopeless", lambda *_: False)
+    assert lacking() == without
+    assert len(asked) > most_specs
+    refuses.clear()
+    assert lacking() == said
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("traced")
 def test_a_class_that_is_too_large_is_not_said_to_be_missing() -> None:
     """Its configurations are known not to fit before anything is traced."""
