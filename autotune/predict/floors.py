@@ -9,6 +9,7 @@ from autotune.memory.traces import Trace
 from autotune.predict.sharding.shared_trace import SharedTrace
 from autotune.space.config import TrainConfig
 from autotune.space.optimizers import UPDATERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 
 
@@ -50,10 +51,18 @@ def micro_step_of(
 def least_bytes(config: TrainConfig, num_parameters: int, vocab_size: int = 0) -> int:
     """Bytes that are there however the step runs: the weights, and the gradients of full fine-tuning.
 
-    A lower bound of peak_device_bytes that needs no trace. `vocab_size`: of a model that makes all logits of
-    a micro-batch, which are there together with their gradient; 0: they are not counted.
+    A lower bound of peak_device_bytes that needs no trace; of several GPUs, for the fullest one.
+    `vocab_size`: of a model that makes all logits of a micro-batch, which are there together with their
+    gradient; 0: they are not counted.
     """
-    return _weights_bytes(config, num_parameters) + 2 * _logits_bytes(config, vocab_size)
+    num_parts = config.num_splits * config.sequence_parts
+    if PARALLELISMS[
+        config.parallelism
+    ].deals_layers:  # The fullest GPU has no less than their average.
+        num_parts = config.num_gpus
+    return (
+        _weights_bytes(config, num_parameters) + 2 * _logits_bytes(config, vocab_size) // num_parts
+    )
 
 
 def _logits_bytes(config: TrainConfig, vocab_size: int) -> int:
@@ -64,8 +73,24 @@ def _logits_bytes(config: TrainConfig, vocab_size: int) -> int:
 
 
 def _weights_bytes(config: TrainConfig, num_parameters: int) -> int:
-    weight_bytes = DTYPE_BYTES[PRECISIONS[config.precision].parameter_dtype]
+    """Bytes of weights and gradients on the GPU that has most; 0 where they wait in host memory."""
+    row = PARALLELISMS[config.parallelism]
+    if row.offload:
+        return 0
+    shares_weights = row.stage == 3 or row.splits or row.deals_layers
+    num_shares = config.num_gpus // row.num_replicas
+    weights_shares = num_shares if shares_weights else 1
+    gradients_shares = num_shares if shares_weights or row.stage == 2 else 1
     if config.quantization != "none":
-        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8
+        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8 // weights_shares
+    precision = config.precision
+    if (
+        row.is_deepspeed
+    ):  # It casts the weights, and keeps others of the optimizer's, which are shared out.
+        precision = dict(row.traced_as).get(precision, precision)
+    weight_bytes = DTYPE_BYTES[PRECISIONS[precision].parameter_dtype]
     keeps_gradients = config.method == "full" and not UPDATERS[config.updater].updates
-    return num_parameters * weight_bytes * (2 if keeps_gradients else 1)
+    bytes_each = weight_bytes / weights_shares
+    if keeps_gradients:
+        bytes_each += weight_bytes / gradients_shares
+    return int(num_parameters * bytes_each)

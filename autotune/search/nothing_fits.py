@@ -67,7 +67,8 @@ def none_of_class(
         smallest = min(wanted, key=lambda config: least_bytes(config, count))
         if (least := least_bytes(smallest, count)) > workload.memory_budget_bytes:
             parts = "weights and gradients" if smallest.method == "full" else "weights"
-            why = f"The {parts} alone of {describe(smallest)} take {format_bytes(least)}"
+            each = " on each GPU" if smallest.num_gpus > 1 else ""
+            why = f"The {parts} alone of {describe(smallest)} take {format_bytes(least)}{each}"
     return NothingFitsError(
         f"Nothing of the class {allow} fits into {budget}",
         why=why,

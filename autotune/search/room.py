@@ -40,11 +40,10 @@ def possible(
 
 
 def is_hopeless(configs: Sequence[TrainConfig], model: ModelSource, workload: Workload) -> bool:
-    """Whether the weights alone are too large for one GPU in each configuration, as far as is known."""
+    """Whether the weights alone are too large in each configuration, as far as is known."""
     count = num_said(model, workload.task)
     return count is not None and all(
-        config.parallelism == "none" and least_bytes(config, count) > workload.memory_budget_bytes
-        for config in configs
+        least_bytes(config, count) > workload.memory_budget_bytes for config in configs
     )
 
 
@@ -128,9 +127,9 @@ def num_said(model: ModelSource, task: str) -> int | None:
 def _has_room(config: TrainConfig, *, count: int, vocab_size: int, workload: Workload) -> bool:
     if PARALLELISMS[config.parallelism].deals_layers:
         # Where a GPU has room for all weights twice, all GPUs can work at the same time.
-        return 2 * least_bytes(config, count) > workload.memory_budget_bytes
-    if workload.num_gpus > 1:
-        return True
+        all_bytes = config.num_gpus * least_bytes(config, count)
+        if 2 * all_bytes <= workload.memory_budget_bytes:
+            return False
     most_bytes = workload.memory_budget_bytes + MORE_MEMORY_BYTES
     return least_bytes(config, count, vocab_size) <= most_bytes
 

@@ -15,6 +15,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.models import resolve
 from autotune.common.units import GIB
 from autotune.predict.estimator import Estimator
+from autotune.predict.floors import least_bytes
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import KEPT_RANK, Estimate, TraceSpec
 from autotune.space.checkpoint_plans import plan_offloads
@@ -292,6 +293,11 @@ def test_recorded_runs_were_predicted(name: str, counts: list[int]) -> None:
         num_within("peak_reserved_bytes", 0.03),
     ]
     assert [len(records), len(ended), *within] == counts
+    for each in ended:  # Nor did any take less than is known before a trace is made.
+        config, parameters = each["prediction"]["config"], each["prediction"]["parameters"]
+        count = parameters["total"] - (config["method"] != "full") * parameters["trainable"]
+        known_bytes = least_bytes(TrainConfig(**config), count)
+        assert known_bytes <= each["measurement"]["peak_allocated_bytes"]
 
 
 def test_recorded_plans_that_offload_were_predicted() -> None:

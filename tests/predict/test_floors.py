@@ -45,3 +45,32 @@ def test_weights_and_gradients_and_logits_are_there_at_least(
     weights = int(bytes_each * NUM_PARAMETERS)
     assert least_bytes(config, NUM_PARAMETERS) == weights
     assert least_bytes(config, NUM_PARAMETERS, 50) == weights + 2 * logit_bytes * 50 * 3 * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "bytes_each", "num_parts"),
+    [
+        ({"parallelism": "ddp"}, 2 + 2, 1),
+        ({"parallelism": "zero1"}, 2 + 2, 1),
+        ({"parallelism": "zero2"}, 2 + 2 / 4, 1),
+        ({"parallelism": "zero3"}, (2 + 2) / 4, 1),
+        ({"parallelism": "zero3-offload"}, 0, 1),
+        ({"parallelism": "fsdp2"}, (2 + 2) / 4, 1),
+        ({"parallelism": "hsdp"}, (2 + 2) / 2, 1),
+        ({"parallelism": "tp"}, (2 + 2) / 4, 4),
+        ({"parallelism": "cp"}, (2 + 2) / 4, 4),
+        ({"parallelism": "device-map"}, (2 + 2) / 4, 4),
+        # DeepSpeed casts the weights to 16 bits, FSDP2 shares out those of 32.
+        ({"parallelism": "zero2", "precision": "bf16-mixed"}, 2 + 2 / 4, 1),
+        ({"parallelism": "fsdp2", "precision": "bf16-mixed"}, (4 + 4) / 4, 1),
+        (LORA | {"parallelism": "ddp", "quantization": "nf4"}, 0.5, 1),
+        (LORA | {"parallelism": "device-map", "quantization": "nf4"}, 0.5 / 4, 4),
+    ],
+)
+def test_of_four_gpus_each_has_its_share(
+    change: dict[str, Any], bytes_each: float, num_parts: int
+) -> None:
+    config = dataclasses.replace(CONFIG, num_gpus=4, **change)
+    weights = int(bytes_each * NUM_PARAMETERS)
+    assert least_bytes(config, NUM_PARAMETERS) == weights
+    assert least_bytes(config, NUM_PARAMETERS, 50) == weights + 4 * 50 * 3 * 64 // num_parts

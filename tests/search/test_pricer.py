@@ -105,8 +105,11 @@ def test_what_a_model_has_room_for_is_known_before_anything_is_traced() -> None:
         assert found == ([config, adapter] if both else [adapter])
         # Where there is nothing else it is said what is lacking.
         assert room.possible([config], model, workload) == [config]
-        on_two = dataclasses.replace(workload, num_gpus=2)
-        assert room.is_possible(model, on_two)(config)
+        # Of two GPUs each has all of it, or a part.
+        on_two = room.is_possible(model, dataclasses.replace(workload, num_gpus=2))
+        for parallelism, has_room in (("ddp", both), ("fsdp2", True)):
+            shared = dataclasses.replace(config, parallelism=parallelism, num_gpus=2)
+            assert on_two(shared) is has_room
         # Of another task's model nothing is said, but by a trace.
         of_classes = dataclasses.replace(workload, task="sequence-classification")
         assert room.is_possible(model, of_classes)(config)

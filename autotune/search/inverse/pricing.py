@@ -401,8 +401,6 @@ class Pricer:
 
     def _is_hopeless(self, case: Case, config: TrainConfig) -> bool:
         """Weights, gradients and logits alone pass the budget, which needs no trace."""
-        if config.num_gpus > 1 and config.parallelism != "ddp":
-            return False  # Of what is shared out each has a part.
         count = room.num_said(case.source, self.task(case))
         vocab_size = room.vocab_size_of(case.source, self.task(case))
         return count is not None and least_bytes(config, count, vocab_size) > case.budget_bytes
