@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import NothingFitsError
+from autotune.memory.allocator import PAGE_BYTES
 from autotune.predict import least_budget
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
@@ -96,12 +97,16 @@ def nothing_fits(
     *,
     context: Context,
     share: Callable[[TraceSpec], None],
+    is_hopeless: bool,
 ) -> NothingFitsError:
     """The smallest configuration, and the one change that lowers it most.
 
-    `share` makes the trace of a shared run, where it follows from one that is there.
+    `is_hopeless`: the weights alone are too large, so that what is needed need not be exact. `share` makes
+    the trace of a shared run, where it follows from one that is there.
     """
-    least = least_budget.smallest(estimator, estimator.least_of_host(allowed))
+    step_bytes = estimator.memory_budget_bytes // 64 if is_hopeless else PAGE_BYTES
+    configs = estimator.least_of_host(allowed)
+    least = least_budget.smallest(estimator, configs, step_bytes=step_bytes)
     assert least is not None  # Something is allowed.
     smallest, needed_bytes = least
     budget_bytes = estimator.memory_budget_bytes

@@ -460,6 +460,7 @@ def find(
             left_out,
             context=_context(workload, gpu, model),
             share=lambda spec: share_known(model, spec, gpu, traces, num_gpus=workload.num_gpus),
+            is_hopeless=is_hopeless,
         )
     is_in_form = candidates.in_form_of(best.config)
     context = _context(workload, gpu, model)
