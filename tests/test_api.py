@@ -28,7 +28,7 @@ from autotune.records.answer import Sureness, Tip
 from autotune.records.question import EFFECTIVE_BATCH_SIZE, SEQUENCE_LENGTH
 from autotune.report import files
 from autotune.search import budget, predict_best
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.space.config import METHODS
 from autotune.store.locks import StudyBusyError
 from autotune.store.trace_cache import TraceCache

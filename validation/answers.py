@@ -34,7 +34,7 @@ from autotune.records.measurement import NOISE
 from autotune.records.question import Question
 from autotune.search import predict_best
 from autotune.search.candidates import put_back, speed_of
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.search.resolve import Problem, resolve
 from autotune.space.tradeoffs import LEVEL, form, tradeoff_class
 from autotune.space.words import describe

@@ -32,8 +32,7 @@ from autotune.probe.fleet.ray_cards import RayCards
 from autotune.probe.fleet.ray_head import gone
 from autotune.report.files import write
 from autotune.search.fleet import Cards, Where
-from autotune.search.listener import SILENT, Listener
-from autotune.search.predict_best import Progress
+from autotune.search.listener import SILENT, Listener, Progress
 
 DIGEST = "digest.md"
 """File of the whole cluster's digest, beside the machines' folders."""

@@ -21,7 +21,7 @@ from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS
-from autotune.search.predict_best import EFFORTS
+from autotune.search.prediction import EFFORTS
 
 INTERRUPTED, NEW, STALE, DUE, FRESH = "interrupted", "new", "stale", "due", "fresh"
 IMPOSSIBLE = "impossible"

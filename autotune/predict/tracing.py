@@ -219,8 +219,19 @@ def share_known(
     *,
     num_gpus: int,
 ) -> None:
-    """Add the trace of a shared run to the traces, where it follows from one of them."""
-    alone = traces.get(of_one_gpu(spec))
+    """Add the trace of a shared run to the traces, where it follows from one of them.
+
+    That is one GPU's own, or one from which another way to share was worked out.
+    """
+    wanted = of_one_gpu(spec)
+    alone = traces.get(wanted) or next(
+        (
+            each.of_one
+            for other, each in traces.items()
+            if isinstance(each, SharedTrace) and of_one_gpu(other) == wanted
+        ),
+        None,
+    )
     is_fsdp = PARALLELISMS[spec.parallelism].is_fsdp
     if isinstance(alone, Trace) and not (is_fsdp and alone.why_not_fsdp2):
         traces[spec] = shared_trace(

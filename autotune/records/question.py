@@ -18,7 +18,7 @@ from autotune.space.trainers import TASK_NAMES
 BACKENDS = ("cuda", "cpu")
 """Devices on which a probe runs. On the CPU bytes are the tracker's and the cap is enforced by it."""
 EFFORTS = ("quick", "normal", "thorough")
-"""The keys of autotune.search.predict_best.EFFORTS, whose import is slow."""
+"""The keys of autotune.search.prediction.EFFORTS, whose import is slow."""
 SEQUENCE_LENGTH = 1024
 EFFECTIVE_BATCH_SIZE = 32
 MAX_GPUS = 16

@@ -14,8 +14,7 @@ from autotune.records.estimate import Estimate
 from autotune.report import words
 from autotune.report.measuring import measuring_on_stderr
 from autotune.report.stderr import Output, output, tell
-from autotune.search.listener import Listener
-from autotune.search.predict_best import Progress
+from autotune.search.listener import Listener, Progress
 from autotune.space.words import describe
 
 _log = log.logger(__name__)

@@ -11,7 +11,7 @@ from autotune.predict.estimator import Estimator
 from autotune.predict.tracing import trace_all
 from autotune.records.estimate import Estimate, TraceSpec, specs_for
 from autotune.records.question import Question
-from autotune.search.predict_best import Progress
+from autotune.search.listener import Progress
 from autotune.search.resolve import Configuration, resolve_configuration
 from autotune.search.solved_checkpointing import PlanSolver, plan_specs
 from autotune.space.checkpoint_plans import SOLVE

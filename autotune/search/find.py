@@ -24,7 +24,7 @@ from autotune.search import lengths_room, predict_best
 from autotune.search.estimate import note_rank
 from autotune.search.fleet import HERE, Cards, Where, fleet_on_ray
 from autotune.search.listener import SILENT, Listener
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.search.resolve import Problem, resolve
 from autotune.search.timed_host import with_timed_host
 from autotune.store import optuna_study, stored_answers, study_names

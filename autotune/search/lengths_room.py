@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from autotune.errors import NothingFitsError
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.space.headroom import VARIED_SHARE
 
 SHARES = (0.15, 0.2, 0.25, 0.3, 0.4, 0.5)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune.records.answer import Counts
 from autotune.records.estimate import Estimate
-from autotune.search.predict_best import Progress
 
 if TYPE_CHECKING:
     from autotune.probe.loop import OnProbe
     from autotune.probe.run_one import OnRun
+
+Progress = Callable[[str, int, int], None]
+"""(what, done, of how many)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,11 +16,10 @@ from autotune.probe.run_one import NotAsAssumed, Prober
 from autotune.records.answer import Answer, Measured
 from autotune.records.loader_times import LoaderTimes
 from autotune.records.measurement import CONFIRM_STEPS, PROBE_SECONDS, ProbeSpec
-from autotune.search import predict_best
 from autotune.search.dataset import time_loaders
 from autotune.search.fleet import HERE, Where, fleet_here
 from autotune.search.listener import Listener
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import EFFORTS, Prediction
 from autotune.search.resolve import Problem
 from autotune.space import requirements
 from autotune.space.config import Workload
@@ -79,7 +78,7 @@ def measured(
             why="; ".join(reasons),
             remedy="Take the prediction: --backend predict",
         )
-    max_probes = predict_best.EFFORTS[question.effort].max_probes
+    max_probes = EFFORTS[question.effort].max_probes
     if confirm_steps is None:
         confirm_steps = CONFIRM_STEPS[backend]
     with (

@@ -30,7 +30,7 @@ from autotune.errors import StorageError
 from autotune.export import train_config
 from autotune.records.question import EFFORTS
 from autotune.search import predict_best
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS
 from autotune.space.knobs import KNOBS

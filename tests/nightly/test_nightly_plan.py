@@ -14,7 +14,7 @@ from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix
 from autotune.nightly.plan import Planned, changes, plan
 from autotune.records.fingerprint import Fingerprint
-from autotune.search.predict_best import EFFORTS
+from autotune.search.prediction import EFFORTS
 
 NEWER = dataclasses.replace(
     HERE, driver="590.2", versions=(("peft", "0.21"), ("torch", "2.14.0"), ("transformers", "5.23"))

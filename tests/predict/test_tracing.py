@@ -196,9 +196,14 @@ def test_a_shared_step_is_known_where_that_of_one_gpu_is() -> None:
             tracing.share_known(tiny_model.MODEL, spec, find_gpu("t4"), traces, num_gpus=2)
             assert (spec in traces) == (name in known)
     assert isinstance(traces[sharing["ddp"]], RankTrace)
-    nothing: dict[TraceSpec, Any] = {SDPA: None}
+    # Or that of as many that share it in another way.
+    others: dict[TraceSpec, Any] = {sharing["zero3"]: traces[sharing["zero3"]]}
+    tracing.share_known(tiny_model.MODEL, sharing["ddp"], find_gpu("t4"), others, num_gpus=2)
+    assert others[sharing["ddp"]].of_one is traces[of()]
+    eager = of(parallelism="zero3", num_gpus=2, attention="eager")
+    nothing: dict[TraceSpec, Any] = {SDPA: None, eager: traces[sharing["zero3"]]}
     tracing.share_known(tiny_model.MODEL, sharing["ddp"], find_gpu("t4"), nothing, num_gpus=2)
-    assert nothing == {SDPA: None}
+    assert nothing.keys() == {SDPA, eager}
 
 
 def test_of_which_step_alone_a_shared_one_is() -> None:

@@ -23,7 +23,7 @@ from selenium.webdriver.support.wait import WebDriverWait
 from autotune.common.units import GIB
 from autotune.report import html
 from autotune.report.data import ReportData, TrialRow
-from autotune.search.predict_best import EFFORTS
+from autotune.search.prediction import EFFORTS
 from autotune.store.stored_answers import StoredAnswer
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -9,7 +9,7 @@ import pytest
 
 from autotune.errors import NothingFitsError
 from autotune.search import lengths_room
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.space.headroom import VARIED_SHARE
 
 

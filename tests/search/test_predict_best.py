@@ -24,10 +24,19 @@ from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.records.answer import Answer
 from autotune.records.estimate import Breakdown, Estimate, ParameterCount, StateBytes, TraceSpec
-from autotune.search import beside, first_answers, predict_best, room, tried_on_best
+from autotune.search import (
+    beside,
+    first_answers,
+    predict_best,
+    prediction,
+    room,
+    searched_space,
+    tried_on_best,
+)
 from autotune.search.candidates import Candidates
 from autotune.search.nothing_fits import none_of_class
 from autotune.search.predict_best import find
+from autotune.search.refused import refused_kinds
 from autotune.space import requirements
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.defaults import default_base
@@ -941,7 +950,7 @@ def test_more_memory_is_no_other_setting_where_the_answer_gains_as_much(
 def test_the_base_is_measured_with_the_candidates_however_slow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(predict_best, "POOL_SIZE", 1)
+    monkeypatch.setattr(prediction, "POOL_SIZE", 1)
     found = find(
         tiny_model.MODEL,
         tiny_model.workload(12_000 * MB),
@@ -1338,7 +1347,7 @@ def test_a_card_without_fused_groups_has_an_attention_for_whatever_the_batches_a
         valid.extend(enumerate_configs(*args, **facts).configs)
         raise ConfigError("seen")
 
-    monkeypatch.setattr(predict_best, "enumerate_configs", stop)
+    monkeypatch.setattr(searched_space, "enumerate_configs", stop)
     workload = dataclasses.replace(tiny_model.workload(8000 * MB, ("full",)), task=task)
     with pytest.raises(ConfigError, match="seen"):
         find(tiny_model.MODEL, workload, load("default"), find_gpu("t4"))
@@ -1461,7 +1470,7 @@ def test_effort_bounds_what_is_recorded() -> None:
         effort="quick",
     )
     assert found.answer.best in found.considered
-    assert len(found.considered) <= predict_best.EFFORTS["quick"].num_recorded
+    assert len(found.considered) <= prediction.EFFORTS["quick"].num_recorded
 
 
 @pytest.mark.slow
@@ -1530,7 +1539,7 @@ def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own()
         on_fsdp2: "its weight is two",
         **{dataclasses.replace(each, attention="eager"): "no eager" for each in (spec, on_fsdp2)},
     }
-    (found,) = predict_best._refused_kinds([], [config], refused)
+    (found,) = refused_kinds([], [config], refused)
     assert str(found) == "fsdp2 (its weight is two)"
 
     adapters = [
@@ -1538,7 +1547,7 @@ def test_a_way_to_share_that_cannot_be_traced_is_named_for_a_reason_of_its_own()
         for targets, way in (("attention", "fsdp2"), ("all-linear", "fsdp2"), ("attention", "ddp"))
     ]
     refused = {TraceSpec.of(adapters[1]): "experts"}
-    found, *others = predict_best._refused_kinds([], [config, *adapters[::2]], refused)
+    found, *others = refused_kinds([], [config, *adapters[::2]], refused)
     assert (str(found), others) == ("LoRA on all-linear with fsdp2 (experts)", [])
 
 
@@ -1552,7 +1561,7 @@ def test_a_card_of_unknown_speed_is_refused() -> None:
 def test_a_task_whose_trainer_is_missing_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (predict_best, requirements):
+    for module in (searched_space, requirements):
         monkeypatch.setattr(module, "is_installed", lambda _: False)
     workload = tiny_model.workload(8000 * MB, ("full",))
     workload = dataclasses.replace(workload, task="sentence-similarity")

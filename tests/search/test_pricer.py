@@ -20,7 +20,7 @@ from autotune.records.question import Question
 from autotune.search import room
 from autotune.search.inverse import pricing, questions
 from autotune.search.inverse.pricing import Case, Pricer, narrowed
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.space.config import TrainConfig
 from autotune.space.search_space import MethodSpace, SearchSpace
 

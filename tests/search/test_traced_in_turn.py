@@ -19,7 +19,7 @@ from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.search import predict_best, room
 from autotune.search.candidates import Candidates
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.search.solved_checkpointing import Families, plan_specs
 from autotune.search.traced_in_turn import SAVERS, _faster, of_each_method
 from autotune.space.config import TrainConfig

@@ -13,7 +13,7 @@ from autotune.records.estimate import Breakdown, Estimate, ParameterCount, PerGp
 from autotune.records.fingerprint import Fingerprint
 from autotune.records.measurement import Measurement, ProbeSpec
 from autotune.search.find import Finding
-from autotune.search.predict_best import Prediction
+from autotune.search.prediction import Prediction
 from autotune.space.config import TrainConfig, Workload
 
 BUDGET_BYTES = 12 * 10**9

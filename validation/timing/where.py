@@ -29,14 +29,14 @@ from validation.timing.commands import environment
 
 PARTS = {
     "autotune.search.find:resolve": "finds out what is asked",
-    "autotune.search.predict_best:enumerate_configs": "enumerates the space",
+    "autotune.search.searched_space:enumerate_configs": "enumerates the space",
     "autotune.predict.tracing:_run_forked": "waits for traces",
     "autotune.predict.tracing:run_many": "waits for traces",
     "autotune.search.traced_in_turn:TracesInTurn.first": "sees what to trace first",
     "autotune.search.candidates:Candidates._rank": "prices and ranks what is traced",
     "autotune.search.traced_in_turn:TracesInTurn.rest": "sees what else may be fast",
     "autotune.search.tried_on_best:tried": "tries on the best: checkpointing solved, a loss in parts",
-    "autotune.search.predict_best:_chosen": "picks the answer",
+    "autotune.search.choice:Choice.of": "picks the answer",
     "autotune.search.beside:changes": "puts settings back",
     "autotune.search.beside:more_memory": "sees what more memory would bring",
     "autotune.search.candidates:Candidates.tied": "looks for ties",

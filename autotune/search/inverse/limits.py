@@ -13,7 +13,7 @@ from autotune.search.dataset import read_dataset
 from autotune.search.inverse import questions
 from autotune.search.inverse.pricing import LimitProblem
 from autotune.search.inverse.questions import Limit, positions
-from autotune.search.predict_best import Progress
+from autotune.search.listener import Progress
 from autotune.space import space_file
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS

@@ -29,8 +29,8 @@ from autotune.records.question import Question
 from autotune.search import room
 from autotune.search.budget import ChosenCard
 from autotune.search.candidates import Candidates
+from autotune.search.listener import Progress
 from autotune.search.nothing_fits import why_none_is_valid
-from autotune.search.predict_best import Progress
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 from autotune.space.defaults import default_base

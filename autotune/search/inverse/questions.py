@@ -29,8 +29,8 @@ from autotune.errors import ConfigError, NothingFitsError
 from autotune.predict.tracing import of_card
 from autotune.records.estimate import SCHEMA_VERSION, Estimate
 from autotune.search.inverse.pricing import Case, LimitProblem, Pricer
+from autotune.search.listener import Progress
 from autotune.search.nothing_fits import host_option, needs
-from autotune.search.predict_best import Progress
 from autotune.space.config import Workload
 from autotune.space.headroom import Headroom
 from autotune.space.search_space import may_pack
