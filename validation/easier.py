@@ -25,7 +25,7 @@ from autotune.catalogue import gpus
 from autotune.common import json_records
 from autotune.common.units import MIB
 from autotune.errors import AutotuneError, NothingFitsError
-from autotune.records.answer import Answer
+from autotune.records.answer import FAR_FASTER, Answer
 from autotune.records.measurement import NOISE
 from autotune.records.question import Question
 from autotune.search.candidates import speed_of
@@ -84,7 +84,10 @@ def pairs(
 
 
 def broken_by(harder: Answer, easier: Answer | None) -> str:
-    """Say what the answer of the easier question breaks; empty where it breaks nothing."""
+    """Say what the answer of the easier question breaks; empty where it breaks nothing.
+
+    It may give up more where the harder one's would wait for host memory, and is far slower.
+    """
     if easier is None:
         return "nothing fits"
     base = harder.base
@@ -96,7 +99,8 @@ def broken_by(harder: Answer, easier: Answer | None) -> str:
         for each in (harder.best, easier.best)
     )
     if of_easier > of_harder:
-        return "gives up more"
+        is_far_faster = easier.widened and speed_of_easier >= FAR_FASTER * speed
+        return "" if is_far_faster else "gives up more"
     is_slower = of_easier == of_harder and speed_of_easier < speed * (1 - NOISE)
     return f"{1 - speed_of_easier / speed:.1%} slower" if is_slower else ""
 

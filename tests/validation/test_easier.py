@@ -46,6 +46,20 @@ def test_an_easier_question_is_answered_as_well(
     assert easier.broken_by(harder, None) == "nothing fits"
 
 
+@pytest.mark.parametrize(
+    ("tokens_per_second", "widened", "broken"),
+    [(1500.0, True, ""), (1490.0, True, "gives up more"), (1500.0, False, "gives up more")],
+)
+def test_what_would_wait_for_the_host_may_give_way_to_what_is_far_faster(
+    tokens_per_second: float, widened: bool, broken: str
+) -> None:
+    harder, of_easier = (
+        dataclasses.replace(answers.answer(best=best, widened=widened), base=answers.CONFIG)
+        for best in (as_fast(answers.CONFIG, 1000.0), as_fast(ADAPTER, tokens_per_second))
+    )
+    assert easier.broken_by(harder, of_easier) == broken
+
+
 def test_the_page_is_of_the_rows() -> None:
     rows = rows_of(easier.Row, easier.STUDY)
     assert len(rows) >= 125
