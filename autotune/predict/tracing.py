@@ -88,7 +88,7 @@ def trace_all(
     for spec in specs:
         for one in of_unlike_gpus(spec):
             sharing.setdefault(one, []).append(spec)
-    hidden_size = _hidden_size(model)
+    hidden_size, on_card = _hidden_size(model), gpu.backend == "cuda"
     not_run: dict[TraceSpec, str] = {}
 
     def keep(of_any: TraceSpec, _: Trace) -> None:
@@ -97,33 +97,14 @@ def trace_all(
             if None in of_each:
                 continue
             trace, *of_last = filter(None, of_each)
-            row = PARALLELISMS[spec.parallelism]
-            if row.deals_layers and not can_deal(trace, num_gpus):
-                continue
-            if row.schedules and is_tied(trace.parameters()):
-                continue
-            if row.is_fsdp and trace.why_not_fsdp2:
+            if PARALLELISMS[spec.parallelism].is_fsdp and trace.why_not_fsdp2:
                 not_run[spec] = trace.why_not_fsdp2
                 continue
-            if spec.checkpoint_layers:
-                try:
-                    trace, *of_last = (
-                        each.with_lean_layers(spec.checkpoint_layers) for each in (trace, *of_last)
-                    )
-                except BrokenTrace:
-                    continue
-            found[spec] = (
-                trace
-                if spec.parallelism == "none"
-                else shared_trace(
-                    trace,
-                    spec,
-                    num_gpus=num_gpus,
-                    hidden_size=hidden_size,
-                    on_card=gpu.backend == "cuda",
-                    of_last=of_last[0] if of_last else None,
-                )
+            made = _of_spec(
+                spec, trace, of_last, num_gpus=num_gpus, hidden_size=hidden_size, on_card=on_card
             )
+            if made is not None:
+                found[spec] = made
 
     jobs = TraceJobs(
         sharing,
@@ -163,28 +144,78 @@ def trace_all(
         raise jobs.crash
     if not jobs.traces:
         raise _refusal(model, specs, next(iter(jobs.refused.values())), pictures)
-    if not found and not_run:
+    if not found:
+        raise _why_none_follows(model, specs, num_gpus, not_run)
+    return found
+
+
+def _of_spec(
+    spec: TraceSpec,
+    trace: Trace,
+    of_last: list[Trace],
+    *,
+    num_gpus: int,
+    hidden_size: int,
+    on_card: bool,
+) -> Trace | SharedTrace | None:
+    """Return what follows for a spec from one GPU's step, or from the first and the last one's.
+
+    None where nothing does: the layers cannot be dealt out so, or a plan not be told.
+    """
+    row = PARALLELISMS[spec.parallelism]
+    if row.deals_layers and not can_deal(trace, num_gpus):
+        return None
+    if row.schedules and is_tied(trace.parameters()):
+        return None
+    if spec.checkpoint_layers:
+        try:
+            trace, *of_last = (
+                each.with_lean_layers(spec.checkpoint_layers) for each in (trace, *of_last)
+            )
+        except BrokenTrace:
+            return None
+    if spec.parallelism == "none":
+        return trace
+    return shared_trace(
+        trace,
+        spec,
+        num_gpus=num_gpus,
+        hidden_size=hidden_size,
+        on_card=on_card,
+        of_last=of_last[0] if of_last else None,
+    )
+
+
+def _why_none_follows(
+    model: ModelSource,
+    specs: Collection[TraceSpec],
+    num_gpus: int,
+    not_run: Mapping[TraceSpec, str],
+) -> ConfigError:
+    """Return the error where steps were traced, and nothing that was asked for follows from them.
+
+    `not_run`: the reasons why FSDP2 cannot share the model out.
+    """
+    if not_run:
         why = next(iter(not_run.values()))
-        raise ConfigError(
+        return ConfigError(
             f"FSDP2 cannot share out {model.name}",
             why=why[:1].upper() + why[1:],
             remedy="Take another way to share: --parallelism ddp or zero3",
         )
-    if not found and any(spec.checkpoint_layers for spec in specs):
-        raise ConfigError(
+    if any(spec.checkpoint_layers for spec in specs):
+        return ConfigError(
             f"This plan of checkpointing cannot be predicted for {model.name}",
             why="Each stretch of layers needs three, or a multiple of the model's pattern from three on; "
             "of layers that are unlike only some numbers are told",
             remedy="Give --checkpointing solve, or another --checkpoint-layers",
         )
-    if not found:
-        raise ConfigError(
-            f"The layers of {model.name} cannot be dealt out over {num_gpus} GPUs",
-            why="They are fewer, or in several stacks, or not alike enough to be told apart; or the last "
-            "stage of a pipeline has the first one's embedding as its head",
-            remedy="Take another way to share: --parallelism fsdp2",
-        )
-    return found
+    return ConfigError(
+        f"The layers of {model.name} cannot be dealt out over {num_gpus} GPUs",
+        why="They are fewer, or in several stacks, or not alike enough to be told apart; or the last "
+        "stage of a pipeline has the first one's embedding as its head",
+        remedy="Take another way to share: --parallelism fsdp2",
+    )
 
 
 def asked_of_all(
