@@ -41,10 +41,19 @@ def possible(
 
 def is_hopeless(configs: Sequence[TrainConfig], model: ModelSource, workload: Workload) -> bool:
     """Whether the weights alone are too large in each configuration, as far as is known."""
-    count = num_said(model, workload.task)
+    count = _least_said(model, workload.task)
     return count is not None and all(
         least_bytes(config, count) > workload.memory_budget_bytes for config in configs
     )
+
+
+def _least_said(model: ModelSource, task: str) -> int | None:
+    """Return how many parameters a model has at least: without its head, where the task is not its own."""
+    count, known = num_said(model, task), model.num_parameters_known
+    if count is not None or known is None:
+        return count
+    width, rows = (model.text_config.get(name) for name in ("hidden_size", "vocab_size"))
+    return known - width * rows if isinstance(width, int) and isinstance(rows, int) else None
 
 
 def smallest(

@@ -115,6 +115,13 @@ def test_what_a_model_has_room_for_is_known_before_anything_is_traced() -> None:
         assert room.is_possible(model, of_classes)(config)
         traced = room.is_possible(model, of_classes, 2 * count)(config)
         assert traced is (4 * 2 * count <= workload.memory_budget_bytes + MORE_MEMORY_BYTES)
+        # Its head may be another: an embedding less is there at least.
+        least = 2 * 2 * (count - 32_000 * 1024)
+        for task, bound in (("causal-lm", 2 * 2 * count), ("sequence-classification", least)):
+            for budget_bytes, is_hopeless in ((bound - 1, True), (bound, False)):
+                tight = dataclasses.replace(workload, task=task, memory_budget_bytes=budget_bytes)
+                assert room.is_hopeless([config], model, tight) is is_hopeless
+                assert not room.is_hopeless([config, adapter], model, tight)
     unknown = dataclasses.replace(model, num_parameters_known=None)
     assert room.is_possible(unknown, dataclasses.replace(workload, memory_budget_bytes=1))(config)
 
