@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from autotune.catalogue.models import ModelSource
 from autotune.common.units import format_bytes
 from autotune.errors import NothingFitsError
-from autotune.memory.allocator import PAGE_BYTES
 from autotune.predict import least_budget
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
@@ -21,6 +20,9 @@ from autotune.space.rules import Context, broken_rules
 from autotune.space.search_space import SMALLEST_MINI_BATCH
 from autotune.space.trainers import TRAINERS
 from autotune.space.words import describe
+
+_HOPELESS_STEP = 1 / 64
+"""How exactly the need of what is far too large is told, as a share of it. [judgement]"""
 
 
 def why_none_is_valid(
@@ -104,9 +106,10 @@ def nothing_fits(
     `is_hopeless`: the weights alone are too large, so that what is needed need not be exact. `share` makes
     the trace of a shared run, where it follows from one that is there.
     """
-    step_bytes = estimator.memory_budget_bytes // 64 if is_hopeless else PAGE_BYTES
-    configs = estimator.least_of_host(allowed)
-    least = least_budget.smallest(estimator, configs, step_bytes=step_bytes)
+    configs, least_step = estimator.least_of_host(allowed), 0.0
+    if is_hopeless:
+        configs, least_step = least_budget.by_need(estimator, configs)[:1], _HOPELESS_STEP
+    least = least_budget.smallest(estimator, configs, least_step=least_step)
     assert least is not None  # Something is allowed.
     smallest, needed_bytes = least
     budget_bytes = estimator.memory_budget_bytes
