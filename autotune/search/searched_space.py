@@ -45,7 +45,7 @@ class SearchedSpace:
 
     space: SearchSpace
     methods: tuple[str, ...]
-    """Those that were asked for, with such as nothing is predicted of."""
+    """Methods that were asked for, also those of which nothing is predicted."""
     solving: frozenset[str]
     """Methods of which checkpointing is solved, on the best alone."""
     parting: frozenset[str]
