@@ -67,7 +67,7 @@ _OF_A_BASE = ("num_gpus", "seq_len", "effective_batch")
     "--allow",
     type=one_of(CHOICES["allow"]),
     help="Highest trade-off class of the answer [default: numerics, or recipe if nothing else fits, or only "
-    "by waiting for host memory].",
+    "from host memory].",
 )
 @base_option("What to improve on")
 @click.option(

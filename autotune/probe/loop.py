@@ -250,10 +250,21 @@ class _Search:
         )
 
     def _of_classes(self, known: Sequence[Measurement]) -> dict[str, Measurement]:
-        """The fastest of each trade-off class, of those that make the fewest further trades."""
+        """The fastest of each trade-off class, of those that make the fewest further trades.
+
+        What was confirmed is told as it was confirmed, and goes before what was probed alone: beside the
+        winner's whole steps, probes that they proved too fast would look faster than it.
+        """
         base, steps = self._plan.base, self._plan.train_steps
-        within = [m for m in known if m.stayed_within_budget and m.config not in self._refused]
-        within.sort(key=lambda m: (form(m.config, base), -run_speed(m, steps)))
+        confirmed = {c: m for c, m in self._confirmed.items() if m.fits}
+        within = [
+            confirmed.get(m.config, m)
+            for m in known
+            if m.stayed_within_budget and m.config not in self._refused
+        ]
+        within.sort(
+            key=lambda m: (form(m.config, base), m.config not in confirmed, -run_speed(m, steps))
+        )
         return {tradeoff_class(m.config, base): m for m in reversed(within)}
 
     def _probe(self, pool: Sequence[Estimate], max_probes: int) -> None:

@@ -256,7 +256,7 @@ class Answer:
     allow: str
     """Highest trade-off class that the answer may be of."""
     widened: bool
-    """Whether `allow` was raised: nothing of a lower class fits, or not without waiting for host memory."""
+    """Whether `allow` was raised: nothing of a lower class fits, or it works from host memory."""
     best: Estimate
     best_class: str
     base: TrainConfig

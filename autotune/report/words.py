@@ -388,15 +388,15 @@ def room(estimate: Estimate, budget_bytes: int, host_memory_bytes: int | None = 
     if spare_bytes < 0:
         return f"does not fit, by {format_bytes(-spare_bytes)}"
     odds = estimate.fits_with(budget_bytes)
-    tight = "" if odds > DEFAULT_ODDS - _SAME_ODDS else "tight: "
+    tightly = "" if odds > DEFAULT_ODDS - _SAME_ODDS else " tightly"
     spare = format_bytes(spare_bytes) if spare_bytes else "nothing"
     why = ""
-    if tight and vary(estimate.config.batching):
+    if tightly and vary(estimate.config.batching):
         why = f"; batches of varied lengths may need {VARIED_SHARE:.0%} more".replace("%", " %")
     paged = ""
     if paged_bytes := estimate.paged_in_bytes:
         paged = f", which {format_bytes(paged_bytes)} of paged state may take meanwhile"
-    return f"{tight}fits with {_odds(odds)}, {spare} to spare{paged}{why}"
+    return f"fits{tightly} with {_odds(odds)}, {spare} to spare{paged}{why}"
 
 
 _SAME_ODDS = 1e-6
@@ -856,7 +856,7 @@ def widened(answer: Answer) -> str:
     if waiting is not None:
         method = _method(waiting.config.method)
         return (
-            f"{method[:1].upper()}{method[1:]} would wait for what lies in host memory ({speed(waiting)}), "
+            f"{method[:1].upper()}{method[1:]} needs host memory for what does not fit ({speed(waiting)}), "
             "so another recipe was allowed: --allow numerics keeps to it."
         )
     is_there = not set(lower) <= set(answer.classes_outside)

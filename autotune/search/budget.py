@@ -347,7 +347,10 @@ def _check_type(source: ModelSource, task: str) -> None:
     if fits == ():
         remedy = "Name another model: none of the tasks here is for its type"
     elif PICTURES in (fits or ()):
-        remedy = "Say which pictures each sample has (--images, --image-size)"
+        remedy = (
+            f"Give --task {PICTURES} with a --dataset that has pictures, or say which ones each sample has "
+            "(--images, --image-size)"
+        )
     raise ConfigError(
         f"{source.short_name} cannot be trained for the task {task}", why=why, remedy=remedy
     )

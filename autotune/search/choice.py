@@ -12,6 +12,7 @@ from autotune.records.answer import FAR_FASTER
 from autotune.records.estimate import Estimate
 from autotune.search.candidates import Candidates, goes_on_from
 from autotune.space.config import TrainConfig, Workload
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import TRAINERS
 
 
@@ -21,15 +22,15 @@ class Choice:
 
     allow: str | None
     """Highest trade-off class of the answer. None: numerics, and recipe where nothing of that fits, or where
-    it waits for host memory."""
+    it works from host memory and the other is far faster."""
     has_base: bool
-    """Whether the user trains already, and so has chosen a recipe that waits for host memory."""
+    """Whether the user trains already, and so has chosen a recipe that works from host memory."""
 
     def of(self, candidates: Candidates) -> tuple[str, Estimate | None]:
         """Return the class that the answer may be of; the answer, if anything fits."""
         chosen = self.allow or "numerics"
         best = candidates.best(candidates.at_most(chosen))
-        is_kept = best is not None and (self.has_base or best.bound != "transfer")
+        is_kept = best is not None and (self.has_base or not _works_from_host(best))
         if self.allow is not None or is_kept:
             return chosen, best
         other = candidates.best(candidates.at_most("recipe"))
@@ -60,6 +61,11 @@ class Choice:
         if best is None or not has_plan_b(best.config, workload):
             return lambda _: False
         return goes_on_from(best.config)
+
+
+def _works_from_host(best: Estimate) -> bool:
+    """Whether a step waits for copies most of its time, or what it shares out lies in host memory."""
+    return best.bound == "transfer" or PARALLELISMS[best.config.parallelism].offload
 
 
 def _is_far_faster(other: Estimate, best: Estimate) -> bool:

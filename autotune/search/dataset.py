@@ -33,6 +33,13 @@ def note_unread(question: Question, note: Callable[[str], None]) -> None:
         note(f"without --dataset nothing is read, which is all that {given} would change.")
 
 
+_READ_LABELS = {
+    "text": "--task sequence-classification reads labels",
+    "prompt-completion": "--task kto reads labels that are true or false",
+}
+"""The task that reads the labels of samples, by the format that leaves them out."""
+
+
 def read_dataset(
     question: Question,
     source: ModelSource,
@@ -67,10 +74,11 @@ def read_dataset(
             remedy=answer["remedy"],
         )
     if answer["unread"]:
-        names = " and ".join(answer["unread"])
+        names, way = " and ".join(answer["unread"]), "--format names another"
+        if {"label", "labels"} & {*answer["unread"]}:
+            way = _READ_LABELS.get(answer["format"], way)
         note(
-            f"{names} of the samples: no part of the format {answer['format']}, so not trained on "
-            "(--format names another)."
+            f"{names} of the samples: no part of the format {answer['format']}, so not trained on ({way})."
         )
     num_known, num_given = source.text_config.get("vocab_size"), answer.get("vocabulary_size", 0)
     if question.tokenizer and num_known is not None and num_given > num_known:

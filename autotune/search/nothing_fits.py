@@ -304,6 +304,9 @@ def _lower_most(smallest: Estimate, workload: Workload, lacking_bytes: int) -> s
         if grows_with_length < lacking_bytes:
             return f"Name a larger card: no more than {grows} of the peak grow with the length"
         return f"{shorter} lowers it most: {grows} of the peak grow with the length"
+    if (allocated_bytes := smallest.peak_allocated_bytes) < lacking_bytes:
+        taken = format_bytes(allocated_bytes)
+        return f"Name a larger card: the model and its samples take no more than {taken}"
     return (
         "A smaller model lowers it most: the weights alone take "
         f"{format_bytes(parts.parameters_bytes)}. {smallest.unquantized_note}"

@@ -70,7 +70,7 @@ def find(
 ) -> Prediction:
     """Answer a workload by prediction.
 
-    `allow` None: numerics, raised to recipe where nothing else fits, or only by waiting for host memory.
+    `allow` None: numerics, raised to recipe where nothing else fits, or what does works from host memory.
     `base` None: default_base. What `has` needs is taken for installed. `so_far` hears of the best so far
     while others are traced; `meanwhile` is called once, while the first worker starts.
     `changes` is what has become of the space before. `traces_all`: also what is slower by its bound than what

@@ -447,7 +447,11 @@ def test_a_teacher_that_is_none(fail: Fail, options: tuple[str, ...], said: str)
         ),
         ("num_generations: 4", ("--task", "rloo"), "it has two at least"),
         ("loss_type: kto", ("--task", "dpo"), "it is a file of KTOConfig: --task kto"),
-        ("gradient_accumulation_steps: 4", ("--task", "kto"), "it needs two at least"),
+        (
+            "gradient_accumulation_steps: 4",
+            ("--task", "kto"),
+            "a micro-batch has two samples at least",
+        ),
     ],
 )
 def test_a_base_of_preferences_that_does_not_fit(

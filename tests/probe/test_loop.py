@@ -808,6 +808,8 @@ def test_a_winner_that_disappoints_makes_way_for_one_that_does_not(
     assert found.predicted.config == with_size(4)
     assert found.is_confirmed
     assert found.rejected == ()
+    # Not the probe of 8, which whole steps have proved too fast.
+    assert found.of_classes == {"exact": found.final}
 
 
 @pytest.mark.usefixtures("all_probed")

@@ -1442,9 +1442,9 @@ def test_progress_is_a_bar_that_goes_away_on_a_terminal(monkeypatch: pytest.Monk
     [
         (10.0, "fits with 99.9 %, 2.00 GiB to spare"),
         (11.65, "fits with 99.6 %, 0.35 GiB to spare"),
-        (11.8, "tight: fits with 95 %, 0.20 GiB to spare"),
-        (11.99, "tight: fits with less than 50 %, 10.2 MiB to spare"),
-        (12.0, "tight: fits with less than 50 %, nothing to spare"),
+        (11.8, "fits tightly with 95 %, 0.20 GiB to spare"),
+        (11.99, "fits tightly with less than 50 %, 10.2 MiB to spare"),
+        (12.0, "fits tightly with less than 50 %, nothing to spare"),
         (12.5, "does not fit, by 0.50 GiB"),
     ],
 )
@@ -1460,7 +1460,7 @@ def test_varied_lengths_are_named_where_they_leave_too_little_room() -> None:
     ]
     assert said == [
         "fits with 99.9 %, 3.00 GiB to spare",
-        "tight: fits with less than 50 %, 0.50 GiB to spare; batches of varied lengths may need 10 % more",
+        "fits tightly with less than 50 %, 0.50 GiB to spare; batches of varied lengths may need 10 % more",
     ]
 
 
@@ -1857,7 +1857,7 @@ def test_an_answer_that_would_wait_for_the_host_says_so() -> None:
     lower = {"exact": answers.estimate(step_seconds=16.0), "numerics": answers.estimate()}
     answer = answers.answer(widened=True, best_class="recipe", best_by_class=lower)
     assert words.widened(answer) == (
-        f"Full fine-tuning would wait for what lies in host memory ({words.speed(lower['numerics'])}), so "
+        f"Full fine-tuning needs host memory for what does not fit ({words.speed(lower['numerics'])}), so "
         "another recipe was allowed: --allow numerics keeps to it."
     )
 

@@ -228,7 +228,7 @@ def test_only_what_writes_is_trained_to_foretell_the_next_word(task: str) -> Non
         ("vit", "causal-lm", "no AutoModelForCausalLM .* Give --task image-classification.$"),
         ("whisper", "seq2seq-lm", "Give --task automatic-speech-recognition or audio-class"),
         ("wav2vec2", "dpo", "Give --task audio-classification or ctc"),
-        ("llava", "causal-lm", "Say which pictures each sample has"),
+        ("llava", "causal-lm", "--task image-text-to-text with a --dataset .* or say which ones"),
         ("internvl", "causal-lm", "Name another model: none of the tasks here"),
         ("sam", "masked-lm", "Name another model: none of the tasks here"),
         ("funnel", "kto", "Give --task masked-lm, sequence"),

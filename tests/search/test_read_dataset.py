@@ -108,13 +108,18 @@ def test_a_dataset_is_recognised_and_its_samples_counted(
         assert len(notes) == more
         assert all("the model a vocabulary of" in note for note in notes)
     # Samples are cut off, and fields that are not trained on are said.
-    both = {**SEEN, "unread": ["system", "tools"]}
-    _, cut, notes, _ = read(monkeypatch, both, length=10)
-    assert cut.longest == 10
-    assert notes == [
-        "system and tools of the samples: no part of the format prompts, so not trained on "
-        "(--format names another)."
-    ]
+    for form, unread, way in (
+        ("prompts", ["system", "tools"], "--format names another"),
+        ("text", ["label"], "--task sequence-classification reads labels"),
+        ("text", ["system"], "--format names another"),
+        ("prompt-completion", ["label"], "--task kto reads labels that are true or false"),
+    ):
+        _, cut, notes, _ = read(monkeypatch, {**SEEN, "format": form, "unread": unread}, length=10)
+        assert cut.longest == 10
+        names = " and ".join(unread)
+        assert notes == [
+            f"{names} of the samples: no part of the format {form}, so not trained on ({way})."
+        ]
 
 
 def test_a_completion_comes_behind_each_prompt(monkeypatch: pytest.MonkeyPatch) -> None:

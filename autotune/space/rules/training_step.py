@@ -235,8 +235,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="compared-answers-need-others",
-        reason="KTOTrainer estimates how far the model is from its reference by the other answers of a "
-        "micro-batch, and the other texts of a micro-batch are a text's negatives: it needs two at least",
+        reason="KTOTrainer compares a prompt with the other answers of its micro-batch, and embeddings are "
+        "learnt against its other texts: a micro-batch has two samples at least",
         breaks=lambda c, _: c.micro_batch_size < TRAINERS[c.trainer].least_micro_batch,
     ),
     Rule(
