@@ -26,6 +26,7 @@ from autotune.export import (
     train_trl_py,
     training_args,
     trl_config,
+    unsloth_py,
 )
 from autotune.space.adapters import _OF_A_FILE, _REFUSED, read_peft
 from autotune.space.config import TrainConfig, Workload
@@ -437,6 +438,17 @@ def test_an_option_that_is_none_is_told_before_torch_is_loaded(tmp_path: Path) -
     assert "begin with this of 0 fallbacks; 0 is none of them" in " ".join(
         run("--help").stdout.split()
     )
+
+
+@pytest.mark.parametrize(("module", "library"), [(train_py, "torch"), (unsloth_py, "unsloth")])
+def test_without_its_libraries_a_program_says_what_to_install(
+    module: Any, library: str, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(write(module, QLORA))
+    command = [sys.executable, "-S", "train.py", "--dataset", "x.jsonl"]  # Without site-packages.
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = f"{library} is not installed for {sys.executable}: pip install {library}\n"
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_the_recipe_of_qlora() -> None:

@@ -39,6 +39,21 @@ def test_an_error_says_how_to_go_on(raised: str, is_full: bool) -> None:
     assert (done.returncode, "Traceback" in done.stderr) == (1, not is_full)
 
 
+@pytest.mark.parametrize(
+    ("imported", "said"),
+    [
+        ("no_such_library", "no_such_library is not installed for {}: pip install no_such_library"),
+        ("json.new", "json.new is not installed for {}: pip install --upgrade json"),
+    ],
+)
+def test_a_library_that_is_missing_is_said_in_a_line(imported: str, said: str) -> None:
+    program = f"import os, signal, sys\nfrom typing import Any, NoReturn\n{STOP}\nimport {imported}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, f"{said.format(sys.executable)}\n")
+
+
 def test_a_run_goes_on_from_the_latest_checkpoint_that_is_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
