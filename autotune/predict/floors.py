@@ -56,13 +56,11 @@ def least_bytes(config: TrainConfig, num_parameters: int, vocab_size: int = 0) -
     gradient; 0: they are not counted.
     """
     num_parts = config.num_splits * config.sequence_parts
-    if PARALLELISMS[
-        config.parallelism
-    ].deals_layers:  # The fullest GPU has no less than their average.
+    # Where layers are dealt out, the fullest GPU has no less than their average.
+    if PARALLELISMS[config.parallelism].deals_layers:
         num_parts = config.num_gpus
-    return (
-        _weights_bytes(config, num_parameters) + 2 * _logits_bytes(config, vocab_size) // num_parts
-    )
+    logits_bytes = 2 * _logits_bytes(config, vocab_size) // num_parts
+    return _weights_bytes(config, num_parameters) + logits_bytes
 
 
 def _logits_bytes(config: TrainConfig, vocab_size: int) -> int:
@@ -84,9 +82,8 @@ def _weights_bytes(config: TrainConfig, num_parameters: int) -> int:
     if config.quantization != "none":
         return num_parameters * QUANTIZATIONS[config.quantization].bits // 8 // weights_shares
     precision = config.precision
-    if (
-        row.is_deepspeed
-    ):  # It casts the weights, and keeps others of the optimizer's, which are shared out.
+    # DeepSpeed casts the weights, and keeps others of the optimizer's, which are shared out.
+    if row.is_deepspeed:
         precision = dict(row.traced_as).get(precision, precision)
     weight_bytes = DTYPE_BYTES[PRECISIONS[precision].parameter_dtype]
     keeps_gradients = config.method == "full" and not UPDATERS[config.updater].updates
