@@ -5,6 +5,7 @@ Enumerate, trace once per structure, price every point, replay what could win.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -40,6 +41,7 @@ from autotune.space.defaults import default_base, larger_micro_batches
 from autotune.space.enumeration import Enumeration
 from autotune.space.headroom import VARIED_SHARE
 from autotune.space.requirements import LeftOut
+from autotune.space.rules import broken_rules
 from autotune.space.search_space import SearchSpace, with_parts
 from autotune.space.space_changes import SpaceChange
 from autotune.space.tradeoffs import LEVEL
@@ -214,6 +216,7 @@ class _Search:
             self._choose(candidates)
             plan_b = self._choice.plan_b(candidates, self._workload)
             candidates = self._in_turn.where(candidates, plan_b)
+            self._trace_as_base_shares()
             self._ahead.go_on(self._likely_later)
         self._server = None
         self.estimator.keep_prices()
@@ -391,6 +394,19 @@ class _Search:
             is_hopeless=self._is_hopeless,
         )
 
+    def _trace_as_base_shares(self) -> None:
+        """Trace the best as the base shares it out, which may be too large: what it lacks is said."""
+        if self._best is None or self._workload.num_gpus == 1:
+            return
+        shared = dataclasses.replace(self._best.config, parallelism=self._reference.parallelism)
+        if broken_rules(shared, self.context):
+            return
+        spec = TraceSpec.of(shared)
+        self._share(spec)
+        if spec not in self._traces:
+            with contextlib.suppress(ConfigError):  # The model does not support it.
+                self._trace({spec})
+
     def _share(self, spec: TraceSpec) -> None:
         """Make the trace of a shared run, where it follows from one that is there."""
         if spec not in self._traces:
@@ -427,9 +443,6 @@ class _Search:
             return is_in_form(config) and is_allowed(config)
 
         self._progress("replayed", candidates.num_replayed, num_possible)
-        if workload.num_gpus > 1:  # The base's way to share may have been too large for all.
-            shared = dataclasses.replace(best.config, parallelism=reference.parallelism)
-            self._share(TraceSpec.of(shared))
         return Answer(
             workload=workload,
             gpu=self._gpu.name,
