@@ -103,8 +103,8 @@ def nothing_fits(
 ) -> NothingFitsError:
     """The smallest configuration, and the one change that lowers it most.
 
-    `is_hopeless`: the weights alone are too large, so that what is needed need not be exact. `share` makes
-    the trace of a shared run, where it follows from one that is there.
+    `is_hopeless`: the weights alone are too large, so that about the smallest is named, with the least
+    replays. `share` makes the trace of a shared run, where it follows from one that is there.
     """
     configs, least_step = estimator.least_of_host(allowed), 0.0
     if is_hopeless:
@@ -114,7 +114,8 @@ def nothing_fits(
     smallest, needed_bytes = least
     budget_bytes = estimator.memory_budget_bytes
     needed = needs(smallest, needed_bytes, budget_bytes, estimator.host_memory_bytes)
-    why = f"The smallest, {describe(smallest.config)}, {needed}"
+    which = "About the smallest" if is_hopeless else "The smallest"
+    why = f"{which}, {describe(smallest.config)}, {needed}"
     lacking_bytes = needed_bytes - budget_bytes
     refused = [each for each in left_out if each.reason is Reason.NOT_TRACED]
     why = "; ".join([why, *(f"no {each.words}: {each.details}" for each in refused)])

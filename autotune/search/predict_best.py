@@ -15,7 +15,7 @@ from typing import Any
 from autotune.catalogue.gpus import Gpu
 from autotune.catalogue.models import ModelSource
 from autotune.common import log
-from autotune.errors import ConfigError, NothingFitsError
+from autotune.errors import ConfigError, NothingFitsError, WorkerError
 from autotune.memory.traces import Trace
 from autotune.predict.estimator import Estimator
 from autotune.predict.sharding.shared_trace import SharedTrace
@@ -404,7 +404,7 @@ class _Search:
         spec = TraceSpec.of(shared)
         self._share(spec)
         if spec not in self._traces:
-            with contextlib.suppress(ConfigError):  # The model does not support it.
+            with contextlib.suppress(ConfigError, WorkerError):  # The answer does without it.
                 self._trace({spec})
 
     def _share(self, spec: TraceSpec) -> None:
