@@ -232,7 +232,9 @@ class Estimator:
 
     def may_fit(self, config: TrainConfig) -> bool:
         """Whether live tensors alone fit, and what is certain to wait on the host: no replay is made."""
-        if self.floor_bytes(config) > self.room_for(config):
+        room_bytes = self.room_for(config)
+        # The optimizer's update takes most of the time: what is too large without it needs no more.
+        if self._without_update_bytes(config) > room_bytes or self.floor_bytes(config) > room_bytes:
             return False
         return self.host_memory_bytes is None or self._host_holds(self.least_on_host(config))
 
@@ -278,6 +280,16 @@ class Estimator:
             return floor_bytes
         floor_bytes += vllm_kept_bytes(config, self.gpu.capacity_bytes)
         return max(floor_bytes, self._writing_bytes(config))
+
+    def _without_update_bytes(self, config: TrainConfig) -> int:
+        """A lower bound of peak_device_bytes: forward and backward passes alone, no optimizer state."""
+        if stages := self._stages_of(config):
+            return max(stage._without_update_bytes(config) for stage in stages)
+        spec, rank = TraceSpec.of(config), config.lora_rank or 0
+        in_backward = bool(UPDATERS[config.updater].updates)
+        micro = self._micro_step(spec, config.samples_per_pass, rank, in_backward)
+        held_bytes = micro.weights_bytes + micro.workspace_bytes + micro.batch_bytes
+        return self._outside_of(spec) + held_bytes + micro.peak_first_bytes
 
     def _writing_bytes(self, config: TrainConfig) -> int:
         """Bytes on the device while vLLM writes beside what training keeps; 0 where it never sleeps.

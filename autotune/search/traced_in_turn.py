@@ -8,6 +8,7 @@ answer, and is not traced. Of a model with room to spare, one trace in three is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import operator
@@ -221,32 +222,30 @@ class _Bounds:
         self._estimator = estimator.with_budget(_UNLIMITED_BYTES)
         self._by_spec = by_spec
         self._faster = faster
-        self._bounds: dict[TraceSpec, dict[_Settings, float]] = {}
+        self._distinct = functools.cache(self._find_distinct)
+        self._speed = functools.cache(self._find_speed)
 
     def of(self, spec: TraceSpec) -> Iterator[tuple[TrainConfig, float]]:
         """Yield configurations that stand for all of a spec, and the most tokens per second of each."""
-        known = [self._known(other) for other in self._faster[spec]]
-        for settings, config in _distinct(self._by_spec[spec]).items():
-            yield config, min(speeds.get(settings, math.inf) for speeds in known)
+        for settings, config in self._distinct(spec).items():
+            yield config, self._bound(spec, settings)
 
-    def _known(self, spec: TraceSpec) -> dict[_Settings, float]:
-        """Return the speed of each configuration of a spec, or its bound where it is not traced."""
-        found = self._bounds.get(spec)
-        if found is None:
-            distinct = _distinct(self._by_spec[spec])
-            if any(map(self._estimator.supports, distinct.values())):
-                speeds = map(self._estimator.tokens_per_second, distinct.values())
-                found = {
-                    settings: math.inf if speed is None else speed
-                    for settings, speed in zip(distinct, speeds, strict=True)
-                }
-            elif self._faster[spec]:  # Passed over, or the model does not support it.
-                bounds = (bound for _, bound in self.of(spec))
-                found = dict(zip(distinct, bounds, strict=True))
-            else:
-                found = {}
-            self._bounds[spec] = found
-        return found
+    def _bound(self, spec: TraceSpec, settings: _Settings) -> float:
+        return min(self._speed(faster, settings) for faster in self._faster[spec])
+
+    def _find_speed(self, spec: TraceSpec, settings: _Settings) -> float:
+        """Return the speed of a spec's configuration, or its bound where it is not traced."""
+        config = self._distinct(spec).get(settings)
+        if config is None:
+            return math.inf
+        if self._estimator.supports(config):
+            speed = self._estimator.tokens_per_second(config)
+            return math.inf if speed is None else speed
+        # Passed over, or the model does not support it.
+        return self._bound(spec, settings) if self._faster[spec] else math.inf
+
+    def _find_distinct(self, spec: TraceSpec) -> dict[_Settings, TrainConfig]:
+        return {_settings_of(config): config for config in self._by_spec[spec]}
 
 
 _Settings = tuple[object, ...]
@@ -254,10 +253,6 @@ _settings_of = operator.attrgetter(
     *(name for name in TrainConfig.names() if name not in (*SAVERS, "expandable_segments"))
 )
 """Settings in which a configuration agrees with the one that bounds it: how segments grow takes no time."""
-
-
-def _distinct(configs: Iterable[TrainConfig]) -> dict[_Settings, TrainConfig]:
-    return {_settings_of(config): config for config in configs}
 
 
 class _Bests:

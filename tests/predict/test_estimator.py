@@ -17,6 +17,7 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.errors import ConfigError
 from autotune.memory.replayer import replay
 from autotune.memory.traces import Trace
+from autotune.predict import priced_updates
 from autotune.predict.estimator import Estimator
 from autotune.predict.floors import least_bytes
 from autotune.predict.least_budget import smallest
@@ -25,7 +26,7 @@ from autotune.predict.steps import Steps, first_steps
 from autotune.records.estimate import TraceSpec
 from autotune.space.config import TrainConfig
 from autotune.space.lengths import Filling
-from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.optimizers import OPTIMIZERS, Optimizer
 from autotune.speed.host import NO_WORK, USUAL, Host, num_modules
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import STEP_SPREAD, spread_of
@@ -94,6 +95,30 @@ def test_no_configuration_peaks_below_its_floor(roomy: Estimator, budget_bytes: 
         peak = estimator.estimate(config).peak_device_bytes
         # Near enough to be of use, too: allocator's rounding of a small model and no more.
         assert floor <= peak <= 1.25 * floor + 1.2 * GB, config
+
+
+def test_what_may_fit_is_what_has_a_floor_within_the_budget(roomy: Estimator) -> None:
+    floors = {config: roomy.floor_bytes(config) for config in tiny_model.configs()}
+    for budget_bytes in (min(floors.values()), sorted(floors.values())[len(floors) // 2]):
+        estimator = roomy.with_budget(budget_bytes)
+        for config, floor_bytes in floors.items():
+            assert estimator.may_fit(config) == (floor_bytes <= estimator.room_for(config)), config
+
+
+def test_no_update_is_priced_where_the_passes_alone_are_too_large(
+    traces: Mapping[TraceSpec, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: list[Optimizer] = []
+
+    def noted(row: Optimizer, *given: Any, **more: Any) -> Update:
+        priced.append(row)
+        return priced_update(row, *given, **more)
+
+    monkeypatch.setattr(priced_updates, "priced_update", noted)
+    for budget_bytes, num_priced in ((GB // 100, 0), (ROOMY, 1)):
+        estimator = Estimator(traces, tiny_model.gpu(), memory_budget_bytes=budget_bytes)
+        assert estimator.may_fit(FULL) == bool(num_priced)
+        assert len(priced) == num_priced
 
 
 def test_a_step_that_no_memory_holds_is_refused(roomy: Estimator) -> None:
