@@ -64,6 +64,9 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     """Name the dataset where TRL does not know its fields."""
     if dataset is None:
         return ()
+    if dataset.format == "chat" and dataset.system_field is not None:
+        words = f"{dataset.system_field} (TRL reads messages alone: make it the first of them)"
+        return (Unsaid("dataset", words),)
     usual = {
         "chat": ("messages", "conversations"), "prompt-completion": ("prompt",),
         "text": None, "preferences": None, "unpaired": None, "prompts": None,
@@ -80,7 +83,11 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
 
 def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     """Name a dataset of three fields, which none of the builders here takes."""
-    if dataset is None or dataset.input_field is None:
+    if dataset is None:
+        return ()
+    if dataset.system_field is not None:
+        return (Unsaid("dataset", f"{dataset.name}: {dataset.system_field} is a field of its own"),)
+    if dataset.input_field is None:
         return ()
     return (Unsaid("dataset", f"{dataset.name}: its instructions and inputs are two fields"),)
 
@@ -120,6 +127,11 @@ def axolotl(dataset: Dataset, task: str) -> dict[str, Any]:
                 "field_input": dataset.input_field,
                 "format": "{instruction}\n\n{input}",
             }
+        if dataset.system_field is not None:
+            entry["type"] |= {
+                "field_system": dataset.system_field,
+                "system_format": "{system}\n\n",
+            }
     return {"datasets": [entry], **keys}
 
 
@@ -132,8 +144,12 @@ AXOLOTL_TYPES: dict[str, Any] = {
 """axolotl's types of datasets of the tasks that have trainers of their own."""
 
 
-def axolotl_lines(dataset: Dataset, task: str) -> list[str]:  # noqa: ARG001
+def axolotl_lines(dataset: Dataset, task: str) -> list[str]:
     """Return what axolotl wants of the dataset's own fields, where no key can name them."""
+    if dataset.format == "chat" and dataset.system_field not in (None, "system"):
+        return [
+            f"axolotl reads what the system says in the field system: rename {dataset.system_field}."
+        ]
     if task in ("dpo", "kto"):
         return ["axolotl takes the texts as they are: put chat templates on in the dataset."]
     if task != "reward":
@@ -174,8 +190,9 @@ def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:
         entry["subset"] = arguments["name"]
     if task in _RANKED:
         return {**entry, **_RANKED[task]}
+    system = {} if dataset.system_field is None else {"system": dataset.system_field}
     if dataset.format == "chat":
-        entry |= {"formatting": "sharegpt", "columns": {"messages": dataset.text_field}}
+        entry |= {"formatting": "sharegpt", "columns": {"messages": dataset.text_field} | system}
         if not dataset.is_sharegpt:
             tags = {"role": "role", "content": "content"}
             entry["tags"] = {f"{name}_tag": word for name, word in tags.items()} | {
@@ -185,13 +202,14 @@ def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:
     columns = {"prompt": dataset.text_field, "response": dataset.answer_field}
     if dataset.input_field is not None:
         columns["query"] = dataset.input_field
-    return {**entry, "columns": {name: field for name, field in columns.items() if field}}
+    held = {name: field for name, field in columns.items() if field}
+    return {**entry, "columns": held | system}
 
 
 def torchtune(dataset: Dataset | None) -> dict[str, Any]:
     """Return torchtune's builder of the dataset with its arguments (torchtune 0.6.1 datasets/)."""
     component = "torchtune.datasets.text_completion_dataset"
-    if dataset is None or dataset.input_field is not None:
+    if dataset is None or dataset.input_field is not None or dataset.system_field is not None:
         return {
             "_component_": component,
             "source": "json",

@@ -10,15 +10,17 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autotune.export.samples import Sample, Samples, UnusableData, shown
+from autotune.export.samples import Sample, Samples, UnusableData, shown, with_system
 
 IGNORED = -100  # the label that PyTorch's losses leave out
 AT_ONCE = 1000
 # Alpaca's own words, for tokenizers without a chat template (tatsu-lab/stanford_alpaca train.py).
-ALPACA = (
+ALPACA_SYSTEM = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
-    "the request.\n\n### Instruction:\n{}\n\n### Response:\n"
+    "the request."
 )
+ALPACA_TURNS = "\n\n### Instruction:\n{}\n\n### Response:\n"
+ALPACA = ALPACA_SYSTEM + ALPACA_TURNS
 
 Encoded = tuple[list[int], list[int]]
 Spans = list[tuple[int, int]]
@@ -49,9 +51,11 @@ def encode(data: Samples, tokenizer: Any, loss_on: str) -> Iterator[Encoded]:
 def as_turns(sample: Sample, tokenizer: Any) -> Sample:
     """An instruction as a chat of two turns, where the tokenizer has a template; else Alpaca's text."""
     if not tokenizer.chat_template:
-        return Sample(text=ALPACA.format(sample.text), answer=sample.answer)
+        system = sample.system if sample.system.strip() else ALPACA_SYSTEM
+        return Sample(text=system + ALPACA_TURNS.format(sample.text), answer=sample.answer)
     turns = (("user", sample.text), ("assistant", sample.answer))
-    return Sample(messages=[{"role": role, "content": text} for role, text in turns])
+    messages = [{"role": role, "content": text} for role, text in turns]
+    return Sample(messages=with_system(messages, sample.system))
 
 
 def chat_template(tokenizer: Any) -> str:

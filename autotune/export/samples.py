@@ -47,6 +47,7 @@ FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
 OFTEN_READ = (
     "prompt",
     "system",
+    "system_prompt",
     "history",
     "instruction",
     "question",
@@ -63,6 +64,7 @@ FREE = (
     "labelled-sounds",
 )  # formats whose further fields are others' or harmless
 INPUTS = ("input", "context")  # fields of what an instruction is about
+SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
 # A format's fields beside these: of some it has none where it lacks them.
 BESIDE: dict[str, tuple[str, ...]] = {
     "instruction": INPUTS,
@@ -129,6 +131,7 @@ class Sample:
     messages: list[dict[str, Any]] = field(default_factory=list)
     num_given: int = 0  # messages at the beginning that are no answers, whoever wrote them
     tools: Any = None
+    system: str = ""  # what an instruction is to be answered as
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Samples:
     text_field: str = ""
     answer_field: str | None = None
     input_field: str | None = None  # what is beside them (BESIDE)
+    system_field: str | None = None  # what is said first (SYSTEM)
     is_sharegpt: bool = False  # messages have from and value
     folder: str = ""  # where the paths of pictures and sounds begin
     unread: tuple[str, ...] = ()  # fields of OFTEN_READ that the first has, and that are not read
@@ -160,6 +164,7 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     """The samples of a file, a folder or a dataset of the Hub (`name[:split]`)."""
     read: list[Sample] = []
     recognised: tuple[str, str, str | None] | None = None
+    system_field: str | None = None
     for number, row in enumerate(read_rows(name), start=1):
         place = f"sample {number}"
         if not isinstance(row, Mapping):
@@ -171,7 +176,9 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             recognised = recognise(row, columns, task)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
             about = field_of(row, BESIDE.get(recognised[0], ()))
-            unread = unread_of(row, recognised, about)
+            # Other rows may have it, where the first has not.
+            has_system = task == "causal-lm" and recognised[0] in ("chat", "instruction")
+            unread = unread_of(row, recognised, about, has_system)
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
         if recognised[0] == "preferences":
             read += read_pair(row, place)
@@ -185,14 +192,17 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             check_fields(row, recognised[1:], place)
             read.append(READ_BY_FIELDS[recognised[0]](row, *recognised[1:], place))
         else:
-            read.append(read_sample(row, *recognised, place))
+            said = field_of(row, SYSTEM) if has_system else None
+            system_field = system_field or said
+            read.append(read_sample(row, *recognised, place, said))
     if recognised is None:
         raise UnusableData("it is empty")
     form, text_field, answer_field = recognised
     if form == "text" and not any(sample.text.strip() for sample in read):
         raise UnusableData(f"all its samples are empty: none has a text in {text_field}")
     folder = os.path.dirname(os.path.abspath(name))
-    return Samples(form, read, text_field, answer_field, about, is_sharegpt, folder, unread)
+    fields = (text_field, answer_field, about, system_field)
+    return Samples(form, read, *fields, is_sharegpt, folder, unread)
 
 
 def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
@@ -227,7 +237,10 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
 
 
 def unread_of(
-    row: Mapping[str, Any], recognised: tuple[str, str, str | None], about: str | None
+    row: Mapping[str, Any],
+    recognised: tuple[str, str, str | None],
+    about: str | None,
+    has_system: bool,
 ) -> tuple[str, ...]:
     """The fields of a row that others call a part of a sample, and that its format does not read."""
     form, *names = recognised
@@ -238,6 +251,8 @@ def unread_of(
         "unpaired": ("label",),
     }
     read = {*names, about, *more.get(form, ())}
+    if has_system:
+        read.add(field_of(row, SYSTEM))
     said = [str(name) for name, value in row.items() if value or isinstance(value, (int, float))]
     held = [name for name in said if name not in read]
     return tuple(name for name in held if name.lower() in OFTEN_READ and form not in FREE)
@@ -284,12 +299,20 @@ def field_of(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 
 def read_sample(
-    row: Mapping[str, Any], name: str, text_field: str, answer_field: str | None, place: str
+    row: Mapping[str, Any],
+    name: str,
+    text_field: str,
+    answer_field: str | None,
+    place: str,
+    system_field: str | None,
 ) -> Sample:
     check_fields(row, (text_field, answer_field), place)
     text, answer = row[text_field], None if answer_field is None else row[answer_field]
+    system = "" if system_field is None else row[system_field]
+    check_text(system, system_field, place)
     if name == "chat":
-        return Sample(messages=read_messages(text, place), tools=read_json(row.get("tools")))
+        messages = with_system(read_messages(text, place), system)
+        return Sample(messages=messages, tools=read_json(row.get("tools")))
     if isinstance(text, list) and isinstance(answer, list) and name == "prompt-completion":
         given = read_messages(text, place)
         return Sample(
@@ -309,7 +332,14 @@ def read_sample(
             f"{place} has no class in {answer_field}: {shown(answer)}",
             "A class is a word or a whole number; several at once, and numbers between, are not trained here",
         )
-    return Sample(text=text, answer=answer)
+    return Sample(text=text, answer=answer, system=system)
+
+
+def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
+    """The messages behind what the system says, unless they begin with that."""
+    if not system.strip() or messages[0]["role"] in ("system", "developer"):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def is_class(value: Any) -> bool:

@@ -94,7 +94,8 @@ def read_dataset(
     )
     if beside:
         _check_prompts(question, answer["counts"], sequence_length, beside, note)
-    recognised = {name: answer[name] for name in (*_READ_AS, "input_field", "is_sharegpt")}
+    more = ("input_field", "system_field", "is_sharegpt")
+    recognised = {name: answer[name] for name in (*_READ_AS, *more)}
     return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths
 
 

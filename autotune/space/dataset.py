@@ -44,6 +44,8 @@ class Dataset:
     """Field of the answer or the label; None: the format has none."""
     input_field: str | None = None
     """Field of what an instruction is about, of a third text or of a rating; None: the format has none."""
+    system_field: str | None = None
+    """Field of what is said before a chat or an instruction; None: no sample has one."""
     is_sharegpt: bool = False
     """Whether messages have `from` and `value`, not role and content."""
     tokenizer: str

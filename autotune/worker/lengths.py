@@ -85,6 +85,7 @@ def _recognised(data: Samples, loss_on: str) -> dict[str, Any]:
         "text_field": data.text_field,
         "answer_field": data.answer_field,
         "input_field": data.input_field,
+        "system_field": data.system_field,
         "is_sharegpt": data.is_sharegpt,
         "loss_on": loss_on,
         "num_samples": len(data.samples),

@@ -120,6 +120,7 @@ DATASETS = {
         text_field="instruction",
         answer_field="output",
         input_field="input",
+        system_field="system",
         tokenizer="mine",
     ),
 }

@@ -204,6 +204,25 @@ def test_an_instruction_without_more_names_no_further_field() -> None:
     assert columns == {"input": "question", "output": "answer"}
 
 
+def test_a_field_of_what_the_system_says_is_named_or_said_to_be_lost() -> None:
+    chat = dataclasses.replace(CHAT, system_field="system")
+    told = dataclasses.replace(ASKED, system_field="system_prompt")
+    assert dataset_entries.dataset_info(chat)["columns"] == {
+        "messages": "conversations", "system": "system",
+    }  # fmt: skip
+    assert dataset_entries.dataset_info(told)["columns"]["system"] == "system_prompt"
+    described = values("axolotl", told)["datasets"][0]["type"]
+    assert described["field_system"] == "system_prompt"
+    assert described["system_format"] == "{system}\n\n"
+    assert values("axolotl", chat) == values("axolotl", CHAT)  # It reads that name by itself.
+    renamed = dataclasses.replace(chat, system_field="system_prompt")
+    assert "in the field system: rename system_prompt" in written("axolotl", renamed)
+    assert "rename" not in written("axolotl", chat)
+    for name in ("sft", "sft-python", "unsloth", "torchtune"):
+        lost = [each.setting for each in unsaid(ALL[name], workload_of(chat), CONFIG)]
+        assert "dataset" in lost, name
+
+
 def test_axolotl_and_llama_factory_rank_what_their_fields_name() -> None:
     """Of the trainers that compare, each has a description of its own, and no further keys."""
     named = dataclasses.replace(HUB, name="someone/pairs:en:train")

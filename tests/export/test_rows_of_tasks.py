@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from autotune.export import encode as encoding
 from autotune.export import rows_of_tasks
-from autotune.export.encode import ALPACA, IGNORED, encode, has_words, num_shared
+from autotune.export.encode import ALPACA, ALPACA_TURNS, IGNORED, encode, has_words, num_shared
 from autotune.export.rows_of_tasks import (
     ROWS_OF_TASKS,
     answered,
@@ -92,6 +92,19 @@ def test_an_instruction_is_a_chat_where_there_is_a_template_and_else_alpacas_tex
     assert ids == [*ids[:num_words], C, END]
     assert labels == [*num_words * [NO], C, END]
     assert [ids.count(word) for word in (A, B)] == [ALPACA.split().count("a") + 1, 1]
+
+
+def test_what_the_system_says_of_an_instruction_comes_first() -> None:
+    asked = Sample("a b", answer="c", system="d e")
+    ((ids, labels),) = encoded("instruction", asked, template=TEMPLATE)
+    assert ids == [SYSTEM, D, E, END, USER, A, B, END, ASSISTANT, C, END]
+    assert labels == [*9 * [NO], C, END]
+    # In Alpaca's text it stands for the sentences before the instruction.
+    ((ids, labels),) = encoded("instruction", asked)
+    turns = ALPACA_TURNS.format("a b").split()
+    assert ids[:2] == [D, E]
+    assert len(ids) == 2 + len(turns) + 2
+    assert labels == [*(len(ids) - 2) * [NO], C, END]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKING])

@@ -95,7 +95,10 @@ def test_the_field_of_what_an_instruction_is_about_is_known(
          ("system", "question")),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "score": 1}, "dpo", ()),
         ({"system": "", "chosen": "a", "rejected": "b"}, "reward", ()),
-        ({"System": "s", "conversations": [{"from": "human", "value": "a"}]}, "causal-lm", ("System",)),
+        ({"System": "s", "conversations": [{"from": "human", "value": "a"}]}, "causal-lm", ()),
+        ({"System": "s", "instruction": "a", "output": "b"}, "causal-lm", ()),
+        ({"System": "s", "instruction": "a", "output": "b"}, "seq2seq-lm", ("System",)),
+        ({"system_prompt": "s", "prompt": "a", "completion": "b"}, "causal-lm", ("system_prompt",)),
         ({"instruction": "a", "Context": "", "input": "c", "output": "b", "history": [["x", "y"]]},
          "causal-lm", ("history",)),
         ({**ASKED, "answers": SQUAD}, "question-answering", ()),
@@ -237,6 +240,35 @@ def test_a_chat_has_roles_and_contents(tmp_path: Path, row: dict[str, Any], num_
     (sample,) = read(tmp_path, row).samples
     assert sample.messages == CHAT
     assert sample.num_given == num_given
+
+
+def test_what_the_system_says_beside_a_chat_is_its_first_message(tmp_path: Path) -> None:
+    asked = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    own = [{"from": "system", "value": "mine"}, *asked]
+    rows = [
+        {"conversations": asked},
+        {"conversations": asked, "system": "be kind"},
+        {"conversations": asked, "system": " "},
+        {"conversations": own, "system": "be kind"},
+    ]
+    found = read(tmp_path, *rows)
+    assert (found.system_field, found.unread) == ("system", ())
+    said = [[m["content"] for m in sample.messages] for sample in found.samples]
+    assert said == [["a", "b"], ["be kind", "a", "b"], ["a", "b"], ["mine", "a", "b"]]
+    assert [sample.messages[0]["role"] for sample in found.samples[1::2]] == ["system"] * 2
+    assert read(tmp_path, {"conversations": own}).system_field is None
+
+
+def test_what_the_system_says_beside_an_instruction_is_kept_with_it(tmp_path: Path) -> None:
+    row = {"system_prompt": "be kind", "question": "a", "response": "b"}
+    found = read(tmp_path, row, {**row, "system_prompt": None})
+    assert found.system_field == "system_prompt"
+    assert [sample.system for sample in found.samples] == ["be kind", ""]
+    # An encoder-decoder's pair has no place for it.
+    (sample,) = read(tmp_path, row, task="seq2seq-lm").samples
+    assert (sample.text, sample.system) == ("a", "")
+    with pytest.raises(UnusableData, match="Sample 1 has no text in system_prompt: 3"):
+        read(tmp_path, {**row, "system_prompt": 3})
 
 
 def test_sharegpts_tools_are_called_by_the_assistant(tmp_path: Path) -> None:

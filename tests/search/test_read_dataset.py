@@ -26,6 +26,7 @@ SEEN: dict[str, Any] = {
     "answer_field": None,
     "loss_on": "all",
     "input_field": None,
+    "system_field": None,
     "is_sharegpt": False,
     "unread": [],
     "counts": [[8, 1], [9, 1], [20, 2]],
