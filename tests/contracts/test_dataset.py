@@ -108,14 +108,16 @@ def test_chats_are_read_for_their_answers_and_refused_without_any(folder: Path) 
     turns = [{"role": "user", "content": "word"}, {"role": "assistant", "content": "word"}]
 
     def write(*messages: dict[str, str]) -> None:
-        row = {"system": "word", "messages": messages}
+        row = {"system": "word", "history": ["word"], "messages": messages}
         (folder / "turns.jsonl").write_text(json.dumps(row), encoding="utf-8")
 
     write(*turns)
-    read_dataset(question, source, "causal-lm", 100, note=said.append)
+    dataset, lengths = read_dataset(question, source, "causal-lm", 100, note=said.append)
     assert said == [
-        "system of the samples: no part of the format chat, so not trained on (--format names another)."
+        "history of the samples: no part of the format chat, so not trained on (--format names another)."
     ]
+    # What the system says is a message, too: each is its role and a word.
+    assert (dataset.system_field, lengths.longest) == ("system", 3 * 2)
     write(turns[0])
     with pytest.raises(ConfigError, match=r"No sample has an answer. Nothing would be learnt"):
         read_dataset(question, source, "causal-lm", 100)

@@ -614,15 +614,21 @@ def test_another_dataset_than_the_recipes_is_recognised_anew(tmp_path: Path, los
     assert names["RECIPE"]["data"].get("loss_on") == (None if loss_on == "answers" else "all")
     rows = {
         "chats": {"messages": CHAT[0]},
-        "others": {"instruction": "w1", "output": "w2"},
+        "others": {"instruction": "w1", "output": "w2", "system": "w3"},
     }
     found = {}
     for name, row in rows.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(row))
         options = argparse.Namespace(format=None, text_field=None, answer_field=None)
-        found[name] = names["read_data"](str(path), options).format
-    assert found == {"chats": "chat", "others": "instruction"}
+        found[name] = names["read_data"](str(path), options)
+    assert {name: data.format for name, data in found.items()} == {
+        "chats": "chat",
+        "others": "instruction",
+    }
+    with_template = argparse.Namespace(chat_template="{{ messages }}")
+    turns = names["as_turns"](found["others"].samples[0], with_template).messages
+    assert [each["role"] for each in turns] == ["system", "user", "assistant"]
 
 
 def test_what_a_full_fine_tune_saves(runs: Path, models: Path) -> None:
