@@ -225,10 +225,12 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
     shortest = [name for name in possible if name not in WITH_ALL] or possible
     wanted = "; ".join(map(words_of, shortest if columns.format is None else [columns.format]))
     remedy = "--text-field and --answer-field name other fields, --format what they are"
+    others = " or ".join(other for other in FORMATS_OF_TASKS if is_of_task(row, other))
     if is_of_trl:
         remedy = "Rename its fields: TRL reads no other names"
-    elif others := [other for other in FORMATS_OF_TASKS if is_of_task(row, other)]:
-        remedy = f"Such samples are for --task {' or '.join(others)}"
+        remedy += f". As they are, they are for --task {others}" if others else ""
+    elif others:
+        remedy = f"Such samples are for --task {others}"
     held = [str(name) for name, value in row.items() if value is not None]
     empty = [str(name) for name, value in row.items() if value is None]
     has = f"the fields {shown(', '.join(held))}" if held else "no field that holds something"
@@ -282,9 +284,10 @@ def fields_of(row: Mapping[str, Any], name: str, columns: Columns) -> tuple[str,
 
 
 def is_of_task(row: Mapping[str, Any], task: str) -> bool:
-    """Whether a row has a text and an answer as a task takes them."""
+    """Whether a row has a chat, or a text and an answer, as a task takes them."""
     return any(
-        FORMATS[name][1] and fields_of(row, name, Columns()) for name in FORMATS_OF_TASKS[task]
+        (FORMATS[name][1] or name == "chat") and fields_of(row, name, Columns())
+        for name in FORMATS_OF_TASKS[task]
     )
 
 

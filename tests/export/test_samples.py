@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -406,6 +407,18 @@ def test_prompts_are_texts_or_messages(tmp_path: Path) -> None:
         ):
             with pytest.raises(UnusableData, match=said):
                 read(tmp_path, row, task=task)
+
+
+@pytest.mark.parametrize(
+    ("task", "remedy"),
+    [
+        ("masked-lm", "takes text. Such samples are for --task causal-lm"),
+        ("dpo", "TRL reads no other names. As they are, they are for --task causal-lm"),
+    ],
+)
+def test_a_chat_is_for_another_task(tmp_path: Path, task: str, remedy: str) -> None:
+    with pytest.raises(UnusableData, match=rf"{re.escape(remedy)}$"):
+        read(tmp_path, {"messages": CHAT}, task=task)
 
 
 def test_a_format_of_another_task_is_refused(tmp_path: Path) -> None:
