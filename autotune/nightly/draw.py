@@ -40,10 +40,13 @@ def plan_text(prepared: Prepared, budget_seconds: float, num_skipped: int) -> st
     lines = [
         f"{plan_line(prepared)} of {format_seconds(budget_seconds)}. Nothing was run.",
     ]
+    problem_before = ""
     for each in prepared.planned:
         lines.append(f"  {_planned_line(each)}")
         if each.problem:
-            lines.append(f"{'':15}{each.problem}")
+            is_said = each.problem == problem_before
+            lines.append(f"{'':15}{'For the same reason.' if is_said else each.problem}")
+        problem_before = each.problem
     if num_skipped:
         lines.append(f"  {num_skipped} more are skipped by the matrix")
     return "".join(f"{printable(line)}\n" for line in lines)

@@ -25,7 +25,7 @@ from autotune.nightly import draw, drift, files, relatives, run
 from autotune.nightly.digest import Digest, Done
 from autotune.nightly.history import Night, night_from_dict
 from autotune.nightly.journal import Journal, locked
-from autotune.nightly.plan import Planned
+from autotune.nightly.plan import Planned, Prepared
 from autotune.probe import fingerprint as fingerprints
 
 NASTY = "<script>alert(1)</script>|`x`\n# head"
@@ -347,6 +347,15 @@ def test_the_lock_is_let_go_when_its_holder_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.worker
+def test_a_plan_says_a_reason_once_where_several_cells_cannot_begin_for_it() -> None:
+    said = ("no budget", "no budget", "", "no budget", "no model")
+    cells = tuple(planned(f"c{n}", problem=problem) for n, problem in enumerate(said))
+    prepared = Prepared(backend="cpu", fingerprint=HERE, planned=cells)
+    lines = draw.plan_text(prepared, 3600.0, 0).splitlines()[1:]
+    reasons = [line.strip() for line in lines if not line.startswith("  new")]
+    assert reasons == ["no budget", "For the same reason.", "no budget", "no model"]
+
+
 def test_a_dry_run_says_why_and_touches_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
