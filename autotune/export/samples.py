@@ -20,9 +20,12 @@ from typing import Any, NoReturn
 
 # A format's fields: those of the text, the prompt or the messages, and those of the answer.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "chat": (("messages", "conversations"), ()),
+    "chat": (("messages", "conversations", "conversation"), ()),
     "prompt-completion": (("prompt",), ("completion", "response", "answer")),
-    "instruction": (("instruction", "question", "query"), ("output", "response", "answer")),
+    "instruction": (
+        ("instruction", "question", "query", "problem"),
+        ("output", "response", "answer", "solution"),
+    ),
     "source-target": (
         ("source", "text", "input", "document", "article", "dialogue"),
         ("target", "output", "summary", "highlights"),

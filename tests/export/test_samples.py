@@ -50,6 +50,7 @@ def test_the_formats_have_one_list() -> None:
         ({"instruction": "a", "input": "c", "output": "b"}, "seq2seq-lm", "instruction", "a\n\nc", "b"),
         ({"instruction": "a", "context": "c", "response": "b"}, "causal-lm", "instruction", "a\n\nc", "b"),
         ({"question": "a", "answer": "b"}, "causal-lm", "instruction", "a", "b"),
+        ({"problem": "a", "solution": "b"}, "causal-lm", "instruction", "a", "b"),
         ({"Question": "a", "Context": "c", "ANSWER": "b"}, "causal-lm", "instruction", "a\n\nc", "b"),
         ({"Prompt": "x", "prompt": "a", "answer": "b"}, "causal-lm", "prompt-completion", "a", "b"),
         ({"source": "a", "target": "b"}, "seq2seq-lm", "source-target", "a", "b"),
@@ -243,6 +244,12 @@ def test_a_chat_has_roles_and_contents(tmp_path: Path, row: dict[str, Any], num_
     assert sample.num_given == num_given
 
 
+def test_a_chat_may_be_one_conversation(tmp_path: Path) -> None:
+    found = read(tmp_path, {"conversation": CHAT, "problem": "a", "solution": "b"})
+    assert (found.format, found.text_field) == ("chat", "conversation")
+    assert found.samples[0].messages == CHAT
+
+
 def test_what_the_system_says_beside_a_chat_is_its_first_message(tmp_path: Path) -> None:
     asked = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     own = [{"from": "system", "value": "mine"}, *asked]
@@ -318,7 +325,7 @@ def test_other_fields_and_another_format_are_named(tmp_path: Path) -> None:
         ([], "It is empty"),
         ([[1]], 'Sample 1 is no object with fields: [1]. Samples are objects: {"text": "..."}'),
         ([{"text": ""}, {"text": " "}], "All its samples are empty: none has a text in text"),
-        ([{"body": "x"}], "Sample 1 has the fields body, and causal-lm takes messages/conversations;"),
+        ([{"body": "x"}], "Sample 1 has the fields body, and causal-lm takes messages/conversations/"),
         (
             [{"prompt": "a", "chosen": "b", "rejected": "c"}],
             "Such samples are for --task dpo or reward or kto",
