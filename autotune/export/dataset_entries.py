@@ -67,6 +67,8 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     if dataset.format == "chat" and dataset.system_field is not None:
         words = f"{dataset.system_field} (TRL reads messages alone: make it the first of them)"
         return (Unsaid("dataset", words),)
+    if _learns_some(dataset):
+        return (Unsaid("dataset", "weight (TRL learns every answer)"),)
     usual = {
         "chat": ("messages", "conversations"), "prompt-completion": ("prompt",),
         "text": None, "preferences": None, "unpaired": None, "prompts": None,
@@ -81,12 +83,19 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     return (Unsaid("dataset", words),)
 
 
+def _learns_some(dataset: Dataset) -> bool:
+    """Whether some answers are passed over, which others are not."""
+    return dataset.has_weights and dataset.loss_on == "answers"
+
+
 def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     """Name a dataset of three fields, which none of the builders here takes."""
     if dataset is None:
         return ()
     if dataset.system_field is not None:
         return (Unsaid("dataset", f"{dataset.name}: {dataset.system_field} is a field of its own"),)
+    if _learns_some(dataset):
+        return (Unsaid("dataset", "weight (torchtune learns every answer)"),)
     if dataset.input_field is None:
         return ()
     return (Unsaid("dataset", f"{dataset.name}: its instructions and inputs are two fields"),)
@@ -111,6 +120,8 @@ def axolotl(dataset: Dataset, task: str) -> dict[str, Any]:
                 role: [role, *(name for name, means in ROLES.items() if means == role)]
                 for role in KNOWN_ROLES
             }
+        if _learns_some(dataset):
+            entry["message_field_training"] = "weight"
         keys["chat_template"] = "tokenizer_default"
     elif dataset.format == "text":
         return {"datasets": [{**entry, "type": "completion", "field": dataset.text_field}]}
@@ -177,7 +188,10 @@ _RANKED: dict[str, dict[str, Any]] = {
 def llama_factory_lines(dataset: Dataset, task: str) -> list[str]:
     """Return the entry of data/dataset_info.json, where LLaMA-Factory has what its YAML cannot say."""
     entry = json.dumps({"my_dataset": dataset_info(dataset, task)})
-    return [f"data/dataset_info.json has to hold: {entry}"]
+    lines = [f"data/dataset_info.json has to hold: {entry}"]
+    if _learns_some(dataset):
+        lines.append("LLaMA-Factory learns every answer, those of weight 0 too: leave them out.")
+    return lines
 
 
 def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:

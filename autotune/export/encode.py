@@ -10,7 +10,14 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autotune.export.samples import Sample, Samples, UnusableData, shown, with_system
+from autotune.export.samples import (
+    Sample,
+    Samples,
+    UnusableData,
+    is_passed_over,
+    shown,
+    with_system,
+)
 
 IGNORED = -100  # the label that PyTorch's losses leave out
 AT_ONCE = 1000
@@ -40,7 +47,8 @@ def encode(data: Samples, tokenizer: Any, loss_on: str) -> Iterator[Encoded]:
     is_chat = any(sample.messages for sample in samples)
     if is_chat:
         says_answers = re.search(r"\{%-?\s*generation\s*-?%\}", chat_template(tokenizer))
-        if answers_only and says_answers and not any(sample.num_given for sample in samples):
+        is_all_learnt = not data.has_weights and not any(sample.num_given for sample in samples)
+        if answers_only and says_answers and is_all_learnt:
             yield from (marked(sample, tokenizer) for sample in samples)
             return
     for start in range(0, len(samples), AT_ONCE):
@@ -133,7 +141,8 @@ def answer_spans(sample: Sample, text: str, tokenizer: Any) -> Spans:
     """Places of the answers in a chat's text, each with the end of its turn."""
     spans: Spans = []
     for number, message in enumerate(sample.messages):
-        if message["role"] != "assistant" or number < sample.num_given:
+        is_answer = message["role"] == "assistant" and number >= sample.num_given
+        if not is_answer or is_passed_over(message):
             continue
         answer = message["content"].strip()
         start = text.find(answer)

@@ -147,6 +147,7 @@ class Samples:
     answer_field: str | None = None
     input_field: str | None = None  # what is beside them (BESIDE)
     system_field: str | None = None  # what is said first (SYSTEM)
+    has_weights: bool = False  # some answers are not learnt, as OpenAI's files say it
     is_sharegpt: bool = False  # messages have from and value
     folder: str = ""  # where the paths of pictures and sounds begin
     unread: tuple[str, ...] = ()  # fields of OFTEN_READ that the first has, and that are not read
@@ -205,7 +206,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
         raise UnusableData(f"all its samples are empty: none has a text in {text_field}")
     folder = os.path.dirname(os.path.abspath(name))
     fields = (text_field, answer_field, about, system_field)
-    return Samples(form, read, *fields, is_sharegpt, folder, unread)
+    has_weights = any(is_passed_over(message) for sample in read for message in sample.messages)
+    return Samples(form, read, *fields, has_weights, is_sharegpt, folder, unread)
 
 
 def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
@@ -584,9 +586,19 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
     content = read_content(content, place)
     if content is None and not message.get("tool_calls"):
         raise UnusableData(f"{place} has no content", "Leave such samples out of the dataset")
+    if message.get("weight", 1) not in (0, 1):
+        raise UnusableData(
+            f"{place} has the weight {shown(message['weight'])}",
+            "An answer is learnt (1) or not (0)",
+        )
     if "tool_calls" in message:
         message["tool_calls"] = without_nothing(read_json(message["tool_calls"]))
     return {**message, "role": role, "content": "" if content is None else content}
+
+
+def is_passed_over(message: Mapping[str, Any]) -> bool:
+    """Whether it is an answer that is not to be learnt."""
+    return message["role"] == "assistant" and message.get("weight") == 0
 
 
 def read_content(content: Any, place: str) -> str | None:

@@ -111,6 +111,7 @@ DATASETS = {
         loss_on="answers",
         text_field="conversations",
         is_sharegpt=True,
+        has_weights=True,
         tokenizer="mine",
     ),
     "instruction": Dataset(

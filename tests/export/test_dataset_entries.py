@@ -223,6 +223,21 @@ def test_a_field_of_what_the_system_says_is_named_or_said_to_be_lost() -> None:
         assert "dataset" in lost, name
 
 
+def test_answers_that_are_not_learnt_are_named_or_said_to_be() -> None:
+    some = dataclasses.replace(CHAT, has_weights=True)
+    key = "message_field_training"
+    assert values("axolotl", some)["datasets"][0][key] == "weight"
+    assert "LLaMA-Factory learns every answer" in written("llama-factory", some)
+    lost = {
+        name: [each.setting for each in unsaid(ALL[name], workload_of(some), CONFIG)]
+        for name in ("sft", "sft-python", "unsloth", "torchtune")
+    }
+    assert all("dataset" in settings for settings in lost.values()), lost
+    whole = dataclasses.replace(some, loss_on="all")
+    assert key not in values("axolotl", whole)["datasets"][0]
+    assert "learns every answer" not in written("llama-factory", whole)
+
+
 def test_axolotl_and_llama_factory_rank_what_their_fields_name() -> None:
     """Of the trainers that compare, each has a description of its own, and no further keys."""
     named = dataclasses.replace(HUB, name="someone/pairs:en:train")

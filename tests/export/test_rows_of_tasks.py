@@ -94,6 +94,20 @@ def test_an_instruction_is_a_chat_where_there_is_a_template_and_else_alpacas_tex
     assert [ids.count(word) for word in (A, B)] == [ALPACA.split().count("a") + 1, 1]
 
 
+@pytest.mark.parametrize(
+    "template", [TEMPLATE, MARKING + "{% if add_generation_prompt %}assistant: {% endif %}"]
+)
+def test_an_answer_of_no_weight_is_not_learnt(template: str) -> None:
+    asked = chat("a", "b", "c", "d")
+    asked.messages[1]["weight"] = 0
+    data = Samples("chat", [asked], has_weights=True)
+    ((ids, labels),) = encode(data, made(template), "answers")
+    assert ids == [USER, A, END, ASSISTANT, B, END, USER, C, END, ASSISTANT, D, END]
+    assert labels == [*10 * [NO], D, END]
+    ((_, labels),) = encode(data, made(template), "all")
+    assert labels == ids
+
+
 def test_what_the_system_says_of_an_instruction_comes_first() -> None:
     asked = Sample("a b", answer="c", system="d e")
     ((ids, labels),) = encoded("instruction", asked, template=TEMPLATE)

@@ -250,6 +250,18 @@ def test_a_chat_may_be_one_conversation(tmp_path: Path) -> None:
     assert found.samples[0].messages == CHAT
 
 
+def test_an_answer_of_no_weight_is_passed_over(tmp_path: Path) -> None:
+    asked, answer = CHAT[0], {"role": "assistant", "content": "x"}
+    for weight, is_passed_over in ((0, True), (0.0, True), (1, False), (None, False)):
+        row = {"messages": [asked, {**answer, "weight": weight}]}
+        assert read(tmp_path, {"messages": CHAT}, row).has_weights is is_passed_over
+    assert not read(tmp_path, {"messages": [{**asked, "weight": 0}, answer]}).has_weights
+    with pytest.raises(
+        UnusableData, match=r"Message 1 of sample 1 has the weight 0.5. An answer is"
+    ):
+        read(tmp_path, {"messages": [{**answer, "weight": 0.5}]})
+
+
 def test_what_the_system_says_beside_a_chat_is_its_first_message(tmp_path: Path) -> None:
     asked = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     own = [{"from": "system", "value": "mine"}, *asked]

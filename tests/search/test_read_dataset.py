@@ -27,6 +27,7 @@ SEEN: dict[str, Any] = {
     "loss_on": "all",
     "input_field": None,
     "system_field": None,
+    "has_weights": False,
     "is_sharegpt": False,
     "unread": [],
     "counts": [[8, 1], [9, 1], [20, 2]],
