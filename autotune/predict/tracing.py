@@ -79,143 +79,147 @@ def trace_all(
             why="What its kernels and its allocator do is not modelled",
             remedy="Name an NVIDIA card (autotune gpus)",
         )
-    shared = asked_of_all(model, task, sequence_length, gpu, pictures, teacher)
-    run = run_many if server is None else functools.partial(_run_forked, server)
     assert cache is None or not operations
-    specs = set(specs)
-    found = {} if found is None else found
-    sharing: dict[TraceSpec, list[TraceSpec]] = {}
-    for spec in specs:
-        for one in of_unlike_gpus(spec):
-            sharing.setdefault(one, []).append(spec)
-    hidden_size, on_card = _hidden_size(model), gpu.backend == "cuda"
-    not_run: dict[TraceSpec, str] = {}
-
-    def keep(of_any: TraceSpec, _: Trace) -> None:
-        for spec in sharing[of_any]:
-            of_each = [jobs.traces.get(one) for one in of_unlike_gpus(spec)]
-            if None in of_each:
-                continue
-            trace, *of_last = filter(None, of_each)
-            if PARALLELISMS[spec.parallelism].is_fsdp and trace.why_not_fsdp2:
-                not_run[spec] = trace.why_not_fsdp2
-                continue
-            made = _of_spec(
-                spec, trace, of_last, num_gpus=num_gpus, hidden_size=hidden_size, on_card=on_card
-            )
-            if made is not None:
-                found[spec] = made
-
-    jobs = TraceJobs(
-        sharing,
-        keep,
-        on_trace,
-        operations=operations,
-        shared=shared,
-    )
+    shared = asked_of_all(model, task, sequence_length, gpu, pictures, teacher)
+    wanted = _WantedSteps(model, gpu, specs, num_gpus, {} if found is None else found)
+    jobs = TraceJobs(wanted.by_origin, wanted.keep, on_trace, operations=operations, shared=shared)
     if cache is not None:
         jobs.take_known(cache)
     if server is not None and meanwhile is not None and jobs.left():
         server.start("trace")
         meanwhile()
     try:
-        for _ in range(_MAX_ROUNDS):
-            left = jobs.left()
-            if not left:
-                break
-            (end,) = run(
-                "trace",
-                [{**shared, "traces": left}],
-                deadline_seconds=DEADLINE_SECONDS,
-                answers_renew=True,
-                on_answer=jobs.take,
-            )
-            if end.how != "ok":
-                jobs.blame(left, end)
+        _run_rounds(jobs, shared, server)
     finally:
         # What came before a failure, too: the next attempt goes on from there.
         if cache is not None:
             jobs.keep_new(cache)
     jobs.log_refused()
     if refused is not None:
-        refused |= {spec: why for one, why in jobs.why_refused().items() for spec in sharing[one]}
-        refused |= not_run
+        refused |= wanted.why_refused(jobs)
     if jobs.crash is not None and (jobs.left() or not jobs.traces):
         raise jobs.crash
     if not jobs.traces:
-        raise _refusal(model, specs, next(iter(jobs.refused.values())), pictures)
-    if not found:
-        raise _why_none_follows(model, specs, num_gpus, not_run)
-    return found
+        raise _refusal(model, wanted.specs, next(iter(jobs.refused.values())), pictures)
+    if not wanted.found:
+        raise wanted.why_none_follows()
+    return wanted.found
 
 
-def _of_spec(
-    spec: TraceSpec,
-    trace: Trace,
-    of_last: list[Trace],
-    *,
-    num_gpus: int,
-    hidden_size: int,
-    on_card: bool,
-) -> Trace | SharedTrace | None:
-    """Return what follows for a spec from one GPU's step, or from the first and the last one's.
+def _run_rounds(jobs: TraceJobs, shared: Mapping[str, Any], server: ForkServer | None) -> None:
+    """Ask for what is left until nothing is; what ended its process is not asked for again."""
+    run = run_many if server is None else functools.partial(_run_forked, server)
+    for _ in range(_MAX_ROUNDS):
+        left = jobs.left()
+        if not left:
+            break
+        (end,) = run(
+            "trace",
+            [{**shared, "traces": left}],
+            deadline_seconds=DEADLINE_SECONDS,
+            answers_renew=True,
+            on_answer=jobs.take,
+        )
+        if end.how != "ok":
+            jobs.blame(left, end)
 
-    None where nothing does: the layers cannot be dealt out so, or a plan not be told.
-    """
-    row = PARALLELISMS[spec.parallelism]
-    if row.deals_layers and not can_deal(trace, num_gpus):
-        return None
-    if row.schedules and is_tied(trace.parameters()):
-        return None
-    if spec.checkpoint_layers:
-        try:
-            trace, *of_last = (
-                each.with_lean_layers(spec.checkpoint_layers) for each in (trace, *of_last)
-            )
-        except BrokenTrace:
+
+class _WantedSteps:
+    """The steps that are wanted, and what follows of them from the steps of one GPU that are traced."""
+
+    def __init__(
+        self,
+        model: ModelSource,
+        gpu: Gpu,
+        specs: Iterable[TraceSpec],
+        num_gpus: int,
+        found: dict[TraceSpec, Trace | SharedTrace],
+    ) -> None:
+        """`found`: takes what follows."""
+        self.specs = set(specs)
+        self.found = found
+        self.by_origin: dict[TraceSpec, list[TraceSpec]] = {}
+        """Each step that is to be traced, with the wanted ones that follow from it."""
+        for spec in self.specs:
+            for one in of_unlike_gpus(spec):
+                self.by_origin.setdefault(one, []).append(spec)
+        self._model, self._num_gpus = model, num_gpus
+        self._hidden_size, self._on_card = _hidden_size(model), gpu.backend == "cuda"
+        self._traced: dict[TraceSpec, Trace] = {}
+        self._not_run: dict[TraceSpec, str] = {}
+        """The reasons why FSDP2 cannot share the model out."""
+
+    def keep(self, origin: TraceSpec, trace: Trace) -> None:
+        """Keep a trace, and what follows from it and those before."""
+        self._traced[origin] = trace
+        for spec in self.by_origin[origin]:
+            of_each = [self._traced.get(one) for one in of_unlike_gpus(spec)]
+            if None in of_each:
+                continue
+            first, *of_last = filter(None, of_each)
+            if PARALLELISMS[spec.parallelism].is_fsdp and first.why_not_fsdp2:
+                self._not_run[spec] = first.why_not_fsdp2
+            elif (made := self._of_spec(spec, first, of_last)) is not None:
+                self.found[spec] = made
+
+    def _of_spec(
+        self, spec: TraceSpec, trace: Trace, of_last: list[Trace]
+    ) -> Trace | SharedTrace | None:
+        """Return what follows for a spec from one GPU's step, or from the first and the last one's.
+
+        None where nothing does: the layers cannot be dealt out so, or a plan not be told.
+        """
+        row = PARALLELISMS[spec.parallelism]
+        if row.deals_layers and not can_deal(trace, self._num_gpus):
             return None
-    if spec.parallelism == "none":
-        return trace
-    return shared_trace(
-        trace,
-        spec,
-        num_gpus=num_gpus,
-        hidden_size=hidden_size,
-        on_card=on_card,
-        of_last=of_last[0] if of_last else None,
-    )
-
-
-def _why_none_follows(
-    model: ModelSource,
-    specs: Collection[TraceSpec],
-    num_gpus: int,
-    not_run: Mapping[TraceSpec, str],
-) -> ConfigError:
-    """Return the error where steps were traced, and nothing that was asked for follows from them.
-
-    `not_run`: the reasons why FSDP2 cannot share the model out.
-    """
-    if not_run:
-        why = next(iter(not_run.values()))
-        return ConfigError(
-            f"FSDP2 cannot share out {model.name}",
-            why=why[:1].upper() + why[1:],
-            remedy="Take another way to share: --parallelism ddp or zero3",
+        if row.schedules and is_tied(trace.parameters()):
+            return None
+        if spec.checkpoint_layers:
+            try:
+                trace, *of_last = (
+                    each.with_lean_layers(spec.checkpoint_layers) for each in (trace, *of_last)
+                )
+            except BrokenTrace:
+                return None
+        if spec.parallelism == "none":
+            return trace
+        return shared_trace(
+            trace,
+            spec,
+            num_gpus=self._num_gpus,
+            hidden_size=self._hidden_size,
+            on_card=self._on_card,
+            of_last=of_last[0] if of_last else None,
         )
-    if any(spec.checkpoint_layers for spec in specs):
+
+    def why_refused(self, jobs: TraceJobs) -> dict[TraceSpec, str]:
+        """Return the reasons why wanted steps cannot be traced, or not be shared out."""
+        of_jobs = jobs.why_refused().items()
+        return {spec: why for one, why in of_jobs for spec in self.by_origin[one]} | self._not_run
+
+    def why_none_follows(self) -> ConfigError:
+        """Return the error where steps were traced, and nothing that was asked for follows from them."""
+        model = self._model
+        if self._not_run:
+            why = next(iter(self._not_run.values()))
+            return ConfigError(
+                f"FSDP2 cannot share out {model.name}",
+                why=why[:1].upper() + why[1:],
+                remedy="Take another way to share: --parallelism ddp or zero3",
+            )
+        if any(spec.checkpoint_layers for spec in self.specs):
+            return ConfigError(
+                f"This plan of checkpointing cannot be predicted for {model.name}",
+                why="Each stretch of layers needs three, or a multiple of the model's pattern from three on; "
+                "of layers that are unlike only some numbers are told",
+                remedy="Give --checkpointing solve, or another --checkpoint-layers",
+            )
         return ConfigError(
-            f"This plan of checkpointing cannot be predicted for {model.name}",
-            why="Each stretch of layers needs three, or a multiple of the model's pattern from three on; "
-            "of layers that are unlike only some numbers are told",
-            remedy="Give --checkpointing solve, or another --checkpoint-layers",
+            f"The layers of {model.name} cannot be dealt out over {self._num_gpus} GPUs",
+            why="They are fewer, or in several stacks, or not alike enough to be told apart; or the last "
+            "stage of a pipeline has the first one's embedding as its head",
+            remedy="Take another way to share: --parallelism fsdp2",
         )
-    return ConfigError(
-        f"The layers of {model.name} cannot be dealt out over {num_gpus} GPUs",
-        why="They are fewer, or in several stacks, or not alike enough to be told apart; or the last "
-        "stage of a pipeline has the first one's embedding as its head",
-        remedy="Take another way to share: --parallelism fsdp2",
-    )
 
 
 def asked_of_all(

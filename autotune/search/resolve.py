@@ -32,11 +32,8 @@ from autotune.space import space_file
 from autotune.space.adapters import ADAPTERS, BESIDE_OUT_PROJ, WITHOUT_OUT_PROJ
 from autotune.space.checkpoint_plans import SOLVE
 from autotune.space.config import METHODS, TrainConfig, Workload
-from autotune.space.dataset import Dataset
 from autotune.space.defaults import completions_of, default_base
 from autotune.space.headroom import NO_HEADROOM
-from autotune.space.lengths import Lengths
-from autotune.space.media import Media
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.search_space import (
@@ -118,94 +115,53 @@ def resolve(
     """
     _check_model_is_named(question)
     if card is None:
-        card = CHOOSERS.get(question.backend, choose_card)(question.gpu, question.gpu_mem)
-        if card.is_here and card.note:
-            note(f"{card.gpu.name}, {card.why}")
+        card = _chosen_card(question, note)
     if question.study is not None:
         study_names.check_name(question.study)  # Before minutes are spent on its answer.
     note_unread(question, note)
-    changing = Changing(space_file.load(question.space))
-    if question.peft is not None:
-        changing.to(with_peft(changing.space, question.peft), "--peft")
-    if question.compile_mode is not None:
-        changing.to(compiled.with_mode(changing.space, question.compile_mode), "--compile")
-    if card.gpu.in_wsl and question.space in space_file.names():
-        changing.to(with_fixed_segments(changing.space), "WSL 2")
+    changing = _named_space(question, card.gpu)
     run = read_run(question, card.gpu, note=note)
     base = None if run is None else run.config
     if run is not None and run.uncarried:
         note(f"{run.path.name}: only its edited copy keeps {', '.join(run.uncarried)}.")
     source = find_model(_model_of(question, run))
-    if base is None:
-        _note_float16(source, card.gpu, note)
-        if card.gpu.advice:
-            note(f"{card.gpu.name}: {card.gpu.advice}")
-    elif PRECISIONS[base.precision].compute_dtype == "float16":
-        _note_overflow(source, note)
-    source, task = _for_task(question, run, source, note)
-    base = _no_longer_than_possible(base, run, question, source, note)
-    num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
-    if not budget.has_lengths(task, length):
-        length = 1
-        base = None if base is None else dataclasses.replace(base, sequence_length=1)
-    if base is not None:
-        num_gpus = budget.agreed("--num-gpus", num_gpus, base.num_gpus)
-        length = budget.agreed("--seq-len", length, base.sequence_length)
-        batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
-    num_gpus = num_gpus or 1
-    batch = budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus, task)
+    _note_card(source, card.gpu, base, note)
+    asked = _for_task(question, run, source, note)
+    base = _no_longer_than_possible(asked, base)
+    num_gpus, length, batch = _agreed_sizes(asked, base)
     if question.space in space_file.names():
         why = f"an effective batch of {batch:,}"
         changing.to(with_divisors(changing.space, batch // num_gpus), why)
     budget.check_shared_probes(question.backend, num_gpus, card)
-    _check_pictures(question, run, task)
-    length = _possible_length(source, length, note)
-    _note_unpacked(source, note)
-    budget.check_length(task, length)
-    teacher = read_teacher(question, source, task, None if run is None else run.teacher)
-    task, length, pictures, lengths, data = _read_samples(
-        question, source, task, length, base, lambda task: may_pack(changing.space, task), note
-    )
-    if base is not None and lengths is not None:
-        base = dataclasses.replace(base, sequence_length=length)
+    _check_pictures(asked)
+    length = _possible_length(asked.source, length, note)
+    _note_unpacked(asked.source, note)
+    budget.check_length(asked.task, length)
+    workload = _of_samples(asked, card, length, base, lambda task: may_pack(changing.space, task))
     if run is not None and base is not None:
-        changing.to(as_in_base(changing.space, base), "the base's values")
-        space, base = own_run.searched(
-            changing.space, run, base, task, has_lengths=lengths is not None
-        )
-        changing.to(space, "around the base")
-    methods = budget.methods_for(source, _methods(question) or METHODS)
-    has_all = num_gpus == 1 or len(nvml.alike()) >= num_gpus
-    measures_here = question.backend == "auto" and card.is_here and has_all
-    asked_for = question.backend if question.backend in BACKENDS else None
-    backend = "cuda" if measures_here else asked_for
+        base = _search_around(changing, run, base, workload)
+    methods = budget.methods_for(asked.source, _methods(question) or METHODS)
+    backend = _backend_of(question, card, num_gpus)
     space_file.require_method(changing.space, methods)
-    _note_out_proj(source, methods, question.settings.get("lora_targets", "all-linear"), note)
-    workload = Workload(
-        model=source.name,
-        task=task,
-        sequence_length=length,
-        lengths=lengths,
-        pictures=pictures,
-        teacher=teacher,
-        dataset=data,
+    targets = question.settings.get("lora_targets", "all-linear")
+    _note_out_proj(asked.source, methods, targets, note)
+    workload = dataclasses.replace(
+        workload,
         effective_batch_size=batch,
         methods=methods,
-        memory_budget_bytes=card.budget_bytes,
         # What is measured needs no room beyond its own.
         headroom=budget.headroom_of(question, card.budget_bytes)
         if backend is None
         else NO_HEADROOM,
         host_memory_bytes=budget.host_memory_of(question),
         num_gpus=num_gpus,
-        extra_arguments="{}" if run is None else run.extra_arguments,
     )
     if base is not None:
         what = f"The configuration of {question.base}"
-        budget.check_rules(base, workload, card.gpu, source, what=what)
+        budget.check_rules(base, workload, card.gpu, asked.source, what=what)
     return Problem(
         question=question,
-        source=source,
+        source=asked.source,
         card=card,
         workload=workload,
         space=changing.space,
@@ -213,7 +169,7 @@ def resolve(
         run=run,
         base=base,
         backend=backend,
-        reads_dataset=data is not None,
+        reads_dataset=workload.dataset is not None,
     )
 
 
@@ -227,31 +183,79 @@ class Configuration:
     config: TrainConfig
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """A question with the run and the model that it names, and the task that this is trained for."""
+
+    question: Question
+    run: BaseRun | None
+    source: ModelSource
+    task: str
+    note: Callable[[str], None]
+
+
+def _chosen_card(question: Question, note: Callable[[str], None]) -> ChosenCard:
+    card = CHOOSERS.get(question.backend, choose_card)(question.gpu, question.gpu_mem)
+    if card.is_here and card.note:
+        note(f"{card.gpu.name}, {card.why}")
+    return card
+
+
+def _named_space(question: Question, card: Gpu) -> Changing:
+    """Return the space that is named, with what other options and the machine make of it."""
+    changing = Changing(space_file.load(question.space))
+    if question.peft is not None:
+        changing.to(with_peft(changing.space, question.peft), "--peft")
+    if question.compile_mode is not None:
+        changing.to(compiled.with_mode(changing.space, question.compile_mode), "--compile")
+    if card.in_wsl and question.space in space_file.names():
+        changing.to(with_fixed_segments(changing.space), "WSL 2")
+    return changing
+
+
 def _for_task(
     question: Question, run: BaseRun | None, source: ModelSource, note: Callable[[str], None]
-) -> tuple[ModelSource, str]:
-    """Return the model for the task that it is trained for, and that task. Raises ConfigError."""
+) -> _Asked:
+    """Return what is asked, with the model for the task that it is trained for. Raises ConfigError."""
     of_base = "" if run is None else TRAINERS[run.config.trainer].task or run.task
     task = source.own_task(task_of(question, of_base or source.task))
     source = budget.for_task(source, task)
     _note_cached(source, note)
-    return source, task
+    return _Asked(question=question, run=run, source=source, task=task, note=note)
 
 
-def _read_samples(
-    question: Question,
-    source: ModelSource,
-    task: str,
+def _agreed_sizes(asked: _Asked, base: TrainConfig | None) -> tuple[int, int | None, int]:
+    """Return the number of GPUs, the length and the effective batch, where question and base agree.
+
+    The length is None where neither says it. Raises ConfigError.
+    """
+    question, task = asked.question, asked.task
+    num_gpus, length, batch = question.num_gpus, question.seq_len, question.effective_batch
+    has_lengths = budget.has_lengths(task, length)
+    if base is not None:
+        num_gpus = budget.agreed("--num-gpus", num_gpus, base.num_gpus)
+        if has_lengths:
+            length = budget.agreed("--seq-len", length, base.sequence_length)
+        batch = budget.agreed("--effective-batch", batch, base.effective_batch_size)
+    num_gpus = num_gpus or 1
+    batch = budget.shared_batch(batch or EFFECTIVE_BATCH_SIZE, num_gpus, task)
+    return num_gpus, length if has_lengths else 1, batch
+
+
+def _of_samples(
+    asked: _Asked,
+    card: ChosenCard,
     length: int,
     base: TrainConfig | None,
     packs: Callable[[str], bool],
-    note: Callable[[str], None],
-) -> tuple[str, int, Media | None, Lengths | None, Dataset | None]:
-    """Return the task of the samples, the tokens of the longest, and what is seen, counted and read of them.
+) -> Workload:
+    """Return the workload as far as samples of no more than that length decide it.
 
     `packs`: whether samples of a task may be packed, so that the length stays. Raises ConfigError and
     WorkerError.
     """
+    question, source, task, note = asked.question, asked.source, asked.task, asked.note
+    teacher = read_teacher(question, source, task, None if asked.run is None else asked.run.teacher)
     pictures, lengths = read_pictures(question, source, task, length, note=note)
     length = budget.length_of_texts(question, source, pictures, task, length, note)
     dataset = None
@@ -264,7 +268,38 @@ def _read_samples(
         stays = packs(task) or _is_short(task, length)
         length = budget.longest_batch(lengths, length, packs=stays, note=note)
     _note_untrained_positions(source, length, note)
-    return task, length, pictures, lengths, dataset
+    return Workload(
+        model=source.name,
+        task=task,
+        sequence_length=length,
+        lengths=lengths,
+        pictures=pictures,
+        teacher=teacher,
+        dataset=dataset,
+        memory_budget_bytes=card.budget_bytes,
+        extra_arguments="{}" if asked.run is None else asked.run.extra_arguments,
+    )
+
+
+def _search_around(
+    changing: Changing, run: BaseRun, base: TrainConfig, workload: Workload
+) -> TrainConfig:
+    """Change the space to what the run's trainer can be told; return the base to compare with."""
+    base = dataclasses.replace(base, sequence_length=workload.sequence_length)
+    changing.to(as_in_base(changing.space, base), "the base's values")
+    space, base = own_run.searched(
+        changing.space, run, base, workload.task, has_lengths=workload.lengths is not None
+    )
+    changing.to(space, "around the base")
+    return base
+
+
+def _backend_of(question: Question, card: ChosenCard, num_gpus: int) -> str | None:
+    """Return the backend that probes run on; None: nothing is measured."""
+    has_all = num_gpus == 1 or len(nvml.alike()) >= num_gpus
+    if question.backend == "auto" and card.is_here and has_all:
+        return "cuda"
+    return question.backend if question.backend in BACKENDS else None
 
 
 def _completion(question: Question, task: str, length: int, base: TrainConfig | None) -> int:
@@ -300,48 +335,38 @@ def resolve_configuration(
     method = method if base is None else base.method
     source = find_model(_model_of(question, run))
     budget.methods_for(source, (method,))
-    source, task = _for_task(question, run, source, note)
-    _check_pictures(question, run, task)
-    base = _no_longer_than_possible(base, run, question, source, note)
+    asked = _for_task(question, run, source, note)
+    source = asked.source
+    _check_pictures(asked)
+    base = _no_longer_than_possible(asked, base)
     num_gpus = question.num_gpus or (1 if base is None else base.num_gpus)
     of_file = None if base is None else base.sequence_length
-    asked = question.seq_len or of_file or SEQUENCE_LENGTH
-    if not budget.has_lengths(task, question.seq_len):
-        asked = 1
+    length = question.seq_len or of_file or SEQUENCE_LENGTH
+    if not budget.has_lengths(asked.task, question.seq_len):
+        length = 1
     is_given = question.seq_len is not None or of_file is not None
-    length = budget.possible_length(source, asked, is_given=is_given)
-    budget.check_length(task, length)
+    length = budget.possible_length(source, length, is_given=is_given)
+    budget.check_length(asked.task, length)
     _note_unpacked(source, note)
-    teacher = read_teacher(question, source, task, None if run is None else run.teacher)
 
     def packs(task: str) -> bool:
         usual = usual_batching(task) if base is None else base.batching
         return bool(given.get("batching", usual) == "packed")
 
-    task, length, pictures, lengths, data = _read_samples(
-        question, source, task, length, base, packs, note
-    )
+    workload = _of_samples(asked, card, length, base, packs)
     parallelism = PARALLELISMS[given.get("parallelism", "none" if num_gpus == 1 else "ddp")]
-    trainer = TRAINERS[trainers_of(task)[0]]
+    trainer = TRAINERS[trainers_of(workload.task)[0]]
     samples = given.get("micro_batch_size", trainer.least_micro_batch)
     samples *= parallelism.data_parallel_size(num_gpus)
     fewest = trainer.times_to_whole_groups(samples, given.get("num_generations"))
     accumulation = question.accumulation or fewest
-    workload = Workload(
-        model=source.name,
-        task=task,
-        sequence_length=length,
-        lengths=lengths,
-        pictures=pictures,
-        teacher=teacher,
-        dataset=data,
+    workload = dataclasses.replace(
+        workload,
         effective_batch_size=samples * accumulation if base is None else base.effective_batch_size,
         methods=(method,),
-        memory_budget_bytes=card.budget_bytes,
         headroom=budget.headroom_of(question, card.budget_bytes),
         host_memory_bytes=budget.host_memory_of(question),
         num_gpus=num_gpus,
-        extra_arguments="{}" if run is None else run.extra_arguments,
     )
     if base is None:
         config = dataclasses.replace(
@@ -350,7 +375,7 @@ def resolve_configuration(
             **given,
         )
     else:
-        config = dataclasses.replace(base, sequence_length=length)
+        config = dataclasses.replace(base, sequence_length=workload.sequence_length)
     if PRECISIONS[config.precision].compute_dtype == "float16":
         _note_overflow(source, note)
     _note_out_proj(source, (config.method,), config.lora_targets, note)
@@ -387,10 +412,11 @@ def _overruled(base: TrainConfig, question: Question) -> TrainConfig:
     return dataclasses.replace(base, num_gpus=number, **given)
 
 
-def _check_pictures(question: Question, run: BaseRun | None, task: str) -> None:
+def _check_pictures(asked: _Asked) -> None:
+    run, task = asked.run, asked.task
     if task == PICTURES and run is not None and run.target is not None:
         raise ConfigError(
-            f"{question.base} cannot be a base of the task {task}",
+            f"{asked.question.base} cannot be a base of the task {task}",
             why="no file of another trainer is read as training on pictures",
             remedy="Give a train_config.yaml that autotune has written for it, or ask without --base",
         )
@@ -445,17 +471,13 @@ def _model_of(question: Question, run: BaseRun | None) -> str:
     return model
 
 
-def _no_longer_than_possible(
-    base: TrainConfig | None,
-    run: BaseRun | None,
-    question: Question,
-    source: ModelSource,
-    note: Callable[[str], None],
-) -> TrainConfig | None:
+def _no_longer_than_possible(asked: _Asked, base: TrainConfig | None) -> TrainConfig | None:
     """Return the base, whose length is what the model is made for where neither it nor the question says."""
-    if base is None or run is None or run.has_length or question.seq_len is not None:
+    run = asked.run
+    if base is None or run is None or run.has_length or asked.question.seq_len is not None:
         return base
-    return dataclasses.replace(base, sequence_length=_possible_length(source, None, note))
+    length = _possible_length(asked.source, None, asked.note)
+    return dataclasses.replace(base, sequence_length=length)
 
 
 def _possible_length(source: ModelSource, length: int | None, note: Callable[[str], None]) -> int:
@@ -469,8 +491,14 @@ def _possible_length(source: ModelSource, length: int | None, note: Callable[[st
     return possible
 
 
-def _note_float16(source: ModelSource, card: Gpu, note: Callable[[str], None]) -> None:
-    """Say that float16 takes the place of bfloat16 on a card without it."""
+def _note_card(
+    source: ModelSource, card: Gpu, base: TrainConfig | None, note: Callable[[str], None]
+) -> None:
+    """Say what float16 may do where the card, or the base, makes it so; and what else the card calls for."""
+    if base is not None:
+        if PRECISIONS[base.precision].compute_dtype == "float16":
+            _note_overflow(source, note)
+        return
     if not card.has_bfloat16 and not source.is_float32:
         note(
             f"{card.name} has no bfloat16 (it came with compute capability 8.0): float16 with loss scaling "
@@ -478,6 +506,8 @@ def _note_float16(source: ModelSource, card: Gpu, note: Callable[[str], None]) -
         )
     if not card.has_bfloat16:
         _note_overflow(source, note)
+    if card.advice:
+        note(f"{card.name}: {card.advice}")
 
 
 OVERFLOWING = ("t5", "mt5", "umt5", "longt5", "switch_transformers")

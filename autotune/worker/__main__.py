@@ -80,7 +80,7 @@ def _trace(request: dict[str, Any]) -> Answers:
         from autotune.worker.trace.ahead import traces_ahead
 
         return traces_ahead(request)
-    from autotune.worker.trace.step import traces
+    from autotune.worker.trace.answers import traces
 
     return traces(request)
 

@@ -98,7 +98,7 @@ def import_for_traces(libraries: list[str]) -> None:
     from autotune.worker.trace import imports
 
     imports.import_libraries(libraries)
-    import autotune.worker.trace.step  # noqa: F401
+    import autotune.worker.trace.answers  # noqa: F401
 
     # Where one is not installed, tracing will say it.
     with _environment(_IMPORT_ENVIRONMENT), contextlib.suppress(ImportError):

@@ -17,6 +17,7 @@ from autotune.worker import __main__ as worker
 from autotune.worker.build import model as models
 from autotune.worker.build.alike_layers import built
 from autotune.worker.build.layers import Pattern, find_pattern, kinds_of, layer_stacks
+from autotune.worker.trace import answers, few_layers
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
 from autotune.worker.trace.step import trace_step
@@ -96,12 +97,12 @@ def test_compiled_layers_stand_for_others(every: int) -> None:
     heads = {"num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
     config = models.load_config({"model_type": "llama", **sizes, **heads})
     spec = dataclasses.replace(FULL, is_compiled=True, activation_checkpointing=every)
-    answers = [
+    both = [
         trace_step(config, "causal-lm", spec, sequence_length=4096, device=HOPPER, whole=whole)
         for whole in (False, True)
     ]
-    assert [answer["layers"]["traced"] for answer in answers] == [4, 8]
-    peaks = [_highest(Trace(answer)) for answer in answers]
+    assert [answer["layers"]["traced"] for answer in both] == [4, 8]
+    peaks = [_highest(Trace(answer)) for answer in both]
     assert peaks[0] == peaks[1]
 
 
@@ -135,7 +136,7 @@ def test_of_layers_without_a_pattern_few_are_built(
 ) -> None:
     """Gemma 3n's last layers take their keys from others. A gradient of two layers needs all of them."""
     config = models.load_config({"model_type": "gemma3n_text"})
-    model, said = trace_module._few(config, "causal-lm", dataclasses.replace(FULL, **changes))
+    model, said = few_layers._few(config, "causal-lm", dataclasses.replace(FULL, **changes))
     (stack,) = layer_stacks(model)
     assert len(built(stack)) == num_traced
     assert Stacks.of_answer(said).text.full == config.num_hidden_layers == len(stack)
@@ -169,7 +170,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[dict[str, 
             raise errors.pop()
         return {}
 
-    monkeypatch.setattr(trace_module, "trace_step", traced)
+    monkeypatch.setattr(answers, "trace_step", traced)
     spec = dataclasses.asdict(FULL)
     request = {
         "config": {"model_type": "llama"},

@@ -17,7 +17,7 @@ from autotune.common import json_lines
 from autotune.records.estimate import TraceSpec
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, plan_offloads
 from autotune.worker.build import model as models
-from autotune.worker.trace import ahead, forks, shared_models
+from autotune.worker.trace import ahead, answers, forks, shared_models
 from autotune.worker.trace import step as trace_module
 from autotune.worker.trace.cuda import Device
 
@@ -72,7 +72,7 @@ def of_one_group(spec: TraceSpec) -> tuple[dict[str, Any], list[dict[str, Any]]]
 
 def assert_same_as_alone(asked: dict[str, Any], group: shared_models.Group) -> None:
     """Trace a group with its one model, and each of it with a model of its own."""
-    for answer in trace_module._answers(asked, group, ADA):
+    for answer in answers._answers(asked, group, ADA):
         spec = TraceSpec(**asked["traces"][answer["id"]]["spec"])
         assert json.dumps(answer["trace"]) == traced_alone(
             spec, asked["config"]["num_hidden_layers"]
@@ -167,7 +167,7 @@ def test_a_trace_that_is_made_ahead_is_the_same(monkeypatch: pytest.MonkeyPatch)
         "backend": "cuda",
     }
     monkeypatch.setattr(forks, "num_processes", lambda _: 1)
-    expected = {answer["id"]: answer for answer in trace_module.traces(asked)}
+    expected = {answer["id"]: answer for answer in answers.traces(asked)}
     told = [json_lines.decode(json_lines.encode(each)) for each in ahead.traces_ahead(asked)]
     assert [each["id"] for each in told] == [0, 1, 2, 3, 4, 5]
     for each in told:
@@ -240,8 +240,8 @@ def test_after_a_step_that_failed_the_model_is_another(monkeypatch: pytest.Monke
         shared[wanted["id"]] = "a model"
         return {"id": wanted["id"], "crashed": "", "traceback": ""}
 
-    monkeypatch.setattr(trace_module, "_answer", answer)
-    assert len(list(trace_module._answers(asked, group, ADA))) == 2
+    monkeypatch.setattr(answers, "_answer", answer)
+    assert len(list(answers._answers(asked, group, ADA))) == 2
     assert given == [{}, {}]
 
 
@@ -254,10 +254,10 @@ def test_who_ends_the_process_ends_it_for_itself_alone(monkeypatch: pytest.Monke
             os._exit(7)
         return {"id": wanted["id"], "trace": {}}
 
-    monkeypatch.setattr(trace_module, "_answer", answer)
+    monkeypatch.setattr(answers, "_answer", answer)
     for ordered in (group, group[::-1]):
-        answers = list(trace_module._forked(asked, [ordered], ADA, 2))
-        assert sorted(answers, key=lambda said: said["id"]) == [
+        told = list(answers._forked(asked, [ordered], ADA, 2))
+        assert sorted(told, key=lambda said: said["id"]) == [
             {"id": 0, "trace": {}},
             {"id": 1, "died": 7},
         ]

@@ -35,7 +35,7 @@ LEFT_OUT = (
 
 
 THEN = {
-    "a trace": "import autotune.worker.trace.step",
+    "a trace": "import autotune.worker.trace.answers",
     "TRL": """
 import trl.trainer.sft_trainer
 import torch.distributed.tensor as tensor

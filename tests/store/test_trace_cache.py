@@ -222,7 +222,7 @@ def test_an_edit_drops_traces_where_it_may_change_them(
 def test_all_that_a_tracing_process_imports_is_in_the_key() -> None:
     code = (
         "import sys; from autotune.worker.trace import imports; imports.import_libraries([]); "
-        "import autotune.worker.trace.step; print(*sys.modules)"
+        "import autotune.worker.trace.answers; print(*sys.modules)"
     )
     loaded = names(PACKAGE.rglob("*.py")).intersection(said_by(code, path=PACKAGE.parent).split())
     assert "autotune.worker.trace.encode" in loaded

@@ -28,7 +28,7 @@ def _import_all() -> None:
     import transformers.models.bert.modeling_bert
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import autotune.worker.trace.step  # noqa: F401
+    import autotune.worker.trace.answers  # noqa: F401
 
     with contextlib.suppress(ImportError):
         import trl.trainer.distillation_trainer  # noqa: F401

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,144 +139,198 @@ def target_for(shape: Shape, content: Mapping[str, Any], method: str) -> Trainer
             sections=shape.sections,
             has_trl_defaults=shape.has_trl_defaults,
         )
-    is_quantized, trainer = QUANTIZATION in shape.sections, TRAINERS[shape.trainer]
-    fixed: dict[str, Any] = {}
-    rows: list[Row] = []
-    if ADAPTER in shape.sections:
+    said = _ShapeTable(shape, content)
+    said.add_method(method)
+    said.add_quantization()
+    said.add_arguments()
+    said.add_loading()
+    said.add_fixed()
+    return said.target(method)
+
+
+class _ShapeTable:
+    """The table for a shape as it is made: each part of the run adds its rows, and what it fixes."""
+
+    def __init__(self, shape: Shape, content: Mapping[str, Any]) -> None:
+        self._shape, self._content, self._trainer = shape, content, TRAINERS[shape.trainer]
+        self._is_quantized = QUANTIZATION in shape.sections
+        self._has_recipe = RECIPE in shape.sections
+        self._has_arguments = "arguments" in shape.sections
+        self._is_loop = MODEL in shape.sections and not self._has_arguments
+        # What keys of the model's loader begin with.
+        self._loading = "model_init_kwargs." if shape.loads_by_name else MODEL
+        if self._trainer.passes_apart:
+            self._loading = f"{MODEL}model_kwargs."
+        self._rows: list[Row] = []
+        self._fixed: dict[str, Any] = {}
+
+    def add_method(self, method: str) -> None:
+        """Add the method, and the adapter where there is one. `method` is for an adapter's file alone."""
+        if ADAPTER in self._shape.sections:
+            self._add_adapter(method)
+        elif not self._shape.is_part:
+            self._fixed["method"] = "full"
+        elif self._is_quantized and not self._has_arguments:
+            self._fixed["method"] = "qlora"
+
+    def _add_adapter(self, method: str) -> None:
         fields = {
             key.removeprefix(ADAPTER): value
-            for key, value in content.items()
+            for key, value in self._content.items()
             if key.startswith(ADAPTER)
         }
         # An adapter's file says nothing of its base, which may be quantised.
-        fixed["method"] = adapter_method(
-            fields, is_quantized=is_quantized or (shape.is_part and method == "qlora")
-        )
-        rows += adapter_rows(fixed["method"])
+        is_quantized = self._is_quantized or (self._shape.is_part and method == "qlora")
+        found = self._fixed["method"] = adapter_method(fields, is_quantized=is_quantized)
+        self._rows += adapter_rows(found)
         tokens = fields.get("token_indices")
-        if fixed["method"] == "trainable_tokens" and isinstance(tokens, int):
-            rows.append(of_key("num_virtual_tokens", f"{ADAPTER}token_indices"))  # train.py's
-        elif fixed["method"] == "trainable_tokens" and isinstance(tokens, list):
-            fixed["num_virtual_tokens"] = max(1, len(tokens))
-        if fixed["method"] == "peft":
-            # What follows from the task is no choice.
-            if fields.get("task_type") in [row.peft_type for row in TASKS.values()]:
-                fields = {key: value for key, value in fields.items() if key != "task_type"}
-            unread = [key for key, value in fields.items() if isinstance(value, NotLiteral)]
-            if unread:
-                raise ValueError(not_literal(f"adapter {unread[0]}", fields[unread[0]]))
-            fixed["peft"] = read_peft(fields)
-    elif not shape.is_part:
-        fixed["method"] = "full"
-    elif is_quantized and "arguments" not in shape.sections:
-        fixed["method"] = "qlora"
-    if is_quantized:
-        kind = content.get(f"{QUANTIZATION}quant_method", "bitsandbytes")
+        if found == "trainable_tokens" and isinstance(tokens, int):
+            self._rows.append(of_key("num_virtual_tokens", f"{ADAPTER}token_indices"))  # train.py's
+        elif found == "trainable_tokens" and isinstance(tokens, list):
+            self._fixed["num_virtual_tokens"] = max(1, len(tokens))
+        elif found == "peft":
+            self._fixed["peft"] = _read_fields(fields)
+
+    def add_quantization(self) -> None:
+        """Add a BitsAndBytesConfig. Raises ValueError for another kind."""
+        if not self._is_quantized:
+            return
+        kind = self._content.get(f"{QUANTIZATION}quant_method", "bitsandbytes")
         if kind != "bitsandbytes":
             raise ValueError(f"quant_method: {str(kind)[:40]}: {NOT_MODELLED}")
-        rows.append(quantization_row())
-    of_sft, of_trainer = by_setting(SFT), by_setting(TRAINING_ARGUMENTS)
-    if "arguments" in shape.sections:
-        other = {"precision", "batching", *(["parallelism"] if RECIPE in shape.sections else [])}
-        own = [row for name, row in of_trainer.items() if name not in other]
+        self._rows.append(quantization_row())
+
+    def add_arguments(self) -> None:
+        """Add TrainingArguments but for their precision, our own table, and the trainer's own words."""
+        if not self._has_arguments:
+            return
+        shape = self._shape
+        other = {"precision", "batching", *(["parallelism"] if self._has_recipe else [])}
+        own = [row for name, row in by_setting(TRAINING_ARGUMENTS).items() if name not in other]
         if shape.keeps_checkpointing:
             own = [_switched_on(row) for row in own]
-        if shape.plan is not None:
-            fixed |= _fixed_plan(*shape.plan)
-            own = [row for row in own if row.ours[0] not in fixed]
-        own = [row for row in own if row.ours[:1] not in [(name,) for name in shape.fixed]]
-        rows += own
-        rows += _recipe_rows(shape) if RECIPE in shape.sections else ()
+        of_plan = {} if shape.plan is None else _fixed_plan(*shape.plan)
+        self._fixed |= of_plan
+        self._rows += without_fixed(own, {**of_plan, **shape.fixed})
+        if self._has_recipe:
+            self._rows += _recipe_rows(shape)
+        self._fit_trainer()
+
+    def _fit_trainer(self) -> None:
+        trainer, of_sft = self._trainer, by_setting(SFT)
         if trainer.passes_apart:
-            rows = list(without_fixed(rows))
-            fixed |= fixed_of(trainer)
+            self._rows = list(without_fixed(self._rows))
+            self._fixed |= fixed_of(trainer)
         elif trainer.task:
-            rows = [
-                *rows_beside(trainer, [*rows, of_sft["sequence_length"]]),
-                *rows_of_task(trainer),
-            ]
-            fixed |= fixed_of(trainer)
-        elif trainer.is_trl and shape.cuts_by_tokens:
-            fixed["batching"] = BY_TOKENS
-            rows.append(of_sft["sequence_length"])
+            beside = rows_beside(trainer, [*self._rows, of_sft["sequence_length"]])
+            self._rows = [*beside, *rows_of_task(trainer)]
+            self._fixed |= fixed_of(trainer)
+        elif trainer.is_trl and self._shape.cuts_by_tokens:
+            self._fixed["batching"] = BY_TOKENS
+            self._rows.append(of_sft["sequence_length"])
         elif trainer.is_trl:
-            rows += [of_sft["sequence_length"], of_sft["batching"]]
-        elif RECIPE not in shape.sections:
-            rows.append(of_trainer["batching"])
-    loading = "model_init_kwargs." if shape.loads_by_name else MODEL
-    is_alone = shape.sections == {"arguments"} and not shape.loads_by_name
-    caveats = TRAINING_ARGUMENTS.caveats if is_alone else ()
-    is_loop = MODEL in shape.sections and "arguments" not in shape.sections
-    if trainer.passes_apart:
-        loading = f"{MODEL}model_kwargs."
-    if RECIPE in shape.sections:
-        rows.append(_recipe_precision(is_quantized=is_quantized))
-    elif shape.is_fp8:
-        dtype = value_at(content, f"{loading}dtype", "bfloat16")
-        fixed["precision"] = "fp8-mixed" if dtype == "float32" else "fp8-autocast"
-    elif is_loop:
-        rows += loop_rows(shape.sections, f"{loading}dtype", is_quantized=is_quantized)
-        caveats = ((lambda _: True, OWN_LOOP),)
-    elif shape.loads_by_name or MODEL in shape.sections:
-        rows.append(precision_row(f"{loading}dtype", is_quantized=is_quantized))
-    elif "arguments" in shape.sections and shape.is_new:
-        rows.append(OF_FLOAT32)
-    elif "arguments" in shape.sections:
-        switches = list(of_trainer["precision"].choices)
-        rows.append(with_products(switches, is_quantized=is_quantized))
-    if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
-        rows.append(attention(f"{loading}attn_implementation", expands=shape.expands_heads))
-    if RECIPE not in shape.sections:
-        fixed["trainer"] = shape.trainer
-    if shape.updates_in_backward and RECIPE not in shape.sections:
-        fixed["update_in_backward"] = True
-    if shape.expandable_segments:
-        fixed["expandable_segments"] = True
-    if shape.keeps_checkpointing and "arguments" not in shape.sections:
-        fixed["activation_checkpointing"] = 1
-    fixed |= shape.fixed
-    if shape.kbit_preparation:
-        fixed["kbit_preparation"] = True
-    if shape.adapter_in_base_dtype:
-        fixed["adapter_in_base_dtype"] = True
-    return TrainerFile(
-        name=shape.name,
-        source="transformers 5.23",
-        rows=tuple(rows),
-        defaults=_defaults(shape, fixed.get("method", method), loading),
-        peft_names=f"{ADAPTER}target_modules"
-        if ADAPTER in shape.sections and fixed["method"] in LORA
-        else "",
-        model_key=(
-            f"{ADAPTER}base_model_name_or_path"
-            if ADAPTER in shape.sections and shape.is_part
-            else f"{MODEL}name"
-        ),
-        fixed=fixed,
-        follows=_follows if RECIPE in shape.sections else None,
-        elsewhere=_elsewhere(shape, rows, fixed, is_loop=is_loop)
-        if shape.is_part or is_loop
-        else (),
-        renamed={
-            **TRAINING_ARGUMENTS.renamed,
-            f"{MODEL}torch_dtype": f"{MODEL}dtype",
-            "max_seq_length": "max_length",
-        },
-        flags=TRAINING_ARGUMENTS.flags,
-        refused={
-            **{
-                key: why
-                for key, why in TRAINING_ARGUMENTS.refused.items()
-                if RECIPE not in shape.sections or key == "auto_find_batch_size"
+            self._rows += [of_sft["sequence_length"], of_sft["batching"]]
+        elif not self._has_recipe:
+            self._rows.append(by_setting(TRAINING_ARGUMENTS)["batching"])
+
+    def add_loading(self) -> None:
+        """Add the precision, by the model's dtype and the switches that are there, and the attention."""
+        shape, is_quantized, dtype_key = self._shape, self._is_quantized, f"{self._loading}dtype"
+        if self._has_recipe:
+            self._rows.append(_recipe_precision(is_quantized=is_quantized))
+        elif shape.is_fp8:
+            dtype = value_at(self._content, dtype_key, "bfloat16")
+            self._fixed["precision"] = "fp8-mixed" if dtype == "float32" else "fp8-autocast"
+        elif self._is_loop:
+            self._rows += loop_rows(shape.sections, dtype_key, is_quantized=is_quantized)
+        elif shape.loads_by_name or MODEL in shape.sections:
+            self._rows.append(precision_row(dtype_key, is_quantized=is_quantized))
+        elif self._has_arguments and shape.is_new:
+            self._rows.append(OF_FLOAT32)
+        elif self._has_arguments:
+            switches = list(by_setting(TRAINING_ARGUMENTS)["precision"].choices)
+            self._rows.append(with_products(switches, is_quantized=is_quantized))
+        if shape.loads_by_name or {MODEL, RECIPE} & shape.sections:
+            key = f"{self._loading}attn_implementation"
+            self._rows.append(attention(key, expands=shape.expands_heads))
+
+    def add_fixed(self) -> None:
+        """Add what the program itself says, whatever its calls carry."""
+        shape = self._shape
+        if not self._has_recipe:
+            self._fixed["trainer"] = shape.trainer
+        if shape.updates_in_backward and not self._has_recipe:
+            self._fixed["update_in_backward"] = True
+        if shape.expandable_segments:
+            self._fixed["expandable_segments"] = True
+        if shape.keeps_checkpointing and not self._has_arguments:
+            self._fixed["activation_checkpointing"] = 1
+        self._fixed |= shape.fixed
+        if shape.kbit_preparation:
+            self._fixed["kbit_preparation"] = True
+        if shape.adapter_in_base_dtype:
+            self._fixed["adapter_in_base_dtype"] = True
+
+    def target(self, method: str) -> TrainerFile:
+        """Return the table. `method` is for shapes that leave it open."""
+        shape, fixed, has_adapter = self._shape, self._fixed, ADAPTER in self._shape.sections
+        has_lora = has_adapter and fixed["method"] in LORA
+        names_base = has_adapter and shape.is_part
+        return TrainerFile(
+            name=shape.name,
+            source="transformers 5.23",
+            rows=tuple(self._rows),
+            defaults=_defaults(shape, fixed.get("method", method), self._loading),
+            peft_names=f"{ADAPTER}target_modules" if has_lora else "",
+            model_key=f"{ADAPTER}base_model_name_or_path" if names_base else f"{MODEL}name",
+            fixed=fixed,
+            follows=_follows if self._has_recipe else None,
+            elsewhere=self._elsewhere() if shape.is_part or self._is_loop else (),
+            renamed={
+                **TRAINING_ARGUMENTS.renamed,
+                f"{MODEL}torch_dtype": f"{MODEL}dtype",
+                "max_seq_length": "max_length",
             },
+            flags=TRAINING_ARGUMENTS.flags,
+            refused=self._refused(),
+            unpredicted=UNPREDICTED,
+            noted={**_NOT_READ_BY_TRL, **noted_of_task(self._trainer)},
+            caveats=self._caveats(),
+        )
+
+    def _elsewhere(self) -> tuple[str, ...]:
+        """Return the settings that are open: those of a loop that are said once can be changed in it, too."""
+        changeable = self._shape.fixed if self._is_loop else ()
+        said = {*self._fixed, *(name for row in self._rows for name in row.ours)}
+        said.difference_update(changeable)
+        names = TRAINING_ARGUMENTS.elsewhere if self._has_arguments else _ALL
+        return tuple(name for name in names if name not in said)
+
+    def _refused(self) -> dict[str, str]:
+        of_arguments, auto = TRAINING_ARGUMENTS.refused, "auto_find_batch_size"
+        return {
+            **({auto: of_arguments[auto]} if self._has_recipe else of_arguments),
             **_REFUSED,
-            **(refused_of_task(trainer) if trainer.task else {}),
-            **(_REFUSED_OF_EMBEDDERS if trainer.passes_apart else {}),
-        },
-        unpredicted=UNPREDICTED,
-        noted={**_NOT_READ_BY_TRL, **noted_of_task(trainer)},
-        caveats=caveats,
-    )
+            **(refused_of_task(self._trainer) if self._trainer.task else {}),
+            **(_REFUSED_OF_EMBEDDERS if self._trainer.passes_apart else {}),
+        }
+
+    def _caveats(self) -> tuple[tuple[Callable[[TrainConfig], bool], str], ...]:
+        if self._is_loop and not (self._has_recipe or self._shape.is_fp8):
+            return ((lambda _: True, OWN_LOOP),)
+        is_alone = self._shape.sections == {"arguments"} and not self._shape.loads_by_name
+        return TRAINING_ARGUMENTS.caveats if is_alone else ()
+
+
+def _read_fields(fields: Mapping[str, Any]) -> str:
+    """Return a PeftConfig's fields as the setting `peft` has them. Raises ValueError for one not known."""
+    # What follows from the task is no choice.
+    if fields.get("task_type") in [row.peft_type for row in TASKS.values()]:
+        fields = {key: value for key, value in fields.items() if key != "task_type"}
+    unread = [key for key, value in fields.items() if isinstance(value, NotLiteral)]
+    if unread:
+        raise ValueError(not_literal(f"adapter {unread[0]}", fields[unread[0]]))
+    return read_peft(fields)
 
 
 _REFUSED = {
@@ -308,16 +362,6 @@ def _fixed_plan(plan: str, num_layers: int) -> dict[str, Any]:
     """Return the settings of a program that puts the plan into the model, whatever its arguments say."""
     said = (1, plan, num_layers)
     return {"activation_offloading": False, **dict(zip(CHECKPOINTING, said, strict=True))}
-
-
-def _elsewhere(
-    shape: Shape, rows: Iterable[Row], fixed: Mapping[str, Any], *, is_loop: bool
-) -> tuple[str, ...]:
-    """Return the settings that are open: those of a loop that are said once can be changed in it, too."""
-    changeable = shape.fixed if is_loop else ()
-    said = {*fixed, *(name for row in rows for name in row.ours)}.difference(changeable)
-    names = TRAINING_ARGUMENTS.elsewhere if "arguments" in shape.sections else _ALL
-    return tuple(name for name in names if name not in said)
 
 
 def _defaults(shape: Shape, method: str, loading: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 from autotune.common import json_lines
 from autotune.memory.traces import BrokenTrace, Trace, on_card_with
 from autotune.worker.trace import forks
+from autotune.worker.trace.answers import answer_with, begun
 from autotune.worker.trace.shared_models import SharedModels, groups_of
-from autotune.worker.trace.step import answer_with, begun
 
 
 def traces_ahead(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
