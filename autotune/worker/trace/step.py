@@ -577,7 +577,7 @@ def _techniques(
             stack.enter_context(liger.on_meta(tracker, device, chunks))
         if TRAINERS[spec.trainer].is_trl:
             counted = sequence_length - 1, trl_steps.num_scored(spec, sequence_length)
-            stack.enter_context(sft.on_meta(tracker, chunks, counted))
+            stack.enter_context(sft.on_meta(tracker, chunks, counted, device.backend))
         if spec.loss_mini_batches > 1:
             embedding_step.know_last_places(tracker)
             stack.enter_context(replaced([(torch.Tensor, "backward", embedding_step.backward)]))
