@@ -27,6 +27,7 @@ from test_trace_is_the_trainer import (
     real_model,
     traced,
 )
+from test_trace_on_cpu import CPU
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainer_step import NUM_PADDED, NUM_STEPS, ragged, run_trainer, tokenizer
 
@@ -60,11 +61,19 @@ CASES = {
         micro_batch=1,
         batching="padding-free",
     ),
+    "padded on a CPU": Case(
+        architecture="llama",
+        precision="bf16-true",
+        attention="sdpa",
+        batching="padded",
+        device=CPU,
+    ),
 }
 
 COUNTED = {
     # Of two rows of 31 tokens that have one before them, three are padding.
     "padded": (59, 62),
+    "padded on a CPU": (59, 62),
     # Of 63, the first of the second sample has none before it.
     "padding-free": (62, 63),
 }
@@ -113,7 +122,8 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         arguments["train_sampling_strategy"] = "sequential"
         arguments["padding_free"] = case.batching == "padding-free"
         arguments["max_length"] = None
-    with way_of_cuda(), attention.without_library(case.attention):
+    way = way_of_cuda() if case.device is None else contextlib.nullcontext()
+    with way, attention.without_library(case.attention):
         run = run_trainer(
             real_model(case),
             tmp_path,

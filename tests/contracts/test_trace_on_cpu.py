@@ -29,6 +29,7 @@ from autotune.predict.tracing import trace_all
 from autotune.records.estimate import TraceSpec
 from autotune.records.measurement import ProbeSpec
 from autotune.space.config import TrainConfig
+from autotune.space.trainers import TRAINERS
 from autotune.worker.probe.run import probe
 from autotune.worker.trace.cuda import Device
 
@@ -150,6 +151,8 @@ def test_micro_steps_allocate_and_free_as_traced(name: str, tmp_path: Path) -> N
         # It has two tensors of an index in each layer, on the host where the card is another device.
         ("falcon", "causal-lm", {"precision": "bf16-true"}),
         ("t5", "seq2seq-lm", {"method": "lora", "lora_rank": 4, "lora_targets": "all-linear"}),
+        # TRL scores every position here, and folds logits in PyTorch.
+        ("llama", "dpo", {"precision": "bf16-true", "trainer": "trl-dpo", "batching": "padded"}),
     ],
 )
 def test_a_probe_needs_what_was_predicted(
@@ -167,6 +170,8 @@ def test_a_probe_needs_what_was_predicted(
             **changes,
         }
     )
+    if TRAINERS[config.trainer].is_trl:
+        pytest.importorskip("trl")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(trainer_test.CONFIGS[architecture]), encoding="utf-8")
     model, card, spec = resolve(str(file)), cpu_stand_in(), TraceSpec.of(config)

@@ -152,7 +152,7 @@ class RankTrace(SharedTrace):
             )
         else:
             workspaces = set(trace.workspaces)
-            logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
+            logits = self._logits_of_model()
             of_root = set(filter(trace.is_of_root, trace.gradients) if shares.has_root else ())
             step = functools.partial(
                 MicroStep,
@@ -208,6 +208,12 @@ class RankTrace(SharedTrace):
             if number in self._shares.position_of
         }
 
+    def _logits_of_model(self) -> set[int]:
+        """Numbers of the logits that leave the model; none where its head makes the loss of them."""
+        if self._head_makes_loss:
+            return set()
+        return {n for n, name in enumerate(self._trace.categories) if name == "logits"}
+
     def _clone_outputs(self, events: list[int]) -> list[int]:
         """Have DDP clone what the model returns, where it looks for unused parameters.
 
@@ -246,7 +252,7 @@ class RankTrace(SharedTrace):
         trace, shares = self._trace, self._shares
         parts = ZeroParts(shares)
         workspaces = set(trace.workspaces)
-        logits = {n for n, name in enumerate(trace.categories) if name == "logits"}
+        logits = self._logits_of_model()
         blocks: Blocks = trace.released_blocks()
         positions = self._positions(blocks)
         # The one that makes gradients of its own first: ZeRO 1 goes through the weights in their order.

@@ -1,7 +1,8 @@
 """TRL's SFTTrainer in a trace: its own loss runs, with the entropy and the token accuracy it logs.
 
 Its loss goes through the tokens in chunks and makes no logits. What runs where on CUDA is asked of
-functions that are answered for `meta` here; its Triton kernels are noted, not launched.
+functions that are answered for `meta` here; its Triton kernels are noted, not launched. On a CPU it scores
+every position, also those that do not count, and folds a chunk's logits in PyTorch: so does `meta` by itself.
 
 Source: trl 1.16 trainer/sft_trainer.py (compute_loss), trainer/utils.py (add_fused_lm_head),
 kernels/chunked_logprob.py.
@@ -82,7 +83,9 @@ def loss_of(
 
 
 @contextlib.contextmanager
-def on_meta(tracker: Tracker, chunks: Chunks, counted: tuple[int, int]) -> Iterator[None]:
+def on_meta(
+    tracker: Tracker, chunks: Chunks, counted: tuple[int, int], backend: str
+) -> Iterator[None]:
     """Let TRL's loss be traced: of a row of so many tokens so many count, all of them or a completion's."""
     modules = chunking_modules()
     if not modules:
@@ -108,11 +111,11 @@ def on_meta(tracker: Tracker, chunks: Chunks, counted: tuple[int, int]) -> Itera
         for module in filter(lambda each: hasattr(each, "TOKEN_CHUNK_SIZE"), modules):
             over = functools.partial(_over, chunks, module.TOKEN_CHUNK_SIZE)
             attributes += [(module, "TOKEN_CHUNK_SIZE", CHUNK_ROWS), (module, "range", over)]
-    with (
-        as_on_cuda(launch),
-        taken_for_cuda("meta", "trl.kernels"),
-        replaced(attributes),
-    ):
+    with contextlib.ExitStack() as stack:
+        if backend == "cuda":
+            stack.enter_context(as_on_cuda(launch))
+            stack.enter_context(taken_for_cuda("meta", "trl.kernels"))
+        stack.enter_context(replaced(attributes))
         yield
 
 

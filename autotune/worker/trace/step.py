@@ -207,7 +207,8 @@ class _TracedStep:
             if TRAINERS[spec.trainer].is_trl:
                 length = self._sequence_length
                 counted = length - 1, trl_steps.num_scored(spec, length)
-                stack.enter_context(sft.on_meta(tracker, self._chunks, counted))
+                backend = self._device.backend
+                stack.enter_context(sft.on_meta(tracker, self._chunks, counted, backend))
             if spec.loss_mini_batches > 1:
                 embedding_step.know_last_places(tracker)
                 stack.enter_context(replaced([(torch.Tensor, "backward", embedding_step.backward)]))
