@@ -240,6 +240,15 @@ CASES = {
 }
 
 
+WITHOUT_ADAPTERS = """
+import runpy, sys
+class Old:
+    def add_adapter(self, adapter):
+        raise ValueError("PEFT is too old")
+runpy.run_path(sys.argv[1], run_name="imported")["adapt"](Old())
+"""
+
+
 @pytest.fixture(scope="module")
 def models_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
@@ -304,6 +313,9 @@ def test_what_is_found_trains(task: str, models_here: Path, tmp_path: Path) -> N
         ran = here.workers.program(RUN, str(program), *options, cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr[-4000:]
         assert ran.stdout.count("'eval_loss'") == 1
+        ran = here.workers.program(WITHOUT_ADAPTERS, str(program), cwd=tmp_path)
+        assert ran.returncode == 1
+        assert ran.stderr.splitlines()[-1] == "The adapter cannot be added: PEFT is too old"
         modules = json.loads((trained / "modules.json").read_text(encoding="utf-8"))
         assert modules[0]["type"] == "sentence_transformers.base.modules.transformer.Transformer"
 
