@@ -80,7 +80,9 @@ def _weights_bytes(config: TrainConfig, num_parameters: int) -> int:
     weights_shares = num_shares if shares_weights else 1
     gradients_shares = num_shares if shares_weights or row.stage == 2 else 1
     if config.quantization != "none":
-        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8 // weights_shares
+        # FSDP2 cuts weights that are whole on each GPU, as they are loaded.
+        shares = 1 if row.is_fsdp else weights_shares
+        return num_parameters * QUANTIZATIONS[config.quantization].bits // 8 // shares
     precision = config.precision
     # DeepSpeed casts the weights, and keeps others of the optimizer's, which are shared out.
     if row.is_deepspeed:

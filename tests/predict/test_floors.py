@@ -64,6 +64,8 @@ def test_weights_and_gradients_and_logits_are_there_at_least(
         ({"parallelism": "zero2", "precision": "bf16-mixed"}, 2 + 2 / 4, 1),
         ({"parallelism": "fsdp2", "precision": "bf16-mixed"}, (4 + 4) / 4, 1),
         (LORA | {"parallelism": "ddp", "quantization": "nf4"}, 0.5, 1),
+        # What FSDP2 cuts was loaded whole on each.
+        (LORA | {"parallelism": "fsdp2", "quantization": "nf4"}, 0.5, 1),
         (LORA | {"parallelism": "device-map", "quantization": "nf4"}, 0.5 / 4, 4),
     ],
 )
