@@ -61,44 +61,45 @@ def trl_dataset(dataset: Dataset | None) -> dict[str, object]:
 
 
 def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
-    """Name the dataset where TRL does not know its fields."""
+    """Name what TRL does not read of the dataset, and fields that it knows by other names."""
     if dataset is None:
         return ()
+    lost = []
     if dataset.format == "chat" and dataset.system_field is not None:
-        words = f"{dataset.system_field} (TRL reads messages alone: make it the first of them)"
-        return (Unsaid("dataset", words),)
+        lost.append(f"{dataset.system_field} (TRL reads messages alone: make it the first of them)")
     if _learns_some(dataset):
-        return (Unsaid("dataset", "weight (TRL learns every answer)"),)
+        lost.append("weight (TRL learns every answer)")
     usual = {
         "chat": ("messages", "conversations"), "prompt-completion": ("prompt",),
         "text": None, "preferences": None, "unpaired": None, "prompts": None,
     }  # fmt: skip
     fields = usual.get(dataset.format, ())
-    if fields is None or (
+    is_known = fields is None or (
         dataset.text_field in fields and dataset.answer_field in (None, "completion")
-    ):
-        return ()
-    held = " and ".join(name for name in (dataset.text_field, dataset.answer_field) if name)
-    words = f"{held} (TRL reads messages, prompt and completion, or a text: rename them)"
-    return (Unsaid("dataset", words),)
+    )
+    if not is_known:
+        held = " and ".join(name for name in (dataset.text_field, dataset.answer_field) if name)
+        lost.append(f"{held} (TRL reads messages, prompt and completion, or a text: rename them)")
+    return (Unsaid("dataset", "; ".join(lost)),) if lost else ()
 
 
 def _learns_some(dataset: Dataset) -> bool:
-    """Whether some answers are passed over, which others are not."""
+    """Whether answers of the weight 0 are passed over, as the loss is taken on answers alone."""
     return dataset.has_weights and dataset.loss_on == "answers"
 
 
 def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
-    """Name a dataset of three fields, which none of the builders here takes."""
+    """Name what none of torchtune's builders here reads of the dataset."""
     if dataset is None:
         return ()
+    lost = []
     if dataset.system_field is not None:
-        return (Unsaid("dataset", f"{dataset.name}: {dataset.system_field} is a field of its own"),)
+        lost.append(f"{dataset.system_field} is a field of its own")
+    if dataset.input_field is not None:
+        lost.append("its instructions and inputs are two fields")
     if _learns_some(dataset):
-        return (Unsaid("dataset", "weight (torchtune learns every answer)"),)
-    if dataset.input_field is None:
-        return ()
-    return (Unsaid("dataset", f"{dataset.name}: its instructions and inputs are two fields"),)
+        lost.append("answers of the weight 0 are learnt, too")
+    return (Unsaid("dataset", f"{dataset.name}: {'; '.join(lost)}"),) if lost else ()
 
 
 def axolotl(dataset: Dataset, task: str) -> dict[str, Any]:

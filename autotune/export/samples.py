@@ -46,17 +46,17 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
+INPUTS = ("input", "context")  # fields of what an instruction is about
+SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
 # Fields that some formats have beside theirs: where nothing reads them, samples may lack what they are about.
 OFTEN_READ = (
     "prompt",
-    "system",
-    "system_prompt",
+    *SYSTEM,
     "history",
     "instruction",
     "question",
     "query",
-    "input",
-    "context",
+    *INPUTS,
     "label",
 )
 FREE = (
@@ -66,8 +66,6 @@ FREE = (
     "sounds",
     "labelled-sounds",
 )  # formats whose further fields are others' or harmless
-INPUTS = ("input", "context")  # fields of what an instruction is about
-SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
 # A format's fields beside these: of some it has none where it lacks them.
 BESIDE: dict[str, tuple[str, ...]] = {
     "instruction": INPUTS,
@@ -206,7 +204,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
         raise UnusableData(f"all its samples are empty: none has a text in {text_field}")
     folder = os.path.dirname(os.path.abspath(name))
     fields = (text_field, answer_field, about, system_field)
-    has_weights = any(is_passed_over(message) for sample in read for message in sample.messages)
+    is_learnt = form in ("chat", "prompt-completion")
+    has_weights = is_learnt and any(is_passed_over(m) for sample in read for m in sample.messages)
     return Samples(form, read, *fields, has_weights, is_sharegpt, folder, unread)
 
 

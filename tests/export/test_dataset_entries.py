@@ -233,6 +233,18 @@ def test_answers_that_are_not_learnt_are_named_or_said_to_be() -> None:
         for name in ("sft", "sft-python", "unsloth", "torchtune")
     }
     assert all("dataset" in settings for settings in lost.values()), lost
+    # None of what is lost hides another.
+    every = dataclasses.replace(some, system_field="system", text_field="conversation")
+    for name, named in (
+        ("sft", ("system (", "weight (", "conversation (")),
+        ("torchtune", ("system is", "weight 0")),
+    ):
+        (words,) = (
+            each.words
+            for each in unsaid(ALL[name], workload_of(every), CONFIG)
+            if each.setting == "dataset"
+        )
+        assert [part in words for part in named] == [True] * len(named), words
     whole = dataclasses.replace(some, loss_on="all")
     assert key not in values("axolotl", whole)["datasets"][0]
     assert "learns every answer" not in written("llama-factory", whole)

@@ -256,6 +256,9 @@ def test_an_answer_of_no_weight_is_passed_over(tmp_path: Path) -> None:
         row = {"messages": [asked, {**answer, "weight": weight}]}
         assert read(tmp_path, {"messages": CHAT}, row).has_weights is is_passed_over
     assert not read(tmp_path, {"messages": [{**asked, "weight": 0}, answer]}).has_weights
+    # Of a prompt nothing is learnt anyway.
+    given = [asked, {**answer, "weight": 0}, asked]
+    assert not read(tmp_path, {"prompt": given}, task="grpo").has_weights
     with pytest.raises(
         UnusableData, match=r"Message 1 of sample 1 has the weight 0.5. An answer is"
     ):
