@@ -209,7 +209,6 @@ class _Search:
             candidates = self._candidates(self._first())
             candidates = self._in_turn.rest(candidates, besides=self._likely_next)
             self._choose(candidates)
-            self._ahead.go_on(self._likely_later)
             candidates, self._added = tried_on_best.tried(
                 candidates, self._priced_points(), self.estimator, self._traces, self._to_try
             )
@@ -217,7 +216,7 @@ class _Search:
             plan_b = self._choice.plan_b(candidates, self._workload)
             candidates = self._in_turn.where(candidates, plan_b)
             self._trace_as_base_shares()
-            self._ahead.go_on(self._likely_later)
+            self._trace_ahead(candidates)
         self._server = None
         self.estimator.keep_prices()
         return candidates
@@ -334,7 +333,13 @@ class _Search:
             allow=self._choice.allow,
             context=self.context,
             trace=self._trace,
+            on_all_traced=self._trace_ahead,
         )
+
+    def _trace_ahead(self, candidates: Candidates) -> None:
+        """Trace what a later question may ask for while nothing else is."""
+        if self._ahead is not None:
+            self._ahead.go_on(functools.partial(self._likely_later, candidates))
 
     def _likely_next(self, candidates: Candidates) -> set[TraceSpec]:
         """Return the specs that are likely to be asked for once these candidates are priced."""
@@ -355,10 +360,11 @@ class _Search:
         plan_b = self._choice.plan_b(candidates, self._workload)
         return self._in_turn.passed_over_of(plan_b).union(in_parts, *plans)
 
-    def _likely_later(self) -> list[TraceSpec]:
+    def _likely_later(self, candidates: Candidates) -> list[TraceSpec]:
         """Return the specs that a later question may ask for, the likeliest first."""
+        _, best = self._choice.of(candidates)
         return [
-            *tried_on_best.specs_in_parts(self._best, self._to_try),
+            *tried_on_best.likely_later(candidates, best, self._to_try),
             *self._in_turn.left(),
         ]
 

@@ -28,7 +28,7 @@ from autotune.search.solved_checkpointing import (
 )
 from autotune.search.tips import LARGE_SHARE
 from autotune.space.checkpoint_plans import INTERVAL
-from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
+from autotune.space.config import METHODS, TRADEOFF_CLASSES, TrainConfig
 from autotune.space.rules import Context, broken_rules
 from autotune.space.tradeoffs import LEVEL
 
@@ -59,6 +59,9 @@ _PLAIN: dict[str, Any] = {
 }
 """Settings that plans of checkpointing start from."""
 
+_WHOLE: dict[str, Any] = _PLAIN | {"chunked_loss": False, "activation_checkpointing": 1}
+"""Settings that plans with the loss at once start from."""
+
 _common = operator.attrgetter(*(name for name in TrainConfig.names() if name not in _MAY_DIFFER))
 
 
@@ -75,6 +78,8 @@ class Tried:
     context: Context
     trace: Callable[[set[TraceSpec]], None]
     """Makes the traces of specs."""
+    on_all_traced: Callable[[Candidates], None]
+    """Is told the candidates when nothing more will be traced, before plans of checkpointing are solved."""
 
 
 def tried(
@@ -93,7 +98,12 @@ def tried(
     families = families_of(
         candidates, [*configs, *parted], estimator, methods=what.solving, allow=what.allow
     )
-    plans = solved_configs(candidates, families, PlanSolver(estimator, traces), what.trace)
+
+    def trace_last(specs: set[TraceSpec]) -> None:
+        what.trace(specs)
+        what.on_all_traced(candidates)
+
+    plans = solved_configs(candidates, families, PlanSolver(estimator, traces), trace_last)
     return candidates.with_more(plans), [*parted, *plans]
 
 
@@ -106,6 +116,34 @@ def specs_in_parts(best: Estimate | None, what: Tried) -> list[TraceSpec]:
         return []
     free, lean = (dataclasses.replace(parted, activation_checkpointing=n) for n in (0, 1))
     return [TraceSpec.of(lean), TraceSpec.of(free), *sorted(plan_specs(lean), key=repr)]
+
+
+def likely_later(candidates: Candidates, best: Estimate | None, what: Tried) -> list[TraceSpec]:
+    """Return the specs that a search with less memory is likely to try, the likeliest first.
+
+    The answer, `best`, and the fastest of each other method are tried in parts: where memory sufficed they
+    were not. Then come the plans of checkpointing for the answer, as it is and in parts.
+    """
+    if best is None:
+        return []
+    others = what.parting - {best.config.method}
+    bests = [best, *(candidates.further(_is_of(name)) for name in METHODS if name in others)]
+    in_parts = [
+        dataclasses.replace(spec, single=single)
+        for each in bests
+        for spec in specs_in_parts(each, what)
+        if not spec.has_plan
+        for single in (spec.single, not spec.single)
+    ]
+    plans = set[TraceSpec]()
+    if best.config.method in what.solving:
+        lean = dataclasses.replace(best.config, **_WHOLE)
+        plans = set() if broken_rules(lean, what.context) else plan_specs(lean)
+    return [*in_parts, *sorted(plans, key=repr), *specs_in_parts(best, what)]
+
+
+def _is_of(method: str) -> Callable[[TrainConfig], bool]:
+    return lambda config: config.method == method
 
 
 def _parted(

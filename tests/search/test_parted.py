@@ -13,7 +13,7 @@ import pytest
 from autotune.errors import WorkerError
 from autotune.records.estimate import TraceSpec
 from autotune.search import tried_on_best
-from autotune.search.solved_checkpointing import plans_for
+from autotune.search.solved_checkpointing import plan_specs, plans_for
 from autotune.search.tried_on_best import Tried
 from autotune.space.config import TRADEOFF_CLASSES, TrainConfig
 from autotune.space.rules import Context
@@ -72,6 +72,7 @@ def parted(
         allow=allow,
         context=SimpleNamespace(),  # type: ignore[arg-type]
         trace=trace,
+        on_all_traced=lambda _: None,
     )
     every_second = dataclasses.replace(OF_CLASS[TRADEOFF_CLASSES[0]], activation_checkpointing=2)
     lora = dataclasses.replace(every_second, method="lora", lora_rank=8, lora_targets="all-linear")
@@ -221,6 +222,7 @@ def test_what_less_memory_may_ask_for_is_traced_ahead() -> None:
             allow=None,
             context=Context(effective_batch_size=answers.CONFIG.effective_batch_size),
             trace=lambda _: None,
+            on_all_traced=lambda _: None,
         )
         best: Any = SimpleNamespace(config=config)
         return tried_on_best.specs_in_parts(best, what)
@@ -232,6 +234,84 @@ def test_what_less_memory_may_ask_for_is_traced_ahead() -> None:
     assert of == {(1, "interval"), (0, "interval"), *((1, plan) for plan in plans_for(None))}
     assert specs(dataclasses.replace(config, liger=True)) == []
     assert specs(dataclasses.replace(config, method="lora", lora_rank=8)) == []
+
+
+def test_less_memory_asks_for_each_method_in_parts_and_for_plans_of_the_answer() -> None:
+    lora = dataclasses.replace(
+        answers.CONFIG, method="lora", lora_rank=8, lora_targets="all-linear"
+    )
+    qlora = dataclasses.replace(lora, method="qlora", quantization="nf4", lora_targets="attention")
+
+    def specs(solving: set[str], *fits: TrainConfig, best: TrainConfig | None) -> list[TraceSpec]:
+        def further(wanted: Callable[[TrainConfig], bool]) -> Any:
+            return next((SimpleNamespace(config=each) for each in fits if wanted(each)), None)
+
+        what = Tried(
+            solving=frozenset(solving),
+            parting=frozenset({"full", "lora", "qlora"}),
+            allow=None,
+            context=Context(effective_batch_size=answers.CONFIG.effective_batch_size),
+            trace=lambda _: None,
+            on_all_traced=lambda _: None,
+        )
+        found: Any = SimpleNamespace(further=further)
+        of_best: Any = None if best is None else SimpleNamespace(config=best)
+        return tried_on_best.likely_later(found, of_best, what)
+
+    assert specs({"lora"}, qlora, best=None) == []
+    found = specs({"lora"}, qlora, best=lora)
+    in_parts, whole, rest = found[:8], found[8:11], found[11:]
+    # Either with every layer checkpointed or none, of one sample or several; the answer comes first.
+    assert [spec.method for spec in in_parts] == ["lora"] * 4 + ["qlora"] * 4
+    assert all(spec.chunked_loss and not spec.has_plan for spec in in_parts)
+    kinds = {(spec.method, spec.activation_checkpointing, spec.single) for spec in in_parts}
+    assert len(kinds) == 8
+    assert {*whole} == plan_specs(dataclasses.replace(lora, activation_checkpointing=1))
+    assert not any(spec.chunked_loss for spec in whole)
+    assert {(spec.method, spec.chunked_loss) for spec in rest} == {("lora", True)}
+    # The answer may already have its loss in parts, and a plan.
+    parted = dataclasses.replace(
+        lora,
+        chunked_loss=True,
+        activation_checkpointing=1,
+        checkpoint_plan="products",
+        checkpoint_layers=1,
+    )
+    assert specs({"lora"}, qlora, best=parted)[8:11] == whole
+    assert not any(spec.has_plan for spec in specs(set(), qlora, best=lora)[:8])
+    assert len(specs(set(), best=lora)) == 4 + len(rest)
+
+
+def test_others_may_trace_from_the_last_trace_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = list[object]()
+
+    class Some:
+        def with_more(self, _: object) -> Some:
+            done.append("more")
+            return self
+
+    def solved_configs(
+        _: object, __: object, ___: object, trace: Callable[[set[str]], None]
+    ) -> list[str]:
+        trace({"spec"})
+        done.append("solved")
+        return ["plan"]
+
+    monkeypatch.setattr(tried_on_best, "_parted", lambda *_: ["part"])
+    monkeypatch.setattr(tried_on_best, "families_of", lambda *_, **__: [])
+    monkeypatch.setattr(tried_on_best, "solved_configs", solved_configs)
+    monkeypatch.setattr(tried_on_best, "PlanSolver", lambda *_: None)
+    some: Any = Some()
+    told: Any = SimpleNamespace(
+        solving=frozenset(),
+        allow=None,
+        trace=done.append,
+        on_all_traced=lambda candidates: done.append(candidates is some),
+    )
+    nothing: Any = None
+    _, tried = tried_on_best.tried(some, [], nothing, nothing, told)
+    assert tried == ["part", "plan"]
+    assert done == ["more", {"spec"}, True, "solved", "more"]
 
 
 def test_what_offloads_may_do_without_in_parts() -> None:
