@@ -700,17 +700,19 @@ def refuse_file(name: str) -> NoReturn:
     raise UnusableData(f"such a file is not read: {what}", "Unpack it, or write it as .jsonl")
 
 
+PACKED = (".gz", ".zst", ".xz", ".bz2")
+
 # How a file is read by its ending: the name for it in `datasets`, or a function. Others are texts.
 READERS: dict[str, str | Callable[[str], Iterable[Any]]] = {
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
     ".json": read_json_file,
     **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **dict.fromkeys((".jsonl.gz", ".jsonl.zst", ".json.gz"), "json"),
+    **{kind + packed: "json" for kind in (".jsonl", ".ndjson", ".json") for packed in PACKED},
     ".parquet": "parquet",
     ".arrow": "arrow",
     ".txt": read_texts,
-    **dict.fromkeys((".zip", ".gz", ".zst", ".xlsx", ".docx", ".pdf"), refuse_file),
+    **dict.fromkeys((*PACKED, ".zip", ".xlsx", ".docx", ".pdf", ".feather", ".pkl"), refuse_file),
 }
 
 

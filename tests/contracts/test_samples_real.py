@@ -40,6 +40,8 @@ WRITERS: dict[str, Callable[[datasets.Dataset, Path], object]] = {
     "of-a-spreadsheet.csv": lambda table, path: table.to_csv(path, sep=";", encoding="utf-8-sig"),
     "data.parquet": lambda table, path: table.to_parquet(path),
     "data.jsonl.gz": lambda table, path: table.to_json(path, compression="gzip"),
+    "data.ndjson.xz": lambda table, path: table.to_json(path, compression="xz"),
+    "data.json.bz2": lambda table, path: table.to_json(path, compression="bz2"),
     "saved": lambda table, path: table.save_to_disk(path),
     "splits": lambda table, path: datasets.DatasetDict(train=table).save_to_disk(path),
     "folder": in_folder,

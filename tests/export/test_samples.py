@@ -491,6 +491,8 @@ def test_text_and_json_need_no_library(
         ("three.json", b"3", "It is no list of objects"),
         ("latin.txt", b"\xff", "It is not UTF-8 text. Save it in UTF-8"),
         ("data.zip", b"PK", "Such a file is not read: data.zip. Unpack it"),
+        ("data.feather", b"\xff", "Such a file is not read: data.feather. Unpack it, or write it as"),
+        ("data.tar.xz", b"\xfd7zXZ", "Such a file is not read: data.tar.xz"),
         ("data.csv", b"text\na", "The library datasets, which reads it, is not installed. pip install"),
         ("missing.csv", None, "There is no such file. Name a file, a folder or a dataset of the Hub"),
         ("no such name", None, "There is no such file"),
