@@ -20,6 +20,7 @@ from autotune.records.estimate import Estimate, TraceSpec
 from autotune.records.measurement import NOISE
 from autotune.search.candidates import Candidates, speed_of
 from autotune.search.solved_checkpointing import (
+    LEAST_LAYERS,
     PlanSolver,
     Traces,
     families_of,
@@ -115,7 +116,7 @@ def specs_in_parts(best: Estimate | None, what: Tried) -> list[TraceSpec]:
     if broken_rules(parted, what.context):
         return []
     free, lean = (dataclasses.replace(parted, activation_checkpointing=n) for n in (0, 1))
-    return [TraceSpec.of(lean), TraceSpec.of(free), *sorted(plan_specs(lean), key=repr)]
+    return [TraceSpec.of(lean), TraceSpec.of(free), *_specs_of_plans(lean, what)]
 
 
 def likely_later(candidates: Candidates, best: Estimate | None, what: Tried) -> list[TraceSpec]:
@@ -135,11 +136,16 @@ def likely_later(candidates: Candidates, best: Estimate | None, what: Tried) -> 
         if not spec.has_plan
         for single in (spec.single, not spec.single)
     ]
-    plans = set[TraceSpec]()
+    plans = list[TraceSpec]()
     if best.config.method in what.solving:
-        lean = dataclasses.replace(best.config, **_WHOLE)
-        plans = set() if broken_rules(lean, what.context) else plan_specs(lean)
-    return [*in_parts, *sorted(plans, key=repr), *specs_in_parts(best, what)]
+        plans = _specs_of_plans(dataclasses.replace(best.config, **_WHOLE), what)
+    return [*in_parts, *plans, *specs_in_parts(best, what)]
+
+
+def _specs_of_plans(lean: TrainConfig, what: Tried) -> list[TraceSpec]:
+    """Return the specs that price the plans of a configuration; none where they break a rule."""
+    planned = dataclasses.replace(lean, checkpoint_plan="recompute", checkpoint_layers=LEAST_LAYERS)
+    return [] if broken_rules(planned, what.context) else sorted(plan_specs(lean), key=repr)
 
 
 def _is_of(method: str) -> Callable[[TrainConfig], bool]:

@@ -242,7 +242,14 @@ def test_less_memory_asks_for_each_method_in_parts_and_for_plans_of_the_answer()
     )
     qlora = dataclasses.replace(lora, method="qlora", quantization="nf4", lora_targets="attention")
 
-    def specs(solving: set[str], *fits: TrainConfig, best: TrainConfig | None) -> list[TraceSpec]:
+    of_one = Context(effective_batch_size=answers.CONFIG.effective_batch_size)
+
+    def specs(
+        solving: set[str],
+        *fits: TrainConfig,
+        best: TrainConfig | None,
+        context: Context = of_one,
+    ) -> list[TraceSpec]:
         def further(wanted: Callable[[TrainConfig], bool]) -> Any:
             return next((SimpleNamespace(config=each) for each in fits if wanted(each)), None)
 
@@ -250,7 +257,7 @@ def test_less_memory_asks_for_each_method_in_parts_and_for_plans_of_the_answer()
             solving=frozenset(solving),
             parting=frozenset({"full", "lora", "qlora"}),
             allow=None,
-            context=Context(effective_batch_size=answers.CONFIG.effective_batch_size),
+            context=context,
             trace=lambda _: None,
             on_all_traced=lambda _: None,
         )
@@ -280,6 +287,13 @@ def test_less_memory_asks_for_each_method_in_parts_and_for_plans_of_the_answer()
     assert specs({"lora"}, qlora, best=parted)[8:11] == whole
     assert not any(spec.has_plan for spec in specs(set(), qlora, best=lora)[:8])
     assert len(specs(set(), best=lora)) == 4 + len(rest)
+    # Runs that GPUs share have no plans.
+    of_two = dataclasses.replace(
+        lora, parallelism="ddp", num_gpus=2, gradient_accumulation_steps=1, micro_batch_size=1
+    )
+    context = Context(effective_batch_size=2)
+    shared = specs({"lora"}, best=of_two, context=context)
+    assert [spec.has_plan for spec in shared] == [False] * 6
 
 
 def test_others_may_trace_from_the_last_trace_on(monkeypatch: pytest.MonkeyPatch) -> None:
