@@ -1,7 +1,7 @@
 """Traces that a later question may ask for, made while the answer to this one is worked out and written.
 
-A server that has traced what a search needs has nothing to do, and a second core neither: what the search
-passed over is traced there, one step after the other, and kept in the cache. Nothing waits for it, nothing
+A server that has traced what a search needs has nothing to do, and a second core neither: what less memory
+would try is traced there, one step after the other, and kept in the cache. Nothing waits for it, nothing
 outlives the command, and what is not done by its end is left to who asks for it.
 """
 
