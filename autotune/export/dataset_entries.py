@@ -67,6 +67,10 @@ def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     lost = []
     if dataset.format == "chat" and dataset.system_field is not None:
         lost.append(f"{dataset.system_field} (TRL reads messages alone: make it the first of them)")
+    if dataset.history_field is not None:
+        lost.append(
+            f"{dataset.history_field} (TRL reads messages: put the turns before among them)"
+        )
     if _learns_some(dataset):
         lost.append("weight (TRL learns every answer)")
     usual = {
@@ -95,6 +99,8 @@ def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     lost = []
     if dataset.system_field is not None:
         lost.append(f"{dataset.system_field} is a field of its own")
+    if dataset.history_field is not None:
+        lost.append(f"{dataset.history_field} holds the turns before")
     if dataset.input_field is not None:
         lost.append("its instructions and inputs are two fields")
     if _learns_some(dataset):
@@ -162,6 +168,11 @@ def axolotl_lines(dataset: Dataset, task: str) -> list[str]:
         return [
             f"axolotl reads what the system says in the field system: rename {dataset.system_field}."
         ]
+    if dataset.history_field is not None:
+        return [
+            f"axolotl leaves {dataset.history_field} out, the turns before an instruction: make chats "
+            "(messages) of such samples."
+        ]
     if task in ("dpo", "kto"):
         return ["axolotl takes the texts as they are: put chat templates on in the dataset."]
     if task != "reward":
@@ -205,9 +216,10 @@ def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:
         entry["subset"] = arguments["name"]
     if task in _RANKED:
         return {**entry, **_RANKED[task]}
-    system = {} if dataset.system_field is None else {"system": dataset.system_field}
+    fields = {"system": dataset.system_field, "history": dataset.history_field}
+    beside = {name: field for name, field in fields.items() if field is not None}
     if dataset.format == "chat":
-        entry |= {"formatting": "sharegpt", "columns": {"messages": dataset.text_field} | system}
+        entry |= {"formatting": "sharegpt", "columns": {"messages": dataset.text_field} | beside}
         if not dataset.is_sharegpt:
             tags = {"role": "role", "content": "content"}
             entry["tags"] = {f"{name}_tag": word for name, word in tags.items()} | {
@@ -218,13 +230,14 @@ def dataset_info(dataset: Dataset, task: str = "causal-lm") -> dict[str, Any]:
     if dataset.input_field is not None:
         columns["query"] = dataset.input_field
     held = {name: field for name, field in columns.items() if field}
-    return {**entry, "columns": held | system}
+    return {**entry, "columns": held | beside}
 
 
 def torchtune(dataset: Dataset | None) -> dict[str, Any]:
     """Return torchtune's builder of the dataset with its arguments (torchtune 0.6.1 datasets/)."""
     component = "torchtune.datasets.text_completion_dataset"
-    if dataset is None or dataset.input_field is not None or dataset.system_field is not None:
+    fields = ("input_field", "system_field", "history_field")
+    if dataset is None or any(getattr(dataset, name) is not None for name in fields):
         return {
             "_component_": component,
             "source": "json",

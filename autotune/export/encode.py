@@ -57,12 +57,17 @@ def encode(data: Samples, tokenizer: Any, loss_on: str) -> Iterator[Encoded]:
 
 
 def as_turns(sample: Sample, tokenizer: Any) -> Sample:
-    """An instruction as a chat of two turns, where the tokenizer has a template; else Alpaca's text."""
+    """An instruction as a chat, where the tokenizer has a template; else Alpaca's text."""
     if not tokenizer.chat_template:
         system = sample.system if sample.system.strip() else ALPACA_SYSTEM
-        return Sample(text=system + ALPACA_TURNS.format(sample.text), answer=sample.answer)
-    turns = (("user", sample.text), ("assistant", sample.answer))
-    messages = [{"role": role, "content": text} for role, text in turns]
+        before = (ALPACA_TURNS.format(asked) + answered for asked, answered in sample.turns)
+        text = "".join((system, *before, ALPACA_TURNS.format(sample.text)))
+        return Sample(text=text, answer=sample.answer)
+    messages = [
+        {"role": role, "content": text}
+        for turn in (*sample.turns, (sample.text, sample.answer))
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
     return Sample(messages=with_system(messages, sample.system))
 
 

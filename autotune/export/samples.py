@@ -48,11 +48,13 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
 INPUTS = ("input", "context")  # fields of what an instruction is about
 SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
+HISTORY = ("history",)  # fields of the turns before an instruction
+READ_BESIDE = {"chat": (SYSTEM,), "instruction": (SYSTEM, HISTORY)}  # by a causal language model
 # Fields that some formats have beside theirs: where nothing reads them, samples may lack what they are about.
 OFTEN_READ = (
     "prompt",
     *SYSTEM,
-    "history",
+    *HISTORY,
     "instruction",
     "question",
     "query",
@@ -133,6 +135,7 @@ class Sample:
     num_given: int = 0  # messages at the beginning that are no answers, whoever wrote them
     tools: Any = None
     system: str = ""  # what an instruction is to be answered as
+    turns: list[list[str]] = field(default_factory=list)  # what was asked and answered before it
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class Samples:
     answer_field: str | None = None
     input_field: str | None = None  # what is beside them (BESIDE)
     system_field: str | None = None  # what is said first (SYSTEM)
+    history_field: str | None = None  # what was said before (HISTORY)
     has_weights: bool = False  # some answers are not learnt, as OpenAI's files say it
     is_sharegpt: bool = False  # messages have from and value
     folder: str = ""  # where the paths of pictures and sounds begin
@@ -167,6 +171,7 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     read: list[Sample] = []
     recognised: tuple[str, str, str | None] | None = None
     system_field: str | None = None
+    history_field: str | None = None
     for number, row in enumerate(read_rows(name), start=1):
         place = f"sample {number}"
         if not isinstance(row, Mapping):
@@ -178,9 +183,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             recognised = recognise(row, columns, task)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
             about = field_of(row, BESIDE.get(recognised[0], ()))
-            # Other rows may have it, where the first has not.
-            has_system = task == "causal-lm" and recognised[0] in ("chat", "instruction")
-            unread = unread_of(row, recognised, about, has_system)
+            beside = READ_BESIDE.get(recognised[0], ()) if task == "causal-lm" else ()
+            unread = unread_of(row, recognised, about, beside)
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
         if recognised[0] == "preferences":
             read += read_pair(row, place)
@@ -194,16 +198,17 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             check_fields(row, recognised[1:], place)
             read.append(READ_BY_FIELDS[recognised[0]](row, *recognised[1:], place))
         else:
-            said = field_of(row, SYSTEM) if has_system else None
-            system_field = system_field or said
-            read.append(read_sample(row, *recognised, place, said))
+            said, before = [*(field_of(row, names) for names in beside), None, None][:2]
+            # Other rows may have them, where the first has not.
+            system_field, history_field = system_field or said, history_field or before
+            read.append(read_sample(row, *recognised, place, said, before))
     if recognised is None:
         raise UnusableData("it is empty")
     form, text_field, answer_field = recognised
     if form == "text" and not any(sample.text.strip() for sample in read):
         raise UnusableData(f"all its samples are empty: none has a text in {text_field}")
     folder = os.path.dirname(os.path.abspath(name))
-    fields = (text_field, answer_field, about, system_field)
+    fields = (text_field, answer_field, about, system_field, history_field)
     is_learnt = form in ("chat", "prompt-completion")
     has_weights = is_learnt and any(is_passed_over(m) for sample in read for m in sample.messages)
     return Samples(form, read, *fields, has_weights, is_sharegpt, folder, unread)
@@ -246,7 +251,7 @@ def unread_of(
     row: Mapping[str, Any],
     recognised: tuple[str, str, str | None],
     about: str | None,
-    has_system: bool,
+    beside: Iterable[tuple[str, ...]],
 ) -> tuple[str, ...]:
     """The fields of a row that others call a part of a sample, and that its format does not read."""
     form, *names = recognised
@@ -256,9 +261,7 @@ def unread_of(
         "instruction": INPUTS,
         "unpaired": ("label",),
     }
-    read = {*names, about, *more.get(form, ())}
-    if has_system:
-        read.add(field_of(row, SYSTEM))
+    read = {*names, about, *more.get(form, ()), *(field_of(row, each) for each in beside)}
     said = [str(name) for name, value in row.items() if value or isinstance(value, (int, float))]
     held = [name for name in said if name not in read]
     return tuple(name for name in held if name.lower() in OFTEN_READ and form not in FREE)
@@ -312,6 +315,7 @@ def read_sample(
     answer_field: str | None,
     place: str,
     system_field: str | None,
+    history_field: str | None,
 ) -> Sample:
     check_fields(row, (text_field, answer_field), place)
     text, answer = row[text_field], None if answer_field is None else row[answer_field]
@@ -339,7 +343,23 @@ def read_sample(
             f"{place} has no class in {answer_field}: {shown(answer)}",
             "A class is a word or a whole number; several at once, and numbers between, are not trained here",
         )
-    return Sample(text=text, answer=answer, system=system)
+    turns = [] if history_field is None else read_turns(row[history_field], history_field, place)
+    return Sample(text=text, answer=answer, system=system, turns=turns)
+
+
+def read_turns(found: Any, name: str, place: str) -> list[list[str]]:
+    """The turns before an instruction: pairs of what was asked and what was answered."""
+    turns = read_json(found) or []
+    is_such = isinstance(turns, (list, tuple)) and all(
+        isinstance(turn, (list, tuple)) and len(turn) == 2 and all(isinstance(t, str) for t in turn)
+        for turn in turns
+    )
+    if not is_such:
+        raise UnusableData(
+            f"{place} has no pairs of texts in {name}: {shown(found)}",
+            "Each pair is what was asked before, and what was answered",
+        )
+    return [[asked, answered] for asked, answered in turns]
 
 
 def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ def read_dataset(
     )
     if beside:
         _check_prompts(question, answer["counts"], sequence_length, beside, note)
-    more = ("input_field", "system_field", "has_weights", "is_sharegpt")
+    more = ("input_field", "system_field", "history_field", "has_weights", "is_sharegpt")
     recognised = {name: answer[name] for name in (*_READ_AS, *more)}
     return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths
 

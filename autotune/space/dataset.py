@@ -46,6 +46,8 @@ class Dataset:
     """Field of what an instruction is about, of a third text or of a rating; None: the format has none."""
     system_field: str | None = None
     """Field of what is said before a chat or an instruction; None: no sample has one."""
+    history_field: str | None = None
+    """Field of the turns before an instruction; None: no sample has one."""
     has_weights: bool = False
     """Whether some answers of chats have the weight 0, and are not learnt."""
     is_sharegpt: bool = False

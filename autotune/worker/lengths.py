@@ -86,6 +86,7 @@ def _recognised(data: Samples, loss_on: str) -> dict[str, Any]:
         "answer_field": data.answer_field,
         "input_field": data.input_field,
         "system_field": data.system_field,
+        "history_field": data.history_field,
         "has_weights": data.has_weights,
         "is_sharegpt": data.is_sharegpt,
         "loss_on": loss_on,

@@ -614,7 +614,7 @@ def test_another_dataset_than_the_recipes_is_recognised_anew(tmp_path: Path, los
     assert names["RECIPE"]["data"].get("loss_on") == (None if loss_on == "answers" else "all")
     rows = {
         "chats": {"messages": CHAT[0]},
-        "others": {"instruction": "w1", "output": "w2", "system": "w3"},
+        "others": {"instruction": "w1", "output": "w2", "system": "w3", "history": [["w4", "w5"]]},
     }
     found = {}
     for name, row in rows.items():
@@ -628,7 +628,7 @@ def test_another_dataset_than_the_recipes_is_recognised_anew(tmp_path: Path, los
     }
     with_template = argparse.Namespace(chat_template="{{ messages }}")
     turns = names["as_turns"](found["others"].samples[0], with_template).messages
-    assert [each["role"] for each in turns] == ["system", "user", "assistant"]
+    assert [each["role"] for each in turns] == ["system", *2 * ["user", "assistant"]]
 
 
 def test_what_a_full_fine_tune_saves(runs: Path, models: Path) -> None:

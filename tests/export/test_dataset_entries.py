@@ -223,6 +223,26 @@ def test_a_field_of_what_the_system_says_is_named_or_said_to_be_lost() -> None:
         assert "dataset" in lost, name
 
 
+def test_a_field_of_the_turns_before_is_named_or_said_to_be_lost() -> None:
+    told = dataclasses.replace(ALPACA, history_field="history", system_field="system")
+    columns = dataset_entries.dataset_info(told)["columns"]
+    assert columns == {
+        "prompt": "instruction", "response": "output", "query": "input", "system": "system",
+        "history": "history",
+    }  # fmt: skip
+    assert "axolotl leaves history out, the turns before" in written("axolotl", told)
+    assert "leaves" not in written("axolotl", ALPACA)
+    asked = dataclasses.replace(ASKED, history_field="history")
+    assert values("torchtune", asked)["dataset"]["column"] == "text"
+    for name, part in (("sft", "history (TRL"), ("torchtune", "history holds the turns before")):
+        words = [
+            each.words
+            for each in unsaid(ALL[name], workload_of(asked), CONFIG)
+            if each.setting == "dataset"
+        ]
+        assert part in words[0], name
+
+
 def test_answers_that_are_not_learnt_are_named_or_said_to_be() -> None:
     some = dataclasses.replace(CHAT, has_weights=True)
     key = "message_field_training"

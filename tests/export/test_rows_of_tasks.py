@@ -121,6 +121,18 @@ def test_what_the_system_says_of_an_instruction_comes_first() -> None:
     assert labels == [*(len(ids) - 2) * [NO], C, END]
 
 
+def test_the_turns_before_an_instruction_are_learnt_in_a_chat() -> None:
+    asked = Sample("d", answer="e", turns=[["a", "b c"]])
+    ((ids, labels),) = encoded("instruction", asked, template=TEMPLATE)
+    assert ids == [USER, A, END, ASSISTANT, B, C, END, USER, D, END, ASSISTANT, E, END]
+    assert labels == [*4 * [NO], B, C, END, *4 * [NO], E, END]
+    # In Alpaca's text they are what the last answer follows.
+    ((ids, labels),) = encoded("instruction", asked)
+    before = [*ALPACA.format("a").split(), "b", "c", *ALPACA_TURNS.format("d").split()]
+    assert len(ids) == len(before) + 2
+    assert labels == [*len(before) * [NO], E, END]
+
+
 @pytest.mark.parametrize("template", [TEMPLATE, MARKING])
 def test_of_a_chat_the_answers_are_learnt_with_the_end_of_their_turns(template: str) -> None:
     turns = chat(":e", "a", "b c", "d", "a")

@@ -102,7 +102,7 @@ def test_the_field_of_what_an_instruction_is_about_is_known(
         ({"System": "s", "instruction": "a", "output": "b"}, "seq2seq-lm", ("System",)),
         ({"system_prompt": "s", "prompt": "a", "completion": "b"}, "causal-lm", ("system_prompt",)),
         ({"instruction": "a", "Context": "", "input": "c", "output": "b", "history": [["x", "y"]]},
-         "causal-lm", ("history",)),
+         "seq2seq-lm", ("history",)),
         ({**ASKED, "answers": SQUAD}, "question-answering", ()),
         ({"prompt": "p", "question": "q", "answer": "3"}, "grpo", ()),
         ({"text": "t", "label": 0}, "causal-lm", ("label",)),
@@ -292,6 +292,25 @@ def test_what_the_system_says_beside_an_instruction_is_kept_with_it(tmp_path: Pa
     assert (sample.text, sample.system) == ("a", "")
     with pytest.raises(UnusableData, match="Sample 1 has no text in system_prompt: 3"):
         read(tmp_path, {**row, "system_prompt": 3})
+
+
+def test_turns_before_an_instruction_are_kept_with_it(tmp_path: Path) -> None:
+    row = {"instruction": "c", "output": "d", "history": [["a", "b"]]}
+    found = read(
+        tmp_path, {**row, "history": []}, row, {**row, "history": json.dumps([["a", "b"]])}
+    )
+    assert (found.history_field, found.system_field, found.unread) == ("history", None, ())
+    assert [sample.turns for sample in found.samples] == [[], [["a", "b"]], [["a", "b"]]]
+    # What has no place for them names them.
+    assert read(tmp_path, row, task="seq2seq-lm").unread == ("history",)
+    assert read(tmp_path, {"prompt": "c", "completion": "d", "history": [["a", "b"]]}).unread == (
+        "history",
+    )
+    for wrong in (3, "a", ["a", "b"], [["a"]], [["a", None]]):
+        with pytest.raises(
+            UnusableData, match=r"Sample 1 has no pairs of texts in history: .* Each pair is"
+        ):
+            read(tmp_path, {**row, "history": wrong})
 
 
 def test_sharegpts_tools_are_called_by_the_assistant(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ SEEN: dict[str, Any] = {
     "loss_on": "all",
     "input_field": None,
     "system_field": None,
+    "history_field": None,
     "has_weights": False,
     "is_sharegpt": False,
     "unread": [],
