@@ -12,7 +12,7 @@ from autotune.nightly import drift
 from autotune.nightly import plan as plans
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix
-from autotune.nightly.plan import Planned, changes, plan
+from autotune.nightly.plan import Planned, Prepared, changes, plan
 from autotune.records.fingerprint import Fingerprint
 from autotune.search.prediction import EFFORTS
 
@@ -201,3 +201,45 @@ def test_searches_that_brought_much_are_expected_to_again() -> None:
     # The judgement of 5 % counts for three searches: (0.15 + 0.4) / 4 and 0.15 / 4.
     assert found["a"].expected_gain == pytest.approx(0.1375)
     assert found["b"].expected_gain == pytest.approx(0.0375)
+
+
+def test_a_plan_in_json_counts_the_time_of_what_is_chosen() -> None:
+    first = Planned(
+        cell=cell("a", priority=2.0),
+        state="stale",
+        reason="torch 2.13.0 -> 2.14.0",
+        nights=(night(1),),
+        measures=True,
+        searches=False,
+        expected_seconds=60.04,
+        expected_gain=0.0123456,
+        problem="no model",
+        can_begin=False,
+    )
+    left = dataclasses.replace(
+        first, cell=cell("b"), measures=False, searches=True, is_chosen=False
+    )
+    found = Prepared(backend="cuda", fingerprint=HERE, planned=(first, first, left)).to_dict()
+    of_first = {
+        "cell": "a",
+        "state": "stale",
+        "reason": "torch 2.13.0 -> 2.14.0",
+        "priority": 2.0,
+        "measures": True,
+        "searches": False,
+        "expected_seconds": 60.0,
+        "expected_gain": 0.01235,
+        "chosen": True,
+        "problem": "no model",
+        "can_begin": False,
+    }
+    changed = {"cell": "b", "priority": 1.0, "measures": False, "searches": True, "chosen": False}
+    assert found == {
+        "schema_version": 1,
+        "device": "NVIDIA GeForce RTX 4090",
+        "driver": "580.10",
+        "versions": {"peft": "0.21", "torch": "2.13.0", "transformers": "5.23"},
+        "backend": "cuda",
+        "expected_seconds": 120.1,
+        "cells": [of_first, of_first, {**of_first, **changed}],
+    }
