@@ -243,3 +243,41 @@ def test_a_plan_in_json_counts_the_time_of_what_is_chosen() -> None:
         "expected_seconds": 120.1,
         "cells": [of_first, of_first, {**of_first, **changed}],
     }
+
+
+@pytest.mark.parametrize(
+    ("age_seconds", "said"),
+    [
+        (90.0, "1 min 30 s"),
+        (7199.0, "1 h 59 min"),
+        (7200.0, "2 hours"),
+        (2 * 86_400 - 1.0, "48 hours"),
+        (2 * 86_400, "2 days"),
+        (3.6 * 86_400, "4 days"),
+    ],
+)
+def test_an_age_is_in_the_unit_that_suits_it(age_seconds: float, said: str) -> None:
+    (found,) = plan(
+        matrix(cell("a"), retune_after_seconds=-100.0),
+        {"a": [night(age_seconds / 86_400)]},
+        fingerprint_of=lambda _: HERE,
+        backend="cuda",
+        now=NOW,
+        budget_seconds=1e6,
+    )
+    assert (found.state, found.reason) == ("due", f"tuned {said} ago")
+
+
+def test_the_expected_gain_is_between_the_judgement_and_what_searches_brought() -> None:
+    """The judgement weighs as much as three searches; the first night's is no change."""
+    nights = [
+        night(50, change=0.9),
+        night(40, change=0.1),
+        night(38, change=0.5, has_searched=False),
+        night(36, change=-0.2),
+        night(34, change=None),
+    ]
+    assert one(nights).expected_gain == pytest.approx((3 * 0.01 + 0.1 + 0.2 + 0.0) / 6)
+    assert one(nights, here=NEWER).expected_gain == pytest.approx((3 * 0.05 + 0.3) / 6)
+    assert one([], begun={"a": 1}).expected_gain == plans.EXPECTED_GAIN["interrupted"]
+    assert one([night(1, change=0.5)] * 2).expected_gain == plans.EXPECTED_GAIN["fresh"]
