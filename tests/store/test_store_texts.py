@@ -17,6 +17,7 @@ from autotune.store.recommendations import (
     question_key,
     reason_for,
 )
+from autotune.store.transfer.lines import _stored_int
 
 OR_ELSEWHERE = "or choose another database with --storage"
 RESTORE = f"Restore it from a copy, {OR_ELSEWHERE}"
@@ -196,3 +197,11 @@ def test_a_slow_answer_or_one_without_a_speed_is_no_damage(tmp_path: Path) -> No
         for each in kept:
             table.add(each)
         assert table.everything() == kept
+
+
+def test_whole_numbers_of_64_bits_are_stored_and_no_larger_ones() -> None:
+    for number in (0, -1, 2**63 - 1, -(2**63)):
+        assert _stored_int(str(number)) == number
+    for text in (str(2**63), str(-(2**63) - 1), str(10**19), "1" * 5000):
+        with pytest.raises(ValueError, match=f"the number {text[:40]} is too large"):
+            _stored_int(text)
