@@ -6,6 +6,7 @@ import datetime
 import sqlite3
 from pathlib import Path
 
+import answers
 import pytest
 import sqlalchemy
 
@@ -17,6 +18,7 @@ from autotune.store.recommendations import (
     question_key,
     reason_for,
 )
+from autotune.store.stored_answers import StoredAnswer
 from autotune.store.transfer.lines import _stored_int
 
 OR_ELSEWHERE = "or choose another database with --storage"
@@ -205,3 +207,14 @@ def test_whole_numbers_of_64_bits_are_stored_and_no_larger_ones() -> None:
     for text in (str(2**63), str(-(2**63) - 1), str(10**19), "1" * 5000):
         with pytest.raises(ValueError, match=f"the number {text[:40]} is too large"):
             _stored_int(text)
+
+
+@pytest.mark.parametrize(
+    ("made_at", "made"),
+    [("2026-11-29T18:30:05+00:00", "2026-11-29 18:30 UTC"), ("", "")],
+)
+def test_a_stored_answer_says_when_it_was_made(made_at: str, made: str) -> None:
+    stored = StoredAnswer(
+        study="s", answer=answers.answer(), versions={}, files=(), command="", made_at=made_at
+    )
+    assert stored.made == made
