@@ -12,7 +12,7 @@ import pytest
 from autotune.common.units import GIB
 from autotune.records.answer import Measured, Tip
 from autotune.records.loader_times import LoaderTime, LoaderTimes
-from autotune.report import measured_words, tips, words
+from autotune.report import facts, measured_words, tips, words
 from autotune.space.lengths import Lengths
 
 LENGTHS = Lengths.of({10: 1, 25: 1}, 1024, num_samples=2, longest=25)
@@ -257,3 +257,10 @@ def test_nothing_is_said_of_pcie_where_nothing_is_known_to_be_sent() -> None:
     ):
         best = answers.estimate(**changes)  # type: ignore[arg-type]
         assert words.over_pcie(answers.answer(best=best, gpu="NVIDIA L4")) == ""
+
+
+def test_reasons_say_that_more_classes_were_searched_where_they_were() -> None:
+    plain, wide = (answers.answer(widened=widened) for widened in (False, True))
+    why, *others = facts.reasons(plain)
+    assert why == words.why(plain)
+    assert facts.reasons(wide) == [why, words.widened(wide), *others]
