@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from nights_of import HERE as FINGERPRINT
-from nights_of import NOW, cell, matrix
+from nights_of import cell, matrix
 
 from autotune.catalogue import gpus
 from autotune.errors import HardwareError, WorkerError
@@ -153,13 +153,12 @@ def test_several_cards_have_the_time_of_as_many(
     chosen = {}
     for num_cards in (1, 2):
         cluster = Cluster(tmp_path, monkeypatch, StandInFleet("card A", num_cards))
-        ((_, plan),) = on_cluster._plans(
+        (plan,), _ = on_cluster.dry_run(
             matrix(cell("one"), cell("two")),
+            Where(on="auto"),
             cluster.place,
-            cluster.fleets,  # type: ignore[arg-type]
             budget_seconds=2400.0,
-            now=NOW,
-        )[0]
+        )
         chosen[num_cards] = [each.cell.name for each in plan.planned if each.is_chosen]
     assert chosen == {1: ["one"], 2: ["one", "two"]}
 
