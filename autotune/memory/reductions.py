@@ -36,9 +36,6 @@ def shared_bytes(
     height = min(slow_threads, most // width)
     width = min(fast_threads, most // height)
     outputs_per_block, inputs_per_block = (width, 1) if num_in_row else (1, width)
-    values = -(-num_inputs // inputs_per_block)
-    if values < height * _LEAST_VALUES and values < _LEAST_SHARED:
-        return 0, 0  # Rows of threads have outputs of their own.
     values = -(-num_inputs // (inputs_per_block * height))
     num_blocks = -(-(num_outputs // vector) // outputs_per_block)
     target = num_sms * (threads_per_sm // (width * height))

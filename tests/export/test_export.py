@@ -28,6 +28,7 @@ from autotune.export import (
     trl_config,
     unsloth_py,
 )
+from autotune.export.base.read import model_in
 from autotune.space.adapters import _OF_A_FILE, _REFUSED, read_peft
 from autotune.space.config import TrainConfig, Workload
 
@@ -131,6 +132,8 @@ def test_writing_again_replaces(tmp_path: Path) -> None:
     for config in (QLORA, FULL):
         export.export_files(tmp_path, workload=WORKLOAD, config=config, result=RESULT)
     assert train_config.read_train_config(tmp_path / "train_config.yaml").config == FULL
+    own = tmp_path / "train_config.yaml"
+    assert model_in(own, method="full", task=None) == WORKLOAD.model
     names = {exporter.filename for exporter in export.exporters_for(QLORA, WORKLOAD)}
     assert {path.name for path in tmp_path.rglob("*.*")} == names
 

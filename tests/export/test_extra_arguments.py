@@ -145,3 +145,11 @@ def test_every_problem_of_a_base_at_once() -> None:
     text = "version: 1\nconfig: {method: full}\nextra_arguments: {optim: sgd, sead: 1}\n"
     with pytest.raises(ConfigError, match=r"config\.precision is missing.*optim is decided.*sead"):
         train_config.from_yaml(text)
+
+
+def test_a_model_with_a_plan_has_none_of_trainers_own_checkpointing() -> None:
+    """By Transformers' name or the older one; what it was to be done with goes, too."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        given = {"seed": 1, name: True, f"{name}_kwargs": {"use_reentrant": False}}
+        found = training_args.without_checkpointing(given)
+        assert found == {"seed": 1, name: False}

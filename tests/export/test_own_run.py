@@ -7,7 +7,7 @@ import pytest
 
 from autotune.export import ALL, EXPORTERS, export_paths
 from autotune.export.base import own_run
-from autotune.export.base.read import BaseRun, read_base
+from autotune.export.base.read import BaseRun, model_in, read_base
 from autotune.export.mapping_write import unsaid
 from autotune.space import space_file
 from autotune.space.config import TrainConfig, Workload
@@ -262,3 +262,17 @@ def test_what_was_changed_is_said() -> None:
         "not put into it: precision: bf16-true.",
         "not put into it: activation_checkpointing: checkpoint every 2nd layer.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("axolotl.yaml", "Qwen/Qwen2.5-1.5B"),
+        ("llama_factory.yaml", "Qwen/Qwen2.5-1.5B"),
+        ("sft.yaml", "Qwen/Qwen2.5-1.5B"),
+        # TrainingArguments name none.
+        ("training_arguments.yaml", None),
+    ],
+)
+def test_the_model_of_a_file_is_the_one_it_names(name: str, model: str | None) -> None:
+    assert model_in(FILES / name, method="lora", task="causal-lm") == model

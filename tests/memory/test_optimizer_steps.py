@@ -23,7 +23,12 @@ from autotune.memory.optimizers import (
 )
 from autotune.memory.optimizers.kernels import BitsAndBytes
 from autotune.memory.optimizers.low_rank import SvdProjection
-from autotune.memory.optimizers.torch_lists import ScheduleFree, TensorLists, launches_over
+from autotune.memory.optimizers.torch_lists import (
+    OneByOne,
+    ScheduleFree,
+    TensorLists,
+    launches_over,
+)
 from autotune.memory.replayer import replay
 from autotune.space.optimizers import OPTIMIZERS
 
@@ -443,3 +448,11 @@ def test_a_product_has_its_workspace_where_each_makes_one(
     ]
     algorithm.write_step(tape, specs, None)
     assert replay(tape.sizes, tape.events).peak_allocated_bytes == peak_bytes
+
+
+def test_a_loop_over_weights_runs_each_pass_for_each_weight() -> None:
+    """AdamW's seven passes read and write 18 values for each; two weights have 16 B together."""
+    specs = [TensorSpec(shape=(n,), dtype="bfloat16") for n in (3, 5)]
+    lists = OPTIMIZERS["adamw_torch"].algorithm
+    assert isinstance(lists, TensorLists)
+    assert OneByOne(lists=lists).cost(specs) == StepCost(bytes_moved=18 * 16, num_kernels=7 * 2)

@@ -214,17 +214,28 @@ def test_a_slower_driver_is_a_suspect_first_and_then_a_regression(tonight: Tonig
     assert second.night.reason == "on 2 nights; since driver 580.10 -> 590.2"
 
 
-def test_a_faster_configuration_takes_its_place_and_its_files(tonight: Tonight) -> None:
+def test_a_faster_configuration_takes_its_place_and_its_files(
+    tonight: Tonight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cell_module, "MAX_NIGHTS", 3)
+    nights = steady(1000.0)
     machine = Machine({STANDING: 1000.0, OTHER: 1100.0})
     tonight(machine, [], finds=STANDING)
     before = (folder() / "train_config.yaml").read_text("utf-8")
-    done = tonight(machine, steady(1000.0), here=NEWER, finds=OTHER)
+    done = tonight(machine, nights, here=NEWER, finds=OTHER)
     assert done.kind == drift.IMPROVEMENT
     assert done.night is not None
     assert (done.night.config, done.night.is_replaced) == (OTHER, True)
     assert done.night.change == pytest.approx(0.1, abs=0.01)
     assert "+10." in done.night.reason
     assert (folder() / "train_config.yaml").read_text("utf-8") != before
+    (path,) = Path("studies").glob(f"*/recommendations/{CELL.name}.json")
+    kept = json.loads(path.read_text("utf-8"))
+    assert [each["made_at"] for each in kept["nights"]] == [
+        *(each.made_at for each in nights[-2:]),
+        done.night.made_at,
+    ]
+    assert kept["recommendation"]["config"] == OTHER.to_dict()
 
 
 @pytest.mark.parametrize("speed", [1000.0, 1005.0, 900.0])

@@ -446,3 +446,58 @@ def test_nothing_to_measure_on_is_said(
         main(["nightly", "m.yaml"])
     assert ended.value.code == 3
     assert "There is no CUDA GPU to tune for" in capsys.readouterr().err
+
+
+def test_a_digest_in_json() -> None:
+    made = digest(REGRESSED, left=(planned("later"),), elapsed_seconds=605.04, notes=("a note",))
+    found = made.to_dict()
+    assert (found.pop("cells"), found.pop("left")) == (
+        [REGRESSED.to_dict()],
+        [planned("later").to_dict()],
+    )
+    assert found == {
+        "schema_version": 1,
+        "made_at": "2026-03-01T02:17:00+00:00",
+        "machine": "rtx-4090",
+        "device": "NVIDIA GeForce RTX 4090",
+        "driver": "580.10",
+        "cuda": "13.0",
+        "versions": {"peft": "0.21", "torch": "2.13.0", "transformers": "5.23"},
+        "headline": "1 cell: 1 regression",
+        "events": ["regression"],
+        "exit_code": 7,
+        "interrupted": False,
+        "elapsed_seconds": 605.0,
+        "notes": ["a note"],
+    }
+
+
+def test_a_cell_of_a_digest_is_a_row_with_its_figures() -> None:
+    """(952 - 948) / 2^0.5 is 0.3 % of their mean; 1,008 GB/s are 0.30 of the 3,350 of an H100."""
+    alone = Done(
+        planned=planned("alone"),
+        night=night(0.0, (1236.0,), peak_device_bytes=3 * 2**29),
+        relative=night(0.0, (618.0,), fingerprint=H100),
+    )
+    unknown = Done(planned=planned("unknown"), night=night(0.0, (5.0,), peak_device_bytes=None))
+    shown = draw.markdown(digest(REGRESSED, alone, unknown))
+    rows = [line for line in shown.splitlines() if line.startswith("| ") and " cell " not in line]
+    config = (
+        "LoRA r=16 on all-linear, bf16-autocast, adamw\\_torch\\_fused, micro-batch 2 x 16, sdpa"
+    )
+    new = "(new: never tuned on this machine) |"
+    assert rows == [
+        "| slower | **regression** | 950 | -5.0 % | -7.0 % to -3.0 % | 8.00 GiB "
+        f"| on 2 nights; since driver 580.10 -> 590.2 {new}",
+        f"| alone | **new** | 1,236 |  |  | 1.50 GiB | first answer {new}",
+        f"| unknown | **new** | 5 |  |  |  | first answer {new}",
+        f"| slower | {config} | 2 | 1,000 950 950 |",
+        f"| alone | {config} | 1 | 1,236 |",
+        f"| unknown | {config} | 1 | 5 |",
+        "| alone | 1,236 | NVIDIA H100 80GB HBM3 | 618 | 2.00 x | 0.30 x |",
+    ]
+    assert [draw.done_line(each) for each in (alone, REGRESSED)] == [
+        "alone: new, 1,236 tokens/s (1 process); first answer",
+        "slower: regression -5.0 %, 950 tokens/s +- 0.3 % (2 processes); "
+        "on 2 nights; since driver 580.10 -> 590.2",
+    ]

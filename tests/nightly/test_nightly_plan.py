@@ -12,7 +12,7 @@ from autotune.nightly import drift
 from autotune.nightly import plan as plans
 from autotune.nightly.history import Night
 from autotune.nightly.matrix import Cell, Matrix
-from autotune.nightly.plan import Planned, changes, plan
+from autotune.nightly.plan import Planned, Prepared, changes, plan
 from autotune.records.fingerprint import Fingerprint
 from autotune.search.prediction import EFFORTS
 
@@ -201,3 +201,83 @@ def test_searches_that_brought_much_are_expected_to_again() -> None:
     # The judgement of 5 % counts for three searches: (0.15 + 0.4) / 4 and 0.15 / 4.
     assert found["a"].expected_gain == pytest.approx(0.1375)
     assert found["b"].expected_gain == pytest.approx(0.0375)
+
+
+def test_a_plan_in_json_counts_the_time_of_what_is_chosen() -> None:
+    first = Planned(
+        cell=cell("a", priority=2.0),
+        state="stale",
+        reason="torch 2.13.0 -> 2.14.0",
+        nights=(night(1),),
+        measures=True,
+        searches=False,
+        expected_seconds=60.04,
+        expected_gain=0.0123456,
+        problem="no model",
+        can_begin=False,
+    )
+    left = dataclasses.replace(
+        first, cell=cell("b"), measures=False, searches=True, is_chosen=False
+    )
+    found = Prepared(backend="cuda", fingerprint=HERE, planned=(first, first, left)).to_dict()
+    of_first = {
+        "cell": "a",
+        "state": "stale",
+        "reason": "torch 2.13.0 -> 2.14.0",
+        "priority": 2.0,
+        "measures": True,
+        "searches": False,
+        "expected_seconds": 60.0,
+        "expected_gain": 0.01235,
+        "chosen": True,
+        "problem": "no model",
+        "can_begin": False,
+    }
+    changed = {"cell": "b", "priority": 1.0, "measures": False, "searches": True, "chosen": False}
+    assert found == {
+        "schema_version": 1,
+        "device": "NVIDIA GeForce RTX 4090",
+        "driver": "580.10",
+        "versions": {"peft": "0.21", "torch": "2.13.0", "transformers": "5.23"},
+        "backend": "cuda",
+        "expected_seconds": 120.1,
+        "cells": [of_first, of_first, {**of_first, **changed}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("age_seconds", "said"),
+    [
+        (90.0, "90.0 s"),
+        (7199.0, "1 h 59 min"),
+        (7200.0, "2 hours"),
+        (2 * 86_400 - 1.0, "48 hours"),
+        (2 * 86_400, "2 days"),
+        (3.6 * 86_400, "4 days"),
+    ],
+)
+def test_an_age_is_in_the_unit_that_suits_it(age_seconds: float, said: str) -> None:
+    (found,) = plan(
+        matrix(cell("a"), retune_after_seconds=-100.0),
+        {"a": [night(age_seconds / 86_400)]},
+        fingerprint_of=lambda _: HERE,
+        backend="cuda",
+        now=NOW,
+        budget_seconds=1e6,
+    )
+    assert (found.state, found.reason) == ("due", f"tuned {said} ago")
+
+
+def test_the_expected_gain_is_between_the_judgement_and_what_searches_brought() -> None:
+    """The judgement weighs as much as three searches; the first night's is no change."""
+    nights = [
+        night(50, change=0.9),
+        night(40, change=0.1),
+        night(38, change=0.5, has_searched=False),
+        night(36, change=-0.2),
+        night(34, change=None),
+    ]
+    assert one(nights).expected_gain == pytest.approx((3 * 0.01 + 0.1 + 0.2 + 0.0) / 6)
+    assert one(nights, here=NEWER).expected_gain == pytest.approx((3 * 0.05 + 0.3) / 6)
+    assert one([], begun={"a": 1}).expected_gain == plans.EXPECTED_GAIN["interrupted"]
+    assert one([night(1, change=0.5)] * 2).expected_gain == plans.EXPECTED_GAIN["fresh"]

@@ -107,6 +107,26 @@ def test_what_a_gpu_holds_and_what_a_micro_step_leaves(
 
 
 @pytest.mark.parametrize(
+    "name", [name for name, row in PARALLELISMS.items() if row.stage or name == "ddp"]
+)
+def test_what_a_weight_passes_through_as_it_is_loaded_changes_nothing_behind_it(name: str) -> None:
+    def found(*, packs: bool) -> RankTrace:
+        precision = "bf16-mixed" if name.startswith("zero") else "bf16-true"
+        spec = dataclasses.replace(SPEC, parallelism=name, precision=precision)
+        made = shared_trace(step(4, packs=packs), spec, num_gpus=4, hidden_size=16)
+        assert isinstance(made, RankTrace)
+        return made
+
+    plain, packed = found(packs=False), found(packs=True)
+    assert alive(packed, "setup")[-1] == alive(plain, "setup")[-1]
+    assert max(alive(packed, "setup")) >= max(alive(plain, "setup"))
+    for events in ("first", "again", "next"):
+        assert alive(packed, events) == alive(plain, events)
+    assert packed.exchange(1, 0) == plain.exchange(1, 0)
+    assert packed.trainable(0) == plain.trainable(0)
+
+
+@pytest.mark.parametrize(
     ("name", "held"),
     [
         ("zero1", P + MASTERS),
@@ -255,6 +275,7 @@ def test_under_fsdp2_the_loss_gathers_a_head_that_is_a_unit_by_itself() -> None:
     assert arrived.count(EMBEDDING) == 3
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize(
     ("trainer", "in_base_dtype", "held", "most"),
     [
@@ -266,8 +287,9 @@ def test_under_fsdp2_the_loss_gathers_a_head_that_is_a_unit_by_itself() -> None:
     ],
 )
 def test_under_fsdp2_weights_beside_4_bit_ones_are_whole_until_all_are_cut(
-    trainer: str, in_base_dtype: bool, held: int, most: int
+    trainer: str, in_base_dtype: bool, held: int, most: int, packs: bool
 ) -> None:
+    """What a weight passes through as it is loaded is gone before the most is there."""
     spec = dataclasses.replace(
         SPEC,
         parallelism="fsdp2",
@@ -277,7 +299,7 @@ def test_under_fsdp2_weights_beside_4_bit_ones_are_whole_until_all_are_cut(
         trainer=trainer,
         adapter_in_base_dtype=in_base_dtype,
     )
-    found = shared_trace(step(4), spec, num_gpus=4, hidden_size=16)
+    found = shared_trace(step(4, packs=packs), spec, num_gpus=4, hidden_size=16)
     assert isinstance(found, RankTrace)
     setup = alive(found, "setup")
     assert setup[-1] == held + ROTARY_TABLE

@@ -18,7 +18,7 @@ from optuna_storage import unpooled
 
 from autotune.probe import sampler as module
 from autotune.probe.sampler import Candidate, Near, PredictionSampler, knobs
-from autotune.probe.trial_history import INTERRUPTED, key_of
+from autotune.probe.trial_history import INTERRUPTED, History, key_of
 from autotune.space.config import TrainConfig
 from autotune.store.predicted_trials import CONSTRAINT
 from validation import sampler as comparison
@@ -308,6 +308,37 @@ def test_what_runs_is_not_proposed() -> None:
     study.ask(sampler.search_space(first))
     assert sampler.propose(study) in (one, other)
     assert sampler.propose(study) != first
+
+
+def test_what_runs_is_believed_to_end_as_it_is_predicted() -> None:
+    """Before anything is measured the middle of what is believed is what was predicted."""
+    fast, huge, free = (
+        candidate(size=2, speed=200.0),
+        candidate(size=4, speed=400.0, peak_bytes=10 * BUDGET_BYTES),
+        candidate(speed=100.0),
+    )
+    sampler = sampler_of(fast, huge, free)
+
+    def believed(*running: int, best_speed: float | None = None) -> History:
+        nothing: dict[str, dict[int, float]] = {
+            name: {} for name in ("speeds", "most_speeds", "peaks", "least_excesses")
+        }
+        seen = History(tried=set(running), running=set(running), best_speed=best_speed, **nothing)
+        return sampler._believed(seen)
+
+    # Candidates are in the order of their promise.
+    numbers = {each.params["micro_batch_size"]: n for n, each in enumerate(sampler._candidates)}
+    assert believed().speeds == {}
+    assert believed(best_speed=50.0).best_speed == 50.0
+    one = believed(numbers[2])
+    assert one.speeds == {numbers[2]: pytest.approx(200.0)}
+    assert one.best_speed == pytest.approx(200.0)
+    assert believed(numbers[2], best_speed=300.0).best_speed == 300.0
+    # Of what is not likely to fit nothing is expected.
+    both = believed(numbers[2], numbers[4])
+    assert both.speeds == {numbers[2]: pytest.approx(200.0), numbers[4]: pytest.approx(400.0)}
+    assert both.best_speed == pytest.approx(200.0)
+    assert believed(numbers[4]).best_speed is None
 
 
 def objective_of(slow: Callable[[dict[str, Any]], float]) -> Callable[[optuna.Trial], float]:

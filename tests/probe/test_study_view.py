@@ -77,6 +77,9 @@ def test_what_others_add_is_seen_at_the_next_look(study: optuna.Study) -> None:
     [
         (9.0, False),  # faster than all that is chosen from: stopped beside something else
         (10.05, False),  # as fast, within the noise
+        # The noise is 2 %, and 10 s / 0.98 are 10.204 s.
+        (10.2, False),
+        (10.21, True),
         (15.0, True),
     ],
 )

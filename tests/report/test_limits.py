@@ -60,6 +60,7 @@ def drawn(answer: Limit) -> str:
     ("what", "value", "multiple_of", "said"),
     [
         ("sequence-length", 4096, 64, "in steps of 64"),
+        ("sequence-length", 4096, 2, "in steps of 2"),
         ("sequence-length", 4096, 1, "4,096"),
         ("micro-batch", 4, 1, "micro-batch"),
         ("lora-rank", 128, 1, "128"),

@@ -279,6 +279,10 @@ def test_the_way_to_the_answer_in_words() -> None:
     for limit_bytes, fits in ((None, True), (2, True), (1, False)):
         limited = dataclasses.replace(answers.WORKLOAD, host_memory_bytes=limit_bytes)
         assert facts.path_rows(predicted(details=details, workload=limited))[0].fits is fits
+    for more_bytes, fits in ((0, True), (-1, False)):
+        budget_bytes = last.resident_bytes + more_bytes
+        limited = dataclasses.replace(answers.WORKLOAD, memory_budget_bytes=budget_bytes)
+        assert facts.path_rows(predicted(details=details, workload=limited))[0].fits is fits
 
 
 def test_a_plan_of_checkpointing_is_one_setting_in_words() -> None:

@@ -2047,10 +2047,10 @@ def test_an_answer_in_a_notebook_is_a_table_and_a_bar() -> None:
 
 def test_rates_of_a_card_are_said_in_their_units() -> None:
     products = SimpleNamespace(flop_per_second={"bfloat16": 82.4e12, "float32": 1234.6e12})
-    moving = SimpleNamespace(bytes_per_second={"elementwise": 905.4e9, "copy": 1.0})
+    moving = SimpleNamespace(bytes_per_second={"elementwise": 905.6e9, "copy": 1.0})
     for rates, said in (
-        ((products, moving), "bfloat16 82, float32 1,235 TFLOP/s, memory 905 GB/s"),
-        ((None, moving), "memory 905 GB/s"),
+        ((products, moving), "bfloat16 82, float32 1,235 TFLOP/s, memory 906 GB/s"),
+        ((None, moving), "memory 906 GB/s"),
         ((products, None), "bfloat16 82, float32 1,235 TFLOP/s"),
         ((None, SimpleNamespace(bytes_per_second={"copy": 1.0})), ""),
     ):

@@ -9,7 +9,7 @@ import pytest
 import tiny_model
 
 from autotune.catalogue.gpus import find_gpu
-from autotune.space.defaults import default_base, larger_micro_batches
+from autotune.space.defaults import default_base, larger_micro_batches, least_micro_batch_for
 from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.rules import Context, broken_rules
 from autotune.space.trainers import TASK_NAMES, TRAINERS, row_of, trainers_of
@@ -186,3 +186,24 @@ def test_larger_micro_batches_divide_the_effective_batch(
     larger = larger_micro_batches(base)
     assert [config.micro_batch_size for config in larger] == sizes
     assert {config.effective_batch_size for config in larger} == {effective}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "samples", "micro_batch"),
+    [
+        ("transformers", 32, 1),
+        ("transformers", 1, 1),
+        # A labelled answer is compared with another's prompt, so that two are the least.
+        ("trl-kto", 32, 2),
+        ("trl-kto", 9, 3),
+        ("trl-kto", 7, 7),
+        ("trl-kto", 1, 2),
+        # All texts of a step are compared with each other.
+        ("sentence-transformers", 32, 32),
+        ("sentence-transformers", 1, 2),
+    ],
+)
+def test_the_least_micro_batch_divides_the_samples(
+    trainer: str, samples: int, micro_batch: int
+) -> None:
+    assert least_micro_batch_for(samples, TRAINERS[trainer]) == micro_batch

@@ -43,3 +43,14 @@ def test_rows_are_found_without_reading_all(
         query = f"EXPLAIN QUERY PLAN SELECT * FROM {table} WHERE {where}"
         (plan,) = connection.exec_driver_sql(query)
     assert plan.detail.startswith(f"SEARCH {table} USING INDEX")
+
+
+def test_only_figures_that_an_answer_may_lack_may_be_empty() -> None:
+    """Whatever else is None is the text null, of JSON."""
+    optional = {
+        table.name: {column.name for column in table.columns if column.nullable}
+        for table in schema.metadata.sorted_tables
+    }
+    of_answers = {"tokens_per_second", "spread", "peak_device_bytes"}
+    assert optional.pop("autotune_recommendations") == of_answers
+    assert set.union(*optional.values()) == set()
