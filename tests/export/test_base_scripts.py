@@ -318,6 +318,32 @@ def test_what_the_command_leaves_out_is_in_the_file_that_it_names(folder: Path) 
     assert text.splitlines()[1].endswith("--config recipe.yaml --max_length 512 --bf16 False")
 
 
+def test_options_stand_before_the_file_that_the_program_is_given(folder: Path) -> None:
+    (folder / "run.yaml").write_text(f"model_name_or_path: {QWEN}\nmax_seq_length: 512\n", "utf-8")
+    text = "H4ArgumentParser((ModelArguments, SFTConfig)).parse()\nSFTTrainer(model, args=args)\n"
+    (folder / "handbook.py").write_text(text, "utf-8")
+    run = read_script(folder, "python handbook.py run.yaml --per_device_train_batch_size=3")
+    assert (run.model, run.config.sequence_length, run.config.micro_batch_size) == (QWEN, 512, 3)
+
+
+@pytest.mark.parametrize(
+    ("script", "launch"),
+    [
+        ("CUDA_VISIBLE_DEVICES=$1 python plain.py", "CUDA_VISIBLE_DEVICES=$1 python"),
+        ("accelerate launch --num_processes $N plain.py", "accelerate launch --num_processes $N"),
+        ('python "$(dirname "$0")/plain.py"', "python"),
+        ('P=$(command -v python3)\n"$P" $HERE/plain.py', "$(command -v python3)"),
+    ],
+)
+def test_a_launch_that_only_running_would_tell_is_one(
+    script: str, launch: str, folder: Path
+) -> None:
+    run = read_script(folder, f"{script} --bs 6")
+    assert (run.model, run.config.micro_batch_size) == (QWEN, 6)
+    command = own_run.command(run, Path(), run.config)
+    assert command == f"{launch} yours/plain.py --bs 6"
+
+
 def test_a_command_is_taken_as_it_is_typed(folder: Path) -> None:
     typed = f"python trainer.py --model_name_or_path {QWEN} --bf16 True"
     run = read_base(Path(typed))

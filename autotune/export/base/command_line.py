@@ -90,12 +90,18 @@ class Command:
         return tool if tool in _TOOLS else ""
 
     @property
+    def before(self) -> str:
+        """The words before the program, as a shell takes them."""
+        return _as_typed(self.words[: len(self.launcher)])
+
+    @property
     def rest(self) -> str:
         """The words after the program, as a shell takes them."""
-        words = self.words[len(self.launcher) + 1 :]
-        return " ".join(
-            word.shown if word.value is None else shlex.quote(word.value) for word in words
-        )
+        return _as_typed(self.words[len(self.launcher) + 1 :])
+
+
+def _as_typed(words: Sequence[Word]) -> str:
+    return " ".join(word.shown if word.value is None else shlex.quote(word.value) for word in words)
 
 
 def is_script(path: Path, text: str) -> bool:
@@ -148,18 +154,22 @@ def edited(text: str, changes: Sequence[KeyEdit]) -> tuple[str, list[KeyEdit]]:
 
 
 def _training(words: Sequence[Word]) -> Command | None:
-    """Return the command where it starts a training; None for any other."""
-    values = [word.value or "" for word in words]
+    """Return the command where it starts a training; None for any other.
+
+    A word that only running would tell may be Python, or the folder of the program.
+    """
+    values = [word.shown for word in words]
     at = 0
     while at < len(values) and (
         values[at] in _WRAPPERS or values[at].startswith("-") or ASSIGNED.fullmatch(values[at])
     ):
         at += 1
+    is_open = at < len(words) and words[at].value is None
     tool = Path(values[at]).name if at < len(values) else ""
     program: int | None = None
     if tool in _TOOLS and at + 1 < len(values):
         program = at + 1
-    elif tool in _LAUNCHERS or tool.startswith("python") or tool.endswith(".py"):
+    elif is_open or tool in _LAUNCHERS or tool.startswith("python") or tool.endswith(".py"):
         program = _program_at(values, at)
     if program is None:
         return None

@@ -6,7 +6,6 @@ What a script's `--config` and accelerate's own file say is read beside it.
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +40,14 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     command = part.command()
     path, content = part.path, dict(command.content)
     files = (each for each in command.positional if each.endswith((".yaml", ".yml", ".json")))
-    if (file := next(files, None)) is not None:
+    file = next(files, None)
+    if file is not None and not command.options:
         raise ConfigError(
             f"{path} cannot be used (a shell script)",
             why=f"{command.program} takes its settings from {file}",
             remedy="Give that file as --base",
         )
-    place = found_beside(path, command.program) or found_beside(
-        path, f"{command.program.replace('.', '/')}.py"
-    )
+    place = _place_of(path, command.program)
     program = None if place is None else read_part(place, has_bf16=part.has_bf16)
     said = notes_on_launch(command)
     number = command.num_processes
@@ -57,15 +55,17 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     if program is not None and not takes_all_options(program.text):
         opened = open_program(dataclasses.replace(program, given=content), method, task)
         assert opened.target is not None
-        before = shlex.join(command.launcher)
-        launch = f"{_escaped(before)} {{file}} {_escaped(command.rest)}".strip()
+        launch = f"{_escaped(command.before)} {{file}} {_escaped(command.rest)}".strip()
         target = dataclasses.replace(opened.target, launch=launch, launch_several="")
         notes = (*opened.notes, *said)
         return dataclasses.replace(opened, target=target, notes=notes, starts=starts)
     text = None if program is None else program.text
     defaults = {} if text is None else defaults_of(text)
-    if reads_recipe(command, text):
-        defaults |= _named_by_option(path, content.pop("config", None))
+    if file is not None:
+        defaults |= _named(path, file, file)
+    elif reads_recipe(command, text):
+        named = content.pop("config", None)
+        defaults |= {} if named is None else _named(path, str(named), f"--config {named}")
     content = {**defaults, **content}
     target, takes, notes_on_options = fit_table(
         path, None, lambda: table_of(command, content, text, method, task)
@@ -96,15 +96,21 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     )
 
 
-def _named_by_option(path: Path, named: object) -> dict[str, Any]:
-    """Return the content of the file that a script's `--config` names. Raises ConfigError."""
-    if named is None:
-        return {}
-    place = found_beside(path, str(named))
+def _place_of(path: Path, program: str) -> Path | None:
+    """Return the place of a script's program, or None; `$HERE/train.py` is looked for as `train.py`."""
+    parts = program.split("/")
+    names = ["/".join(parts[at:]) for at in range(len(parts))] if "$" in program else [program]
+    names.append(f"{program.replace('.', '/')}.py")
+    return next((place for name in names if (place := found_beside(path, name))), None)
+
+
+def _named(path: Path, file: str, words: str) -> dict[str, Any]:
+    """Return the content of a file of settings that a script names, in these words. Raises ConfigError."""
+    place = found_beside(path, file)
     if place is None:
         raise ConfigError(
             f"{path} cannot be used (a shell script)",
-            why=f"--config {named} is no file here or beside it",
+            why=f"{words} is no file here or beside it",
             remedy="Ask in the folder that it is named from",
         )
     return all_of((read_part(place),))

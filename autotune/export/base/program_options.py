@@ -69,7 +69,7 @@ _OF_SWITCHES = table(
 )
 
 
-_TAKES_ALL_OPTIONS = re.compile(r"\b(HfArgumentParser|TrlParser)\b")
+_TAKES_ALL_OPTIONS = re.compile(r"\b(H[f4]ArgumentParser|TrlParser)\b")
 
 
 def _has_dtype(content: Mapping[str, Any]) -> bool:
