@@ -533,6 +533,67 @@ def test_an_example_scripts_arguments_are_not_sfts(
     assert read_base(path, sequence_length=2048).config == answer
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            {
+                "train_file": "t",
+                "max_seq_length": 512,
+                "lora_rank": 64,
+                "lora_alpha": 16,
+                "fp16": True,
+            },
+            {
+                "method": "lora",
+                "lora_rank": 64,
+                "lora_targets": "all-linear",
+                "precision": "fp16-autocast",
+            },
+        ),
+        (
+            {
+                "output_dir": "o",
+                "lora_r": 4,
+                "target_modules": ["q_proj"],
+                "use_4bit": True,
+                "bf16": True,
+            },
+            {
+                "method": "qlora",
+                "lora_rank": 4,
+                "lora_targets": "q_proj",
+                "precision": "bf16-autocast",
+            },
+        ),
+        (
+            {"max_length": 512, "peft_enabled": True, "lora_r": 4, "target_modules": "all-linear"},
+            {"method": "lora", "lora_rank": 4, "trainer": "trl-sft"},
+        ),
+        ({"max_length": 512, "lora_r": 4}, {"method": "full", "trainer": "trl-sft"}),
+        (
+            {"max_length": 512, "use_flash_attention_2": True, "use_liger": True},
+            {"attention": "flash_attention_2", "liger": True, "trainer": "trl-sft"},
+        ),
+    ],
+)
+def test_a_file_for_another_program_has_an_adapter_by_the_usual_names(
+    tmp_path: Path, said: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 2, **said}))
+    run = read_base(path)
+    assert {name: getattr(run.config, name) for name in expected} == expected
+    assert ("it names no modules for LoRA: all-linear is taken" in run.notes) is (
+        "train_file" in said
+    )
+    answer = dataclasses.replace(run.config, micro_batch_size=8, attention="sdpa")
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    path.write_text(text)
+    assert read_base(path).config == answer
+
+
 ZERO3 = {
     "zero_optimization": {"stage": 3, "sub_group_size": 1e9},
     "bf16": {"enabled": "auto"},

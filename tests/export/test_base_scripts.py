@@ -238,6 +238,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "qlora", "quantization": "nf4-double", "lora_rank": 8, "lora_targets": "q_proj,k_proj",
          "lora_alpha_ratio": 4.0, "lora_dropout": 0.1, "precision": "fp16-autocast"},
     ),
+    "not here, by the names of PEFT's examples": (
+        f"accelerate launch there.py --model_name_or_path {QWEN} --use_peft_lora True --lora_r 8 --fp16 True "
+        "--use_4bit_quantization True --use_nested_quant True --use_flash_attn True "
+        "--max_seq_length 2048 --per_device_train_batch_size 2 --lora_target_modules all-linear",
+        {"method": "qlora", "quantization": "nf4-double", "lora_rank": 8, "lora_targets": "all-linear",
+         "attention": "flash_attention_2", "precision": "fp16-autocast", "sequence_length": 2048},
+    ),
     "LLaMA-Factory": (
         f"llamafactory-cli train --stage sft --model_name_or_path {QWEN} --finetuning_type lora "
         "--lora_rank 4 "
@@ -324,6 +331,18 @@ def test_options_stand_before_the_file_that_the_program_is_given(folder: Path) -
     (folder / "handbook.py").write_text(text, "utf-8")
     run = read_script(folder, "python handbook.py run.yaml --per_device_train_batch_size=3")
     assert (run.model, run.config.sequence_length, run.config.micro_batch_size) == (QWEN, 512, 3)
+
+
+def test_a_file_of_settings_that_a_program_is_given_is_named(folder: Path) -> None:
+    (folder / "run.yaml").write_text("learning_rate: 1e-5\nmax_seq_length: 512\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"trainer.py takes its settings from run.yaml"):
+        read_script(folder, "python trainer.py --config run.yaml")
+    run = read_script(folder, f"python trainer.py --config run.yaml --model_name_or_path {QWEN}")
+    assert (run.model, run.config.sequence_length) == (QWEN, 512)
+    text = "HfArgumentParser(TrainingArguments).parse_yaml_file(sys.argv[1])\nTrainer(args=args)\n"
+    (folder / "trainer.py").write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match=r"Give that file as --base"):
+        read_script(folder, "python trainer.py --train_args_file run.yaml --local_rank 0")
 
 
 @pytest.mark.parametrize(

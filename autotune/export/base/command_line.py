@@ -79,11 +79,6 @@ class Command:
         return next((number for number in said if type(number) is int), None)
 
     @property
-    def says_how_it_trains(self) -> bool:
-        """Whether one of its options is of a training."""
-        return not _OF_TRAINING.isdisjoint(self.content)
-
-    @property
     def tool(self) -> str:
         """The tool of which the program is a command; empty for a Python program."""
         tool = self.program.partition(" ")[0]
@@ -98,6 +93,11 @@ class Command:
     def rest(self) -> str:
         """The words after the program, as a shell takes them."""
         return _as_typed(self.words[len(self.launcher) + 1 :])
+
+
+def says_how_it_trains(content: Mapping[str, Any]) -> bool:
+    """Return whether one of some options is of a training."""
+    return not _OF_TRAINING.isdisjoint(content)
 
 
 def _as_typed(words: Sequence[Word]) -> str:
@@ -123,7 +123,7 @@ def parsed(text: str) -> Command:
             "no command in it starts a training: python, accelerate launch, torchrun, deepspeed, trl or "
             "llamafactory-cli with a program"
         )
-    trains = [command for command in found if command.says_how_it_trains]
+    trains = [command for command in found if says_how_it_trains(command.content)]
     given = trains or [command for command in found if command.options] or found
     if len(given) > 1:
         lines = " and ".join(str(command.line) for command in given)

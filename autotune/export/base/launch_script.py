@@ -5,13 +5,16 @@ What a script's `--config` and accelerate's own file say is read beside it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autotune.errors import ConfigError
 from autotune.export.base import huggingface, launch
-from autotune.export.base.command_line import Command
+from autotune.export.base.command_line import Command, says_how_it_trains
 from autotune.export.base.mapping_read import read
 from autotune.export.base.opened import (
     Opened,
@@ -32,6 +35,11 @@ from autotune.export.base.program_options import (
 )
 from autotune.export.mapping import Spelling, TrainerFile, choices
 
+_SETTINGS = (".yaml", ".yml", ".json")
+_NAMES_SETTINGS = ("config", "config_file", "config_path", "train_args_file")
+"""Options of programs that name a file of settings."""
+_FROM_FILE = re.compile(r"\.parse_(json|yaml)_file\(")
+"""What a program reads settings with that takes no options beside the file (HfArgumentParser)."""
 _LAUNCHES = {".slurm": "sbatch {file}", ".sbatch": "sbatch {file}"}
 
 
@@ -39,16 +47,21 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     """Open a shell script: the options that it starts a program with, or the program with these options."""
     command = part.command()
     path, content = part.path, dict(command.content)
-    files = (each for each in command.positional if each.endswith((".yaml", ".yml", ".json")))
-    file = next(files, None)
-    if file is not None and not command.options:
+    place = _place_of(path, command.program)
+    program = None if place is None else read_part(place, has_bf16=part.has_bf16)
+    text = None if program is None else program.text
+    is_recipe = reads_recipe(command, text)
+    files = [each for each in command.positional if each.endswith(_SETTINGS)]
+    named = [] if files or is_recipe else _options_with_settings(path, content)
+    files += [content.pop(name) for name in named]
+    file = next(iter(files), None)
+    takes_options = text is None or (takes_all_options(text) and not _FROM_FILE.search(text))
+    if file is not None and not (takes_options and content.keys() - {"env"}):
         raise ConfigError(
             f"{path} cannot be used (a shell script)",
             why=f"{command.program} takes its settings from {file}",
             remedy="Give that file as --base",
         )
-    place = _place_of(path, command.program)
-    program = None if place is None else read_part(place, has_bf16=part.has_bf16)
     said = notes_on_launch(command)
     number = command.num_processes
     starts = (f"line {command.line}", number) if number is not None and number > 1 else None
@@ -59,11 +72,10 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         target = dataclasses.replace(opened.target, launch=launch, launch_several="")
         notes = (*opened.notes, *said)
         return dataclasses.replace(opened, target=target, notes=notes, starts=starts)
-    text = None if program is None else program.text
     defaults = {} if text is None else defaults_of(text)
     if file is not None:
         defaults |= _named(path, file, file)
-    elif reads_recipe(command, text):
+    elif is_recipe:
         named = content.pop("config", None)
         defaults |= {} if named is None else _named(path, str(named), f"--config {named}")
     content = {**defaults, **content}
@@ -94,6 +106,17 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         task=task_of(command, text or ""),
         starts=starts or (started if number is None else None),
     )
+
+
+def _options_with_settings(path: Path, content: Mapping[str, Any]) -> list[str]:
+    """Return the option that names a file here with settings of a training, if there is one."""
+    for name in _NAMES_SETTINGS:
+        file = str(content.get(name))
+        place = found_beside(path, file) if file.endswith(_SETTINGS) else None
+        with contextlib.suppress(ConfigError):  # It is the program's own.
+            if place is not None and says_how_it_trains(all_of((read_part(place),))):
+                return [name]
+    return []
 
 
 def _place_of(path: Path, program: str) -> Path | None:

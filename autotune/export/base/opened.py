@@ -19,6 +19,7 @@ from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.edit import parsed
 from autotune.export.base.mapping_read import notes, read
 from autotune.export.base.parts import RunFile, all_of, read_part
+from autotune.export.base.program_options import is_trls, with_usual_names
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
@@ -100,6 +101,8 @@ READERS: tuple[Reader, ...] = (
     ),
 )
 """Readers in order: the first that recognises a file reads it."""
+_OF_PROGRAMS = (huggingface.EXAMPLE, huggingface.TRAINING_ARGUMENTS)
+"""Tables of files for programs that have options of their own beside them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +152,8 @@ def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
         target = fit_table(part.path, None, lambda: huggingface.of_trl(content, task))
     if fit is not None:
         target = fit_table(part.path, target, lambda: fit(content, method))
+    if reader.target in _OF_PROGRAMS or (reader.target is huggingface.SFT and not is_trls(content)):
+        target = with_usual_names(target, content)
     trainer = BY_TASK.get(task or "")
     if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
         target = huggingface.trained_by(target, trainer)

@@ -17,7 +17,7 @@ from typing import Any
 from autotune.export import llama_factory
 from autotune.export.base import huggingface
 from autotune.export.base.classes import PEFT_TYPES, TASKS_OF_CLASSES
-from autotune.export.base.command_line import Command
+from autotune.export.base.command_line import Command, says_how_it_trains
 from autotune.export.base.literals import name_of
 from autotune.export.mapping import (
     Row,
@@ -25,6 +25,7 @@ from autotune.export.mapping import (
     TrainerFile,
     choices,
     module_names,
+    of_values,
     table,
 )
 from autotune.export.trainer_rows import lora_rows, named_targets_row, quantized
@@ -38,8 +39,8 @@ _TARGETS = (
     "trainable",
 )  # fmt: skip
 _SWITCHES = {
-    "use_lora": True, "use_peft": True, "lora_enable": True, "enable_lora": True, "lora": True,
-    "full_finetune": False,
+    "use_lora": True, "use_peft": True, "use_peft_lora": True, "peft_enabled": True, "lora_enable": True,
+    "enable_lora": True, "lora": True, "full_finetune": False,
 }  # fmt: skip
 """Value that means an adapter, by name."""
 _BITS: dict[str, tuple[Any, Any, Any]] = {
@@ -50,16 +51,20 @@ _BITS: dict[str, tuple[Any, Any, Any]] = {
     "qlora": (False, None, True),
     "load_in_4bit": (False, False, True),
     "load_in_8bit": (False, True, False),
+    "use_4bit": (False, None, True),
+    "use_4bit_quantization": (False, None, True),
 }
 """Values for weights of 16, 8 and 4 bits, by name; None where there is none."""
 _CODES = ("quant_type", "bnb_4bit_quant_type")
-_DOUBLE = ("double_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant")
+_DOUBLE = ("double_quant", "use_bnb_nested_quant", "use_nested_quant", "bnb_4bit_use_double_quant")
 _ALL = {"all": "all-linear"}
 """Values of modules that stand for others: qlora.py's."""
 _RANK, _PLAIN = 8, {"lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's own, where nothing says another (peft 0.21 tuners/lora/config.py)."""
 
 
+_OF_MODELS = ("model_name_or_path", *huggingface.LENGTHS)
+"""Options of a program that loads a model by its name."""
 _OF_SWITCHES = table(
     "precision",
     "bf16 fp16",
@@ -141,7 +146,7 @@ def table_of(
         return llama_factory.fitted(content, method), None, ()
     trainer = _trainer_of(command, text or "")
     program = command.program
-    if trainer is None and not command.says_how_it_trains:
+    if trainer is None and not says_how_it_trains(command.content):
         raise ValueError(f"line {command.line}: no option of {program} says how it trains")
     said: tuple[str, ...] = ()
     if trainer is None and text is None:
@@ -154,10 +159,10 @@ def table_of(
             return target, None, said
         target = _without_dtype(huggingface.of_own_model(target), content)
         fields = trl_fields(TRAINERS[target.fixed["trainer"]]) or ()
-        return with_adapters(target, content), frozenset((*fields, *content, "env")), said
-    is_named = huggingface.is_example(content) or "model_name_or_path" in content
+        return with_usual_names(target, content), frozenset((*fields, *content, "env")), said
+    is_named = huggingface.is_example(content) or not content.keys().isdisjoint(_OF_MODELS)
     target = huggingface.of_example(content, method) if is_named else huggingface.TRAINING_ARGUMENTS
-    target = with_adapters(_without_dtype(target, content), content)
+    target = with_usual_names(_without_dtype(target, content), content)
     trainer = trainer or BY_TASK.get(task or "")
     if trainer is not None and trainer.name != target.fixed.get("trainer"):
         target = huggingface.trained_by(target, trainer)
@@ -223,7 +228,27 @@ def notes_on_launch(command: Command) -> list[str]:
     return notes
 
 
-def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+def is_trls(content: Mapping[str, Any]) -> bool:
+    """Return whether a file of options, as TRL has them, has no switch of an adapter but TRL's."""
+    return not content.keys() & (_SWITCHES.keys() - {"use_peft"})
+
+
+def with_usual_names(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with rows for an adapter and attention by the names that are in the content."""
+    adapted = _with_adapters(target, content)
+    flash = _first(huggingface.FLASH, content)
+    if flash is None or any(row.ours == ("attention",) for row in target.rows):
+        return adapted
+    row = of_values("attention", flash, {"flash_attention_2": True, "sdpa": False})
+    said = "its options name no method: --method, or a full fine-tune, is taken"
+    return dataclasses.replace(
+        adapted,
+        rows=(row, *adapted.rows),
+        caveats=((lambda _: True, said),) if adapted is target and target.caveats else (),
+    )
+
+
+def _with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
     """Return the table with rows for an adapter by the names in the content; itself where there are none."""
     rank = _first(_RANKS, content)
     switch, bits = _first([*_SWITCHES], content), _first([*_BITS], content)
@@ -243,15 +268,21 @@ def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFil
     )
     of_lora = lora_rows(of_targets, rank=rank, dropout_off=0.0)
     rows = (of_method, *of_lora)
-    if is_quantized and not _has_dtype(content):
-        # The dtype of what is not quantised follows the switches.
+    if not _has_dtype(content) and is_adapted and (is_quantized or rank in content):
+        # Frozen weights are loaded in the dtype of the switches.
         rows = (*rows, _OF_SWITCHES)
     ours = {name for row in rows for name in row.ours}
     others = (row for row in target.rows if ours.isdisjoint(row.ours))
     return dataclasses.replace(
         target,
         rows=(*rows, *others),
-        defaults={**target.defaults, **_PLAIN, rank: _RANK},
+        defaults={
+            **target.defaults,
+            **_PLAIN,
+            rank: _RANK,
+            # A program whose options name none has its own, which are most often all.
+            **({} if key in content else {modules: "all-linear"}),
+        },
         elsewhere=tuple(name for name in target.elsewhere if name not in ours),
         peft_names=modules if is_adapted else "",
         of_adapters=(),
