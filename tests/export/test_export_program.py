@@ -585,6 +585,53 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+LOADER = "AutoModelForCausalLM.from_pretrained"
+OWN_FIELDS = {
+    "a dict": ("C = {'b': 3, 'm': {'n': 'm'}}\n", "C['b']", "C['m']['n']"),
+    "asked with a default": ("C = {'b': 3}\nC.items()\n", "C.get('b', 8)", "C.get('n', 'm')"),
+    "a class": ("class C:\n  b = 3\n  n: str = 'm'\n", "C.b", "C.n"),
+    "an instance": (
+        "class C:\n  def __init__(self):\n    self.b = 3\n    self.n = 'm'\nc = C()\n", "c.b", "c.n",
+    ),
+    "a parameter of a dataclass": (
+        "@dataclass\nclass C:\n  b: int = 8\n  n: str = field(default='m')\nmain(C(b=3))\n"
+        "def main(c: C):\n  ", "c.b", "c.n",
+    ),
+    "one after another": ("B = 3\nC = {'b': B, 'n': 'm'}\n", "int(C['b'])", "str(C['n'])"),
+    "compared": ("C = {'big': 'no'}\n", "8 if C['big'] == 'yes' else 3", "'m'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN_FIELDS)
+def test_settings_that_a_program_keeps_together_are_read(tmp_path: Path, kind: str) -> None:
+    before, batch, name = OWN_FIELDS[kind]
+    text = f"Trainer({LOADER}({name}), TrainingArguments(per_device_train_batch_size={batch}))\n"
+    base = read_base(written(tmp_path, before + text))
+    assert (base.model, base.config.micro_batch_size) == ("m", 3)
+    made = changes(base, base.config, dataclasses.replace(base.config, micro_batch_size=5))
+    edited, _, left = base.parts[0].edited(made)
+    assert (edited, left) == (before + text.replace(batch, "5"), [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "C = {'batch': 3}\nC['batch'] = x\nb = C['batch']",
+        "C = {'batch': 3}\nC.update(x)\nb = C['batch']",
+        "class C:\n  batch = 3\nc = C()\nc.batch = x\nb = c.batch",
+        "class C:\n  batch = 3\nc = C(**x)\nb = c.batch",
+        "class C:\n  batch = 3\nc = C(batch=2)\nd = C(batch=4)\nb = c.batch",
+        "@dataclass\nclass C:\n  batch: int = 3\nc = HfArgumentParser(C).parse()\nb = c.batch",
+        "class C:\n  batch = 3\nc = C()\ndef f(c):\n  b = c.batch",
+    ],
+)
+def test_settings_that_may_have_changed_are_not_read(tmp_path: Path, text: str) -> None:
+    before, _, asked = text.rpartition("b = ")
+    path = written(tmp_path, f"{before}TrainingArguments(per_device_train_batch_size={asked})")
+    with pytest.raises(ConfigError, match="is not a literal"):
+        read_base(path)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

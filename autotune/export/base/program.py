@@ -20,6 +20,7 @@ from autotune.catalogue.tasks import TASKS
 from autotune.common.secrets import redacted
 from autotune.export.base.calls import find_calls
 from autotune.export.base.literals import Program, bindings, entries_of, options
+from autotune.export.base.own_fields import fields_of
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape
 
@@ -58,6 +59,7 @@ def parsed(
         text=content,
         shape=Shape(name="a Python program", sections=frozenset()),
         names=names | options(tree, given),
+        fields=fields_of(tree, names),
         num_uses=num_uses,
         starts=[0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", content))],
         has_bf16=has_bf16,
