@@ -85,6 +85,8 @@ SCRIPTS = {
     "nothing evaluated": "eval\npython a.py --x 1",
     "exported": "export A=1 B=2\npython a.py --x $A$B",
     "no assignment": "A=7\npython a.py A=2 --x $A\nA=3",
+    "arguments in a loop": "A=x\nB=\nwhile [ $# -gt 0 ]; do case $1 in --a) A=$2;; --b) B=${1#*=};; esac\n"
+    "shift; done\nC=$1\npython a.py --x $A --y ${B:-d} --z ${C:-e}",
     "sums": "B=16; N=3\npython a.py --x $((B / (2 * N))) --y=$(( $B % ${N} - 1 ))z --z $((-B))",
 }
 
@@ -470,6 +472,13 @@ def test_an_option_of_the_name_env_is_none_of_the_environment() -> None:
     text, left = command_line.edited(script, [KeyEdit(key="env.PYTORCH_ALLOC_CONF", value="x")])
     assert not left
     assert text == f"export PYTORCH_ALLOC_CONF=x\n{script}"
+
+
+def test_an_option_of_the_programs_own_is_no_argument_of_trainers(folder: Path) -> None:
+    script = f"python there.py --model_name_or_path {QWEN} --optim sgd --seed 7 --debug"
+    run = read_script(folder, f'{script} --output_dir "$(date +"%F %T")" --resume_from_checkpoint')
+    assert json.loads(run.extra_arguments) == {"seed": 7}
+    assert {"debug", "resume_from_checkpoint"} <= set(run.uncarried)
 
 
 def test_what_only_running_would_tell_is_no_literal() -> None:

@@ -598,6 +598,7 @@ OWN_FIELDS = {
         "def main(c: C):\n  ", "c.b", "c.n",
     ),
     "one after another": ("B = 3\nC = {'b': B, 'n': 'm'}\n", "int(C['b'])", "str(C['n'])"),
+    "this and that": ("C = {'a': True}\n", "3 if other() and not C['a'] or C['a'] else 8", "'m'"),
     "compared": ("C = {'big': 'no'}\n", "8 if C['big'] == 'yes' else 3", "'m'"),
 }  # fmt: skip
 

@@ -100,6 +100,14 @@ class Program:
             return self.has_bf16 is not is_not
         if isinstance(asked, ast.Call) and _asks_for_a_card(asked.func):
             return not is_not
+        if (
+            isinstance(node, ast.UnaryOp)
+            and is_not
+            and isinstance(answer := self.value(asked), bool)
+        ):
+            return not answer
+        if isinstance(node, ast.BoolOp) and (answer := self._of_both(node)) is not None:
+            return answer
         if isinstance(node, ast.IfExp) and isinstance(answer := self.value(node.test), bool):
             return self.value(node.body if answer else node.orelse)
         if isinstance(node, ast.Compare) and (answer := self._compared(node)) is not None:
@@ -121,6 +129,14 @@ class Program:
         except (ArithmeticError, RecursionError):
             return None
         return number
+
+    def _of_both(self, node: ast.BoolOp) -> bool | None:
+        """Return what True and False come to with `and` or `or`; None where that is open."""
+        values = [self.value(each) for each in node.values]
+        decides = isinstance(node.op, ast.Or)
+        if any(value is decides for value in values):
+            return decides
+        return None if any(not isinstance(value, bool) for value in values) else not decides
 
     def _compared(self, node: ast.Compare) -> bool | None:
         """Return whether two literals are the same, or are not, as is asked; None for any other question."""

@@ -124,6 +124,9 @@ def read_base(
     values, problems = read(target, content)
     problems = [*opened.problems, *problems]
     arguments, extra_arguments = arguments_of(target, content), "{}"
+    if any(part.is_script for part in opened.parts):
+        # An option of that name may be the program's own.
+        arguments = {name: value for name, value in arguments.items() if _is_argument(name, value)}
     try:
         extra_arguments = read_extra_arguments(arguments, place="")
     except ValueError as error:
@@ -265,6 +268,15 @@ def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, A
         for key, value in found.items()
         if key not in decided and value is not None and not isinstance(value, NotLiteral)
     }
+
+
+def _is_argument(name: str, value: object) -> bool:
+    """Return whether TrainingArguments take the value."""
+    try:
+        read_extra_arguments({name: value}, place="")
+    except ValueError:
+        return False
+    return True
 
 
 def _evaluates_as_it_trains(content: Mapping[str, Any]) -> bool:
