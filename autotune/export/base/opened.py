@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from autotune.errors import ConfigError
 from autotune.export import axolotl, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
+from autotune.export.base.command_line import says_how_it_trains
 from autotune.export.base.edit import parsed
 from autotune.export.base.mapping_read import notes, read
 from autotune.export.base.parts import RunFile, all_of, read_part
@@ -138,6 +139,8 @@ def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
     if isinstance(content, dict) and "config" not in content:
         content = {str(key): value for key, value in content.items()}
         reader = next((each for each in READERS if each.recognise(content)), None)
+        if reader is None or reader.target in (axolotl.TARGET, huggingface.SFT, *_OF_PROGRAMS):
+            _check_sections(part.path, content)
     if reader is None or content is None:
         ours = train_config.from_yaml(part.text, source=str(part.path))
         return Opened(parts=(part,), target=None, content={}, ours=ours)
@@ -159,6 +162,21 @@ def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
         target = huggingface.trained_by(target, trainer)
     target, said = shared_by_deepspeed(part.path, target, content)
     return Opened(parts=parts, target=target, content=content, notes=said)
+
+
+def _check_sections(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a program's own file, whose sections say how it trains: none is known here."""
+    of_training = [
+        name
+        for name, said in content.items()
+        if isinstance(said, Mapping) and says_how_it_trains(said)
+    ]
+    if of_training and not says_how_it_trains(content) and "micro_batch_size" not in content:
+        raise ConfigError(
+            f"{path} cannot be used",
+            why=f"{', '.join(of_training[:5])}: it is a program's own file, in sections that only it knows",
+            remedy="Give the program that reads it, or the settings of one section as TrainingArguments",
+        )
 
 
 def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:

@@ -63,6 +63,8 @@ _RANK, _PLAIN = 8, {"lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's own, where nothing says another (peft 0.21 tuners/lora/config.py)."""
 
 
+_MODELS = ("model_name", "model_id", "base_model", "model_path", "pretrained_model_name_or_path")
+"""Options that name the model, beside the one of Transformers' examples."""
 _OF_MODELS = ("model_name_or_path", *huggingface.LENGTHS)
 """Options of a program that loads a model by its name."""
 _OF_SWITCHES = table(
@@ -235,6 +237,8 @@ def is_trls(content: Mapping[str, Any]) -> bool:
 
 def with_usual_names(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
     """Return the table with rows for an adapter and attention by the names that are in the content."""
+    model = _first(_MODELS, content) if target.model_key not in content else None
+    target = target if model is None else dataclasses.replace(target, model_key=model)
     adapted = _with_adapters(target, content)
     flash = _first(huggingface.FLASH, content)
     if flash is None or any(row.ours == ("attention",) for row in target.rows):
