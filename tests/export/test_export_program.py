@@ -614,6 +614,40 @@ def test_settings_that_a_program_keeps_together_are_read(tmp_path: Path, kind: s
     assert (edited, left) == (before + text.replace(batch, "5"), [])
 
 
+LOADS = """
+parser.add_argument("--config", default="run.yaml")
+with open(parser.parse_args().config) as f:
+    config = yaml.safe_load(f)
+lora = config["lora"]
+m = AutoModelForCausalLM.from_pretrained(config["model"])
+LoraConfig(r=lora["r"], target_modules=lora.get("modules", "all-linear"))
+Trainer(m, TrainingArguments(per_device_train_batch_size=config["training"]["batch"]))
+"""
+
+
+def test_settings_of_the_file_that_a_program_loads_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, LOADS)
+    with pytest.raises(ConfigError, match="is not a literal"):
+        read_base(path)
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nlora: {r: 4}\ntraining: {batch: 3, learning_rate: 1e-4}\n", "utf-8")
+    base = read_base(path)
+    read = (
+        base.model,
+        base.config.lora_rank,
+        base.config.lora_targets,
+        base.config.micro_batch_size,
+    )
+    assert read == ("m", 4, "all-linear", 3)
+    assert "what it loads is read in run.yaml" in base.notes
+    made = changes(base, base.config, dataclasses.replace(base.config, micro_batch_size=5))
+    edited, _, left = base.parts[0].edited(made)
+    assert (edited, left) == (LOADS.replace('config["training"]["batch"]', "5"), [])
+    path.write_text(f"{LOADS}config['training']['batch'] = 4\n", "utf-8")
+    with pytest.raises(ConfigError, match="is not a literal"):
+        read_base(path)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -19,11 +19,11 @@ from autotune.export.base.mapping_read import read
 from autotune.export.base.opened import (
     Opened,
     fit_table,
-    found_beside,
     open_mapping,
     open_program,
     shared_by_deepspeed,
 )
+from autotune.export.base.own_files import SETTINGS, found_beside
 from autotune.export.base.parts import RunFile, all_of, read_part
 from autotune.export.base.program_options import (
     defaults_of,
@@ -35,7 +35,6 @@ from autotune.export.base.program_options import (
 )
 from autotune.export.mapping import Spelling, TrainerFile, choices
 
-_SETTINGS = (".yaml", ".yml", ".json")
 _NAMES_SETTINGS = ("config", "config_file", "config_path", "train_args_file")
 """Options of programs that name a file of settings."""
 _FROM_FILE = re.compile(r"\.parse_(json|yaml)_file\(")
@@ -51,7 +50,7 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     program = None if place is None else read_part(place, has_bf16=part.has_bf16)
     text = None if program is None else program.text
     is_recipe = reads_recipe(command, text)
-    files = [each for each in command.positional if each.endswith(_SETTINGS)]
+    files = [each for each in command.positional if each.endswith(SETTINGS)]
     named = [] if files or is_recipe else _options_with_settings(path, content)
     files += [content.pop(name) for name in named]
     file = next(iter(files), None)
@@ -112,7 +111,7 @@ def _options_with_settings(path: Path, content: Mapping[str, Any]) -> list[str]:
     """Return the option that names a file here with settings of a training, if there is one."""
     for name in _NAMES_SETTINGS:
         file = str(content.get(name))
-        place = found_beside(path, file) if file.endswith(_SETTINGS) else None
+        place = found_beside(path, file) if file.endswith(SETTINGS) else None
         with contextlib.suppress(ConfigError):  # It is the program's own.
             if place is not None and says_how_it_trains(all_of((read_part(place),))):
                 return [name]

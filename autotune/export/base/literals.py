@@ -167,7 +167,7 @@ class Program:
     def bound(self, node: ast.expr) -> ast.expr:
         """Return the expression that a name, or what asks for a field, stands for; else itself."""
         for _ in range(_MOST_STEPS):
-            known = self.names.get(_dotted(node)) or self.fields.get(asked(node))
+            known = self.names.get(_dotted(node)) or self.fields.get(asked(node, self.names))
             if known is None and isinstance(node, ast.Call) and len(node.args) == 2:
                 known = self._default_of_get(node)
             if known is None:
@@ -177,10 +177,12 @@ class Program:
 
     def _default_of_get(self, node: ast.Call) -> ast.expr | None:
         """Return the default of CONFIG.get(name, default), where the dict is known and has no such entry."""
-        owner = asked(node).rpartition("[")[0]
+        owner = asked(node, self.names).rpartition("[")[0]
         said = self.names.get(owner) or self.fields.get(owner)
-        entries = None if said is None else entries_of(said)
-        return None if entries is None or None in entries else node.args[1]
+        entries = entries_of(said) if said is not None else None
+        is_loaded = isinstance(getattr(said, "value", None), dict)
+        is_known = is_loaded or (entries is not None and None not in entries)
+        return node.args[1] if is_known else None
 
     def take(self, prefix: str, box: Box, *, only: Sequence[str] = ()) -> None:
         """Take in the values of a call's keywords or of a display's entries."""

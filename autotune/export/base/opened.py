@@ -7,7 +7,6 @@ tables made for what they hold (sections).
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.command_line import says_how_it_trains
 from autotune.export.base.edit import parsed
 from autotune.export.base.mapping_read import notes, read
+from autotune.export.base.own_files import found_beside
 from autotune.export.base.parts import RunFile, all_of, read_part
 from autotune.export.base.program_options import is_trls, with_usual_names
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
@@ -230,12 +230,6 @@ def shared_by_deepspeed(
     )
 
 
-def found_beside(path: Path, named: str) -> Path | None:
-    """Return the file that a user's file names: here, beside it or in the two folders above."""
-    folders = (Path(), path.parent, *path.absolute().parents[1:3])
-    return next((each / named for each in folders if os.path.isfile(each / named)), None)
-
-
 def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
     """Open a Python program by a table of what it makes. Raises ConfigError."""
     program = part.program()
@@ -268,6 +262,8 @@ def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
         if isinstance(value, NotLiteral) and key in others
     ]
     further = [*program.notes, *said]
+    if part.loaded[0]:
+        further.append(f"what it loads is read in {part.loaded[0]}")
     if asked is None:
         further += [
             f"its samples are taken for {read_as.format}: --task {row.task} has {row.format}"

@@ -10,15 +10,26 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+_NO_NAMES: Mapping[str, ast.expr] = MappingProxyType({})
+_MOST_OWNERS = 8
 
 
-def asked(node: ast.expr) -> str:
-    """Return what an expression asks for, as `owner[entry]` or `owner.attribute`; empty for anything else."""
+def asked(node: ast.expr, names: Mapping[str, ast.expr] = _NO_NAMES, depth: int = 0) -> str:
+    """Return what an expression asks for, as `owner[entry]` or `owner.attribute`; empty for anything else.
+
+    `names` stand for what they are bound to: `lora["r"]` behind `lora = CONFIG["lora"]` is `CONFIG[lora][r]`.
+    """
     match node:
         case ast.Name(id=name):
-            return name
+            said = names.get(name)
+            is_followed = depth < _MOST_OWNERS and isinstance(
+                said, ast.Subscript | ast.Attribute | ast.Call
+            )
+            return (asked(said, names, depth + 1) if said and is_followed else "") or name
         case ast.Attribute(value=value, attr=name):
-            owner = asked(value)
+            owner = asked(value, names, depth)
             return owner and f"{owner}.{name}"
         case (
             ast.Subscript(value=value, slice=ast.Constant(value=str() as name))
@@ -27,7 +38,7 @@ def asked(node: ast.expr) -> str:
                 args=[ast.Constant(value=str() as name), *_],
             )
         ):
-            owner = asked(value)
+            owner = asked(value, names, depth)
             return owner and f"{owner}[{name}]"
     return ""
 

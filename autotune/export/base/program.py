@@ -45,11 +45,15 @@ OF_RECIPE = {
 
 
 def parsed(
-    text: str, *, has_bf16: bool = True, given: Mapping[str, Any] = MappingProxyType({})
+    text: str,
+    *,
+    has_bf16: bool = True,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    loaded: Mapping[str, ast.expr] = MappingProxyType({}),
 ) -> Program:
     """Parse a program. Raises ValueError for what is no Python.
 
-    `given`: values of options that it is started with.
+    `given`: values of options that it is started with; `loaded`: those of a file that it loads (own_files).
     """
     content = text.encode("utf-8").removeprefix(b"\xef\xbb\xbf")
     if len(content) > MAX_BYTES:
@@ -59,7 +63,7 @@ def parsed(
         text=content,
         shape=Shape(name="a Python program", sections=frozenset()),
         names=names | options(tree, given),
-        fields=fields_of(tree, names),
+        fields={**loaded, **fields_of(tree, names)},
         num_uses=num_uses,
         starts=[0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", content))],
         has_bf16=has_bf16,
