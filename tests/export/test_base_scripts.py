@@ -474,6 +474,15 @@ def test_an_option_of_the_name_env_is_none_of_the_environment() -> None:
     assert text == f"export PYTORCH_ALLOC_CONF=x\n{script}"
 
 
+def test_a_strategy_of_the_name_no_is_a_text(folder: Path) -> None:
+    script = (
+        "python trainer.py --model_name there/own --bf16 yes --save_strategy no --report_to none"
+    )
+    run = read_script(folder, script)
+    assert json.loads(run.extra_arguments) == {"save_strategy": "no", "report_to": "none"}
+    assert (run.model, run.config.precision) == ("there/own", "bf16-autocast")
+
+
 def test_an_option_of_the_programs_own_is_no_argument_of_trainers(folder: Path) -> None:
     script = f"python there.py --model_name_or_path {QWEN} --optim sgd --seed 7 --debug"
     run = read_script(folder, f'{script} --output_dir "$(date +"%F %T")" --resume_from_checkpoint')

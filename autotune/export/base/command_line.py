@@ -26,8 +26,8 @@ from autotune.memory.alloc_conf import VARIABLES
 _SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 
 _GAP_BEFORE = re.compile(r"(?:[ \t]|\\\r?\n)+\Z")
-_TEXT = re.compile(r"(Optional\[)?str\]?( \| None)?")
-"""The annotation of a field that takes any text."""
+_TEXT = re.compile(r"(?!.*\b(bool|dict|float|int)\b).*\bstr\b.*")
+"""The annotation of a field that takes a text: `no` of a strategy is no False."""
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _TOOLS = ("trl", "llamafactory-cli")

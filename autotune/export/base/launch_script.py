@@ -21,7 +21,7 @@ from autotune.export.base.opened import (
     fit_table,
     open_mapping,
     open_program,
-    shared_by_deepspeed,
+    shared_among_gpus,
 )
 from autotune.export.base.own_files import SETTINGS, found_beside
 from autotune.export.base.parts import RunFile, all_of, read_part
@@ -94,7 +94,7 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         launch=_LAUNCHES.get(path.suffix, "bash {file}"),
         launch_several="",
     )
-    target, of_deepspeed = shared_by_deepspeed(path, target, content)
+    target, of_deepspeed = shared_among_gpus(path, target, content)
     target, of_accelerate, started = _shared_by_accelerate(path, target, command)
     said = [*said, *notes_on_options, *of_deepspeed, *of_accelerate]
     return Opened(

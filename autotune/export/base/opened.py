@@ -160,7 +160,7 @@ def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
     trainer = BY_TASK.get(task or "")
     if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
         target = huggingface.trained_by(target, trainer)
-    target, said = shared_by_deepspeed(part.path, target, content)
+    target, said = shared_among_gpus(part.path, target, content)
     return Opened(parts=parts, target=target, content=content, notes=said)
 
 
@@ -188,13 +188,15 @@ def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
     return () if name is None else (read_part(path.parent / name, launch.BESIDE),)
 
 
-def shared_by_deepspeed(
+def shared_among_gpus(
     path: Path, target: TrainerFile, content: Mapping[str, Any]
 ) -> tuple[TrainerFile, tuple[str, ...]]:
-    """Return the table with the parallelism of DeepSpeed's file, where one is named, and notes on that file.
+    """Return the table with the parallelism that `fsdp` or DeepSpeed's file says, and notes on that file.
 
-    It is looked for here, beside the user's file and in the two folders above. Raises ConfigError.
+    Files that are named are looked for here, beside the user's and in the two folders above. Raises
+    ConfigError.
     """
+    target = _shared_by_fsdp(path, target, content)
     named = content.get("deepspeed")
     if "deepspeed" not in target.refused or not isinstance(named, str | Mapping) or not named:
         return target, ()
@@ -216,18 +218,64 @@ def shared_by_deepspeed(
             f"{path} cannot be used ({target.name})", why=f"deepspeed: {'; '.join(problems)}"
         )
     name = values["parallelism"]
-    row = next(each for each in target.rows if each.ours == ("parallelism",))
-    others = (each for each in row.choices if each.ours != (name,))
-    known = Spelling(ours=(name,), theirs={"deepspeed": named})
-    read_row = dataclasses.replace(row, choices=(known, *others))
-    target = dataclasses.replace(
-        target,
-        rows=tuple(read_row if each is row else each for each in target.rows),
-        refused={key: why for key, why in target.refused.items() if key != "deepspeed"},
-    )
+    target = _with_parallelism(target, name, {"deepspeed": named})
     return target, tuple(
         f"deepspeed: {note}" for note in (*notes(fitted, said), *launch.further(said, name))
     )
+
+
+def _with_parallelism(target: TrainerFile, name: str, said: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with what a file says where it shares the run in that way, and nothing in others."""
+    row = next(each for each in target.rows if each.ours == ("parallelism",))
+    without = {key: None for key in said if key not in row.keys}
+    others = tuple(
+        dataclasses.replace(each, theirs={**each.theirs, **without})
+        for each in row.choices
+        if each.ours != (name,)
+    )
+    known = Spelling(ours=(name,), theirs=said)
+    keys = tuple(dict.fromkeys((*row.keys, *said)))
+    read_row = dataclasses.replace(row, keys=keys, choices=(known, *others))
+    return dataclasses.replace(
+        target,
+        rows=tuple(read_row if each is row else each for each in target.rows),
+        refused={key: why for key, why in target.refused.items() if key not in said},
+    )
+
+
+_FSDP = {"full_shard", "auto_wrap", "offload"}
+_OF_FSDP2: dict[str, tuple[Any, ...]] = {
+    "version": (2, None),
+    "reshard_after_forward": (True, None),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", None),
+    **dict.fromkeys(("min_num_params", "activation_checkpointing", "xla"), (False, 0, None)),
+}
+"""Values in `fsdp_config` of FSDP2 as it is predicted, which is Transformers' own (5.23 training_args.py)."""
+
+
+def _shared_by_fsdp(path: Path, target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with TrainingArguments' `fsdp`, where it is FSDP2 as it is predicted."""
+    said, more = content.get("fsdp"), content.get("fsdp_config")
+    if not said or "fsdp" not in target.refused or "fsdp_config" in target.refused:
+        return target
+    words = (
+        {"full_shard"}
+        if said is True
+        else {*(said if isinstance(said, list) else str(said).split())}
+    )
+    place = found_beside(path, more) if isinstance(more, str) else None
+    more = all_of((read_part(place),)) if place is not None else more
+    config = (
+        {str(key).removeprefix("fsdp_"): value for key, value in more.items()}
+        if isinstance(more, Mapping)
+        else {}
+    )
+    is_known = more is None or isinstance(more, Mapping)
+    is_second = all(config.get(key) in values for key, values in _OF_FSDP2.items())
+    if not (is_known and is_second and "full_shard" in words <= _FSDP):
+        return target
+    offloads = "offload" in words or config.get("cpu_offload") or config.get("offload_params")
+    return _with_parallelism(target, "fsdp2-offload" if offloads else "fsdp2", {"fsdp": said})
 
 
 def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
@@ -246,7 +294,7 @@ def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
             remedy="Name the file that makes them",
         )
     target = fit_table(part.path, None, lambda: target_for(shape, content, method))
-    target, said = shared_by_deepspeed(part.path, target, content)
+    target, said = shared_among_gpus(part.path, target, content)
     if RECIPE not in shape.sections:
         # Ours is run anew: its plan B is of the earlier answer.
         target = dataclasses.replace(

@@ -158,7 +158,7 @@ def table_of(
     if "use_peft" in content if trainer is None else trainer.is_trl:
         target = huggingface.of_trl(content, task if trainer is None else trainer.task or None)
         if _ADAPTS.search(text or "") is None:
-            return target, None, said
+            return _with_model(target, content), None, said
         target = _without_dtype(huggingface.of_own_model(target), content)
         fields = trl_fields(TRAINERS[target.fixed["trainer"]]) or ()
         return with_usual_names(target, content), frozenset((*fields, *content, "env")), said
@@ -237,8 +237,7 @@ def is_trls(content: Mapping[str, Any]) -> bool:
 
 def with_usual_names(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
     """Return the table with rows for an adapter and attention by the names that are in the content."""
-    model = _first(_MODELS, content) if target.model_key not in content else None
-    target = target if model is None else dataclasses.replace(target, model_key=model)
+    target = _with_model(target, content)
     adapted = _with_adapters(target, content)
     flash = _first(huggingface.FLASH, content)
     if flash is None or any(row.ours == ("attention",) for row in target.rows):
@@ -250,6 +249,12 @@ def with_usual_names(target: TrainerFile, content: Mapping[str, Any]) -> Trainer
         rows=(row, *adapted.rows),
         caveats=((lambda _: True, said),) if adapted is target and target.caveats else (),
     )
+
+
+def _with_model(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with the option that names the model."""
+    named = None if target.model_key in content else _first(_MODELS, content)
+    return target if named is None else dataclasses.replace(target, model_key=named)
 
 
 def _with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
