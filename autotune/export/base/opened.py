@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.errors import ConfigError
-from autotune.export import axolotl, llama_factory, train_config
+from autotune.export import axolotl, installed, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
 from autotune.export.base.command_line import says_how_it_trains
 from autotune.export.base.edit import parsed
@@ -25,6 +25,7 @@ from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
 from autotune.export.training_args import installed_fields
+from autotune.export.trl_config import trl_fields
 from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS
 
 
@@ -161,7 +162,37 @@ def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
     if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
         target = huggingface.trained_by(target, trainer)
     target, said = shared_among_gpus(part.path, target, content)
+    if reader.target is huggingface.SFT and (others := _not_of_trl(target, content)):
+        command = " ".join(target.launch.split()[:2])
+        shown = ", ".join(others[:5])
+        said = (*said, f"`{command}` takes no {shown}: start its edited copy with your own program")
+        target = dataclasses.replace(target, launch="")
     return Opened(parts=parts, target=target, content=content, notes=said)
+
+
+_OF_COMMANDS = (
+    ("trainer/model_config.py", "ModelConfig"),
+    ("scripts/utils.py", "ScriptArguments"),
+    ("scripts/utils.py", "DatasetMixtureConfig"),
+    ("scripts/grpo.py", "GRPOScriptArguments"),
+)
+"""Classes whose fields TRL's commands take beside those of the trainer's arguments (trl 1.16 scripts)."""
+
+
+def _not_of_trl(target: TrainerFile, content: Mapping[str, Any]) -> list[str]:
+    """Return the keys that TRL's command does not take, by any name it had; none where TRL is not here."""
+    fields = trl_fields(TRAINERS[target.fixed["trainer"]])
+    beside = [installed.fields("trl", *place) or {} for place in _OF_COMMANDS]
+    known = {*(fields or content), *(name for each in beside for name in each), "env"}
+    known |= target.renamed.keys() | target.flags.keys()
+    return [key for key in content if key not in known and key not in _OLDER]
+
+
+_OLDER = (
+    "evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "no_cuda", "overwrite_output_dir",
+    "push_to_hub_model_id", "tokenizer_name_or_path", "use_mps_device", "warmup_ratio",
+)  # fmt: skip
+"""Keys that older versions took."""
 
 
 def _check_sections(path: Path, content: Mapping[str, Any]) -> None:
