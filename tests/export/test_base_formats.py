@@ -734,6 +734,8 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
          "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "loss: trains on preferences or rewards"),
         ("c.yaml", "base_model: a/b\noutput_dir: o\ntraining: {learning_rate: 1e-4}\nlora: {r: 8}\n",
          "training: it is a program's own file, in sections that only it knows. Give the program"),
+        ("a.yaml", "task: llm-sft\nbase_model: a/b\nparams: {block_size: 64, lr: 1e-4, peft: true}\n",
+         "params: it is a program's own file"),
         ("l.yaml", "model: a/b\ntemplate: x\ncutoff_len: 64\npeft_config: {name: lora}\nbf16: true\n",
          "it is a file of LLaMA-Factory's v1, which is not read: say the run in a train_config.yaml"),
         ("l.yaml", "model_name_or_path: a/b\nstage: rm\ntemplate: x\nbf16: true\n",

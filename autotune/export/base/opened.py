@@ -62,7 +62,7 @@ READERS: tuple[Reader, ...] = (
         recognise=torchtune.is_torchtune,
         fitted=torchtune.fitted,
     ),
-    Reader(target=axolotl.TARGET, recognise=_has("base_model"), fitted=axolotl.fitted),
+    Reader(target=axolotl.TARGET, recognise=axolotl.is_axolotl, fitted=axolotl.fitted),
     Reader(
         target=launch.ACCELERATE,
         recognise=_has("distributed_type", "compute_environment", "num_processes"),
@@ -195,12 +195,17 @@ _OLDER = (
 """Keys that older versions took."""
 
 
+_OF_SECTIONS = {"batch_size", "epochs", "lr", "num_epochs"}
+"""Keys in sections of other programs' files, AutoTrain's for one, that say how a run trains."""
+
+
 def _check_sections(path: Path, content: Mapping[str, Any]) -> None:
     """Raise ConfigError for a program's own file, whose sections say how it trains: none is known here."""
     of_training = [
         name
         for name, said in content.items()
-        if isinstance(said, Mapping) and says_how_it_trains(said)
+        if isinstance(said, Mapping)
+        and (says_how_it_trains(said) or not _OF_SECTIONS.isdisjoint(said))
     ]
     if of_training and not says_how_it_trains(content) and "micro_batch_size" not in content:
         raise ConfigError(
