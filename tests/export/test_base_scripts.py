@@ -474,6 +474,22 @@ def test_an_option_of_the_name_env_is_none_of_the_environment() -> None:
     assert text == f"export PYTORCH_ALLOC_CONF=x\n{script}"
 
 
+def test_options_of_a_command_that_fire_makes_are_its_parameters(folder: Path) -> None:
+    text = (
+        "def train(model='there', bs=4, steps: int = 2):\n"
+        "  arguments = TrainingArguments(per_device_train_batch_size=bs, gradient_accumulation_steps=steps)\n"
+        "  Trainer(AutoModelForCausalLM.from_pretrained(model), arguments)\n"
+        "fire.Fire(train)\n"
+    )
+    (folder / "fired.py").write_text(text, "utf-8")
+    run = read_script(folder, f"python fired.py --model {QWEN} --bs 8")
+    assert (run.model, run.config.micro_batch_size) == (QWEN, 8)
+    answer = dataclasses.replace(run.config, micro_batch_size=16, gradient_accumulation_steps=1)
+    edited, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    assert edited == text.replace("=bs,", "=16,").replace("= 2", "= 1")
+
+
 def test_a_strategy_of_the_name_no_is_a_text(folder: Path) -> None:
     script = (
         "python trainer.py --model_name there/own --bf16 yes --save_strategy no --report_to none"

@@ -21,6 +21,7 @@ from autotune.common.secrets import redacted
 from autotune.export.base.calls import find_calls
 from autotune.export.base.literals import Program, bindings, entries_of, options
 from autotune.export.base.own_fields import fields_of
+from autotune.export.base.parameters import parameters
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape
 
@@ -62,7 +63,7 @@ def parsed(
     program = Program(
         text=content,
         shape=Shape(name="a Python program", sections=frozenset()),
-        names=names | options(tree, given),
+        names=names | parameters(tree, given) | options(tree, given),
         fields={**loaded, **fields_of(tree, names)},
         num_uses=num_uses,
         starts=[0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", content))],

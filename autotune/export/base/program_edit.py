@@ -142,8 +142,9 @@ def _set(program: Program, box: Box, entry: _Entry, new: Any) -> bytes:
     if isinstance(program.value(node), NotLiteral):
         raise _NotHereError
     # A constant of the user's, where nothing else is said by it.
-    if isinstance(node, ast.Name) and program.num_uses[node.id] == 1 and node.id in program.names:
-        node = program.names[node.id]
+    name = node.id if isinstance(node, ast.Name) and node.id not in program.given else ""
+    if program.num_uses[name] == 1 and name in program.names:
+        node = program.names[name]
     start, end = program.span(node)
     return _replaced(
         program, start, end, _spelled(program, new, node, _quote(program, box)).encode("utf-8")
