@@ -38,7 +38,7 @@ from autotune.export.mapping import Spelling, TrainerFile, choices
 _NAMES_SETTINGS = ("config", "config_file", "config_path", "train_args_file")
 """Options of programs that name a file of settings."""
 _FROM_FILE = re.compile(r"\.parse_(json|yaml)_file\(")
-"""What a program reads settings with that takes no options beside the file (HfArgumentParser)."""
+"""Methods of HfArgumentParser that read settings of a file, and take no options beside it."""
 _LAUNCHES = {".slurm": "sbatch {file}", ".sbatch": "sbatch {file}"}
 
 
