@@ -108,6 +108,21 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     assert [word.value for word in words] == said
 
 
+@pytest.mark.parametrize(
+    ("launch", "number"),
+    [
+        ("deepspeed --include localhost:1,2,3 a.py", 3),
+        ("deepspeed --include=localhost:0 --num_gpus 2 a.py", 2),
+        ("export CUDA_VISIBLE_DEVICES=4,5\naccelerate launch a.py", 2),
+        ("CUDA_VISIBLE_DEVICES='0,1' llamafactory-cli train", 2),
+        ("CUDA_VISIBLE_DEVICES=0,1 python a.py", None),
+        ("CUDA_VISIBLE_DEVICES=$1 deepspeed a.py", None),
+    ],
+)
+def test_a_launcher_starts_a_process_for_each_card(launch: str, number: int | None) -> None:
+    assert command_line.parsed(f"{launch} --x 1").num_processes == number
+
+
 def test_changes_are_made_in_place() -> None:
     made = (
         KeyEdit(key="per_device_train_batch_size", value=16),

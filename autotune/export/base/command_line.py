@@ -40,6 +40,10 @@ _OF_TRAINING = {
     "per_device_train_batch_size",
 }  # fmt: skip
 """Options by which a command that trains is told from others, of an evaluation say."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ONE_EACH = {"accelerate", "deepspeed", "llamafactory-cli"}
+"""Programs that start a process for each card, where no number is said."""
+_CARDS = re.compile(r"(localhost:)?(?P<cards>\d+(,\d+)*)")
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
 
 
@@ -75,7 +79,16 @@ class Command:
     @property
     def num_processes(self) -> int | None:
         """Processes that the launcher starts on this machine, where it says so in a number."""
-        said = (self.launched.get(name) for name in _PROCESSES)
+        said = [self.launched.get(name) for name in _PROCESSES]
+        # Where no number is said, one for each card.
+        if (
+            self.launcher
+            and self.tool != "trl"
+            and not _ONE_EACH.isdisjoint((*self.launcher, self.tool))
+        ):
+            cards = (self.launched.get(name) for name in ("include", _VISIBLE))
+            found = (_CARDS.fullmatch(str(each)) for each in cards)
+            said += [each["cards"].count(",") + 1 for each in found if each is not None]
         return next((number for number in said if type(number) is int), None)
 
     @property
@@ -132,7 +145,9 @@ def parsed(text: str) -> Command:
     env = {name: word.value for name in VARIABLES if (word := environment.get(name)) and word.value}
     content = {name: value for name, value in command.content.items() if name != "env"}
     content |= {"env": env} if env else {}
-    return dataclasses.replace(command, content=content, variables=environment)
+    visible = environment.get(_VISIBLE)
+    launched = {**command.launched, **({} if visible is None else {_VISIBLE: visible.value})}
+    return dataclasses.replace(command, content=content, variables=environment, launched=launched)
 
 
 def edited(text: str, changes: Sequence[KeyEdit]) -> tuple[str, list[KeyEdit]]:
