@@ -505,6 +505,14 @@ def test_options_of_a_command_that_fire_makes_are_its_parameters(folder: Path) -
     assert edited == text.replace("=bs,", "=16,").replace("= 2", "= 1")
 
 
+def test_an_option_that_a_program_takes_for_the_length_is_it(folder: Path) -> None:
+    text = "own, args = HfArgumentParser((Own, SFTConfig)).parse()\nargs.max_seq_length = own.block_size\n"
+    (folder / "long.py").write_text(f"{text}SFTTrainer(args=args)\n", "utf-8")
+    run = read_script(folder, "python long.py --block_size 4096 --learning_rate 1e-5")
+    assert run.config.sequence_length == 4096
+    assert "block_size" not in run.uncarried
+
+
 def test_a_strategy_of_the_name_no_is_a_text(folder: Path) -> None:
     script = (
         "python trainer.py --model_name there/own --bf16 yes --save_strategy no --report_to none"

@@ -157,6 +157,7 @@ def table_of(
         said = (f"{program} makes no trainer that is known here: Trainer's step is taken",)
     if "use_peft" in content if trainer is None else trainer.is_trl:
         target = huggingface.of_trl(content, task if trainer is None else trainer.task or None)
+        target = _with_length(target, content, text or "")
         if _ADAPTS.search(text or "") is None:
             return _with_model(target, content), None, said
         target = _without_dtype(huggingface.of_own_model(target), content)
@@ -249,6 +250,19 @@ def with_usual_names(target: TrainerFile, content: Mapping[str, Any]) -> Trainer
         rows=(row, *adapted.rows),
         caveats=((lambda _: True, said),) if adapted is target and target.caveats else (),
     )
+
+
+_LENGTHS_SET = re.compile(r"\bmax_(?:seq_)?length\s*=\s*\w+\.(\w+)")
+"""Where a program gives TRL's length the value of an option: `args.max_seq_length = own.block_size`."""
+
+
+def _with_length(target: TrainerFile, content: Mapping[str, Any], text: str) -> TrainerFile:
+    """Return the table with the option of the program's own that is the length of a sequence."""
+    if not content.keys().isdisjoint(("max_length", "max_seq_length")):
+        return target
+    named = (name for name in _LENGTHS_SET.findall(text) if type(content.get(name)) is int)
+    renamed = dict.fromkeys(list(named)[:1], "max_length")
+    return dataclasses.replace(target, renamed={**target.renamed, **renamed})
 
 
 def _with_model(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
