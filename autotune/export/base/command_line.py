@@ -20,7 +20,7 @@ from autotune.common import user_text
 from autotune.export.base.edit import KeyEdit, applied
 from autotune.export.base.shell_words import ASSIGNED, UNKNOWN, Word, commands
 from autotune.export.mapping import NotLiteral
-from autotune.export.training_args import installed_fields
+from autotune.export.training_args import OLDER_NAMES, installed_fields
 from autotune.memory.alloc_conf import VARIABLES
 
 _SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -229,7 +229,8 @@ def _options(words: Sequence[Word]) -> tuple[list[_Option], tuple[str, ...]]:
         name = name.replace("-", "_")
         texts = [word.text for word in behind]
         texts = [joined, *texts] if is_joined else texts
-        is_text = _TEXT.fullmatch(installed_fields().get(name, "")) is not None
+        kind = installed_fields().get(OLDER_NAMES.get(name, name), "")
+        is_text = _TEXT.fullmatch(kind) is not None
         values = [
             NotLiteral(each.replace(UNKNOWN, ""), flag.line)
             if UNKNOWN in each

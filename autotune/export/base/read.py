@@ -28,7 +28,7 @@ from autotune.export.own_modules import with_adaptable_modules, with_own_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
 from autotune.export.trainer_rows import TEACHER_KEY
-from autotune.export.training_args import installed_fields, training_arguments
+from autotune.export.training_args import OLDER_NAMES, installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.defaults import (
@@ -254,6 +254,9 @@ def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, A
     found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
     if not target.has_own_names:
         found |= {key: value for key, value in content.items() if key in fields}
+    for old, new in OLDER_NAMES.items():
+        if content.get(old) is not None and old not in fields:
+            found.setdefault(new, content[old])
     if "warmup_ratio" not in fields:
         found.pop("warmup_ratio", None)
         share = content.get("warmup_ratio")
