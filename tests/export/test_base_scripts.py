@@ -108,6 +108,11 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     assert [word.value for word in words] == said
 
 
+def test_an_option_is_added_before_a_backslash_that_ends_the_script() -> None:
+    text, left = command_line.edited("python a.py \\\n  --x 1 \\", [KeyEdit(key="y", value=2)])
+    assert (text, left) == ("python a.py \\\n  --x 1 \\\n  --y 2 \\", [])
+
+
 @pytest.mark.parametrize(
     ("launch", "number"),
     [
