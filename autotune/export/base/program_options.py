@@ -253,7 +253,7 @@ def with_usual_names(target: TrainerFile, content: Mapping[str, Any]) -> Trainer
 
 
 _LENGTHS_SET = re.compile(r"\bmax_(?:seq_)?length\s*=\s*\w+\.(\w+)")
-"""Where a program gives TRL's length the value of an option: `args.max_seq_length = own.block_size`."""
+"""Assignment of an option's value to TRL's length: `args.max_seq_length = own.block_size`."""
 
 
 def _with_length(target: TrainerFile, content: Mapping[str, Any], text: str) -> TrainerFile:
