@@ -694,7 +694,7 @@ def test_settings_that_may_have_changed_are_not_read(tmp_path: Path, text: str) 
         ("Z = {'zero_optimization': {'stage': 4}}\nTrainingArguments(deepspeed=Z)",
          "deepspeed: zero_optimization.stage: 4 is not predicted"),
         ("TrainingArguments(optim='adamw_tortch')", "unknown optimizer 'adamw_tortch'. Did you mean"),
-        ("LoraConfig(r=8)", "adapter target_modules is missing"),
+        ("LoraConfig(r=8)", "adapter target_modules is missing: name the modules, or say by --model"),
         ("m = AutoModelForCausalLM.from_pretrained('m')\nm = get_peft_model(m, mine)",
          "line 2: get_peft_model has an adapter that is not made here"),
         ("SFTTrainer(model='m', args=SFTConfig(), peft_config=made())",
