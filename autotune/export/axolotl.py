@@ -503,6 +503,28 @@ def _together(within: list[Spelling], without: list[Spelling], checkpointing: Ro
     )
 
 
+_BESIDE_MODEL = {
+    *(key.partition(".")[0] for row in TARGET.rows for key in row.keys),
+    *TARGET.refused,
+    *TARGET.unpredicted,
+    *(
+        "datasets",
+        "learning_rate",
+        "model_type",
+        "num_epochs",
+        "plugins",
+        "pretraining_dataset",
+        "rl",
+    ),
+}
+"""Keys of axolotl's files: one of them stands beside the model."""
+
+
+def is_axolotl(content: Mapping[str, Any]) -> bool:
+    """Return whether it is a file of axolotl's: other programs have a `base_model`, too."""
+    return "base_model" in content and not _BESIDE_MODEL.isdisjoint(content)
+
+
 def fitted(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for what a file trains."""
     loss = "reward" if content.get("reward_model") else str(content.get("rl"))

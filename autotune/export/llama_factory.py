@@ -59,19 +59,28 @@ def _quantized(bits: int | None, **more: Any) -> dict[str, Any]:
     return {"finetuning_type": "lora", "quantization_bit": bits, **more}
 
 
+_METHOD = method_row(
+    {"finetuning_type": "full", "quantization_bit": None},
+    _quantized(None),
+    _quantized(8, quantization_method="bnb"),
+    _quantized(4, quantization_method="bnb"),
+    {"codes": "quantization_type", "double": "double_quantization"},
+)
+_BEFORE_0_9_2 = tuple(
+    dataclasses.replace(each, theirs={**each.theirs, "quantization_method": "bitsandbytes"})
+    for each in _METHOD.choices
+    if "quantization_method" in each.theirs
+)
+"""Spellings of older files, which are read."""
+
+
 TARGET = TrainerFile(
     name="LLaMA-Factory",
     source="llamafactory 0.9.5",
     model_key="model_name_or_path",
     launch="llamafactory-cli train {file}",
     rows=(
-        method_row(
-            {"finetuning_type": "full", "quantization_bit": None},
-            _quantized(None),
-            _quantized(8, quantization_method="bnb"),
-            _quantized(4, quantization_method="bnb"),
-            {"codes": "quantization_type", "double": "double_quantization"},
-        ),
+        dataclasses.replace(_METHOD, choices=(*_METHOD.choices, *_BEFORE_0_9_2)),
         table("", "stage", ("sft",), ("pt",)),
         *lora_rows(
             targets_row(("lora_target",), _say_targets, _hear_targets),

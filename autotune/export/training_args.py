@@ -394,6 +394,10 @@ def decided_arguments(config: TrainConfig, fields: Collection[str]) -> dict[str,
     return decided
 
 
+OLDER_NAMES = {"evaluation_strategy": "eval_strategy"}
+"""Names that arguments had before Transformers 4.46, with what they are called."""
+
+
 def installed_fields() -> Mapping[str, str]:
     """Return fields of TrainingArguments and their annotations.
 

@@ -533,6 +533,67 @@ def test_an_example_scripts_arguments_are_not_sfts(
     assert read_base(path, sequence_length=2048).config == answer
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            {
+                "train_file": "t",
+                "max_seq_length": 512,
+                "lora_rank": 64,
+                "lora_alpha": 16,
+                "fp16": True,
+            },
+            {
+                "method": "lora",
+                "lora_rank": 64,
+                "lora_targets": "all-linear",
+                "precision": "fp16-autocast",
+            },
+        ),
+        (
+            {
+                "output_dir": "o",
+                "lora_r": 4,
+                "target_modules": ["q_proj"],
+                "use_4bit": True,
+                "bf16": True,
+            },
+            {
+                "method": "qlora",
+                "lora_rank": 4,
+                "lora_targets": "q_proj",
+                "precision": "bf16-autocast",
+            },
+        ),
+        (
+            {"max_length": 512, "peft_enabled": True, "lora_r": 4, "target_modules": "all-linear"},
+            {"method": "lora", "lora_rank": 4, "trainer": "trl-sft"},
+        ),
+        ({"max_length": 512, "lora_r": 4}, {"method": "full", "trainer": "trl-sft"}),
+        (
+            {"max_length": 512, "use_flash_attention_2": True, "use_liger": True},
+            {"attention": "flash_attention_2", "liger": True, "trainer": "trl-sft"},
+        ),
+    ],
+)
+def test_a_file_for_another_program_has_an_adapter_by_the_usual_names(
+    tmp_path: Path, said: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"per_device_train_batch_size": 2, **said}))
+    run = read_base(path)
+    assert {name: getattr(run.config, name) for name in expected} == expected
+    assert ("it names no modules for LoRA: all-linear is taken" in run.notes) is (
+        "train_file" in said
+    )
+    answer = dataclasses.replace(run.config, micro_batch_size=8, attention="sdpa")
+    text, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    path.write_text(text)
+    assert read_base(path).config == answer
+
+
 ZERO3 = {
     "zero_optimization": {"stage": 3, "sub_group_size": 1e9},
     "bf16": {"enabled": "auto"},
@@ -671,6 +732,10 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
          "has 'wte', and torchtune knows q_proj, k_proj, v_proj, output_proj"),
         ("t.yaml", "model: {_component_: torchtune.models.llama3.lora_llama3_8b}\nbatch_size: 2\n"
          "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n", "loss: trains on preferences or rewards"),
+        ("c.yaml", "base_model: a/b\noutput_dir: o\ntraining: {learning_rate: 1e-4}\nlora: {r: 8}\n",
+         "training: it is a program's own file, in sections that only it knows. Give the program"),
+        ("a.yaml", "task: llm-sft\nbase_model: a/b\nparams: {block_size: 64, lr: 1e-4, peft: true}\n",
+         "params: it is a program's own file"),
         ("l.yaml", "model: a/b\ntemplate: x\ncutoff_len: 64\npeft_config: {name: lora}\nbf16: true\n",
          "it is a file of LLaMA-Factory's v1, which is not read: say the run in a train_config.yaml"),
         ("l.yaml", "model_name_or_path: a/b\nstage: rm\ntemplate: x\nbf16: true\n",

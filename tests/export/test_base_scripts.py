@@ -85,6 +85,8 @@ SCRIPTS = {
     "nothing evaluated": "eval\npython a.py --x 1",
     "exported": "export A=1 B=2\npython a.py --x $A$B",
     "no assignment": "A=7\npython a.py A=2 --x $A\nA=3",
+    "arguments in a loop": "A=x\nB=\nwhile [ $# -gt 0 ]; do case $1 in --a) A=$2;; --b) B=${1#*=};; esac\n"
+    "shift; done\nC=$1\npython a.py --x $A --y ${B:-d} --z ${C:-e}",
     "sums": "B=16; N=3\npython a.py --x $((B / (2 * N))) --y=$(( $B % ${N} - 1 ))z --z $((-B))",
 }
 
@@ -104,6 +106,26 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path) -> None:
     command = command_line.parsed(script)
     words = command.words[command.launcher.index("python") + 1 :]
     assert [word.value for word in words] == said
+
+
+def test_an_option_is_added_before_a_backslash_that_ends_the_script() -> None:
+    text, left = command_line.edited("python a.py \\\n  --x 1 \\", [KeyEdit(key="y", value=2)])
+    assert (text, left) == ("python a.py \\\n  --x 1 \\\n  --y 2 \\", [])
+
+
+@pytest.mark.parametrize(
+    ("launch", "number"),
+    [
+        ("deepspeed --include localhost:1,2,3 a.py", 3),
+        ("deepspeed --include=localhost:0 --num_gpus 2 a.py", 2),
+        ("export CUDA_VISIBLE_DEVICES=4,5\naccelerate launch a.py", 2),
+        ("CUDA_VISIBLE_DEVICES='0,1' llamafactory-cli train", 2),
+        ("CUDA_VISIBLE_DEVICES=0,1 python a.py", None),
+        ("CUDA_VISIBLE_DEVICES=$1 deepspeed a.py", None),
+    ],
+)
+def test_a_launcher_starts_a_process_for_each_card(launch: str, number: int | None) -> None:
+    assert command_line.parsed(f"{launch} --x 1").num_processes == number
 
 
 def test_changes_are_made_in_place() -> None:
@@ -238,6 +260,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"method": "qlora", "quantization": "nf4-double", "lora_rank": 8, "lora_targets": "q_proj,k_proj",
          "lora_alpha_ratio": 4.0, "lora_dropout": 0.1, "precision": "fp16-autocast"},
     ),
+    "not here, by the names of PEFT's examples": (
+        f"accelerate launch there.py --model_name_or_path {QWEN} --use_peft_lora True --lora_r 8 --fp16 True "
+        "--use_4bit_quantization True --use_nested_quant True --use_flash_attn True "
+        "--max_seq_length 2048 --per_device_train_batch_size 2 --lora_target_modules all-linear",
+        {"method": "qlora", "quantization": "nf4-double", "lora_rank": 8, "lora_targets": "all-linear",
+         "attention": "flash_attention_2", "precision": "fp16-autocast", "sequence_length": 2048},
+    ),
     "LLaMA-Factory": (
         f"llamafactory-cli train --stage sft --model_name_or_path {QWEN} --finetuning_type lora "
         "--lora_rank 4 "
@@ -316,6 +345,44 @@ def test_what_the_command_leaves_out_is_in_the_file_that_it_names(folder: Path) 
     assert not left
     # An option overrules the file.
     assert text.splitlines()[1].endswith("--config recipe.yaml --max_length 512 --bf16 False")
+
+
+def test_options_stand_before_the_file_that_the_program_is_given(folder: Path) -> None:
+    (folder / "run.yaml").write_text(f"model_name_or_path: {QWEN}\nmax_seq_length: 512\n", "utf-8")
+    text = "H4ArgumentParser((ModelArguments, SFTConfig)).parse()\nSFTTrainer(model, args=args)\n"
+    (folder / "handbook.py").write_text(text, "utf-8")
+    run = read_script(folder, "python handbook.py run.yaml --per_device_train_batch_size=3")
+    assert (run.model, run.config.sequence_length, run.config.micro_batch_size) == (QWEN, 512, 3)
+
+
+def test_a_file_of_settings_that_a_program_is_given_is_named(folder: Path) -> None:
+    (folder / "run.yaml").write_text("learning_rate: 1e-5\nmax_seq_length: 512\n", "utf-8")
+    with pytest.raises(ConfigError, match=r"trainer.py takes its settings from run.yaml"):
+        read_script(folder, "python trainer.py --config run.yaml")
+    run = read_script(folder, f"python trainer.py --config run.yaml --model_name_or_path {QWEN}")
+    assert (run.model, run.config.sequence_length) == (QWEN, 512)
+    text = "HfArgumentParser(TrainingArguments).parse_yaml_file(sys.argv[1])\nTrainer(args=args)\n"
+    (folder / "trainer.py").write_text(text, "utf-8")
+    with pytest.raises(ConfigError, match=r"Give that file as --base"):
+        read_script(folder, "python trainer.py --train_args_file run.yaml --local_rank 0")
+
+
+@pytest.mark.parametrize(
+    ("script", "launch"),
+    [
+        ("CUDA_VISIBLE_DEVICES=$1 python plain.py", "CUDA_VISIBLE_DEVICES=$1 python"),
+        ("accelerate launch --num_processes $N plain.py", "accelerate launch --num_processes $N"),
+        ('python "$(dirname "$0")/plain.py"', "python"),
+        ('P=$(command -v python3)\n"$P" $HERE/plain.py', "$(command -v python3)"),
+    ],
+)
+def test_a_launch_that_only_running_would_tell_is_one(
+    script: str, launch: str, folder: Path
+) -> None:
+    run = read_script(folder, f"{script} --bs 6")
+    assert (run.model, run.config.micro_batch_size) == (QWEN, 6)
+    command = own_run.command(run, Path(), run.config)
+    assert command == f"{launch} yours/plain.py --bs 6"
 
 
 def test_a_command_is_taken_as_it_is_typed(folder: Path) -> None:
@@ -425,6 +492,46 @@ def test_an_option_of_the_name_env_is_none_of_the_environment() -> None:
     text, left = command_line.edited(script, [KeyEdit(key="env.PYTORCH_ALLOC_CONF", value="x")])
     assert not left
     assert text == f"export PYTORCH_ALLOC_CONF=x\n{script}"
+
+
+def test_options_of_a_command_that_fire_makes_are_its_parameters(folder: Path) -> None:
+    text = (
+        "def train(model='there', bs=4, steps: int = 2):\n"
+        "  arguments = TrainingArguments(per_device_train_batch_size=bs, gradient_accumulation_steps=steps)\n"
+        "  Trainer(AutoModelForCausalLM.from_pretrained(model), arguments)\n"
+        "fire.Fire(train)\n"
+    )
+    (folder / "fired.py").write_text(text, "utf-8")
+    run = read_script(folder, f"python fired.py --model {QWEN} --bs 8")
+    assert (run.model, run.config.micro_batch_size) == (QWEN, 8)
+    answer = dataclasses.replace(run.config, micro_batch_size=16, gradient_accumulation_steps=1)
+    edited, _, left = run.parts[0].edited(changes(run, run.config, answer))
+    assert left == []
+    assert edited == text.replace("=bs,", "=16,").replace("= 2", "= 1")
+
+
+def test_an_option_that_a_program_takes_for_the_length_is_it(folder: Path) -> None:
+    text = "own, args = HfArgumentParser((Own, SFTConfig)).parse()\nargs.max_seq_length = own.block_size\n"
+    (folder / "long.py").write_text(f"{text}SFTTrainer(args=args)\n", "utf-8")
+    run = read_script(folder, "python long.py --block_size 4096 --learning_rate 1e-5")
+    assert run.config.sequence_length == 4096
+    assert "block_size" not in run.uncarried
+
+
+def test_a_strategy_of_the_name_no_is_a_text(folder: Path) -> None:
+    script = (
+        "python trainer.py --model_name there/own --bf16 yes --save_strategy no --report_to none"
+    )
+    run = read_script(folder, script)
+    assert json.loads(run.extra_arguments) == {"save_strategy": "no", "report_to": "none"}
+    assert (run.model, run.config.precision) == ("there/own", "bf16-autocast")
+
+
+def test_an_option_of_the_programs_own_is_no_argument_of_trainers(folder: Path) -> None:
+    script = f"python there.py --model_name_or_path {QWEN} --optim sgd --seed 7 --debug"
+    run = read_script(folder, f'{script} --output_dir "$(date +"%F %T")" --resume_from_checkpoint')
+    assert json.loads(run.extra_arguments) == {"seed": 7}
+    assert {"debug", "resume_from_checkpoint"} <= set(run.uncarried)
 
 
 def test_what_only_running_would_tell_is_no_literal() -> None:

@@ -585,6 +585,94 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+LOADER = "AutoModelForCausalLM.from_pretrained"
+OWN_FIELDS = {
+    "a dict": ("C = {'b': 3, 'm': {'n': 'm'}}\n", "C['b']", "C['m']['n']"),
+    "asked with a default": ("C = {'b': 3}\nC.items()\n", "C.get('b', 8)", "C.get('n', 'm')"),
+    "a class": ("class C:\n  b = 3\n  n: str = 'm'\n", "C.b", "C.n"),
+    "an instance": (
+        "class C:\n  def __init__(self):\n    self.b = 3\n    self.n = 'm'\nc = C()\n", "c.b", "c.n",
+    ),
+    "a parameter of a dataclass": (
+        "@dataclass\nclass C:\n  b: int = 8\n  n: str = field(default='m')\nmain(C(b=3))\n"
+        "def main(c: C):\n  ", "c.b", "c.n",
+    ),
+    "parameters of a function that is called": ("f(n='m')\ndef f(n, b=3):\n  ", "int(b)", "str(n)"),
+    "parameters of a command": ("fire.Fire(f)\ndef f(n='m', b: int = 3):\n  ", "int(b)", "str(n)"),
+    "one after another": ("B = 3\nC = {'b': B, 'n': 'm'}\n", "int(C['b'])", "str(C['n'])"),
+    "this and that": ("C = {'a': True}\n", "3 if other() and not C['a'] or C['a'] else 8", "'m'"),
+    "compared": ("C = {'big': 'no'}\n", "8 if C['big'] == 'yes' else 3", "'m'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OWN_FIELDS)
+def test_settings_that_a_program_keeps_together_are_read(tmp_path: Path, kind: str) -> None:
+    before, batch, name = OWN_FIELDS[kind]
+    text = f"Trainer({LOADER}({name}), TrainingArguments(per_device_train_batch_size={batch}))\n"
+    base = read_base(written(tmp_path, before + text))
+    assert (base.model, base.config.micro_batch_size) == ("m", 3)
+    made = changes(base, base.config, dataclasses.replace(base.config, micro_batch_size=5))
+    edited, _, left = base.parts[0].edited(made)
+    assert (edited, left) == (before + text.replace(batch, "5"), [])
+
+
+LOADS = """
+parser.add_argument("--config", default="run.yaml")
+with open(parser.parse_args().config) as f:
+    config = yaml.safe_load(f)
+lora = config["lora"]
+m = AutoModelForCausalLM.from_pretrained(config["model"])
+LoraConfig(r=lora["r"], target_modules=lora.get("modules", "all-linear"))
+Trainer(m, TrainingArguments(per_device_train_batch_size=config["training"]["batch"]))
+"""
+
+
+def test_settings_of_the_file_that_a_program_loads_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, LOADS)
+    with pytest.raises(ConfigError, match="is not a literal"):
+        read_base(path)
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nlora: {r: 4}\ntraining: {batch: 3, learning_rate: 1e-4}\n", "utf-8")
+    base = read_base(path)
+    read = (
+        base.model,
+        base.config.lora_rank,
+        base.config.lora_targets,
+        base.config.micro_batch_size,
+    )
+    assert read == ("m", 4, "all-linear", 3)
+    assert "what it loads is read in run.yaml" in base.notes
+    made = changes(base, base.config, dataclasses.replace(base.config, micro_batch_size=5))
+    edited, _, left = base.parts[0].edited(made)
+    assert (edited, left) == (LOADS.replace('config["training"]["batch"]', "5"), [])
+    path.write_text(f"{LOADS}config['training']['batch'] = 4\n", "utf-8")
+    with pytest.raises(ConfigError, match="is not a literal"):
+        read_base(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "C = {'batch': 3}\nC['batch'] = x\nb = C['batch']",
+        "C = {'batch': 3}\nC.update(x)\nb = C['batch']",
+        "class C:\n  batch = 3\nc = C()\nc.batch = x\nb = c.batch",
+        "f(3)\nf(4)\ndef f(c=2):\n  b = c",
+        "f(**x)\ndef f(c=2):\n  b = c",
+        "f()\ntry_all(f)\ndef f(c=2):\n  b = c",
+        "f()\ndef f(c=2):\n  c = 3\n  b = c",
+        "class C:\n  batch = 3\nc = C(**x)\nb = c.batch",
+        "class C:\n  batch = 3\nc = C(batch=2)\nd = C(batch=4)\nb = c.batch",
+        "@dataclass\nclass C:\n  batch: int = 3\nc = HfArgumentParser(C).parse()\nb = c.batch",
+        "class C:\n  batch = 3\nc = C()\ndef f(c):\n  b = c.batch",
+    ],
+)
+def test_settings_that_may_have_changed_are_not_read(tmp_path: Path, text: str) -> None:
+    before, _, asked = text.rpartition("b = ")
+    path = written(tmp_path, f"{before}TrainingArguments(per_device_train_batch_size={asked})")
+    with pytest.raises(ConfigError, match="is not a literal"):
+        read_base(path)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -606,7 +694,7 @@ def test_a_program_is_never_run(tmp_path: Path) -> None:
         ("Z = {'zero_optimization': {'stage': 4}}\nTrainingArguments(deepspeed=Z)",
          "deepspeed: zero_optimization.stage: 4 is not predicted"),
         ("TrainingArguments(optim='adamw_tortch')", "unknown optimizer 'adamw_tortch'. Did you mean"),
-        ("LoraConfig(r=8)", "adapter target_modules is missing"),
+        ("LoraConfig(r=8)", "adapter target_modules is missing: name the modules, or say by --model"),
         ("m = AutoModelForCausalLM.from_pretrained('m')\nm = get_peft_model(m, mine)",
          "line 2: get_peft_model has an adapter that is not made here"),
         ("SFTTrainer(model='m', args=SFTConfig(), peft_config=made())",

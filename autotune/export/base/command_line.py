@@ -20,14 +20,14 @@ from autotune.common import user_text
 from autotune.export.base.edit import KeyEdit, applied
 from autotune.export.base.shell_words import ASSIGNED, UNKNOWN, Word, commands
 from autotune.export.mapping import NotLiteral
-from autotune.export.training_args import installed_fields
+from autotune.export.training_args import OLDER_NAMES, installed_fields
 from autotune.memory.alloc_conf import VARIABLES
 
 _SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 
 _GAP_BEFORE = re.compile(r"(?:[ \t]|\\\r?\n)+\Z")
-_TEXT = re.compile(r"(Optional\[)?str\]?( \| None)?")
-"""The annotation of a field that takes any text."""
+_TEXT = re.compile(r"(?!.*\b(bool|dict|float|int)\b).*\bstr\b.*")
+"""The annotation of a field that takes a text: `no` of a strategy is no False."""
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun")
 _MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 _TOOLS = ("trl", "llamafactory-cli")
@@ -40,6 +40,10 @@ _OF_TRAINING = {
     "per_device_train_batch_size",
 }  # fmt: skip
 """Options by which a command that trains is told from others, of an evaluation say."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ONE_EACH = {"accelerate", "deepspeed", "llamafactory-cli"}
+"""Programs that start a process for each card, where no number is said."""
+_CARDS = re.compile(r"(localhost:)?(?P<cards>\d+(,\d+)*)")
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
 
 
@@ -75,13 +79,17 @@ class Command:
     @property
     def num_processes(self) -> int | None:
         """Processes that the launcher starts on this machine, where it says so in a number."""
-        said = (self.launched.get(name) for name in _PROCESSES)
+        said = [self.launched.get(name) for name in _PROCESSES]
+        # Where no number is said, one for each card.
+        if (
+            self.launcher
+            and self.tool != "trl"
+            and not _ONE_EACH.isdisjoint((*self.launcher, self.tool))
+        ):
+            cards = (self.launched.get(name) for name in ("include", _VISIBLE))
+            found = (_CARDS.fullmatch(str(each)) for each in cards)
+            said += [each["cards"].count(",") + 1 for each in found if each is not None]
         return next((number for number in said if type(number) is int), None)
-
-    @property
-    def says_how_it_trains(self) -> bool:
-        """Whether one of its options is of a training."""
-        return not _OF_TRAINING.isdisjoint(self.content)
 
     @property
     def tool(self) -> str:
@@ -90,12 +98,23 @@ class Command:
         return tool if tool in _TOOLS else ""
 
     @property
+    def before(self) -> str:
+        """The words before the program, as a shell takes them."""
+        return _as_typed(self.words[: len(self.launcher)])
+
+    @property
     def rest(self) -> str:
         """The words after the program, as a shell takes them."""
-        words = self.words[len(self.launcher) + 1 :]
-        return " ".join(
-            word.shown if word.value is None else shlex.quote(word.value) for word in words
-        )
+        return _as_typed(self.words[len(self.launcher) + 1 :])
+
+
+def says_how_it_trains(content: Mapping[str, Any]) -> bool:
+    """Return whether one of some options is of a training."""
+    return not _OF_TRAINING.isdisjoint(content)
+
+
+def _as_typed(words: Sequence[Word]) -> str:
+    return " ".join(word.shown if word.value is None else shlex.quote(word.value) for word in words)
 
 
 def is_script(path: Path, text: str) -> bool:
@@ -117,7 +136,7 @@ def parsed(text: str) -> Command:
             "no command in it starts a training: python, accelerate launch, torchrun, deepspeed, trl or "
             "llamafactory-cli with a program"
         )
-    trains = [command for command in found if command.says_how_it_trains]
+    trains = [command for command in found if says_how_it_trains(command.content)]
     given = trains or [command for command in found if command.options] or found
     if len(given) > 1:
         lines = " and ".join(str(command.line) for command in given)
@@ -126,7 +145,9 @@ def parsed(text: str) -> Command:
     env = {name: word.value for name in VARIABLES if (word := environment.get(name)) and word.value}
     content = {name: value for name, value in command.content.items() if name != "env"}
     content |= {"env": env} if env else {}
-    return dataclasses.replace(command, content=content, variables=environment)
+    visible = environment.get(_VISIBLE)
+    launched = {**command.launched, **({} if visible is None else {_VISIBLE: visible.value})}
+    return dataclasses.replace(command, content=content, variables=environment, launched=launched)
 
 
 def edited(text: str, changes: Sequence[KeyEdit]) -> tuple[str, list[KeyEdit]]:
@@ -148,18 +169,22 @@ def edited(text: str, changes: Sequence[KeyEdit]) -> tuple[str, list[KeyEdit]]:
 
 
 def _training(words: Sequence[Word]) -> Command | None:
-    """Return the command where it starts a training; None for any other."""
-    values = [word.value or "" for word in words]
+    """Return the command where it starts a training; None for any other.
+
+    A word that only running would tell may be Python, or the folder of the program.
+    """
+    values = [word.shown for word in words]
     at = 0
     while at < len(values) and (
         values[at] in _WRAPPERS or values[at].startswith("-") or ASSIGNED.fullmatch(values[at])
     ):
         at += 1
+    is_open = at < len(words) and words[at].value is None
     tool = Path(values[at]).name if at < len(values) else ""
     program: int | None = None
     if tool in _TOOLS and at + 1 < len(values):
         program = at + 1
-    elif tool in _LAUNCHERS or tool.startswith("python") or tool.endswith(".py"):
+    elif is_open or tool in _LAUNCHERS or tool.startswith("python") or tool.endswith(".py"):
         program = _program_at(values, at)
     if program is None:
         return None
@@ -204,7 +229,8 @@ def _options(words: Sequence[Word]) -> tuple[list[_Option], tuple[str, ...]]:
         name = name.replace("-", "_")
         texts = [word.text for word in behind]
         texts = [joined, *texts] if is_joined else texts
-        is_text = _TEXT.fullmatch(installed_fields().get(name, "")) is not None
+        kind = installed_fields().get(OLDER_NAMES.get(name, name), "")
+        is_text = _TEXT.fullmatch(kind) is not None
         values = [
             NotLiteral(each.replace(UNKNOWN, ""), flag.line)
             if UNKNOWN in each

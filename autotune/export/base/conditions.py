@@ -36,27 +36,12 @@ def holds_in(program: Program, condition: ast.expr) -> bool | None:
     """
     if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         return not_(holds_in(program, condition.operand))
-    if isinstance(condition, ast.Compare) and len(condition.ops) == 1:
-        return _compared(program, condition)
+    if isinstance(condition, ast.Compare) and name_of(condition.left) == "__name__":
+        return True  # A program is read as one that is run.
     value = program.value(condition)
     if isinstance(value, NotLiteral):
         return False if name_of(condition) in CHECKPOINTING else None
     return bool(value)
-
-
-def _compared(program: Program, condition: ast.Compare) -> bool | None:
-    left, (right,) = condition.left, condition.comparators
-    if name_of(left) == "__name__":
-        return True  # A program is read as one that is run.
-    values = [program.value(each) for each in (left, right)]
-    if any(isinstance(value, NotLiteral) for value in values):
-        return None
-    match condition.ops[0]:
-        case ast.Eq() | ast.Is():
-            return bool(values[0] == values[1])
-        case ast.NotEq() | ast.IsNot():
-            return bool(values[0] != values[1])
-    return None
 
 
 def not_(value: bool | None) -> bool | None:

@@ -79,8 +79,15 @@ _RENAMED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-_RENAMED_OF_TRL = {**_RENAMED, "torch_dtype": "dtype", "max_seq_length": "max_length"}
+_RENAMED_OF_TRL = {
+    **_RENAMED,
+    "torch_dtype": "dtype",
+    "max_seq_length": "max_length",
+    "use_liger": "use_liger_kernel",
+}
 """Names of TRL's before 0.20, too: its ModelConfig's dtype and its SFTConfig's length."""
+FLASH = ("use_flash_attn", "use_flash_attention_2", "use_flash_attention")
+"""Switches of FlashAttention 2 in recipes and programs (alignment-handbook, PEFT's examples)."""
 _FLAGS = {"group_by_length": ("train_sampling_strategy", "group_by_length")}
 _REFUSED = {
     "fsdp": NOT_FROM_FILES,
@@ -132,7 +139,7 @@ TRAINING_ARGUMENTS = TrainerFile(
     ),
 )
 
-_LENGTHS = ("block_size", "max_seq_length", "max_source_length", "model_max_length")
+LENGTHS = ("block_size", "max_seq_length", "max_source_length", "model_max_length")
 OF_EXAMPLES = (
     "block_size", "dataset_config_name", "doc_stride", "line_by_line", "max_source_length",
     "mlm_probability", "task_name", "train_file", "validation_file",
@@ -147,7 +154,7 @@ EXAMPLE = dataclasses.replace(
         *TRAINING_ARGUMENTS.rows[1:],
         Row(
             ours=("sequence_length",),
-            keys=_LENGTHS,
+            keys=LENGTHS,
             say=lambda _: {},
             hear=lambda said: next(filter(None, said.values()), None),
         ),
@@ -163,7 +170,7 @@ def is_example(content: Mapping[str, Any]) -> bool:
 
 def of_example(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001
     """Return the table for a file of an example script's arguments, whose length may be left to the model."""
-    if any(content.get(key) for key in _LENGTHS):
+    if any(content.get(key) for key in LENGTHS):
         return EXAMPLE
     return dataclasses.replace(EXAMPLE, rows=EXAMPLE.rows[:-1])
 
@@ -241,7 +248,7 @@ SFT = TrainerFile(
     },
     fixed={"trainer": "trl-sft"},
     renamed=_RENAMED_OF_TRL,
-    flags=_FLAGS,
+    flags={**_FLAGS, **dict.fromkeys(FLASH, ("attn_implementation", "flash_attention_2"))},
     of_adapters=(
         "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_modules_to_save",
         "lora_target_parameters", "use_dora", "use_rslora", "bnb_4bit_quant_type",

@@ -2,7 +2,8 @@
 
 A value that is not a literal, no name bound once to one, no sum, difference, product or quotient of such
 numbers, no dtype of torch, no question for a card or for bfloat16, no choice by the answer to one, no
-variable of the environment and no option of argparse with a default is a NotLiteral.
+variable of the environment, no option of argparse with a default and no field of the program's own
+(own_fields) is a NotLiteral.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.common.secrets import redacted
+from autotune.export.base.own_fields import asked
 from autotune.export.base.sections import Shape
 from autotune.export.mapping import NotLiteral
 
@@ -48,6 +50,8 @@ class Program:
     """Place of each key."""
     names: dict[str, ast.expr] = field(default_factory=dict)
     """Names bound once, to a literal; options of the command line, to what is given or to their defaults."""
+    fields: Mapping[str, ast.expr] = field(default_factory=dict)
+    """Values of the program's own dicts and classes (own_fields)."""
     num_uses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -74,7 +78,7 @@ class Program:
     def value(self, node: ast.expr) -> Any:
         """Return the value of an expression, or a NotLiteral."""
         option, node = node, self.bound(node)
-        if isinstance(option, ast.Attribute) and node is not option:
+        if isinstance(option, ast.Attribute) and _dotted(option) in self.names:
             return self.at_default.setdefault(option.attr, self.value(node))
         if (entries := entries_of(node)) is not None and None not in entries:
             return {name: self.value(value) for name, value in entries.items()}
@@ -96,8 +100,20 @@ class Program:
             return self.has_bf16 is not is_not
         if isinstance(asked, ast.Call) and _asks_for_a_card(asked.func):
             return not is_not
+        if (
+            isinstance(node, ast.UnaryOp)
+            and is_not
+            and isinstance(answer := self.value(asked), bool)
+        ):
+            return not answer
+        if isinstance(node, ast.BoolOp) and (answer := self._of_both(node)) is not None:
+            return answer
         if isinstance(node, ast.IfExp) and isinstance(answer := self.value(node.test), bool):
             return self.value(node.body if answer else node.orelse)
+        if isinstance(node, ast.Compare) and (answer := self._compared(node)) is not None:
+            return answer
+        if isinstance(node, ast.Call) and (converted := self._converted(node)) is not None:
+            return converted
         if isinstance(node, ast.BinOp) and (number := self._worked_out(node)) is not None:
             return number
         return NotLiteral(self.source(node), node.lineno)
@@ -114,8 +130,59 @@ class Program:
             return None
         return number
 
+    def _of_both(self, node: ast.BoolOp) -> bool | None:
+        """Return what True and False come to with `and` or `or`; None where that is open."""
+        values = [self.value(each) for each in node.values]
+        decides = isinstance(node.op, ast.Or)
+        if any(value is decides for value in values):
+            return decides
+        return None if any(not isinstance(value, bool) for value in values) else not decides
+
+    def _compared(self, node: ast.Compare) -> bool | None:
+        """Return whether two literals are the same, or are not, as is asked; None for any other question."""
+        values = [self.value(each) for each in (node.left, *node.comparators)]
+        if len(values) != 2 or any(isinstance(value, NotLiteral) for value in values):
+            return None
+        is_same = bool(values[0] == values[1])
+        match node.ops[0]:
+            case ast.Eq() | ast.Is():
+                return is_same
+            case ast.NotEq() | ast.IsNot():
+                return not is_same
+        return None
+
+    def _converted(self, node: ast.Call) -> Any:
+        """Return what int(...), float(...), str(...) or bool(...) makes of a literal; None for others."""
+        convert = _CONVERTERS.get(name_of(node.func))
+        if convert is None or len(node.args) != 1 or node.keywords:
+            return None
+        value = self.value(node.args[0])
+        if not isinstance(value, (bool, int, float, str)):
+            return None
+        try:
+            return convert(value)
+        except (ValueError, OverflowError):
+            return None
+
     def bound(self, node: ast.expr) -> ast.expr:
-        return self.names.get(_dotted(node), node)
+        """Return the expression that a name, or what asks for a field, stands for; else itself."""
+        for _ in range(_MOST_STEPS):
+            known = self.names.get(_dotted(node)) or self.fields.get(asked(node, self.names))
+            if known is None and isinstance(node, ast.Call) and len(node.args) == 2:
+                known = self._default_of_get(node)
+            if known is None:
+                break
+            node = known
+        return node
+
+    def _default_of_get(self, node: ast.Call) -> ast.expr | None:
+        """Return the default of CONFIG.get(name, default), where the dict is known and has no such entry."""
+        owner = asked(node, self.names).rpartition("[")[0]
+        said = self.names.get(owner) or self.fields.get(owner)
+        entries = entries_of(said) if said is not None else None
+        is_loaded = isinstance(getattr(said, "value", None), dict)
+        is_known = is_loaded or (entries is not None and None not in entries)
+        return node.args[1] if is_known else None
 
     def take(self, prefix: str, box: Box, *, only: Sequence[str] = ()) -> None:
         """Take in the values of a call's keywords or of a display's entries."""
@@ -149,6 +216,10 @@ def _asks_for_a_card(function: ast.expr) -> bool:
     )
 
 
+_READING = ("copy", "get", "items", "keys", "values")
+"""Methods that leave a dict or list as it was."""
+_MOST_STEPS = 8
+"""Most names and fields that are followed from one to the next."""
 _BINDING_NOTHING = (ast.expr, ast.expr_context, ast.keyword)
 """Most nodes of a program: none of them is asked for the names that it binds."""
 
@@ -167,7 +238,8 @@ def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             changed.add(name_of(node.value))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            changed.add(name_of(node.func.value))
+            if node.func.attr not in _READING:
+                changed.add(name_of(node.func.value))
         elif not isinstance(node, _BINDING_NOTHING):
             for attribute in ("name", "arg", "asname", "rest"):
                 if isinstance(name := getattr(node, attribute, None), str):
@@ -290,7 +362,12 @@ def entries_of(node: ast.expr) -> dict[str | None, ast.expr] | None:
     return None
 
 
-_CONVERTERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "float": float,
+    "int": int,
+    "str": str,
+}
 
 
 def of_environment(node: ast.expr) -> Any:

@@ -91,6 +91,9 @@ def _is_on(content: Mapping[str, Any], key: str) -> bool:
     return bool(value) and (value is True or value != 1)
 
 
+_TARGETS_MISSING = ": name the modules, or say by --model which known model PEFT has its own for"
+
+
 def _read_row(target: TrainerFile, row: Row, content: Mapping[str, Any]) -> tuple[Any, ...]:
     said = {key: value_at(content, key, target.defaults.get(key)) for key in row.keys}
     for key in row.keys if row.choices else row.keys[:1]:
@@ -101,7 +104,8 @@ def _read_row(target: TrainerFile, row: Row, content: Mapping[str, Any]) -> tupl
         key = next(in_file, row.keys[0])
         may_be_off = name in KNOBS and KNOBS[name].default in (0, 0.0)
         if all(value is None for value in said.values()) and not may_be_off:
-            raise ValueError(f"{in_words(key)} is missing")
+            more = _TARGETS_MISSING if name == "lora_targets" else ""
+            raise ValueError(f"{in_words(key)} is missing{more}")
         knob = KNOBS.get(name)
         check = positive if knob is None else knob.read
         try:

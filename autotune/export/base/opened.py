@@ -7,22 +7,25 @@ tables made for what they hold (sections).
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from autotune.errors import ConfigError
-from autotune.export import axolotl, llama_factory, train_config
+from autotune.export import axolotl, installed, llama_factory, train_config
 from autotune.export.base import huggingface, launch, torchtune
+from autotune.export.base.command_line import says_how_it_trains
 from autotune.export.base.edit import parsed
 from autotune.export.base.mapping_read import notes, read
+from autotune.export.base.own_files import found_beside
 from autotune.export.base.parts import RunFile, all_of, read_part
+from autotune.export.base.program_options import is_trls, with_usual_names
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
 from autotune.export.training_args import installed_fields
+from autotune.export.trl_config import trl_fields
 from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS
 
 
@@ -59,7 +62,7 @@ READERS: tuple[Reader, ...] = (
         recognise=torchtune.is_torchtune,
         fitted=torchtune.fitted,
     ),
-    Reader(target=axolotl.TARGET, recognise=_has("base_model"), fitted=axolotl.fitted),
+    Reader(target=axolotl.TARGET, recognise=axolotl.is_axolotl, fitted=axolotl.fitted),
     Reader(
         target=launch.ACCELERATE,
         recognise=_has("distributed_type", "compute_environment", "num_processes"),
@@ -100,6 +103,8 @@ READERS: tuple[Reader, ...] = (
     ),
 )
 """Readers in order: the first that recognises a file reads it."""
+_OF_PROGRAMS = (huggingface.EXAMPLE, huggingface.TRAINING_ARGUMENTS)
+"""Tables of files for programs that have options of their own beside them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,6 +140,8 @@ def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
     if isinstance(content, dict) and "config" not in content:
         content = {str(key): value for key, value in content.items()}
         reader = next((each for each in READERS if each.recognise(content)), None)
+        if reader is None or reader.target in (axolotl.TARGET, huggingface.SFT, *_OF_PROGRAMS):
+            _check_sections(part.path, content)
     if reader is None or content is None:
         ours = train_config.from_yaml(part.text, source=str(part.path))
         return Opened(parts=(part,), target=None, content={}, ours=ours)
@@ -149,11 +156,63 @@ def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
         target = fit_table(part.path, None, lambda: huggingface.of_trl(content, task))
     if fit is not None:
         target = fit_table(part.path, target, lambda: fit(content, method))
+    if reader.target in _OF_PROGRAMS or (reader.target is huggingface.SFT and not is_trls(content)):
+        target = with_usual_names(target, content)
     trainer = BY_TASK.get(task or "")
     if trainer is not None and (reader.prefix or target is huggingface.TRAINING_ARGUMENTS):
         target = huggingface.trained_by(target, trainer)
-    target, said = shared_by_deepspeed(part.path, target, content)
+    target, said = shared_among_gpus(part.path, target, content)
+    if reader.target is huggingface.SFT and (others := _not_of_trl(target, content)):
+        command = " ".join(target.launch.split()[:2])
+        shown = ", ".join(others[:5])
+        said = (*said, f"`{command}` takes no {shown}: start its edited copy with your own program")
+        target = dataclasses.replace(target, launch="")
     return Opened(parts=parts, target=target, content=content, notes=said)
+
+
+_OF_COMMANDS = (
+    ("trainer/model_config.py", "ModelConfig"),
+    ("scripts/utils.py", "ScriptArguments"),
+    ("scripts/utils.py", "DatasetMixtureConfig"),
+    ("scripts/grpo.py", "GRPOScriptArguments"),
+)
+"""Classes whose fields TRL's commands take beside those of the trainer's arguments (trl 1.16 scripts)."""
+
+
+def _not_of_trl(target: TrainerFile, content: Mapping[str, Any]) -> list[str]:
+    """Return the keys that TRL's command does not take, by any name it had; none where TRL is not here."""
+    fields = trl_fields(TRAINERS[target.fixed["trainer"]])
+    beside = [installed.fields("trl", *place) or {} for place in _OF_COMMANDS]
+    known = {*(fields or content), *(name for each in beside for name in each), "env"}
+    known |= target.renamed.keys() | target.flags.keys()
+    return [key for key in content if key not in known and key not in _OLDER]
+
+
+_OLDER = (
+    "evaluation_strategy", "fsdp_transformer_layer_cls_to_wrap", "no_cuda", "overwrite_output_dir",
+    "push_to_hub_model_id", "tokenizer_name_or_path", "use_mps_device", "warmup_ratio",
+)  # fmt: skip
+"""Keys that older versions took."""
+
+
+_OF_SECTIONS = {"batch_size", "epochs", "lr", "num_epochs"}
+"""Keys in sections of other programs' files, AutoTrain's for one, that say how a run trains."""
+
+
+def _check_sections(path: Path, content: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a program's own file, whose sections say how it trains: none is known here."""
+    of_training = [
+        name
+        for name, said in content.items()
+        if isinstance(said, Mapping)
+        and (says_how_it_trains(said) or not _OF_SECTIONS.isdisjoint(said))
+    ]
+    if of_training and not says_how_it_trains(content) and "micro_batch_size" not in content:
+        raise ConfigError(
+            f"{path} cannot be used",
+            why=f"{', '.join(of_training[:5])}: it is a program's own file, in sections that only it knows",
+            remedy="Give the program that reads it, or the settings of one section as TrainingArguments",
+        )
 
 
 def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
@@ -165,13 +224,15 @@ def _beside(path: Path, content: Mapping[str, Any]) -> tuple[RunFile, ...]:
     return () if name is None else (read_part(path.parent / name, launch.BESIDE),)
 
 
-def shared_by_deepspeed(
+def shared_among_gpus(
     path: Path, target: TrainerFile, content: Mapping[str, Any]
 ) -> tuple[TrainerFile, tuple[str, ...]]:
-    """Return the table with the parallelism of DeepSpeed's file, where one is named, and notes on that file.
+    """Return the table with the parallelism that `fsdp` or DeepSpeed's file says, and notes on that file.
 
-    It is looked for here, beside the user's file and in the two folders above. Raises ConfigError.
+    Files that are named are looked for here, beside the user's and in the two folders above. Raises
+    ConfigError.
     """
+    target = _shared_by_fsdp(path, target, content)
     named = content.get("deepspeed")
     if "deepspeed" not in target.refused or not isinstance(named, str | Mapping) or not named:
         return target, ()
@@ -193,24 +254,64 @@ def shared_by_deepspeed(
             f"{path} cannot be used ({target.name})", why=f"deepspeed: {'; '.join(problems)}"
         )
     name = values["parallelism"]
-    row = next(each for each in target.rows if each.ours == ("parallelism",))
-    others = (each for each in row.choices if each.ours != (name,))
-    known = Spelling(ours=(name,), theirs={"deepspeed": named})
-    read_row = dataclasses.replace(row, choices=(known, *others))
-    target = dataclasses.replace(
-        target,
-        rows=tuple(read_row if each is row else each for each in target.rows),
-        refused={key: why for key, why in target.refused.items() if key != "deepspeed"},
-    )
+    target = _with_parallelism(target, name, {"deepspeed": named})
     return target, tuple(
         f"deepspeed: {note}" for note in (*notes(fitted, said), *launch.further(said, name))
     )
 
 
-def found_beside(path: Path, named: str) -> Path | None:
-    """Return the file that a user's file names: here, beside it or in the two folders above."""
-    folders = (Path(), path.parent, *path.absolute().parents[1:3])
-    return next((each / named for each in folders if os.path.isfile(each / named)), None)
+def _with_parallelism(target: TrainerFile, name: str, said: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with what a file says where it shares the run in that way, and nothing in others."""
+    row = next(each for each in target.rows if each.ours == ("parallelism",))
+    without = {key: None for key in said if key not in row.keys}
+    others = tuple(
+        dataclasses.replace(each, theirs={**each.theirs, **without})
+        for each in row.choices
+        if each.ours != (name,)
+    )
+    known = Spelling(ours=(name,), theirs=said)
+    keys = tuple(dict.fromkeys((*row.keys, *said)))
+    read_row = dataclasses.replace(row, keys=keys, choices=(known, *others))
+    return dataclasses.replace(
+        target,
+        rows=tuple(read_row if each is row else each for each in target.rows),
+        refused={key: why for key, why in target.refused.items() if key not in said},
+    )
+
+
+_FSDP = {"full_shard", "auto_wrap", "offload"}
+_OF_FSDP2: dict[str, tuple[Any, ...]] = {
+    "version": (2, None),
+    "reshard_after_forward": (True, None),
+    "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", None),
+    **dict.fromkeys(("min_num_params", "activation_checkpointing", "xla"), (False, 0, None)),
+}
+"""Values in `fsdp_config` of FSDP2 as it is predicted, which is Transformers' own (5.23 training_args.py)."""
+
+
+def _shared_by_fsdp(path: Path, target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with TrainingArguments' `fsdp`, where it is FSDP2 as it is predicted."""
+    said, more = content.get("fsdp"), content.get("fsdp_config")
+    if not said or "fsdp" not in target.refused or "fsdp_config" in target.refused:
+        return target
+    words = (
+        {"full_shard"}
+        if said is True
+        else {*(said if isinstance(said, list) else str(said).split())}
+    )
+    place = found_beside(path, more) if isinstance(more, str) else None
+    more = all_of((read_part(place),)) if place is not None else more
+    config = (
+        {str(key).removeprefix("fsdp_"): value for key, value in more.items()}
+        if isinstance(more, Mapping)
+        else {}
+    )
+    is_known = more is None or isinstance(more, Mapping)
+    is_second = all(config.get(key) in values for key, values in _OF_FSDP2.items())
+    if not (is_known and is_second and "full_shard" in words <= _FSDP):
+        return target
+    offloads = "offload" in words or config.get("cpu_offload") or config.get("offload_params")
+    return _with_parallelism(target, "fsdp2-offload" if offloads else "fsdp2", {"fsdp": said})
 
 
 def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
@@ -229,7 +330,7 @@ def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
             remedy="Name the file that makes them",
         )
     target = fit_table(part.path, None, lambda: target_for(shape, content, method))
-    target, said = shared_by_deepspeed(part.path, target, content)
+    target, said = shared_among_gpus(part.path, target, content)
     if RECIPE not in shape.sections:
         # Ours is run anew: its plan B is of the earlier answer.
         target = dataclasses.replace(
@@ -245,6 +346,8 @@ def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
         if isinstance(value, NotLiteral) and key in others
     ]
     further = [*program.notes, *said]
+    if part.loaded[0]:
+        further.append(f"what it loads is read in {part.loaded[0]}")
     if asked is None:
         further += [
             f"its samples are taken for {read_as.format}: --task {row.task} has {row.format}"

@@ -17,10 +17,13 @@ from autotune.common.files import read_text
 from autotune.errors import ConfigError
 from autotune.export.base import command_line, edit
 from autotune.export.base.edit import KeyEdit
+from autotune.export.base.own_files import loaded_by
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION
 from autotune.export.train_config import MAX_FILE_BYTES
 
 if TYPE_CHECKING:
+    import ast
+
     from autotune.export.base.literals import Program
 
 FURTHER_FOLDER = "exports"
@@ -66,12 +69,19 @@ class RunFile:
                 f"{self.path} cannot be used (a shell script)", why=str(error)
             ) from error
 
+    @property
+    def loaded(self) -> tuple[str, Mapping[str, ast.expr]]:
+        """The file of settings that a program loads, and its values (own_files); nothing where it is none."""
+        return loaded_by(self.text, self.path, self.given) if self.is_program else ("", {})
+
     def program(self) -> Program:
         """Return the file as a program. ConfigError where it is none."""
         from autotune.export.base.program import parsed
 
         try:
-            return parsed(self.text, has_bf16=self.has_bf16, given=self.given)
+            return parsed(
+                self.text, has_bf16=self.has_bf16, given=self.given, loaded=self.loaded[1]
+            )
         except ValueError as error:
             raise ConfigError(f"{self.path} is not a Python program", why=str(error)) from error
 
@@ -104,7 +114,11 @@ class RunFile:
             from autotune.export.base import program_edit
 
             text, left = program_edit.edited(
-                self.text, ours, has_bf16=self.has_bf16, given=self.given
+                self.text,
+                ours,
+                has_bf16=self.has_bf16,
+                given=self.given,
+                loaded=self.loaded[1],
             )
             return text, True, left
         if self.is_script:

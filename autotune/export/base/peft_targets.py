@@ -18,21 +18,26 @@ def with_default_targets(
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return (the content with PEFT's modules for the model, a note on them).
 
-    The content stays as it is where it names modules, or where nothing here knows the model.
+    The content stays as it is where it names modules, or where nothing here knows the model: then the note is
+    on the table's default.
     """
     key = target.peft_names
     has_switch = any("use_peft" in row.keys for row in target.rows)
     is_lora = value_at(content, "use_peft") if has_switch else True
-    if not key or model is None or not is_lora or content.get(key) is not None:
+    if not key or not is_lora or content.get(key) is not None:
         return content, ()
+    default = target.defaults.get(key)
+    unknown = (f"it names no modules for LoRA: {default} is taken",) if default else ()
+    if model is None:
+        return content, unknown
     try:
         kind = models.resolve(model, asks_hub=False).config["model_type"]
     except AutotuneError:
-        return content, ()
+        return content, unknown
     table = installed.literal("peft", "utils/constants.py", _TABLE)
     names = table.get(kind) if isinstance(table, dict) else None
     if not isinstance(names, list):
-        return content, ()
+        return content, unknown
     return {**content, key: names}, (
         f"it names no modules for LoRA: {', '.join(names)} are PEFT's own for {kind}",
     )

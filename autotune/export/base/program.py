@@ -20,6 +20,8 @@ from autotune.catalogue.tasks import TASKS
 from autotune.common.secrets import redacted
 from autotune.export.base.calls import find_calls
 from autotune.export.base.literals import Program, bindings, entries_of, options
+from autotune.export.base.own_fields import fields_of
+from autotune.export.base.parameters import parameters
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape
 
@@ -44,11 +46,15 @@ OF_RECIPE = {
 
 
 def parsed(
-    text: str, *, has_bf16: bool = True, given: Mapping[str, Any] = MappingProxyType({})
+    text: str,
+    *,
+    has_bf16: bool = True,
+    given: Mapping[str, Any] = MappingProxyType({}),
+    loaded: Mapping[str, ast.expr] = MappingProxyType({}),
 ) -> Program:
     """Parse a program. Raises ValueError for what is no Python.
 
-    `given`: values of options that it is started with.
+    `given`: values of options that it is started with; `loaded`: those of a file that it loads (own_files).
     """
     content = text.encode("utf-8").removeprefix(b"\xef\xbb\xbf")
     if len(content) > MAX_BYTES:
@@ -57,7 +63,8 @@ def parsed(
     program = Program(
         text=content,
         shape=Shape(name="a Python program", sections=frozenset()),
-        names=names | options(tree, given),
+        names=names | parameters(tree, given) | options(tree, given),
+        fields={**loaded, **fields_of(tree, names)},
         num_uses=num_uses,
         starts=[0, *(match.end() for match in re.finditer(rb"\r\n|\r|\n", content))],
         has_bf16=has_bf16,

@@ -40,10 +40,12 @@ def edited(
     *,
     has_bf16: bool = True,
     given: Mapping[str, Any] = MappingProxyType({}),
+    loaded: Mapping[str, ast.expr] = MappingProxyType({}),
 ) -> tuple[str, list[KeyEdit]]:
     """Return the text with the changes, and those that could not be made."""
     mark = "\ufeff" if text.startswith("\ufeff") else ""
-    now = parsed(text, has_bf16=has_bf16, given=given)
+    asked: dict[str, Any] = {"has_bf16": has_bf16, "given": given, "loaded": loaded}
+    now = parsed(text, **asked)
     left: list[KeyEdit] = []
     for change in changes:
         wanted = copy.deepcopy(now.content)
@@ -51,7 +53,7 @@ def edited(
         if wanted == now.content:
             continue
         try:
-            new = parsed(_made(now, change).decode("utf-8"), has_bf16=has_bf16, given=given)
+            new = parsed(_made(now, change).decode("utf-8"), **asked)
         except (_NotHereError, ValueError):
             left.append(change)
             continue
@@ -76,7 +78,9 @@ def _made(program: Program, change: KeyEdit) -> bytes:
     if change.instead:
         added = KeyEdit(key=change.key, value=change.value, after=(change.instead,))
         text = _made(program, added).decode("utf-8")
-        program = parsed(text, has_bf16=program.has_bf16, given=program.given)
+        program = parsed(
+            text, has_bf16=program.has_bf16, given=program.given, loaded=program.fields
+        )
         return _made(program, KeyEdit(key=change.instead, value=None))
     box, names = _place(program, change.key)
     after = {_local(name) for name in change.after}
@@ -138,8 +142,9 @@ def _set(program: Program, box: Box, entry: _Entry, new: Any) -> bytes:
     if isinstance(program.value(node), NotLiteral):
         raise _NotHereError
     # A constant of the user's, where nothing else is said by it.
-    if isinstance(node, ast.Name) and program.num_uses[node.id] == 1 and node.id in program.names:
-        node = program.names[node.id]
+    name = node.id if isinstance(node, ast.Name) and node.id not in program.given else ""
+    if program.num_uses[name] == 1 and name in program.names:
+        node = program.names[name]
     start, end = program.span(node)
     return _replaced(
         program, start, end, _spelled(program, new, node, _quote(program, box)).encode("utf-8")

@@ -17,7 +17,7 @@ from typing import Any
 from autotune.export import llama_factory
 from autotune.export.base import huggingface
 from autotune.export.base.classes import PEFT_TYPES, TASKS_OF_CLASSES
-from autotune.export.base.command_line import Command
+from autotune.export.base.command_line import Command, says_how_it_trains
 from autotune.export.base.literals import name_of
 from autotune.export.mapping import (
     Row,
@@ -25,6 +25,7 @@ from autotune.export.mapping import (
     TrainerFile,
     choices,
     module_names,
+    of_values,
     table,
 )
 from autotune.export.trainer_rows import lora_rows, named_targets_row, quantized
@@ -38,8 +39,8 @@ _TARGETS = (
     "trainable",
 )  # fmt: skip
 _SWITCHES = {
-    "use_lora": True, "use_peft": True, "lora_enable": True, "enable_lora": True, "lora": True,
-    "full_finetune": False,
+    "use_lora": True, "use_peft": True, "use_peft_lora": True, "peft_enabled": True, "lora_enable": True,
+    "enable_lora": True, "lora": True, "full_finetune": False,
 }  # fmt: skip
 """Value that means an adapter, by name."""
 _BITS: dict[str, tuple[Any, Any, Any]] = {
@@ -50,16 +51,22 @@ _BITS: dict[str, tuple[Any, Any, Any]] = {
     "qlora": (False, None, True),
     "load_in_4bit": (False, False, True),
     "load_in_8bit": (False, True, False),
+    "use_4bit": (False, None, True),
+    "use_4bit_quantization": (False, None, True),
 }
 """Values for weights of 16, 8 and 4 bits, by name; None where there is none."""
 _CODES = ("quant_type", "bnb_4bit_quant_type")
-_DOUBLE = ("double_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant")
+_DOUBLE = ("double_quant", "use_bnb_nested_quant", "use_nested_quant", "bnb_4bit_use_double_quant")
 _ALL = {"all": "all-linear"}
 """Values of modules that stand for others: qlora.py's."""
 _RANK, _PLAIN = 8, {"lora_alpha": 8, "lora_dropout": 0.0}
 """PEFT's own, where nothing says another (peft 0.21 tuners/lora/config.py)."""
 
 
+_MODELS = ("model_name", "model_id", "base_model", "model_path", "pretrained_model_name_or_path")
+"""Options that name the model, beside the one of Transformers' examples."""
+_OF_MODELS = ("model_name_or_path", *huggingface.LENGTHS)
+"""Options of a program that loads a model by its name."""
 _OF_SWITCHES = table(
     "precision",
     "bf16 fp16",
@@ -69,7 +76,7 @@ _OF_SWITCHES = table(
 )
 
 
-_TAKES_ALL_OPTIONS = re.compile(r"\b(HfArgumentParser|TrlParser)\b")
+_TAKES_ALL_OPTIONS = re.compile(r"\b(H[f4]ArgumentParser|TrlParser)\b")
 
 
 def _has_dtype(content: Mapping[str, Any]) -> bool:
@@ -141,7 +148,7 @@ def table_of(
         return llama_factory.fitted(content, method), None, ()
     trainer = _trainer_of(command, text or "")
     program = command.program
-    if trainer is None and not command.says_how_it_trains:
+    if trainer is None and not says_how_it_trains(command.content):
         raise ValueError(f"line {command.line}: no option of {program} says how it trains")
     said: tuple[str, ...] = ()
     if trainer is None and text is None:
@@ -150,14 +157,15 @@ def table_of(
         said = (f"{program} makes no trainer that is known here: Trainer's step is taken",)
     if "use_peft" in content if trainer is None else trainer.is_trl:
         target = huggingface.of_trl(content, task if trainer is None else trainer.task or None)
+        target = _with_length(target, content, text or "")
         if _ADAPTS.search(text or "") is None:
-            return target, None, said
+            return _with_model(target, content), None, said
         target = _without_dtype(huggingface.of_own_model(target), content)
         fields = trl_fields(TRAINERS[target.fixed["trainer"]]) or ()
-        return with_adapters(target, content), frozenset((*fields, *content, "env")), said
-    is_named = huggingface.is_example(content) or "model_name_or_path" in content
+        return with_usual_names(target, content), frozenset((*fields, *content, "env")), said
+    is_named = huggingface.is_example(content) or not content.keys().isdisjoint(_OF_MODELS)
     target = huggingface.of_example(content, method) if is_named else huggingface.TRAINING_ARGUMENTS
-    target = with_adapters(_without_dtype(target, content), content)
+    target = with_usual_names(_without_dtype(target, content), content)
     trainer = trainer or BY_TASK.get(task or "")
     if trainer is not None and trainer.name != target.fixed.get("trainer"):
         target = huggingface.trained_by(target, trainer)
@@ -223,7 +231,47 @@ def notes_on_launch(command: Command) -> list[str]:
     return notes
 
 
-def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+def is_trls(content: Mapping[str, Any]) -> bool:
+    """Return whether a file of options, as TRL has them, has no switch of an adapter but TRL's."""
+    return not content.keys() & (_SWITCHES.keys() - {"use_peft"})
+
+
+def with_usual_names(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with rows for an adapter and attention by the names that are in the content."""
+    target = _with_model(target, content)
+    adapted = _with_adapters(target, content)
+    flash = _first(huggingface.FLASH, content)
+    if flash is None or any(row.ours == ("attention",) for row in target.rows):
+        return adapted
+    row = of_values("attention", flash, {"flash_attention_2": True, "sdpa": False})
+    said = "its options name no method: --method, or a full fine-tune, is taken"
+    return dataclasses.replace(
+        adapted,
+        rows=(row, *adapted.rows),
+        caveats=((lambda _: True, said),) if adapted is target and target.caveats else (),
+    )
+
+
+_LENGTHS_SET = re.compile(r"\bmax_(?:seq_)?length\s*=\s*\w+\.(\w+)")
+"""Assignment of an option's value to TRL's length: `args.max_seq_length = own.block_size`."""
+
+
+def _with_length(target: TrainerFile, content: Mapping[str, Any], text: str) -> TrainerFile:
+    """Return the table with the option of the program's own that is the length of a sequence."""
+    if not content.keys().isdisjoint(("max_length", "max_seq_length")):
+        return target
+    named = (name for name in _LENGTHS_SET.findall(text) if type(content.get(name)) is int)
+    renamed = dict.fromkeys(list(named)[:1], "max_length")
+    return dataclasses.replace(target, renamed={**target.renamed, **renamed})
+
+
+def _with_model(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
+    """Return the table with the option that names the model."""
+    named = None if target.model_key in content else _first(_MODELS, content)
+    return target if named is None else dataclasses.replace(target, model_key=named)
+
+
+def _with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFile:
     """Return the table with rows for an adapter by the names in the content; itself where there are none."""
     rank = _first(_RANKS, content)
     switch, bits = _first([*_SWITCHES], content), _first([*_BITS], content)
@@ -243,15 +291,21 @@ def with_adapters(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFil
     )
     of_lora = lora_rows(of_targets, rank=rank, dropout_off=0.0)
     rows = (of_method, *of_lora)
-    if is_quantized and not _has_dtype(content):
-        # The dtype of what is not quantised follows the switches.
+    if not _has_dtype(content) and is_adapted and (is_quantized or rank in content):
+        # Frozen weights are loaded in the dtype of the switches.
         rows = (*rows, _OF_SWITCHES)
     ours = {name for row in rows for name in row.ours}
     others = (row for row in target.rows if ours.isdisjoint(row.ours))
     return dataclasses.replace(
         target,
         rows=(*rows, *others),
-        defaults={**target.defaults, **_PLAIN, rank: _RANK},
+        defaults={
+            **target.defaults,
+            **_PLAIN,
+            rank: _RANK,
+            # A program whose options name none has its own, which are most often all.
+            **({} if key in content else {modules: "all-linear"}),
+        },
         elsewhere=tuple(name for name in target.elsewhere if name not in ours),
         peft_names=modules if is_adapted else "",
         of_adapters=(),

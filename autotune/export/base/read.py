@@ -28,7 +28,7 @@ from autotune.export.own_modules import with_adaptable_modules, with_own_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
 from autotune.export.trainer_rows import TEACHER_KEY
-from autotune.export.training_args import installed_fields, training_arguments
+from autotune.export.training_args import OLDER_NAMES, installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import METHODS, TrainConfig
 from autotune.space.defaults import (
@@ -124,6 +124,9 @@ def read_base(
     values, problems = read(target, content)
     problems = [*opened.problems, *problems]
     arguments, extra_arguments = arguments_of(target, content), "{}"
+    if any(part.is_script for part in opened.parts):
+        # An option of that name may be the program's own.
+        arguments = {name: value for name, value in arguments.items() if _is_argument(name, value)}
     try:
         extra_arguments = read_extra_arguments(arguments, place="")
     except ValueError as error:
@@ -251,6 +254,9 @@ def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, A
     found = {theirs: value_at(content, key) for key, theirs in target.arguments.items()}
     if not target.has_own_names:
         found |= {key: value for key, value in content.items() if key in fields}
+    for old, new in OLDER_NAMES.items():
+        if content.get(old) is not None and old not in fields:
+            found.setdefault(new, content[old])
     if "warmup_ratio" not in fields:
         found.pop("warmup_ratio", None)
         share = content.get("warmup_ratio")
@@ -265,6 +271,15 @@ def arguments_of(target: TrainerFile, content: Mapping[str, Any]) -> dict[str, A
         for key, value in found.items()
         if key not in decided and value is not None and not isinstance(value, NotLiteral)
     }
+
+
+def _is_argument(name: str, value: object) -> bool:
+    """Return whether TrainingArguments take the value."""
+    try:
+        read_extra_arguments({name: value}, place="")
+    except ValueError:
+        return False
+    return True
 
 
 def _evaluates_as_it_trains(content: Mapping[str, Any]) -> bool:

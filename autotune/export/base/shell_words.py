@@ -1,7 +1,7 @@
 """Words of a shell script, split as bash splits them, with their places; nothing is run.
 
-A variable has the value that the script gives it before. What only running would tell (`$1`, `$(date)`) stays
-as it is, and is marked.
+A variable has the value that the script gives it before, by default where its arguments may give it another.
+What only running would tell (`$1`, `$(date)`) stays as it is, and is marked.
 
 Known limitations
 - Branches, loops and functions are read from top to bottom, as if each line ran once.
@@ -23,7 +23,7 @@ _WORD = (
     r"""|[^\s;&|<>()'"`\\])+"""
 )
 _TOKEN = re.compile(
-    rf"""(?P<gap>(?:[ \t\r\f\v]|\\\r?\n)+|\#[^\n]*)
+    rf"""(?P<gap>(?:[ \t\r\f\v]|\\(?:\r?\n|\Z))+|\#[^\n]*)
     |(?P<end>\n|[;&|()]+)
     |(?P<redirect>\d*[<>]+&\d+|\d*[<>]+&?[ \t]*(?:{_WORD})?)
     |(?P<word>{_WORD})""",
@@ -121,8 +121,11 @@ def commands(text: str, environment: dict[str, Word]) -> Iterator[list[Word]]:
             opens = text[start + len(source) :][:1] == "("
             if named is not None and not opens and all(map(_is_before_a_command, words)):
                 said = _text_of(named["value"], variables)
-                before = variables.get(named["name"], ()) if named["more"] else ()
-                variables[named["name"]] = ("".join([*before, said]),)
+                before = variables.get(named["name"], ())
+                if before and _is_given(said):
+                    said = "".join(before)  # A loop over the script's arguments has not run.
+                    before = ()
+                variables[named["name"]] = ("".join([*(before if named["more"] else ()), said]),)
                 environment[named["name"]] = Word(said, source, line, start)
             values = _words_of(source, variables)
             words += [Word(each, source, line, start, len(values) == 1) for each in values]
@@ -147,6 +150,11 @@ def _evaluated(words: list[Word]) -> list[Word]:
 def _is_before_a_command(word: Word) -> bool:
     is_said = word.source in ("export", "declare", "local", "env")
     return is_said or ASSIGNED.fullmatch(word.source) is not None
+
+
+def _is_given(text: str) -> bool:
+    """Return whether a text is one argument of the script, `$2` or `${1#*=}`: it is taken to have none."""
+    return re.fullmatch(rf"{UNKNOWN}\$(\d|\{{\d+[^}}]*\}})", text) is not None
 
 
 def _words_of(source: str, variables: _Variables) -> Sequence[str]:
@@ -185,6 +193,10 @@ def _expanded(text: str, variables: _Variables, gap: str | None) -> str:
         if found["escaped"] or found["joined"]:
             return found["escaped"] or ""
         known = variables.get(found["name"] or found["braced"] or "")
+        said = "".join(known or ())
+        is_empty = not said and ":-" in found[0]
+        if found["usual"] is not None and (is_empty or _is_given(said)):
+            known = None
         new: str | None = found["usual"]
         if known is not None:
             new = " ".join(known if found["all"] else known[:1])
@@ -192,7 +204,7 @@ def _expanded(text: str, variables: _Variables, gap: str | None) -> str:
             new = _sum(found["sum"], variables)
         if new is None:
             return f"{UNKNOWN}{found[0]}"
-        return new if gap is None else re.sub(r"\s+", gap, new)
+        return new if gap is None or UNKNOWN in new else re.sub(r"\s+", gap, new)
 
     return _EXPANDED.sub(put_in, text)
 

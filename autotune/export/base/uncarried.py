@@ -9,6 +9,7 @@ from autotune.export import installed
 from autotune.export.base.mapping_read import choice_read, in_current_words, in_words
 from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.mapping import Row, TrainerFile, entries, same, value_at
+from autotune.export.training_args import OLDER_NAMES
 from autotune.space.config import TrainConfig
 
 _CLASSES = {
@@ -41,6 +42,7 @@ def uncarried(
     carried |= {*_IMPLIED, target.model_key, *target.unpredicted, *target.noted}
     if not target.has_own_names:
         carried |= {*arguments}
+    carried |= {old for old, new in OLDER_NAMES.items() if new in arguments}
     if "warmup_steps" in arguments:
         carried.add("warmup_ratio")
     older = {new: old for old, new in target.renamed.items() if old in content}
