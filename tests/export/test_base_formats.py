@@ -536,6 +536,59 @@ def test_an_example_scripts_arguments_are_not_sfts(
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
+        ({"fsdp": "full_shard auto_wrap"}, "fsdp2"),
+        ({"fsdp": True}, "fsdp2"),
+        ({"fsdp": ["full_shard", "auto_wrap", "offload"]}, "fsdp2-offload"),
+        ({"fsdp": "full_shard", "fsdp_config": {"fsdp_cpu_offload": True}}, "fsdp2-offload"),
+        ({"fsdp": "shard_grad_op"}, None),
+        ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, None),
+        ({"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}, None),
+        ({"fsdp": [{"full_shard": True}]}, None),
+    ],
+)
+def test_fsdp_of_training_arguments_is_read_where_it_is_fsdp2(
+    tmp_path: Path, said: dict[str, Any], expected: str | None
+) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"output_dir": "o", "per_device_train_batch_size": 2, **said}))
+    if expected is None:
+        with pytest.raises(ConfigError, match="fsdp: shares the run among GPUs, which is not read"):
+            read_base(path)
+    else:
+        assert read_base(path).config.parallelism == expected
+
+
+def test_trls_command_is_named_for_recipes_that_it_takes(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    said = {"model_name_or_path": "m", "max_length": 512, "evaluation_strategy": "no"}
+    path.write_text(json.dumps(said))
+    run = read_base(path)
+    assert run.target.launch.startswith("trl sft --config")
+    assert not any("trl sft" in note for note in run.notes)
+    path.write_text(json.dumps({**said, "dataset_mixer": {"a/b": 1.0}}))
+    run = read_base(path)
+    assert run.target.launch == ""
+    note = "`trl sft` takes no dataset_mixer: start its edited copy with your own program"
+    assert note in run.notes
+
+
+def test_the_older_name_of_llama_factorys_quantisation_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    said = {
+        "stage": "sft",
+        "model_name_or_path": "m",
+        "finetuning_type": "lora",
+        "lora_target": "all",
+    }
+    said |= {"quantization_bit": 4, "quantization_method": "bitsandbytes", "bf16": True}
+    path.write_text(json.dumps({**said, "template": "qwen", "cutoff_len": 512}))
+    config = read_base(path).config
+    assert (config.method, config.quantization) == ("qlora", "nf4-double")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
         (
             {
                 "train_file": "t",

@@ -294,11 +294,9 @@ def _shared_by_fsdp(path: Path, target: TrainerFile, content: Mapping[str, Any])
     said, more = content.get("fsdp"), content.get("fsdp_config")
     if not said or "fsdp" not in target.refused or "fsdp_config" in target.refused:
         return target
-    words = (
-        {"full_shard"}
-        if said is True
-        else {*(said if isinstance(said, list) else str(said).split())}
-    )
+    words = {"full_shard"} if said is True else {*str(said).split()}
+    if isinstance(said, list):
+        words = {*map(str, said)}
     place = found_beside(path, more) if isinstance(more, str) else None
     more = all_of((read_part(place),)) if place is not None else more
     config = (
