@@ -805,6 +805,13 @@ def test_every_refusal_says_why(tmp_path: Path, name: str, text: str, words: str
     assert words in str(raised.value)
 
 
+def test_a_plugin_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("base_model: a/b\nmicro_batch_size: 2\nplugins: [[other]]\n")
+    note = "plugins: ['other'] may change the model, which is not predicted"
+    assert note in read_base(path).notes
+
+
 LONG = "x" * 10_000
 HOSTILE = {
     "torchtune": "model: {_component_: torchtune.models.@}\nbatch_size: @\noptimizer: {_component_: @}\n",

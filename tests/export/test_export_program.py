@@ -616,6 +616,19 @@ def test_settings_that_a_program_keeps_together_are_read(tmp_path: Path, kind: s
     assert (edited, left) == (before + text.replace(batch, "5"), [])
 
 
+@pytest.mark.parametrize(
+    "before",
+    ["C = {'b': 8, 'm': C}\n", "class C:\n  b = C.b\n", "def f(b=b):\n  pass\nf()\nb = f\n"],
+)
+def test_what_asks_for_itself_has_no_value(tmp_path: Path, before: str) -> None:
+    asked = "C if C else C.b" if "C" in before else "b"
+    text = (
+        f"{before}Trainer({LOADER}('m'), TrainingArguments(per_device_train_batch_size={asked}))\n"
+    )
+    with pytest.raises(ConfigError, match=r"must be a whole number|is not a literal"):
+        read_base(written(tmp_path, text))
+
+
 LOADS = """
 parser.add_argument("--config", default="run.yaml")
 with open(parser.parse_args().config) as f:

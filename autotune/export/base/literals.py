@@ -62,6 +62,8 @@ class Program:
     """Options that it is started with."""
     at_default: dict[str, Any] = field(default_factory=dict)
     """Options of the command line whose defaults were taken."""
+    _asked_for: set[ast.expr] = field(default_factory=set)
+    """Expressions that are being worked out."""
 
     def span(self, node: Any) -> tuple[int, int]:
         """Return the bytes of a node as (start, end)."""
@@ -76,7 +78,16 @@ class Program:
         return ascii(text)[1:-1][:60]
 
     def value(self, node: ast.expr) -> Any:
-        """Return the value of an expression, or a NotLiteral."""
+        """Return the value of an expression, or a NotLiteral: what asks for itself has none."""
+        if node in self._asked_for:
+            return NotLiteral(self.source(node), node.lineno)
+        self._asked_for.add(node)
+        try:
+            return self._value(node)
+        finally:
+            self._asked_for.remove(node)
+
+    def _value(self, node: ast.expr) -> Any:
         option, node = node, self.bound(node)
         if isinstance(option, ast.Attribute) and _dotted(option) in self.names:
             return self.at_default.setdefault(option.attr, self.value(node))

@@ -60,12 +60,12 @@ def in_current_words(target: TrainerFile, content: Mapping[str, Any]) -> dict[st
 
 def notes(target: TrainerFile, content: Mapping[str, Any]) -> tuple[str, ...]:
     """Return notes on keys of the file that change memory or speed and are in no prediction."""
-    ours = {
+    ours = [
         (key, entry)
         for row in target.rows
         for choice in row.choices
         for key, entry in choice.within.items()
-    }
+    ]
     added = {
         key: [entry for entry in entries(content.get(key)) if (key, entry) not in ours]
         for key in dict.fromkeys(key for key, _ in ours)
