@@ -131,6 +131,45 @@ accelerate launch --num_processes 1 sft.py --model_name_or_path openai-community
 """
 
 
+_OF_ANOTHER_PROGRAM = """output_dir: out
+model_name_or_path: openai-community/gpt2
+train_file: data.jsonl
+per_device_train_batch_size: 2
+max_seq_length: 512
+lora_r: 8
+lora_alpha: 16
+target_modules: [c_attn]
+use_4bit: true
+use_flash_attn: false
+bf16: true
+fsdp_config: {cpu_offload: false}
+evaluation_strategy: "no"
+"""
+
+_PROGRAM = """import fire
+CONFIG = {"batch": 4, "lora": {"r": 8}}
+class Config:
+    name = "openai-community/gpt2"
+    length: int = 512
+config = Config()
+def main(rate=1e-4, steps=CONFIG["batch"]):
+    model = AutoModelForCausalLM.from_pretrained(config.name)
+    lora = LoraConfig(r=CONFIG["lora"]["r"], lora_alpha=int("16"), target_modules=["c_attn"])
+    args = TrainingArguments("out", per_device_train_batch_size=CONFIG.get("batch", 8), bf16=True,
+        gradient_accumulation_steps=steps, learning_rate=rate if config.length == 512 else 1e-5)
+    Trainer(model=get_peft_model(model, lora), args=args).train()
+fire.Fire(main)
+"""
+
+_LAUNCH = """#!/bin/bash
+BS=${BS:-4}
+while [ $# -gt 0 ]; do case $1 in --batch) BS="$2"; shift;; esac; shift; done
+CUDA_VISIBLE_DEVICES=$3 "$PYTHON" "$HERE/run.py" --model_name_or_path openai-community/gpt2 \\
+    --per_device_train_batch_size $BS --use_peft_lora True --lora_r 8 --lora_target_modules c_attn \\
+    --max_seq_length 512 --save_strategy no --use_flash_attn False --bf16 True
+"""
+
+
 class Seeds:
     """Files of every kind that is read, and a database, all of which work; made once in a folder."""
 
@@ -144,7 +183,8 @@ class Seeds:
                     text = exporter.write(workload=workload, config=config, result=result)
                     self.bases[f"{config.method}-{exporter.filename}"] = text
         self.bases["my-run.yaml"] = _example("my-run.yaml")
-        self.bases["run.sh"] = _SCRIPT
+        self.bases |= {"run.sh": _SCRIPT, "launch.sh": _LAUNCH, "own.py": _PROGRAM}
+        self.bases["another.yaml"] = _OF_ANOTHER_PROGRAM
         names = (".yaml", ".json", ".py", ".sh")
         self.bases = {name: text for name, text in self.bases.items() if name.endswith(names)}
         self.spaces = [path.read_text() for path in sorted((ROOT / "search_spaces").glob("*.yaml"))]
