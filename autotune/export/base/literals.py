@@ -89,7 +89,7 @@ class Program:
 
     def _value(self, node: ast.expr) -> Any:
         option, node = node, self.bound(node)
-        if isinstance(option, ast.Attribute) and _dotted(option) in self.names:
+        if isinstance(option, ast.Attribute) and asked(option) in self.names:
             return self.at_default.setdefault(option.attr, self.value(node))
         if (entries := entries_of(node)) is not None and None not in entries:
             return {name: self.value(value) for name, value in entries.items()}
@@ -106,15 +106,15 @@ class Program:
         if (said := of_environment(node)) is not None:
             return said
         is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
-        asked = node.operand if isinstance(node, ast.UnaryOp) and is_not else node
-        if isinstance(asked, ast.Call) and name_of(asked.func) in _ASKS_BF16:
+        question = node.operand if isinstance(node, ast.UnaryOp) and is_not else node
+        if isinstance(question, ast.Call) and name_of(question.func) in _ASKS_BF16:
             return self.has_bf16 is not is_not
-        if isinstance(asked, ast.Call) and _asks_for_a_card(asked.func):
+        if isinstance(question, ast.Call) and _asks_for_a_card(question.func):
             return not is_not
         if (
             isinstance(node, ast.UnaryOp)
             and is_not
-            and isinstance(answer := self.value(asked), bool)
+            and isinstance(answer := self.value(question), bool)
         ):
             return not answer
         if isinstance(node, ast.BoolOp) and (answer := self._of_both(node)) is not None:
@@ -178,7 +178,7 @@ class Program:
     def bound(self, node: ast.expr) -> ast.expr:
         """Return the expression that a name, or what asks for a field, stands for; else itself."""
         for _ in range(_MOST_STEPS):
-            known = self.names.get(_dotted(node)) or self.fields.get(asked(node, self.names))
+            known = self.names.get(asked(node)) or self.fields.get(asked(node, self.names))
             if known is None and isinstance(node, ast.Call) and len(node.args) == 2:
                 known = self._default_of_get(node)
             if known is None:
@@ -219,6 +219,11 @@ class Program:
             self.take(prefix, spread)
 
 
+def asks_for_hardware(function: ast.expr) -> bool:
+    """Return whether it asks for a card, or whether one has bfloat16."""
+    return name_of(function) in _ASKS_BF16 or _asks_for_a_card(function)
+
+
 def _asks_for_a_card(function: ast.expr) -> bool:
     """Return whether it is torch.cuda.is_available: a program is read for the card that it is tuned for."""
     return (
@@ -227,135 +232,8 @@ def _asks_for_a_card(function: ast.expr) -> bool:
     )
 
 
-_READING = ("copy", "get", "items", "keys", "values")
-"""Methods that leave a dict or list as it was."""
 _MOST_STEPS = 8
 """Most names and fields that are followed from one to the next."""
-_BINDING_NOTHING = (ast.expr, ast.expr_context, ast.keyword)
-"""Most nodes of a program: none of them is asked for the names that it binds."""
-
-
-def bindings(tree: ast.Module) -> tuple[dict[str, ast.expr], Counter[str]]:
-    """Return the names that mean one literal wherever they stand, and how often each is used."""
-    names: dict[str, ast.expr] = {}
-    num_uses: Counter[str] = Counter()
-    num_bindings: Counter[str] = Counter()
-    changed: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            counter = num_uses if isinstance(node.ctx, ast.Load) else num_bindings
-            counter[node.id] += 1
-        # A list or dict whose items are set, or that has a method called, may have changed.
-        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            changed.add(name_of(node.value))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr not in _READING:
-                changed.add(name_of(node.func.value))
-        elif not isinstance(node, _BINDING_NOTHING):
-            for attribute in ("name", "arg", "asname", "rest"):
-                if isinstance(name := getattr(node, attribute, None), str):
-                    num_bindings[name] += 1
-        if isinstance(node, ast.FunctionDef) and any(map(_is_cell, node.decorator_list)):
-            num_bindings.subtract(each.arg for each in node.args.args)
-    for name, value in (bound for node in ast.walk(tree) for bound in _bound_by(node)):
-        if num_bindings[name] == 1 and _is_followed(value, may_have_changed=name in changed):
-            names[name] = value
-    return names, num_uses
-
-
-def _is_cell(decorator: ast.expr) -> bool:
-    """Return whether a function is a cell of marimo's, whose parameters are names of other cells."""
-    return name_of(decorator.func if isinstance(decorator, ast.Call) else decorator) == "cell"
-
-
-def _bound_by(node: ast.AST) -> list[tuple[str, ast.expr]]:
-    """Return the names that a statement binds to values: `a = 1`, `a: int = 1`, `a, b = 1, 2`."""
-    match node:
-        case ast.Assign(targets=[ast.Name(id=name)], value=value):
-            return [(name, value)]
-        case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-            return [(name, value)]
-        case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(
-            names
-        ) == len(values):
-            pairs = zip(names, values, strict=True)
-            return [(name.id, value) for name, value in pairs if isinstance(name, ast.Name)]
-    return []
-
-
-def options(tree: ast.Module, given: Mapping[str, Any]) -> dict[str, ast.expr]:
-    """Return the values of argparse's options, by the name that a program asks for each: args.batch_size.
-
-    They are those that are given, else their defaults. Left out is what may have another value: an option
-    that is required, converted or set later, and a name that stands for something else, too.
-    """
-    defaults: dict[str, list[ast.expr | None]] = {}
-    num_bindings: Counter[str] = Counter()
-    num_parsed: Counter[str] = Counter()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()):
-                num_bindings[name] += 1
-            case ast.Attribute(attr=name, ctx=ast.Store()):
-                defaults.setdefault(name, []).append(None)
-            case ast.Call(func=ast.Attribute(attr="add_argument")):
-                name, default = _option(node)
-                value = _as_node(given[name]) if name in given else default
-                defaults.setdefault(name, []).append(value)
-            case ast.Call(func=ast.Attribute(attr="set_defaults")):
-                return {}
-            case ast.Assign(
-                targets=[ast.Name(id=name)],
-                value=ast.Call(args=[], keywords=[], func=function),
-            ) if name_of(function) == "parse_args":
-                num_parsed[name] += 1
-            case ast.Assign(
-                targets=[ast.Tuple(elts=[ast.Name(id=name), _])],
-                value=ast.Call(args=[], keywords=[], func=function),
-            ) if name_of(function) == "parse_known_args":
-                num_parsed[name] += 1
-    return {
-        f"{owner}.{name}": said[0]
-        for owner in num_parsed
-        if num_bindings[owner] == num_parsed[owner]
-        for name, said in defaults.items()
-        if len(said) == 1 and said[0] is not None
-    }
-
-
-def _as_node(value: Any) -> ast.expr | None:
-    """Return a value as the expression that it would be in a program; None where it is no literal."""
-    return None if isinstance(value, NotLiteral) else ast.parse(repr(value), mode="eval").body
-
-
-def _option(call: ast.Call) -> tuple[str, ast.expr | None]:
-    """Return the name of an option's value and its default; None where the default is not followed."""
-    said: dict[str | None, ast.expr] = {each.arg: each.value for each in call.keywords}
-    flags = [str(getattr(each, "value", "")) for each in call.args]
-    flag = next((each for each in flags if each.startswith("--")), "".join(flags[:1]))
-    name = str(getattr(said.get("dest"), "value", flag.lstrip("-").replace("-", "_")))
-    action = getattr(said.get("action"), "value", "store")
-    default = said.get("default", ast.Constant(_SWITCHES.get(str(action))))
-    is_text = isinstance(getattr(default, "value", None), str)
-    is_converted = is_text and name_of(said.get("type", ast.Name("str"))) != "str"
-    is_positional = not flag.startswith("-")
-    if None in said or "required" in said or is_positional or is_converted:
-        return name, None
-    return name, default if isinstance(default, ast.Constant | ast.UnaryOp | ast.List) else None
-
-
-_SWITCHES = {"store_true": False, "store_false": True}
-"""Defaults of options that take no value, by their action (argparse)."""
-
-
-def _is_followed(value: ast.expr, *, may_have_changed: bool) -> bool:
-    """Return whether a name stands for its value: not for another name, nor for most calls."""
-    if isinstance(value, ast.Name):
-        return False
-    if isinstance(value, ast.Call) and entries_of(value) is None:
-        is_known = name_of(value.func) in _ASKS_BF16 or _asks_for_a_card(value.func)
-        return is_known or of_environment(value) is not None
-    return not (may_have_changed and isinstance(value, ast.Dict | ast.List | ast.Set | ast.Call))
 
 
 def entries_of(node: ast.expr) -> dict[str | None, ast.expr] | None:
@@ -415,13 +293,6 @@ def _variable(name: object, default: object) -> object:
     value = os.environ.get(str(name), default)
     said = f"{name}={value}"
     return value if redacted(said) == said else None
-
-
-def _dotted(node: ast.expr) -> str:
-    """Return a name, or the attribute of one: args.batch_size. Empty for anything else."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return f"{node.value.id}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def name_of(node: ast.expr) -> str:

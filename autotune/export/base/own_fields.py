@@ -1,8 +1,8 @@
 """Settings that a Python program keeps together: entries of a dict, attributes of a class of its own.
 
 `CONFIG["r"]`, `CONFIG.get("r", 8)`, `Config.r`, and `config.r` where `config` is one `Config()`. A dict is
-one whose name means it wherever it stands (literals.bindings). A class counts where the program makes it
-without arguments, or once with keywords; an attribute that is set elsewhere does not.
+one whose name means it wherever it stands (bindings). A class counts where the program makes it without
+arguments, or once with keywords; an attribute that is set elsewhere does not.
 """
 
 from __future__ import annotations

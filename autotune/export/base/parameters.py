@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from autotune.export.base.bindings import as_node
 from autotune.export.base.own_fields import asked
-from autotune.export.mapping import NotLiteral
 
 _COMMANDS = ("fire.Fire", "Fire", "typer.run")
 
@@ -71,8 +71,8 @@ def _values(
     for place, (parameter, default) in enumerate(defaults):
         name = parameter.arg
         if name in options:
-            if not isinstance(options[name], NotLiteral):
-                yield name, ast.parse(repr(options[name]), mode="eval").body
+            if (said_by_option := as_node(options[name])) is not None:
+                yield name, said_by_option
             continue
         values = [_given(call, place if place < len(plain) else None, name) for call in calls]
         is_open = any(isinstance(value, ast.Starred) for value in values)

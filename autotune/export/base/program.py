@@ -18,8 +18,9 @@ from typing import Any
 
 from autotune.catalogue.tasks import TASKS
 from autotune.common.secrets import redacted
+from autotune.export.base.bindings import bindings, options
 from autotune.export.base.calls import find_calls
-from autotune.export.base.literals import Program, bindings, entries_of, options
+from autotune.export.base.literals import Program, entries_of
 from autotune.export.base.own_fields import fields_of
 from autotune.export.base.parameters import parameters
 from autotune.export.base.section_rows import ADAPTER, MODEL, QUANTIZATION, RECIPE
