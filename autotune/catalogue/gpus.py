@@ -29,6 +29,7 @@ from autotune.errors import ConfigError, nearest
 # NVIDIA/nccl issue 1685: allocations of 10 and 2 MiB per channel and connection (32 channels on H100);
 # issue 864: a ring has two connections, memory grows with the channels. [judgement] one connection
 # holds buffers, and how many channels PCIe has.
+_CONSUMER = re.compile(r"GeForce|GTX|TITAN|RTX \d0[5-9]0\b")
 _NCCL_CHANNEL_BYTES = 12 * MIB
 _NCCL_CHANNELS = {"NVLink": 32, "PCIe": 8}
 
@@ -145,6 +146,14 @@ class Gpu:
     @property
     def interconnect(self) -> str:
         return "PCIe" if self.nvlink_bandwidth_bytes_per_second is None else "NVLink"
+
+    @property
+    def is_consumer(self) -> bool:
+        """Whether it is a GeForce or a TITAN, which reach no other card's memory over PCIe.
+
+        Source: NVIDIA/nccl-tests issue 117, cudaDeviceCanAccessPeer on RTX 2080 Ti and RTX 4090.
+        """
+        return _CONSUMER.search(self.name) is not None
 
     @property
     def nccl_bytes(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from autotune.memory.traces import Launch
 from autotune.predict.sharding.exchange import Exchange
+from autotune.predict.step_times import StepSeconds
 from autotune.records.estimate import PerGpu, StateBytes, TimeShare
 from autotune.space.config import TrainConfig
 from autotune.speed.roofline import COPIES
@@ -17,7 +18,7 @@ def per_gpu(
     config: TrainConfig,
     exchange: Exchange | None,
     state: StateBytes,
-    communication_seconds: float | None,
+    seconds: StepSeconds | None,
 ) -> PerGpu | None:
     """Holdings and messages of each of several GPUs; None of one that runs alone."""
     if exchange is None:
@@ -33,7 +34,8 @@ def per_gpu(
         host_bytes=exchange.host_bytes,
         sent_bytes_per_step=round(exchange.sent_bytes(config.gradient_accumulation_steps)),
         layers=exchange.layers,
-        communication_seconds=communication_seconds,
+        communication_seconds=None if seconds is None else seconds.communication_seconds,
+        hidden_seconds=0.0 if seconds is None else seconds.hidden_seconds,
     )
 
 

@@ -503,7 +503,7 @@ class Estimator:
                 config,
                 self._times.exchange(spec, config.samples_per_pass, rank),
                 state,
-                None if seconds is None else seconds.communication_seconds,
+                seconds,
             ),
             is_bound=config.is_compiled and not self.is_compiled_step(config),
             compile_seconds=self._compile_seconds(config, spec, rank),

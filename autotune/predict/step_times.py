@@ -46,6 +46,10 @@ class StepSeconds:
     bound: str
     communication_seconds: float = 0.0
     """Part of the total that goes into communication with the other GPUs."""
+    hidden_seconds: float = 0.0
+    """Time of communication while kernels run, which is no part of the total."""
+    waiting_seconds: float = 0.0
+    """Part of the total in which GPUs wait for the slowest of them, whatever they send."""
 
 
 class StepTimes:
@@ -78,6 +82,7 @@ class StepTimes:
         self._forward_backward = functools.cache(self._price_forward_backward)
         self._accumulation = functools.cache(self._price_accumulation)
         self._micro_parts = functools.cache(self._price_micro_parts)
+        self._backward_share = functools.cache(self._find_backward_share)
         self.exchange = functools.cache(self._find_exchange)
 
     def seconds(
@@ -125,7 +130,13 @@ class StepTimes:
             bound=bound if steps > update_seconds else update.bound,
         )
         exchange = self.exchange(spec, config.samples_per_pass, rank)
-        return alone if exchange is None else self._shared(alone, exchange, accumulation)
+        if exchange is None:
+            return alone
+        backward_seconds = 0.0
+        if exchange.hides_gradients:
+            share = self._backward_share(spec, config.samples_per_pass, rank, config.precision)
+            backward_seconds = share * micro.total_seconds
+        return self._shared(alone, exchange, accumulation, backward_seconds)
 
     def _rounds(self, config: TrainConfig, micro_seconds: float, accumulation: float) -> float:
         """Number of micro-steps one after the other that a step takes as long as.
@@ -150,15 +161,24 @@ class StepTimes:
         return 1 + (accumulation - 1) * min(max(seconds) / micro_seconds, 1.0)
 
     def _shared(
-        self, alone: StepSeconds, exchange: Exchange, accumulation: float
+        self,
+        alone: StepSeconds,
+        exchange: Exchange,
+        accumulation: float,
+        backward_seconds: float = 0.0,
     ) -> StepSeconds | None:
-        """The step's times with what several GPUs add to them, one after the other."""
+        """The step's times with what several GPUs add: what they send, and that each waits for the slowest.
+
+        `backward_seconds`: of the backward pass behind which some of what is sent once is hidden; 0: of none.
+        """
         host_link = self._machine.moving.bytes_per_second.get("copy_host")
         if self._link is None or host_link is None:
             return None
         num_gpus = exchange.num_gpus
         sent_each = links.seconds(exchange.messages_per_micro_step, self._link, num_gpus)
         sent_once = links.seconds(exchange.messages_per_step, self._link, num_gpus)
+        hidden = links.hidden_seconds(sent_once, backward_seconds)
+        sent_once -= hidden
         micro = sent_each + exchange.host_copy_bytes_per_micro_step / host_link
         once = (
             sent_once
@@ -167,15 +187,20 @@ class StepTimes:
         )
         sent = accumulation * sent_each + sent_once
         others = accumulation * micro + once - sent
+        waiting = 0.0 if exchange.layers else links.waiting_share(num_gpus)
+        micro += waiting * alone.micro_step_seconds
+        once += waiting * alone.optimizer_step_seconds
         bound = max(
             (sent, "communication"), (others, "transfer"), (alone.total_seconds, alone.bound)
         )[1]
         return StepSeconds(
             micro_step_seconds=alone.micro_step_seconds + micro,
             optimizer_step_seconds=alone.optimizer_step_seconds + once,
-            total_seconds=alone.total_seconds + accumulation * micro + once,
+            total_seconds=(1 + waiting) * alone.total_seconds + sent + others,
             bound=bound,
             communication_seconds=sent,
+            hidden_seconds=hidden,
+            waiting_seconds=waiting * alone.total_seconds,
         )
 
     def parts(
@@ -205,10 +230,12 @@ class StepTimes:
             num_scored = accumulation * generation.scorings_per_micro_step(config)
             found = added(found, repeated(scored, num_scored), {"generation": written})
         # What the host does between micro-steps, adding gradients, and emptying the cache.
-        rest_seconds = whole.total_seconds - whole.communication_seconds
+        sent_seconds = whole.communication_seconds + whole.waiting_seconds
+        rest_seconds = whole.total_seconds - sent_seconds
         rest_seconds -= sum(part.seconds for part in found.values())
         rest = step_parts.of_host(max(rest_seconds, 0.0), self._machine)
-        sent = step_parts.of_links(whole.communication_seconds)
+        spread = 0.0 if self._link is None else self._link.spread
+        sent = step_parts.of_links(sent_seconds, spread)
         return added(found, {"host": rest, "links": sent})
 
     def kernels(self, config: TrainConfig) -> list[roofline.Kernel]:
@@ -399,6 +426,23 @@ class StepTimes:
         )
         share = generation.scorings_per_micro_step(config)
         return None if found is None else share * found.total_seconds
+
+    def _find_backward_share(
+        self, spec: TraceSpec, micro_batch: int, rank: int, precision: str
+    ) -> float:
+        """Share of a micro-step's floating-point operations in its backward pass, recomputation included."""
+
+        def share() -> float:
+            forward = total = 0.0
+            for kernel in self._kernels_of(spec, micro_batch, rank, precision):
+                flops = kernel.count * kernel.flops
+                total += flops
+                forward += flops if kernel.phase == "forward" else 0.0
+            return 1 - forward / total if total else 0.0
+
+        return self._prices.price(
+            float, self._traces[spec].identity, f"backward {micro_batch} {rank} {precision}", share
+        )
 
     def _find_modules(self, spec: TraceSpec, rank: int) -> float:
         num_adapter_weights = 0

@@ -264,10 +264,11 @@ class PerGpu:
     sent_bytes_per_step: int
     """Bytes that each GPU sends over the interconnect in an optimizer step."""
     communication_seconds: float | None
-    """Seconds of communication in an optimizer step, part of its time: none of it is taken to overlap with
-    kernels."""
+    """Seconds of an optimizer step in which it waits for communication; None where a rate is unknown."""
     layers: tuple[int, ...] = ()
     """Number of layers that each GPU has, where they are dealt out: figures are of the fullest GPU."""
+    hidden_seconds: float = 0.0
+    """Seconds of communication while kernels run, which are no part of the step's time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -399,8 +400,8 @@ class Estimate(Timed):
             return seconds
         if self.config.num_splits > 1 or self.per_gpu.layers:
             return seconds
-        communication = self.per_gpu.communication_seconds
-        return max(seconds - communication, communication)
+        waited = self.per_gpu.communication_seconds
+        return max(seconds - waited, waited + self.per_gpu.hidden_seconds)
 
     @property
     def peak_device_bytes(self) -> int:

@@ -31,6 +31,7 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
 from autotune.space.trainers import BY_TASK, TRAINERS, row_of
 from autotune.space.words import describe, difference
+from autotune.speed import links
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
 
@@ -450,11 +451,13 @@ def of_each_gpu(estimate: Estimate) -> list[tuple[str, str]]:
         ]
     seconds, best = share.communication_seconds, estimate.overlapped_step_seconds
     if seconds is not None and best is not None:
-        sent = f"{format_bytes(share.sent_bytes_per_step)} a step: {format_seconds(seconds)} of the step, "
+        sent = f"{format_bytes(share.sent_bytes_per_step)} a step: {format_seconds(seconds)} of the step"
         if best == estimate.step_seconds:
-            sent += "in which kernels wait for all of it"
+            sent += ", in which kernels wait for all of it"
         else:
-            sent += f"which takes {format_seconds(best)} where all of it overlaps"
+            sent += f", which takes {format_seconds(best)} where all of it overlaps"
+        if share.hidden_seconds:
+            sent += f"; {format_seconds(share.hidden_seconds)} more behind the backward pass"
         rows.append(("sends", sent))
     return rows
 
@@ -678,20 +681,25 @@ _MUCH_SENDING = 0.25
 
 
 def over_pcie(answer: Answer) -> str:
-    """A note where the time rests on the one server whose PCIe was measured; else empty.
+    """A note where the time rests on what machines usually reach over PCIe; else empty.
 
-    Source of what others reach: studies/kernels/LINKS.md.
+    Source of what they reach: studies/kernels/LINKS.md.
     """
     share, seconds, known = answer.best.per_gpu, answer.best.step_seconds, gpus.of_name(answer.gpu)
     if answer.measured is not None or share is None or not seconds or known is None:
         return ""
     sends = (share.communication_seconds or 0.0) / seconds >= _MUCH_SENDING
-    if not sends or share.num_gpus < 4 or known.interconnect != "PCIe":
+    link = links.link_of(known)
+    if not sends or link is None or known.interconnect != "PCIe":
         return ""
+    rate = links.share_of(link, share.num_gpus) * link.bytes_per_second
+    through, others = "", "A rented machine whose cards do not reach each other has 2 to 4 GB/s"
+    if known.is_consumer:
+        through = ", through the host's memory as GeForce cards do"
+        others = "Machines differ by a factor of 3 and more"
     return (
-        f"{share.num_gpus} GPUs are taken to send over PCIe as those of the one server that was measured. "
-        "Where cards reach each other directly it is 3 to 13 times as fast, and the answer may be another: "
-        "on the machine itself --backend cuda measures."
+        f"{share.num_gpus} GPUs are taken to send {rate / 1e9:.2g} GB/s each over PCIe{through}. {others}, "
+        "and then the answer may be another: on the machine itself --backend cuda measures."
     )
 
 

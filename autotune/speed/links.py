@@ -6,12 +6,13 @@ the two together: a part of their geometric mean. data/links.toml holds the para
 made by validation/kernels/fit_links.py; studies/kernels/LINKS.md says how far off they are.
 
 PCIe is not one link per card. Cards share bridges, sockets and the host's memory, so that each gets less the
-more there are. The parameters are one server's (8 L40S); see the limitations.
+more there are. GeForce cards do not reach each other's memory at all: what they send goes through the
+host's. Latencies are one server's (8 L40S); the rates are medians of what machines reach in training.
 
 Known limitations
-- PCIe differs by machine: with 8 GPUs that server's bus bandwidth is 1.5 to 2 GB/s, while 22 to 41 GB/s of a
-  PCIe 5.0 link are published where cards reach each other directly (studies/kernels/LINKS.md). A probe says.
-- Nothing overlaps with computation: a sum of these seconds is an upper bound of what a step waits.
+- PCIe differs by machine: the middle half of machines lies within a factor of 1.5 to 2 of the median, a
+  rented machine without peer access reaches a fifth of it (studies/kernels/LINKS.md). A probe says.
+- Of what overlaps with kernels only DDP's gradients have been observed (hidden_seconds).
 - One machine. NVLink bridges are an NVLink of two cards, if the card says that it has one.
 - Broadcasts and all-to-alls: no step of autotune.predict.sharding has them. What each GPU sends to its
   neighbour is latency and transfer alone: published figures of one that sends to another are met within 20 %
@@ -71,6 +72,14 @@ class Link:
     """Rate of all-gathers and reduce-scatters against all-reduces."""
     in_switch: float
     """Rate of all-reduces among 8 GPUs and more against rings: NVSwitch adds up from Hopper on (NVLS)."""
+    spread: float
+    """Standard deviation of the logarithm of a machine's real time over the predicted one."""
+
+
+def kind_of(gpu: Gpu) -> str:
+    """Kind of link between GPUs of this kind: NVLink, PCIe, or "PCIe, GeForce"."""
+    is_apart = gpu.interconnect == "PCIe" and gpu.is_consumer
+    return f"{gpu.interconnect}, GeForce" if is_apart else gpu.interconnect
 
 
 def link_of(gpu: Gpu) -> Link | None:
@@ -78,7 +87,7 @@ def link_of(gpu: Gpu) -> Link | None:
     rate = gpu.interconnect_bandwidth_bytes_per_second
     if rate is None:
         return None
-    row = _rows()[gpu.interconnect]
+    row = _rows()[kind_of(gpu)]
     is_hopper = gpu.compute_capability is not None and gpu.compute_capability >= (9, 0)
     return Link(
         bytes_per_second=rate,
@@ -88,7 +97,27 @@ def link_of(gpu: Gpu) -> Link | None:
         shares={int(num): share for num, share in row["shares"].items()},
         one_way=row["one_way"],
         in_switch=row["in_switch"] if is_hopper else 1.0,
+        spread=row["spread"],
     )
+
+
+def waiting_share(num_gpus: int) -> float:
+    """Share by which a step takes longer on several GPUs, whatever they send: each waits for the slowest.
+
+    Source: what machines with NVLink, which send in no time, take longer than one GPU
+    (studies/kernels/LINKS.md).
+    """
+    known = {int(num): share for num, share in _rows()["waiting_shares"].items()}
+    return _among(known, num_gpus)
+
+
+def hidden_seconds(sent_seconds: float, window_seconds: float) -> float:
+    """Part of the time of DDP's gradients that is hidden behind the backward pass.
+
+    `sent_seconds`: of all gradients; `window_seconds`: of the backward pass in which they are sent. Source
+    of the share: what 31 machines with 2 to 8 GPUs take longer than one GPU (studies/kernels/LINKS.md).
+    """
+    return float(_rows()["hidden_share"]) * min(sent_seconds, window_seconds)
 
 
 def sent_bytes(messages: Iterable[Message], num_gpus: int) -> float:
@@ -130,16 +159,20 @@ def _seconds_of(message: Message, link: Link, num_gpus: int) -> float:
 
 def share_of(link: Link, num_gpus: int) -> float:
     """Share of the link's rate among so many GPUs: a power of their number between two that are known."""
-    known = sorted(link.shares)
+    return _among(link.shares, num_gpus)
+
+
+def _among(shares: Mapping[int, float], num_gpus: int) -> float:
+    known = sorted(shares)
     below = max((n for n in known if n <= num_gpus), default=known[0])
     above = min((n for n in known if n >= num_gpus), default=known[-1])
     if above <= below:
-        return link.shares[below]
+        return shares[below]
     part = math.log(num_gpus / below) / math.log(above / below)
-    return math.exp((1 - part) * math.log(link.shares[below]) + part * math.log(link.shares[above]))
+    return math.exp((1 - part) * math.log(shares[below]) + part * math.log(shares[above]))
 
 
 @functools.cache
-def _rows() -> dict[str, dict[str, Any]]:
+def _rows() -> dict[str, Any]:
     with _TABLE.open("rb") as file:
         return tomllib.load(file)

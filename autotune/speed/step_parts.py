@@ -32,9 +32,6 @@ _CAUSES = {
 
 # [judgement] A rate by a share of the datasheet alone, of a shape that is not known.
 _WITHOUT_TABLE = 0.3
-LINK_SPREAD = 0.4
-"""Spread of communication between GPUs. [judgement] PCIe machines differ by more, NVLink's by less
-(studies/kernels/LINKS.md)."""
 HOST_SPREAD = math.log(host.HOST_FACTORS[1] / host.HOST_FACTORS[0]) / (2 * Z_OF_80_PERCENT)
 """Spread of what the host takes: 80 % of hosts are taken to lie within the published range."""
 OWN_HOST_SPREAD = 0.2
@@ -77,9 +74,9 @@ def _slow_factor(machine: CardRates) -> float:
     return math.exp(Z_OF_80_PERCENT * OWN_HOST_SPREAD) if is_own else host.HOST_FACTORS[1]
 
 
-def of_links(seconds: float) -> Part:
-    """Seconds of communication between GPUs."""
-    return part(seconds, LINK_SPREAD, RatesFrom.CARDS_LIKE_IT)
+def of_links(seconds: float, spread: float) -> Part:
+    """Seconds of communication between GPUs, over links that differ so much (links.Link.spread)."""
+    return part(seconds, spread, RatesFrom.CARDS_LIKE_IT)
 
 
 def _evidence(kernel: Kernel, machine: CardRates) -> RatesFrom:

@@ -251,6 +251,7 @@ def test_messages_are_as_many_as_the_libraries_send() -> None:
 @pytest.mark.parametrize("name", SHARING)
 def test_pcie_takes_longer_than_nvlink(name: str) -> None:
     config = dataclasses.replace(lora_on(name), parallelism=name)
+    is_hidden = name == "ddp"
     fast, slow = (
         Estimator(estimator(config)._traces, card, memory_budget_bytes=40 * 10**9).seconds(config)
         for card in (A100, find_gpu("a100-pcie-80gb"))
@@ -258,6 +259,9 @@ def test_pcie_takes_longer_than_nvlink(name: str) -> None:
     assert fast is not None
     assert slow is not None
     assert slow.communication_seconds > 3 * fast.communication_seconds > 0
+    # Half and more of DDP's gradients is hidden, of all others nothing.
+    assert (slow.hidden_seconds > slow.communication_seconds / 2) == is_hidden
+    assert (slow.hidden_seconds > 0) == is_hidden
 
 
 def test_cp_shares_weights_as_fsdp2_and_a_fourth_of_the_work() -> None:

@@ -162,22 +162,52 @@ ALONE = StepSeconds(
 )
 
 
+HOST_LINK = roofline.ceilings(CARD).moving.bytes_per_second["copy_host"]
+
+
+def rest(exchange: Exchange, accumulation: int) -> float:
+    """Seconds of copies to the host and of its updates."""
+    copied = accumulation * exchange.host_copy_bytes_per_micro_step
+    copied += exchange.host_copy_bytes_per_step
+    updates = exchange.host_update_elements * roofline.HOST_UPDATE_SECONDS_PER_ELEMENT
+    return copied / HOST_LINK + updates
+
+
 def test_gpus_add_what_they_send_and_copy_to_micro_steps_and_to_the_update() -> None:
-    host_link = roofline.ceilings(CARD).moving.bytes_per_second["copy_host"]
     link = links.link_of(CARD)
     assert link is not None
     sent_each = links.seconds(SHARED.messages_per_micro_step, link, 2)
     sent_once = links.seconds(SHARED.messages_per_step, link, 2)
-    each = sent_each + 1e9 / host_link
-    once = sent_once + 3e9 / host_link + 1e8 * roofline.HOST_UPDATE_SECONDS_PER_ELEMENT
+    each = sent_each + 1e9 / HOST_LINK
+    once = sent_once + rest(SHARED, 0)
+    waiting = links.waiting_share(2)
     found = times()._shared(ALONE, SHARED, 4)
     assert found == StepSeconds(
-        micro_step_seconds=pytest.approx(1.0 + each),
-        optimizer_step_seconds=pytest.approx(2.0 + once),
-        total_seconds=pytest.approx(6.0 + 4 * each + once),
+        micro_step_seconds=pytest.approx((1 + waiting) * 1.0 + each),
+        optimizer_step_seconds=pytest.approx((1 + waiting) * 2.0 + once),
+        total_seconds=pytest.approx((1 + waiting) * 6.0 + 4 * each + once),
         bound=found.bound,
         communication_seconds=pytest.approx(4 * sent_each + sent_once),
+        waiting_seconds=pytest.approx(waiting * 6.0),
     )
+
+
+def test_gradients_that_are_hidden_take_no_time_of_the_step() -> None:
+    plain = times()._shared(ALONE, SHARED, 4)
+    found = times()._shared(ALONE, SHARED, 4, backward_seconds=0.01)
+    hidden = links.hidden_seconds(1.0, 0.01)
+    assert 0 < hidden < 0.01
+    assert found.hidden_seconds == hidden
+    assert found.total_seconds == pytest.approx(plain.total_seconds - hidden)
+    assert found.communication_seconds == pytest.approx(plain.communication_seconds - hidden)
+    assert found.optimizer_step_seconds == pytest.approx(plain.optimizer_step_seconds - hidden)
+
+
+def test_gpus_that_have_layers_in_turn_wait_for_no_slowest() -> None:
+    dealt = dataclasses.replace(SHARED, layers=(3, 1))
+    found = times()._shared(ALONE, dealt, 4)
+    assert found.waiting_seconds == 0
+    assert found.total_seconds == pytest.approx(6.0 + found.communication_seconds + rest(SHARED, 4))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""Fit autotune/speed/data/links.toml to the public table of collectives, and test it with each card left out.
+"""Fit autotune/speed/data/links.toml to public tables of collectives and of training on several GPUs.
 
 Run: python -m validation.kernels.fit_links
 
-Chosen with aiconfigurator's rows (nccl-tests): NVLink from A100 and H100, PCIe from L40S. Messages of up to
-8 KiB give the latency, those of 128 MiB and more the shares, all of them the bend. Tested: NVLink on the card
-that was left out, and on vidur's rows, which chose nothing; PCIe on the operation that was left out, as the
-table has one such machine.
+Chosen with aiconfigurator's rows (nccl-tests): NVLink from A100 and H100, latencies of PCIe from L40S.
+Messages of up to 8 KiB give the latency, those of 128 MiB and more the shares, all of them the bend. The
+shares of PCIe are medians over machines of what they reach in training (scaling.py), that L40S server one of
+them. Tested: NVLink on the card that was left out, and on vidur's rows, which chose nothing; latencies of
+PCIe on the operation that was left out; its shares on each machine that was left out.
 Writes studies/kernels/links.json and the tables of studies/kernels/LINKS.md.
 """
 
@@ -16,7 +17,7 @@ import gzip
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import KIB, MIB
 from autotune.speed import links
 from autotune.speed.links import RINGS, Link, Message
+from validation.kernels import scaling
+from validation.kernels.scaling import Reached
 from validation.published.tables import write_sections
 
 STUDY = Path(__file__).parents[2] / "studies" / "kernels"
@@ -36,9 +39,13 @@ CARDS = {
 }
 HEADER = """\
 # Parameters of links between the GPUs of a machine, made by: python -m validation.kernels.fit_links
-# Table: studies/kernels/tables/collectives.csv.gz. Do not edit. Meanings: autotune/speed/links.py, Link.
+# Tables: studies/kernels/tables/collectives.csv.gz, studies/published-shared/scaling.csv. Do not edit.
+# Meanings: autotune/speed/links.py.
 """
 _SMALL_BYTES, _LARGE_BYTES = 8 * KIB, 128 * MIB
+NVLINK_SPREAD = 0.4
+"""Of the logarithm of a time over NVLink. [judgement] More than the p90 of large messages: a step of several
+GPUs waits for more than what they send."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +115,7 @@ def _with_bend(chosen: Sequence[Row], start: float, step: float, bend: float) ->
         shares=shares,
         one_way=statistics.geometric_mean(one_way),
         in_switch=statistics.geometric_mean(in_switch) if in_switch else 1.0,
+        spread=NVLINK_SPREAD,
     )
 
 
@@ -194,18 +202,30 @@ def validated(table: Sequence[Row]) -> list[dict[str, object]]:
     return found
 
 
-def toml(fits: dict[str, Link]) -> str:
-    lines = [HEADER]
+def in_training(pcie: Link, reached: Sequence[Reached]) -> dict[str, Link]:
+    """The links of PCIe by what machines reach in training; `pcie`: the server of the collectives' table."""
+    found = {}
+    for kind, others in (("PCIe", dict(pcie.shares)), ("PCIe, GeForce", {})):
+        of_kind = scaling.shares(reached, kind, others)
+        spread = scaling.spread(reached, kind, of_kind)
+        found[kind] = replace(pcie, shares=of_kind, spread=spread)
+    return found
+
+
+def toml(fits: dict[str, Link], hidden_share: float, waiting: Mapping[int, float]) -> str:
+    waits = ", ".join(f'"{num}" = {share:.2g}' for num, share in waiting.items())
+    lines = [HEADER, f"hidden_share = {hidden_share:.3g}", f"waiting_shares = {{ {waits} }}", ""]
     for kind, link in fits.items():
         shares = ", ".join(f'"{num}" = {share:.3g}' for num, share in link.shares.items())
         lines += [
-            f"[{kind}]",
+            f'["{kind}"]',
             f"start_us = {link.start_seconds * 1e6:.3g}",
             f"step_us = {link.step_seconds * 1e6:.3g}",
             f"bend = {link.bend:.3g}",
             f"shares = {{ {shares} }}",
             f"one_way = {link.one_way:.3g}",
             f"in_switch = {link.in_switch:.3g}",
+            f"spread = {link.spread:.2g}",
             "",
         ]
     return "\n".join(lines).rstrip() + "\n"
@@ -222,14 +242,22 @@ def main() -> None:
     table = rows()
     chosen = [r for r in table if r.source == "aiconfigurator"]
     fits = {kind: fitted([r for r in chosen if r.link == kind]) for kind in CARDS}
-    TABLE.write_text(toml(fits))
+    runs = scaling.scaled()
+    waiting = scaling.waiting_shares(runs, fits["NVLink"])
+    hidden_share, reached = scaling.fitted(runs, waiting)
+    TABLE.write_text(toml(fits | in_training(fits["PCIe"], reached), hidden_share, waiting))
     found = validated(table)
     for kind, link in fits.items():
         for size, part in by_size([r for r in chosen if r.link == kind]).items():
             found.append(errors(f"{kind}: the rows that chose it, {size}", part, link))
     (STUDY / "links.json").write_text(json.dumps(found, indent=1) + "\n")
-    write_sections(STUDY / "LINKS.md", {"errors": markdown(found)})
-    print(markdown(found))
+    sections = {
+        "errors": markdown(found),
+        "machines": markdown(scaling.machines(reached)),
+        "left out": markdown(scaling.left_out(hidden_share, waiting, reached, fits["PCIe"])),
+    }
+    write_sections(STUDY / "LINKS.md", sections)
+    print("\n\n".join(sections.values()))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ class Exchange:
     """Collectives of a micro-step."""
     messages_per_step: tuple[Message, ...]
     """Collectives beside those, once an optimizer step."""
+    hides_gradients: bool = False
+    """Whether messages of a step are gradients, sent in buckets while the backward pass goes on (DDP)."""
     host_copy_bytes_per_micro_step: int = 0
     host_copy_bytes_per_step: int = 0
     host_bytes: int = 0

@@ -40,8 +40,9 @@ Known limitations
 - A compiled step: DDP clones what it returns, too, which is not counted.
 - Streams: what one has freed is taken to be free for it at once, though another may be at work on it.
 - FSDP2 in float16 is traced under autocast, though accelerate puts none around it.
-- None of the communication is taken to overlap with kernels; Estimate.overlapped_step_seconds is the
-  bound if all did.
+- Of the communication only DDP's gradients are taken to overlap with kernels, by half of what they may
+  (autotune.speed.links.hidden_seconds); Estimate.overlapped_step_seconds is the bound if all did. Two runs
+  on cards that reach each other slowly waited for all that FSDP sent (studies/published-shared).
 - Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same,
   and QLoRA of an encoder was predicted 20 % too large (155 MiB).
 - Under ZeRO 1 and 2, whose GPUs keep other gradients, the first, the last and the one that keeps most are
@@ -372,6 +373,7 @@ class RankTrace(SharedTrace):
                 *self._messages_per_micro_step(rank),
             ),
             messages_per_step=self._messages_per_step(rank),
+            hides_gradients=shares.row.name == "ddp",
             host_copy_bytes_per_micro_step=copied_bytes if is_offloaded else 0,
             host_copy_bytes_per_step=(
                 trained_bytes // num_gpus if is_offloaded and stage < 3 else 0
