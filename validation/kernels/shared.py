@@ -9,7 +9,8 @@ Data parallel: the pass of one sample, then its gradients, all-reduced in DDP's 
 micro-batch of all four samples, so that the stages work one after the other, with what they hand on and back.
 Tensor parallel: Transformers has no plan for GPT-2, so a GPT-NeoX of the same sizes stands for it, split by
 its own plan as a training step is; its logits are gathered, Megatron-LM's are not. Kernels and collectives
-are priced as in an estimate: one after the other, without the loss's forward pass.
+are priced as in an estimate, without the loss's forward pass: one after the other, but for gradients that the
+backward pass hides, and with what GPUs that work at the same time wait for the slowest.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ def predicted(row: steps.Row) -> SharedStep:
 
 
 def _passes(row: steps.Row) -> float:
-    return sum(steps.predicted_seconds(row, name) for name in ("forward", "backward"))
+    return steps.predicted_seconds(row, "forward") + _backward(row)
+
+
+def _backward(row: steps.Row) -> float:
+    return steps.predicted_seconds(row, "backward")
 
 
 def _sent(row: steps.Row, messages: list[Message]) -> float:
@@ -99,7 +104,9 @@ def _data_parallel(row: steps.Row) -> tuple[float, float]:
         for spec in steps.traced(own).trainable(0)
     ]
     buckets = ddp_rebuilt_buckets(reversed(weights))
-    return _passes(own), _sent(row, [Message(operation="all_reduce", num_bytes=b) for b in buckets])
+    sent = _sent(row, [Message(operation="all_reduce", num_bytes=b) for b in buckets])
+    sent -= links.hidden_seconds(sent, _backward(own))
+    return (1 + links.waiting_share(NUM_GPUS)) * _passes(own), sent
 
 
 def _pipeline(row: steps.Row) -> tuple[float, float]:
@@ -152,7 +159,7 @@ def _tensor_parallel(row: steps.Row) -> tuple[float, float]:
         )
         assert found is not None
         alone += found.total_seconds
-    return alone, _sent(row, sent)
+    return (1 + links.waiting_share(NUM_GPUS)) * alone, _sent(row, sent)
 
 
 def markdown(found: list[SharedStep]) -> str:
