@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import autotune
+from autotune.common.units import GIB, MIB
 from autotune.speed.sureness import within
 from validation.published.plan import STUDIES
 from validation.published.tables import write_sections
@@ -61,6 +62,12 @@ class Row:
     """Share of the predicted step that waits for what is sent."""
     is_within: bool
     """Whether the published time lies in the interval that should hold it with 80 %."""
+    peak_of: str
+    """Published peak of each GPU: allocated or reserved; empty where none is."""
+    published_peak_bytes: int
+    predicted_peak_bytes: int
+    peaks_in_update: bool
+    """Whether the predicted peak is the optimizer's, which another loss or attention leaves as it is."""
 
     @property
     def ratio(self) -> float:
@@ -92,7 +99,8 @@ def _row(run: Mapping[str, str], folder: Path) -> Row:
     predicted = estimate.step_seconds
     if run["unit"].endswith("of micro-steps"):
         predicted = estimate.micro_step_seconds
-    share = estimate.per_gpu
+    share, breakdown = estimate.per_gpu, estimate.breakdown
+    kind, _, unit = run["peak_of"].partition(", ")
     seconds = _published_seconds(run)
     low, high = within(predicted, estimate.step_spread, estimate.slow_spread)
     return Row(
@@ -107,6 +115,17 @@ def _row(run: Mapping[str, str], folder: Path) -> Row:
         predicted_seconds=predicted,
         sent_share=((share and share.communication_seconds) or 0.0) / estimate.step_seconds,
         is_within=low <= seconds <= high,
+        peak_of=kind,
+        published_peak_bytes=round(float(run["peak"]) * {"GiB": GIB, "bytes": 1}[unit])
+        if kind
+        else 0,
+        predicted_peak_bytes=(
+            estimate.peak_reserved_bytes if kind == "reserved" else estimate.peak_allocated_bytes
+        ),
+        peaks_in_update=(
+            breakdown.gradients_bytes > 0
+            and max(breakdown.activations_bytes, breakdown.logits_bytes) < MIB
+        ),
     )
 
 
@@ -248,6 +267,24 @@ def scalings(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def memory(rows: Sequence[Row]) -> str:
+    """Peaks of each GPU, where they are published."""
+    lines = [
+        "| row | run | peak | in the update | published, GiB | predicted | off |",
+        "|---|---|---|---|---:|---:|---:|",
+    ]
+    for row in rows:
+        # A fused loss, which is not predicted, is part of every other peak.
+        if not row.peak_of or (row.group == "fms, liger" and not row.peaks_in_update):
+            continue
+        off = row.predicted_peak_bytes / row.published_peak_bytes - 1
+        lines.append(
+            f"| {row.id} | {row.run} | {row.peak_of} | {'yes' if row.peaks_in_update else ''} "
+            f"| {row.published_peak_bytes / GIB:.2f} | {row.predicted_peak_bytes / GIB:.2f} | {off:+.2%} |"
+        )
+    return "\n".join(lines)
+
+
 def table(rows: Sequence[Row]) -> str:
     """Every row, the worst first."""
     lines = [
@@ -284,6 +321,7 @@ def main() -> None:
         "summary": summary(rows),
         "groups": groups(rows),
         "scaling": scalings(rows),
+        "memory": memory(rows),
         "rows": table(rows),
     }
     write_sections(STUDY / "README.md", sections)
