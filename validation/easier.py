@@ -2,6 +2,7 @@
 
     python -m validation.easier --questions 16 --seed 1   (adds to studies/answers/easier.jsonl, and its page)
     python -m validation.easier --tasks                   (other tasks and several GPUs, too)
+    python -m validation.easier --num-gpus 2              (several GPUs alone)
 
 Questions are drawn as validation.rivals draws them; every second names no method. Each is asked once more
 with less memory, higher odds, less host memory and a lower class, and with all the space `everything`. Both
@@ -78,7 +79,9 @@ def pairs(
     yield "less memory", asked | {"gpu_mem": f"{int(whole * chance.choice(_SHARES))}MiB"}, asked
     yield "higher odds", asked | {"odds": 0.999}, asked
     yield "a lower class", asked | {"allow": chance.choice(("exact", "numerics"))}, asked
-    yield "less host memory", asked | {"host_mem": chance.choice(("0", "4GB"))}, asked
+    # Where none is said, plans of checkpointing use none: that would not be the easier question.
+    little, much = chance.choice(("0", "4GB")), "64GB"
+    yield "less host memory", asked | {"host_mem": little}, asked | {"host_mem": much}
     if "task" not in asked and "num_gpus" not in asked:
         yield "a narrower space", asked, asked | {"space": "everything"}
 
@@ -161,12 +164,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tasks", action="store_true", help="other tasks and several GPUs, too")
     parser.add_argument("--out", type=Path, default=STUDY)
+    parser.add_argument("--num-gpus", type=int, default=1, help="GPUs that share each of them")
     options = parser.parse_args(arguments)
     chance = random.Random(options.seed)
     drawn = rivals.drawn_of_tasks(options.seed) if options.tasks else rivals.drawn(options.seed)
     for asked in itertools.islice(drawn, options.questions):
         if chance.random() < 0.5:
             asked = asked | {"methods": ()}
+        if options.num_gpus > 1:
+            asked = asked | {"num_gpus": options.num_gpus}
         for row in rows(asked, options.seed, chance):
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(json_records.plain(row)) + "\n")
