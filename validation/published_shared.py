@@ -131,6 +131,7 @@ def _row(run: Mapping[str, str], folder: Path) -> Row:
 
 def _settings(run: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {
+        "task": run["task"],
         "gpu": run["card"],
         "num_gpus": int(run["num_gpus"]),
         "parallelism": run["parallelism"],
@@ -206,6 +207,8 @@ def _published_seconds(run: Mapping[str, str]) -> float:
         return figure * samples * int(run["accumulation"]) / 1024
     if unit == "tokens per second of micro-steps":
         return samples * int(run["sequence_length"]) / figure
+    if unit == "samples per second":
+        return samples * int(run["accumulation"]) / figure
     assert unit == "tokens per second and GPU"
     tokens = int(run["micro_batch"]) * int(run["accumulation"]) * int(run["sequence_length"])
     return tokens / figure
