@@ -29,7 +29,7 @@ from autotune.errors import ConfigError, nearest
 # NVIDIA/nccl issue 1685: allocations of 10 and 2 MiB per channel and connection (32 channels on H100);
 # issue 864: a ring has two connections, memory grows with the channels. [judgement] one connection
 # holds buffers, and how many channels PCIe has.
-_CONSUMER = re.compile(r"GeForce|GTX|TITAN|RTX \d0[5-9]0\b")
+_WITHOUT_PEERS = re.compile(r"RTX \d0[5-9]0\b|TITAN RTX")
 _NCCL_CHANNEL_BYTES = 12 * MIB
 _NCCL_CHANNELS = {"NVLink": 32, "PCIe": 8}
 
@@ -148,12 +148,13 @@ class Gpu:
         return "PCIe" if self.nvlink_bandwidth_bytes_per_second is None else "NVLink"
 
     @property
-    def is_consumer(self) -> bool:
-        """Whether it is a GeForce or a TITAN, which reach no other card's memory over PCIe.
+    def reaches_peers(self) -> bool:
+        """Whether it reaches another card's memory over PCIe, where the machine lets it; no GeForce RTX does.
 
-        Source: NVIDIA/nccl-tests issue 117, cudaDeviceCanAccessPeer on RTX 2080 Ti and RTX 4090.
+        Source: cudaDeviceCanAccessPeer of RTX 2080 Ti in NVIDIA/nccl-tests issue 117; of later ones only a
+        patched driver lets them (tinygrad/open-gpu-kernel-modules).
         """
-        return _CONSUMER.search(self.name) is not None
+        return _WITHOUT_PEERS.search(self.name) is None
 
     @property
     def nccl_bytes(self) -> int:

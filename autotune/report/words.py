@@ -694,7 +694,7 @@ def over_pcie(answer: Answer) -> str:
         return ""
     rate = links.share_of(link, share.num_gpus) * link.bytes_per_second
     through, others = "", "A rented machine whose cards do not reach each other has 2 to 4 GB/s"
-    if known.is_consumer:
+    if not known.reaches_peers:
         through = ", through the host's memory as GeForce cards do"
         others = "Machines differ by a factor of 3 and more"
     return (

@@ -10,8 +10,8 @@ more there are. GeForce cards do not reach each other's memory at all: what they
 host's. Latencies are one server's (8 L40S); the rates are medians of what machines reach in training.
 
 Known limitations
-- PCIe differs by machine: the middle half of machines lies within a factor of 1.5 to 2 of the median, a
-  rented machine without peer access reaches a fifth of it (studies/kernels/LINKS.md). A probe says.
+- PCIe differs by machine: half of them lie within a factor of 2 to 3 of the median, a rented machine without
+  peer access reaches a fifth of it (studies/kernels/LINKS.md). A probe says.
 - Of what overlaps with kernels only DDP's gradients have been observed (hidden_seconds).
 - One machine. NVLink bridges are an NVLink of two cards, if the card says that it has one.
 - Broadcasts and all-to-alls: no step of autotune.predict.sharding has them. What each GPU sends to its
@@ -78,8 +78,8 @@ class Link:
 
 def kind_of(gpu: Gpu) -> str:
     """Kind of link between GPUs of this kind: NVLink, PCIe, or "PCIe, GeForce"."""
-    is_apart = gpu.interconnect == "PCIe" and gpu.is_consumer
-    return f"{gpu.interconnect}, GeForce" if is_apart else gpu.interconnect
+    is_direct = gpu.interconnect == "NVLink" or gpu.reaches_peers
+    return gpu.interconnect if is_direct else f"{gpu.interconnect}, GeForce"
 
 
 def link_of(gpu: Gpu) -> Link | None:

@@ -40,9 +40,10 @@ Known limitations
 - A compiled step: DDP clones what it returns, too, which is not counted.
 - Streams: what one has freed is taken to be free for it at once, though another may be at work on it.
 - FSDP2 in float16 is traced under autocast, though accelerate puts none around it.
-- Of the communication only DDP's gradients are taken to overlap with kernels, by half of what they may
-  (autotune.speed.links.hidden_seconds); Estimate.overlapped_step_seconds is the bound if all did. Two runs
-  on cards that reach each other slowly waited for all that FSDP sent (studies/published-shared).
+- Of the communication only DDP's gradients are taken to overlap with kernels, by six tenths of what they
+  may (autotune.speed.links.hidden_seconds); Estimate.overlapped_step_seconds is the bound if all did. On two
+  cards that reach each other slowly published runs waited for all that FSDP sent (studies/published-shared).
+- What ZeRO 2 and 3 cost beside what they send: by DeepSpeed of 2021 7 to 22 % (the same study).
 - Adapters under ZeRO run in 16 bits; beside codes their small casts under autocast are counted all the same,
   and QLoRA of an encoder was predicted 20 % too large (155 MiB).
 - Under ZeRO 1 and 2, whose GPUs keep other gradients, the first, the last and the one that keeps most are
