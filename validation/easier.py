@@ -45,8 +45,9 @@ _INTRODUCTION = """# Answers of easier questions
 
 Predicted, on 2 CPU cores without a GPU. `validation/easier.py` says what is asked: a question that leaves
 more open may have no slower answer, and none that gives up more. Nothing was measured. The 14 questions of
-seed 93 and the seven of seed 95 are of texts on one GPU, the 14 of seed 94 and the seven of seed 96 were
-drawn with `--tasks`; those without an answer, or whose harder question has none, are left out.
+seed 93, the seven of seed 95 and the four of seed 104 are of texts on one GPU, the 14 of seed 94 and the
+seven of seed 96 were drawn with `--tasks`, five of seed 102 and four of seed 103 have two and four GPUs;
+those without an answer, or whose harder question has none, are left out.
 """
 
 
