@@ -248,6 +248,19 @@ def test_messages_are_as_many_as_the_libraries_send() -> None:
     assert counts(zero("zero2"))[0]["all_reduce"] == counts(zero("zero1"))[1]["all_reduce"]
 
 
+@pytest.mark.parametrize(
+    # Frozen weights have no gradients.
+    ("config", "share"),
+    [(DDP, 2 / 3), (dataclasses.replace(LORA, parallelism="ddp"), 0.51)],
+)
+def test_the_backward_pass_hides_gradients_for_as_long_as_it_takes(
+    config: TrainConfig, share: float
+) -> None:
+    times = estimator(config)._times
+    sizes = (config.micro_batch_size, config.lora_rank or 0, config.precision)
+    assert times._backward_share(TraceSpec.of(config), *sizes) == pytest.approx(share, abs=0.02)
+
+
 @pytest.mark.parametrize("name", SHARING)
 def test_pcie_takes_longer_than_nvlink(name: str) -> None:
     config = dataclasses.replace(lora_on(name), parallelism=name)

@@ -9,8 +9,9 @@ import pytest
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.common.units import MIB
-from autotune.speed import links
+from autotune.speed import links, step_parts
 from autotune.speed.links import Link, Message
+from autotune.speed.sureness import spread_of
 
 
 def link(card: str) -> Link:
@@ -94,6 +95,15 @@ def test_cards_over_pcie_share_what_there_is(
 )
 def test_geforce_cards_send_through_the_host(card: str, kind: str) -> None:
     assert links.kind_of(find_gpu(card)) == kind
+
+
+def test_machines_with_pcie_differ_by_more_than_those_with_nvlink() -> None:
+    """A rented machine reaches a fifth of what others do."""
+    assert link("a100").spread < link("3090").spread < link("a40").spread
+    sure, unsure = (step_parts.of_links(2.0, link(card).spread) for card in ("a100", "a40"))
+    assert sure.seconds == unsure.seconds == 2.0
+    assert spread_of({"links": sure}) == pytest.approx(link("a100").spread)
+    assert spread_of({"links": unsure}) == pytest.approx(link("a40").spread)
 
 
 def test_some_of_the_gradients_is_hidden_behind_the_backward_pass() -> None:
