@@ -34,6 +34,7 @@ def written(gpu: Gpu, *, comments: Sequence[str] = ()) -> str:
         "context_mib": _over(gpu.context_bytes, MIB),
         "pcie_lanes": _lanes(gpu),
         "nvlink_gb_per_second": _over(gpu.nvlink_bandwidth_bytes_per_second, 1e9),
+        "between_gpus_gb_per_second": _over(gpu.reached_bytes_per_second, 1e9),
         "boost_mhz": _over(gpu.boost_clock_hertz, 1e6),
         "l2_mib": _over(gpu.l2_bytes, MIB),
         "measured_tflop_per_second": _tera(gpu.measured_flop_per_second) or None,

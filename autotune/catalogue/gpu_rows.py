@@ -72,6 +72,8 @@ class CardFile:
     """Memory of a process outside torch's allocator; None: by its multiprocessors."""
     pcie_lanes: Annotated[int, msgspec.Meta(ge=1, le=16)] = 16
     nvlink_gb_per_second: _Positive | None = None
+    between_gpus_gb_per_second: _Positive | None = None
+    """Bus bandwidth of large all-reduces among as many of them as share a run, whatever links them."""
     boost_mhz: _Positive | None = None
     l2_mib: _Positive | None = None
     measured_tflop_per_second: Mapping[str, _Positive] | None = None
@@ -82,14 +84,31 @@ class CardFile:
     """Rates that `autotune calibrate` measured on it."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CardLike:
+    """A card of the catalogue in somebody's machine, and what is otherwise there, as a TOML file has it."""
+
+    like: str
+    """A name of the catalogue's card."""
+    between_gpus_gb_per_second: _Positive
+
+
 def read_card(path: Path) -> dict[str, Any]:
     """Read the fields of a card of one's own from a TOML file with the keys of CardFile.
+
+    Where the file says `like`, its keys are CardLike's, and the fields those that differ, and `like`.
 
     Raises ConfigError.
     """
     text = files.read_text(path, 64 * KIB)
     try:
         found = tomllib.loads(text)
+        if "like" in found:
+            one = json_records.read(CardLike, found, "the card")
+            return {
+                "like": one.like,
+                "reached_bytes_per_second": one.between_gpus_gb_per_second * 1e9,
+            }
         every = dataclasses.fields(CardFile)
         required = (each.name for each in every if each.default is dataclasses.MISSING)
         if missing := [name for name in required if name not in found]:
@@ -245,6 +264,7 @@ def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
         rest["capacity_bytes"] = round(rest.pop("capacity_gib") * GIB)
     bandwidth = rest.pop("memory_bandwidth_gb_per_second", None)
     nvlink = rest.pop("nvlink_gb_per_second", None)
+    reached = rest.pop("between_gpus_gb_per_second", None)
     boost_mhz = rest.pop("boost_mhz", None)
     l2_mib = rest.pop("l2_mib", None)
     peaks = {dtype: peak * 1e12 for dtype, peak in rest.pop("peak_tflop_per_second").items()}
@@ -256,6 +276,7 @@ def fields_of(row: Mapping[str, Any]) -> dict[str, Any]:
         "nominal_memory_bytes": rest.pop("memory_nominal_gib") * GIB,
         "memory_bandwidth_bytes_per_second": None if bandwidth is None else bandwidth * 1e9,
         "nvlink_bandwidth_bytes_per_second": None if nvlink is None else nvlink * 1e9,
+        "reached_bytes_per_second": None if reached is None else reached * 1e9,
         "peak_flop_per_second": peaks,
         "measured_flop_per_second": best,
         "boost_clock_hertz": None if boost_mhz is None else boost_mhz * 1e6,

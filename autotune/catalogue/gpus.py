@@ -88,6 +88,9 @@ class Gpu:
     nvlink_bandwidth_bytes_per_second: float | None = None
     """Bandwidth in one direction, all links of the card together. None: its machines connect cards over PCIe;
     a bridge that is sold apart is not counted on."""
+    reached_bytes_per_second: float | None = None
+    """Rate at which each of several GPUs sends to the others of its machine, as a file says that nccl-tests
+    measured it there (busbw); None: by the kind of link."""
     source: str
     confidence: str
     """How sure the row is: high, medium, low; `detected` for a card that is here but not in the catalogue."""
@@ -181,11 +184,17 @@ def of_name(name: str) -> Gpu | None:
 def find_gpu(name: str) -> Gpu:
     """Return the catalogue's card of that name: full, slug or alias, in any case or punctuation.
 
-    A name that ends in .toml is a file with a card of one's own (CardFile). Raises ConfigError with the
-    nearest known names.
+    A name that ends in .toml is a file with a card of one's own (CardFile), or with what is otherwise about
+    one of the catalogue's (CardLike). Raises ConfigError with the nearest known names.
     """
     if name.endswith(".toml"):
-        return Gpu(**gpu_rows.read_card(Path(name)))
+        fields = gpu_rows.read_card(Path(name))
+        like = fields.pop("like", None)
+        return Gpu(**fields) if like is None else replace(_of_catalogue(like), **fields)
+    return _of_catalogue(name)
+
+
+def _of_catalogue(name: str) -> Gpu:
     card = _by_key().get(_key(name))
     if card is None:
         known = [gpu.slug for gpu in catalogue()]

@@ -19,6 +19,8 @@ def per_gpu(
     exchange: Exchange | None,
     state: StateBytes,
     seconds: StepSeconds | None,
+    *,
+    link_is_measured: bool,
 ) -> PerGpu | None:
     """Holdings and messages of each of several GPUs; None of one that runs alone."""
     if exchange is None:
@@ -35,6 +37,8 @@ def per_gpu(
         sent_bytes_per_step=round(exchange.sent_bytes(config.gradient_accumulation_steps)),
         layers=exchange.layers,
         communication_seconds=None if seconds is None else seconds.communication_seconds,
+        link_bytes_per_second=None if seconds is None else seconds.link_bytes_per_second,
+        link_is_measured=link_is_measured,
         hidden_seconds=0.0 if seconds is None else seconds.hidden_seconds,
     )
 

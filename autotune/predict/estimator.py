@@ -504,6 +504,7 @@ class Estimator:
                 self._times.exchange(spec, config.samples_per_pass, rank),
                 state,
                 seconds,
+                link_is_measured=self.gpu.reached_bytes_per_second is not None,
             ),
             is_bound=config.is_compiled and not self.is_compiled_step(config),
             compile_seconds=self._compile_seconds(config, spec, rank),

@@ -44,6 +44,8 @@ class StepSeconds:
     optimizer_step_seconds: float
     total_seconds: float
     bound: str
+    link_bytes_per_second: float | None = None
+    """Rate at which each GPU is taken to send large messages; None: there is one GPU."""
     communication_seconds: float = 0.0
     """Part of the total that goes into communication with the other GPUs."""
     hidden_seconds: float = 0.0
@@ -199,6 +201,8 @@ class StepTimes:
             total_seconds=(1 + waiting) * alone.total_seconds + sent + others,
             bound=bound,
             communication_seconds=sent,
+            link_bytes_per_second=links.share_of(self._link, num_gpus)
+            * self._link.bytes_per_second,
             hidden_seconds=hidden,
             waiting_seconds=waiting * alone.total_seconds,
         )

@@ -267,6 +267,10 @@ class PerGpu:
     """Seconds of an optimizer step in which it waits for communication; None where a rate is unknown."""
     layers: tuple[int, ...] = ()
     """Number of layers that each GPU has, where they are dealt out: figures are of the fullest GPU."""
+    link_bytes_per_second: float | None = None
+    """Rate at which each GPU is taken to send large messages to the others; None where it is unknown."""
+    link_is_measured: bool = False
+    """Whether a file of the card says that rate."""
     hidden_seconds: float = 0.0
     """Seconds of communication while kernels run, which are no part of the step's time."""
 

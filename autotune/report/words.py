@@ -31,7 +31,6 @@ from autotune.space.precisions import PRECISIONS, QUANTIZATIONS
 from autotune.space.tradeoffs import loses_small_updates, trains_bfloat16
 from autotune.space.trainers import BY_TASK, TRAINERS, row_of
 from autotune.space.words import describe, difference
-from autotune.speed import links
 from autotune.speed.origin import RatesFrom
 from autotune.speed.sureness import within
 
@@ -689,17 +688,17 @@ def over_pcie(answer: Answer) -> str:
     if answer.measured is not None or share is None or not seconds or known is None:
         return ""
     sends = (share.communication_seconds or 0.0) / seconds >= _MUCH_SENDING
-    link = links.link_of(known)
-    if not sends or link is None or known.interconnect != "PCIe":
+    rate = share.link_bytes_per_second
+    if not sends or rate is None or share.link_is_measured or known.interconnect != "PCIe":
         return ""
-    rate = links.share_of(link, share.num_gpus) * link.bytes_per_second
     through, others = "", "A rented machine whose cards do not reach each other has 2 to 4 GB/s"
     if not known.reaches_peers:
         through = ", through the host's memory as GeForce cards do"
         others = "Machines differ by a factor of 3 and more"
     return (
         f"{share.num_gpus} GPUs are taken to send {rate / 1e9:.2g} GB/s each over PCIe{through}. {others}, "
-        "and then the answer may be another: on the machine itself --backend cuda measures."
+        "and then the answer may be another: on the machine itself --backend cuda measures, and a file may say "
+        "what nccl-tests do (docs/how-to/another-card.md)."
     )
 
 

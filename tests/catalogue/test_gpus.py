@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from fake_nvml import fake_nvml
 
+from autotune.catalogue import card_file
 from autotune.catalogue.gpu_rows import PEAK_DTYPES
 from autotune.catalogue.gpus import Gpu, catalogue, detect, find_gpu, for_budget
 from autotune.common.units import GIB, MIB
@@ -349,6 +350,37 @@ def test_a_card_of_ones_own(tmp_path: Path) -> None:
     path.write_text(CARD + "capacity_gib = 19.5\ncontext_mib = 300\n")
     card = find_gpu(str(path))
     assert (card.capacity_bytes, card.context_bytes) == (19.5 * GIB, 300 * MIB)
+
+
+def test_a_card_of_the_catalogue_in_a_machine_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "card.toml"
+    path.write_text('like = "rtx-3090"\nbetween_gpus_gb_per_second = 12\n')
+    card = find_gpu(str(path))
+    assert card == dataclasses.replace(find_gpu("rtx-3090"), reached_bytes_per_second=12e9)
+    assert 'between_gpus_gb_per_second" = 12.0' in card_file.written(card)
+    path.write_text(card_file.written(card))
+    assert find_gpu(str(path)).reached_bytes_per_second == 12e9
+    assert find_gpu("rtx-3090").reached_bytes_per_second is None
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('like = "rtx-3091"\nbetween_gpus_gb_per_second = 12', "rtx-3091"),
+        ('like = "other.toml"\nbetween_gpus_gb_per_second = 12', "other.toml"),
+        ('like = "rtx-3090"', "between_gpus_gb_per_second"),
+        ('like = "rtx-3090"\nbetween_gpus_gb_per_second = 0', "between_gpus_gb_per_second"),
+        ('like = "rtx-3090"\nbetween_gpus_gb_per_second = 12\nnum_sms = 9', "num_sms"),
+        ("like = 3090\nbetween_gpus_gb_per_second = 12", "like"),
+    ],
+)
+def test_a_file_of_a_card_of_the_catalogue_with_a_mistake_names_it(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    path = tmp_path / "card.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        find_gpu(str(path))
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,7 @@ def test_gpus_add_what_they_send_and_copy_to_micro_steps_and_to_the_update() -> 
         optimizer_step_seconds=pytest.approx((1 + waiting) * 2.0 + once),
         total_seconds=pytest.approx((1 + waiting) * 6.0 + 4 * each + once),
         bound=found.bound,
+        link_bytes_per_second=pytest.approx(links.share_of(link, 2) * link.bytes_per_second),
         communication_seconds=pytest.approx(4 * sent_each + sent_once),
         waiting_seconds=pytest.approx(waiting * 6.0),
     )

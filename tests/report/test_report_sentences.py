@@ -223,7 +223,10 @@ def test_a_confirmation_says_over_what(changes: dict[str, Any], said: str) -> No
 
 
 RENTED = "A rented machine whose cards do not reach each other has 2 to 4 GB/s"
-MEASURE = "and then the answer may be another: on the machine itself --backend cuda measures."
+MEASURE = (
+    "and then the answer may be another: on the machine itself --backend cuda measures, and a file may say "
+    "what nccl-tests do (docs/how-to/another-card.md)."
+)
 
 
 @pytest.mark.parametrize(
@@ -239,13 +242,13 @@ MEASURE = "and then the answer may be another: on the machine itself --backend c
             2,
             8.0,
             "NVIDIA A40",
-            f"2 GPUs are taken to send 19 GB/s each over PCIe. {RENTED}, {MEASURE}",
+            f"2 GPUs are taken to send 13 GB/s each over PCIe. {RENTED}, {MEASURE}",
         ),
         (
             2,
             2.0,
             "NVIDIA RTX 3090",
-            "2 GPUs are taken to send 3.7 GB/s each over PCIe, through the host's memory as GeForce cards "
+            "2 GPUs are taken to send 13 GB/s each over PCIe, through the host's memory as GeForce cards "
             f"do. Machines differ by a factor of 3 and more, {MEASURE}",
         ),
         (4, 1.99, "NVIDIA L4", ""),
@@ -257,10 +260,16 @@ def test_what_rests_on_a_usual_machines_pcie_is_said_from_a_quarter_of_a_step_on
     num_gpus: int, sent_seconds: float, gpu: str, text: str
 ) -> None:
     """A step takes 8 s, and an H100 of that kind has NVLink."""
-    best = answers.estimate(per_gpu=answers.shared(num_gpus, sent_seconds))
+    share = answers.shared(num_gpus, sent_seconds)
+    share = dataclasses.replace(share, link_bytes_per_second=13.1e9)
+    best = answers.estimate(per_gpu=share)
     assert words.over_pcie(answers.answer(best=best, gpu=gpu)) == text
     measured = answers.answer(best=best, gpu=gpu, measured=answers.measured())
     assert words.over_pcie(measured) == ""
+    # Nothing is said where somebody measured the links, or where an answer of an older version has no rate.
+    for changes in ({"link_is_measured": True}, {"link_bytes_per_second": None}):
+        other = dataclasses.replace(share, **changes)  # type: ignore[arg-type]
+        assert words.over_pcie(answers.answer(best=answers.estimate(per_gpu=other), gpu=gpu)) == ""
 
 
 def test_nothing_is_said_of_pcie_where_nothing_is_known_to_be_sent() -> None:

@@ -1020,7 +1020,8 @@ def test_what_each_of_several_gpus_holds_is_told() -> None:
         ("NVIDIA RTX 5090", 1.9, False),
         ("NVIDIA H200", 2.1, False),
     ):
-        sends = answers.estimate(config, per_gpu=answers.shared(8, sent_seconds))
+        share = dataclasses.replace(answers.shared(8, sent_seconds), link_bytes_per_second=2.5e9)
+        sends = answers.estimate(config, per_gpu=share)
         over = answers.answer(best=sends, gpu=card)
         assert (
             any(

@@ -97,6 +97,19 @@ def test_geforce_cards_send_through_the_host(card: str, kind: str) -> None:
     assert links.kind_of(find_gpu(card)) == kind
 
 
+@pytest.mark.parametrize("card", ["3090", "a40", "a100", "h100"])
+def test_links_that_somebody_measured_are_as_fast_as_that(card: str) -> None:
+    """Whatever their kind, of however many GPUs, all-gathers as all-reduces."""
+    of_card = dataclasses.replace(find_gpu(card), reached_bytes_per_second=11e9)
+    found = links.link_of(of_card)
+    assert found is not None
+    assert found.spread < link(card).spread
+    for num_gpus, operation in itertools.product((2, 4, 8), links.RINGS):
+        message = [Message(operation=operation, num_bytes=2**30)]
+        rate = links.sent_bytes(message, num_gpus) / links.seconds(message, found, num_gpus)
+        assert rate == pytest.approx(11e9, rel=0.05)
+
+
 def test_machines_with_pcie_differ_by_more_than_those_with_nvlink() -> None:
     """A rented machine reaches a fifth of what others do."""
     assert link("a100").spread < link("3090").spread < link("a40").spread
