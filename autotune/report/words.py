@@ -697,8 +697,8 @@ def over_pcie(answer: Answer) -> str:
         others = "Machines differ by a factor of 3 and more"
     return (
         f"{share.num_gpus} GPUs are taken to send {rate / 1e9:.2g} GB/s each over PCIe{through}. {others}, "
-        "and then the answer may be another: on the machine itself --backend cuda measures, and a file may say "
-        "what nccl-tests do (docs/how-to/another-card.md)."
+        "and then the answer may be another: on the machine itself --backend cuda measures, and a file may "
+        "say what nccl-tests do (docs/how-to/another-card.md)."
     )
 
 
