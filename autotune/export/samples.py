@@ -27,11 +27,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("output", "response", "answer", "solution"),
     ),
     "source-target": (
-        ("source", "text", "input", "document", "article", "dialogue"),
-        ("target", "output", "summary", "highlights"),
+        ("source", "text", "input", "document", "article", "dialogue", "input_text", "inputs"),
+        ("target", "output", "summary", "highlights", "target_text", "targets"),
     ),
-    "labels": (("text",), ("label", "labels")),
+    "labels": (
+        ("text", "sentence", "tweet", "review", "content", "input_text", "text_a"),
+        ("label", "labels", "category", "intent", "sentiment", "emotion", "class", "target"),
+    ),
     "tagged": (("tokens", "words"), ("ner_tags", "tags", "labels")),
+    "spans": (("text",), ("entities", "spans")),
     "question-context": (("question",), ("answers", "answer")),
     "pictures": (("image", "img", "picture"), ("label", "labels")),
     "sounds": (("audio", "sound"), ("text", "sentence", "transcription", "transcript")),
@@ -42,7 +46,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompts": (("prompt",), ()),
     "pairs": (
         ("anchor", "query", "question", "sentence1"),
-        ("positive", "answer", "response", "document", "passage", "sentence2"),
+        ("positive", "pos", "answer", "response", "document", "passage", "sentence2"),
     ),
 }
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
@@ -61,9 +65,21 @@ OFTEN_READ = (
     *INPUTS,
     "label",
 )
+PICTURES = ("image", "images")
+# And those that a format's samples are often about, or are answered by, whose texts lack them.
+OFTEN_BESIDE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("prompt-completion", "instruction", "source-target"),
+        (*PICTURES, "options", "choices", "reasoning", "reasoning_content", "thinking", "solution"),
+    ),
+    "chat": (*PICTURES, "chosen", "rejected"),
+    "labels": ("text_b", "sentence2"),
+    "text": (*PICTURES, *FORMATS["labels"][1], *FORMATS["spans"][1]),
+}
 FREE = (
     "prompts",
     "tagged",
+    "spans",
     "pictures",
     "sounds",
     "labelled-sounds",
@@ -80,7 +96,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("chat", "prompt-completion", "instruction", "source-target", "text"),
     "masked-lm": ("text",),
     "sequence-classification": ("labels",),
-    "token-classification": ("tagged",),
+    "token-classification": ("tagged", "spans"),
     "question-answering": ("question-context",),
     "image-classification": ("pictures",),
     "automatic-speech-recognition": ("sounds",),
@@ -180,7 +196,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
                 'Samples are objects: {"text": "..."}, {"messages": [...]}',
             )
         if recognised is None:
-            recognised = recognise(row, columns, task)
+            is_table = ending_of(name) in TABLES
+            recognised = recognise(row, columns, task, is_table=is_table)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
             about = field_of(row, BESIDE.get(recognised[0], ()))
             beside = READ_BESIDE.get(recognised[0], ()) if task == "causal-lm" else ()
@@ -214,7 +231,9 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     return Samples(form, read, *fields, has_weights, is_sharegpt, folder, unread)
 
 
-def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
+def recognise(
+    row: Mapping[str, Any], columns: Columns, task: str, *, is_table: bool = False
+) -> tuple[str, str, str | None]:
     """The format of a row, and the fields that hold it."""
     possible = FORMATS_OF_TASKS[task]
     if columns.format is not None and columns.format not in possible:
@@ -240,11 +259,31 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
         remedy += f". As they are, they are for --task {others}" if others else ""
     elif others:
         remedy = f"Such samples are for --task {others}"
+    remedy += hint_of(row, possible, is_table=is_table)
     held = [str(name) for name, value in row.items() if value is not None]
     empty = [str(name) for name, value in row.items() if value is None]
     has = f"the fields {shown(', '.join(held))}" if held else "no field that holds something"
     without = f" (nothing in {shown(', '.join(empty))})" if empty else ""
     raise UnusableData(f"sample 1 has {has}{without}, and {task} takes {wanted}", remedy)
+
+
+def hint_of(row: Mapping[str, Any], possible: Iterable[str], *, is_table: bool) -> str:
+    """A sentence about a row that is no sample, where something is known of such rows."""
+    names = {str(name).strip().lower() for name in row}
+    if {"role", "content"} <= names or {"from", "value"} <= names:
+        return (
+            '. It is a message: a sample is a chat, {"messages": [...]}, with all of its messages'
+        )
+    chat = field_of(row, FORMATS["chat"][0])
+    if "chat" in possible and chat is not None and isinstance(row[chat], str):
+        return f". {chat} is a text, no list of messages: --format text --text-field {chat} trains on it"
+    known = {each for fields in FORMATS.values() for some in fields for each in some}
+    if is_table and not names & known:
+        return (
+            ". The first line of a table is read as the names of its fields: where it is a sample, "
+            "write a line of names above it"
+        )
+    return ""
 
 
 def unread_of(
@@ -263,8 +302,13 @@ def unread_of(
     }
     read = {*names, about, *more.get(form, ()), *(field_of(row, each) for each in beside)}
     said = [str(name) for name, value in row.items() if value or isinstance(value, (int, float))]
+    often = (*OFTEN_READ, *OFTEN_BESIDE.get(form, ()))
+    if form == "preferences" and row.get("prompt") is None and isinstance(row.get("chosen"), str):
+        often += FORMATS["chat"][
+            0
+        ]  # Else the answers are messages themselves, what is asked among them.
     held = [name for name in said if name not in read]
-    return tuple(name for name in held if name.lower() in OFTEN_READ and form not in FREE)
+    return tuple(name for name in held if name.lower() in often and form not in FREE)
 
 
 def words_of(name: str) -> str:
@@ -398,6 +442,46 @@ def read_tagged(row: Mapping[str, Any], text_field: str, answer_field: str, plac
     return Sample(text=words, answer=tags)
 
 
+# A character of a script without spaces, a word, or a mark.
+WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff]|[^\\W\u3040-\u30ff\u3400-\u9fff]+|[^\\w\\s]")
+
+
+def read_spans(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
+    """The words of a text, each with a tag: B- and I- before the label of a span that it is in, else O."""
+    text, spans = row[text_field], read_json(row[answer_field]) or []
+    check_text(text, text_field, place)
+    words = list(WORD.finditer(text))
+    tags = ["O"] * len(words)
+    for found in spans if isinstance(spans, list) else [spans]:
+        start, end, label = span_of(found)
+        is_span = isinstance(start, int) and isinstance(end, int) and isinstance(label, str)
+        inside = [
+            number
+            for number, word in enumerate(words if is_span else ())
+            if word.start() < end and word.end() > start
+        ]
+        if not inside:
+            raise UnusableData(
+                f"{place} has no span of its text in {answer_field}: {shown(found)}",
+                "A span has start, end and label; both are numbers of characters before it ends or begins",
+            )
+        for number in inside:
+            tags[number] = f"{'B' if number == inside[0] else 'I'}-{label}"
+    return Sample(text=[word.group() for word in words], answer=tags)
+
+
+def span_of(found: Any) -> tuple[Any, Any, Any]:
+    """Where a span begins and ends, and its label, as spaCy, Prodigy and doccano have them."""
+    if isinstance(found, (list, tuple)) and len(found) == 3:
+        return found[0], found[1], found[2]
+    if not isinstance(found, Mapping):
+        return None, None, None
+    fields = (("start", "start_offset"), ("end", "end_offset"), ("label", "type", "entity"))
+    names = [field_of(found, each) for each in fields]
+    start, end, label = (None if name is None else found[name] for name in names)
+    return start, end, label
+
+
 def read_question(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
     """A question, its context, and where the first answer is in it; None where there is no answer."""
     context = row.get("context")
@@ -458,6 +542,7 @@ def read_spoken(row: Mapping[str, Any], text_field: str, answer_field: str, plac
 
 READ_BY_FIELDS: dict[str, Callable[..., Sample]] = {
     "tagged": read_tagged,
+    "spans": read_spans,
     "question-context": read_question,
     "pictures": read_with_class,
     "labelled-sounds": read_with_class,
@@ -512,9 +597,16 @@ def read_together(
     if form == "rated-pairs":
         rating = held.pop()
         check_rating(row[rating], rating, place)
-    for name in held:
-        check_text(row[name], name, place)
-    return [Sample(text=row[name]) for name in held]
+    texts = {name: first_of(row[name]) for name in held}
+    for name, text in texts.items():
+        check_text(text, name, place)
+    return [Sample(text=text) for text in texts.values()]
+
+
+def first_of(value: Any) -> Any:
+    """The first of several texts, as FlagEmbedding's files have them; another value as it is."""
+    is_such = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+    return value[0] if is_such else value
 
 
 def check_rating(value: Any, name: str, place: str) -> None:
@@ -627,6 +719,8 @@ def read_content(content: Any, place: str) -> str | None:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
+        if text is None and isinstance(part, Mapping) and part.get("type") == "text":
+            text = part.get("value")  # LLaMA-Factory 1 has it so.
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise UnusableData(
@@ -721,13 +815,14 @@ def refuse_file(name: str) -> NoReturn:
 
 
 PACKED = (".gz", ".zst", ".xz", ".bz2")
+TABLES = (".csv", ".tsv")
 
 # How a file is read by its ending: the name for it in `datasets`, or a function. Others are texts.
 READERS: dict[str, str | Callable[[str], Iterable[Any]]] = {
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
     ".json": read_json_file,
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys(TABLES, "csv"),
     **{kind + packed: "json" for kind in (".jsonl", ".ndjson", ".json") for packed in PACKED},
     ".parquet": "parquet",
     ".arrow": "arrow",

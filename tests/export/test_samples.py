@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autotune.export import samples
 from autotune.export.samples import (
     FORMATS,
     Columns,
@@ -58,6 +59,10 @@ def test_the_formats_have_one_list() -> None:
         ({"input": "a", "output": "b"}, "causal-lm", "source-target", "a", "b"),
         ({"id": 1, "article": "a", "highlights": "b"}, "seq2seq-lm", "source-target", "a", "b"),
         ({"text": "a", "label": 0}, "sequence-classification", "labels", "a", 0),
+        ({"tweet": "a", "category": "b"}, "sequence-classification", "labels", "a", "b"),
+        ({"id": 1, "text": "a", "intent": "b"}, "sequence-classification", "labels", "a", "b"),
+        ({"input_text": "a", "target_text": "b"}, "seq2seq-lm", "source-target", "a", "b"),
+        ({"inputs": "a", "targets": "b"}, "causal-lm", "source-target", "a", "b"),
         ({"tokens": ["a", "b"], "ner_tags": [0, 3]}, "token-classification", "tagged", ["a", "b"], [0, 3]),
         ({**ASKED, "answers": SQUAD}, "question-answering", "question-context", "a", (2, 3)),
         ({**ASKED, "answers": NONE}, "question-answering", "question-context", "a", None),
@@ -109,6 +114,20 @@ def test_the_field_of_what_an_instruction_is_about_is_known(
         ({"text": "t", "label": 0}, "sequence-classification", ()),
         ({"prompt": "p", "completion": "c", "label": False}, "kto", ()),
         ({"sentence1": "a", "sentence2": "b", "label": 0.5}, "sentence-similarity", ()),
+        ({"question": "q", "options": ["x", "y"], "image": "a.png", "answer": "A"}, "causal-lm",
+         ("options", "image")),
+        ({"instruction": "a", "Reasoning": "r", "output": "b"}, "seq2seq-lm", ("Reasoning",)),
+        ({"prompt": "p", "solution": "s", "answer": "3"}, "causal-lm", ("solution",)),
+        ({"messages": CHAT, "image": "a.png"}, "causal-lm", ("image",)),
+        ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "causal-lm",
+         ("chosen", "rejected")),
+        ({"text": "t", "category": "c", "spans": [], "entities": [{"start": 0}]}, "causal-lm",
+         ("category", "entities")),
+        ({"category": "c", "instruction": "a", "output": "b"}, "causal-lm", ()),
+        ({"conversations": SHAREGPT[:1], "chosen": "a", "rejected": "b"}, "dpo", ("conversations",)),
+        ({"messages": CHAT, "prompt": "p", "chosen": "a", "rejected": "b"}, "dpo", ()),
+        ({"messages": CHAT, "chosen": CHAT, "rejected": CHAT}, "dpo", ()),
+        ({"text_a": "a", "text_b": "b", "label": 1}, "sequence-classification", ("text_b",)),
     ],
 )  # fmt: skip
 def test_fields_that_others_train_on_are_known_where_nothing_reads_them(
@@ -235,6 +254,7 @@ def test_an_answer_without_a_label_is_refused(
         ({"conversations": SHAREGPT, "text": "hi hello"}, 0),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, 1),
         ({"messages": [{**CHAT[0], "content": [{"type": "text", "text": "hi"}]}, CHAT[1]]}, 0),
+        ({"messages": [{**CHAT[0], "content": [{"type": "text", "value": "hi"}]}, CHAT[1]]}, 0),
         ({"messages": [{**CHAT[0], "tool_calls": None}, CHAT[1]]}, 0),
     ],
 )
@@ -420,7 +440,8 @@ def test_texts_that_are_compared_are_recognised_by_their_fields(
         ({"score": "high"}, "Sample 1 has no number in score: high"),
         ({"score": float("nan")}, "Sample 1 has no number in score: nan"),
         ({"label": 2}, "Sample 1 has the label 2, a class"),
-        ({"negative": ["c", "d"]}, "Sample 1 has no text in negative"),
+        ({"negative": ["c", 4]}, "Sample 1 has no text in negative"),
+        ({"negative": []}, "Sample 1 has no text in negative"),
     ],
 )
 def test_what_is_compared_must_be_texts_and_ratings_numbers(
@@ -428,6 +449,87 @@ def test_what_is_compared_must_be_texts_and_ratings_numbers(
 ) -> None:
     with pytest.raises(UnusableData, match=said):
         read(tmp_path, {"sentence1": "a", "sentence2": "b", **more}, task="sentence-similarity")
+
+
+def test_of_several_texts_that_are_compared_the_first_is_taken(tmp_path: Path) -> None:
+    found = read(
+        tmp_path, {"query": "a", "pos": ["b"], "neg": ["c", "d"]}, task="sentence-similarity"
+    )
+    assert (found.format, found.answer_field, found.input_field) == ("triplets", "pos", "neg")
+    assert [sample.text for sample in found.samples] == ["a", "b", "c"]
+
+
+SPANNED = "In New York, 北京 too"
+
+
+@pytest.mark.parametrize(
+    ("field", "spans", "tags"),
+    [
+        ("entities", [{"start": 3, "end": 11, "label": "CITY"}], "O B-CITY I-CITY O O O O"),
+        ("spans", [{"start": 13, "end": 15, "label": "CITY", "id": 4}], "O O O O B-CITY I-CITY O"),
+        ("Entities", [[7, 9, "X"], (0, 2, "Y")], "B-Y O B-X O O O O"),
+        ("entities", [{"start_offset": 0, "end_offset": 11, "type": "X"}], "B-X I-X I-X O O O O"),
+        ("entities", '[{"start": 0, "end": 2, "entity": "X"}]', "B-X O O O O O O"),
+        ("spans", [], "O O O O O O O"),
+    ],
+)
+def test_a_text_with_spans_is_read_as_words_with_tags(
+    tmp_path: Path, field: str, spans: Any, tags: str
+) -> None:
+    found = read(tmp_path, {"text": SPANNED, field: spans}, task="token-classification")
+    assert (found.format, found.text_field, found.answer_field) == ("spans", "text", field)
+    [sample] = found.samples
+    assert sample.text == ["In", "New", "York", ",", "北", "京", "too"]
+    assert sample.answer == tags.split()
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        {"start": 40, "end": 44, "label": "X"},
+        {"start": 2, "end": 3, "label": "X"},
+        {"start": 0, "end": "2", "label": "X"},
+        {"start": 0, "end": 2},
+        [0, 2],
+        "York",
+    ],
+)
+def test_a_span_that_covers_no_word_is_said(tmp_path: Path, span: Any) -> None:
+    with pytest.raises(UnusableData, match="Sample 1 has no span of its text in entities"):
+        read(tmp_path, {"text": SPANNED, "entities": [span]}, task="token-classification")
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"role": "user", "content": "hi"}, "It is a message: a sample is a chat"),
+        ({"from": "human", "value": "hi"}, "It is a message: a sample is a chat"),
+        ({"conversation": "a: hi"}, "--format text --text-field conversation trains on it"),
+    ],
+)
+def test_rows_that_are_nearly_samples_are_known(
+    tmp_path: Path, row: dict[str, str], hint: str
+) -> None:
+    with pytest.raises(UnusableData, match=re.escape(hint)):
+        read(tmp_path, row)
+
+
+def test_the_hint_of_a_chat_that_is_a_text_works(tmp_path: Path) -> None:
+    row = {"conversation": "a: hi"}
+    assert read(tmp_path, row, format="text", text_field="conversation").samples[0].text == "a: hi"
+
+
+def test_a_table_without_a_line_of_names_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, Any]] = [{"a lovely film": "dull", "1": 0}]
+    monkeypatch.setattr(samples, "read_rows", lambda _: rows)
+    for name, is_told in (("films.tsv", True), ("films.CSV", True), ("films.jsonl", False)):
+        with pytest.raises(UnusableData) as error:
+            read_samples(name, Columns(), "sequence-classification")
+        assert ("The first line of a table" in str(error.value)) == is_told
+    rows[0] = {"title": "a", "text": "b"}
+    with pytest.raises(UnusableData) as error:
+        read_samples("films.tsv", Columns(), "sequence-classification")
+    assert "The first line of a table" not in str(error.value)
 
 
 def test_all_samples_have_the_field_beside_texts_that_the_first_has(tmp_path: Path) -> None:
