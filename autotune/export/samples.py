@@ -54,6 +54,8 @@ INPUTS = ("input", "context")  # fields of what an instruction is about
 SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
 HISTORY = ("history",)  # fields of the turns before an instruction
 READ_BESIDE = {"chat": (SYSTEM,), "instruction": (SYSTEM, HISTORY)}  # by a causal language model
+KNOWN_FIELDS = tuple(each for fields in FORMATS.values() for some in fields for each in some)
+MOST_WORDS = 5_000  # of a sentence: in a file that has more, nothing parts them
 # Fields that some formats have beside theirs: where nothing reads them, samples may lack what they are about.
 OFTEN_READ = (
     "prompt",
@@ -188,7 +190,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     recognised: tuple[str, str, str | None] | None = None
     system_field: str | None = None
     history_field: str | None = None
-    for number, row in enumerate(read_rows(name), start=1):
+    reader = read_tagged_lines if task == "token-classification" and has_lines(name) else read_rows
+    for number, row in enumerate(reader(name), start=1):
         place = f"sample {number}"
         if not isinstance(row, Mapping):
             raise UnusableData(
@@ -277,8 +280,7 @@ def hint_of(row: Mapping[str, Any], possible: Iterable[str], *, is_table: bool) 
     chat = field_of(row, FORMATS["chat"][0])
     if "chat" in possible and chat is not None and isinstance(row[chat], str):
         return f". {chat} is a text, no list of messages: --format text --text-field {chat} trains on it"
-    known = {each for fields in FORMATS.values() for some in fields for each in some}
-    if is_table and not names & known:
+    if is_table and not names & {*KNOWN_FIELDS}:
         return (
             ". The first line of a table is read as the names of its fields: where it is a sample, "
             "write a line of names above it"
@@ -670,7 +672,11 @@ def read_answer(row: Mapping[str, Any], prompt: Any, answer: Any, place: str) ->
 
 def check_text(value: Any, name: str | None, place: str) -> None:
     if name is not None and not isinstance(value, str):
-        raise UnusableData(f"{place} has no text in {name}: {shown(value)}")
+        is_json = isinstance(value, (dict, list))
+        raise UnusableData(
+            f"{place} has no text in {name}: {shown(value)}",
+            "Write JSON that is to be learnt as a text" if is_json else "",
+        )
 
 
 def read_messages(found: Any, place: str) -> list[dict[str, Any]]:
@@ -691,6 +697,11 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
     role = message.pop("from", None) or message.get("role")
     content = message.pop("value", None) if "content" not in message else message["content"]
     role = ROLES.get(str(role), role)
+    if role is None:
+        raise UnusableData(
+            f"{place} has no role; it has {shown(', '.join(map(str, message)))}",
+            "Messages have role and content, or from and value",
+        )
     if role not in KNOWN_ROLES:
         known = ", ".join((*KNOWN_ROLES, *ROLES))
         raise UnusableData(f"{place} has the role {shown(role)}", f"Known are {known}")
@@ -763,7 +774,63 @@ def read_rows(name: str) -> Iterable[Any]:
 
 
 def read_texts(name: str) -> Iterator[dict[str, str]]:
-    return ({"text": line.rstrip("\n")} for line in opened(name) if line.strip())
+    return ({"text": line.rstrip("\n")} for line in lines_of(name) if line.strip())
+
+
+def lines_of(name: str) -> Iterator[str]:
+    """The lines of a file of texts, which JSON is not."""
+    for number, line in enumerate(opened(name), start=1):
+        if number == 1 and line.startswith("{") and isinstance(read_json(line), dict):
+            raise UnusableData(
+                "its first line is JSON, and its name is one of a file of texts",
+                "A file with an object a line is named .jsonl",
+            )
+        yield line
+
+
+def has_lines(name: str) -> bool:
+    """Whether it is a file of words, a line for each: of no known kind, or a table without names."""
+    ending = ending_of(name)
+    if not os.path.isfile(name) or ending not in (None, ".txt", ".tsv"):
+        return False
+    first = {each.strip().lower() for each in next(opened(name), "").split("\t")}
+    return not first & {*KNOWN_FIELDS}
+
+
+def read_tagged_lines(name: str) -> Iterator[dict[str, list[str]]]:
+    """The sentences of a file with a word a line, its tag behind it, and empty lines between them (CoNLL)."""
+    sentence: list[list[str]] = []
+    for number, line in enumerate(itertools.chain(lines_of(name), ("",)), start=1):
+        parts = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+        if not line.strip() or line.startswith(("-DOCSTART-", "# id")):
+            if sentence:
+                # Some have the number of the word before it.
+                first = int(sentence[0][0] in ("0", "1") and are_numbered(sentence))
+                yield {
+                    "tokens": [each[first] for each in sentence],
+                    "ner_tags": [each[-1].strip() for each in sentence],
+                }
+            sentence = []
+        elif len(parts) < 2 or not parts[-1].strip():
+            raise UnusableData(
+                f"line {number} has no word with a tag: {shown(line)}",
+                "Such a file has a word a line, its tag at the end, and an empty line behind each sentence",
+            )
+        else:
+            sentence.append(parts)
+        if len(sentence) > MOST_WORDS:
+            raise UnusableData(
+                f"it has no empty line in {MOST_WORDS:,} lines up to line {number}",
+                "An empty line parts sentences, which are the samples",
+            )
+
+
+def are_numbered(sentence: list[list[str]]) -> bool:
+    """Whether the first columns of more than two are the numbers of the words."""
+    start = int(sentence[0][0])
+    numbers = range(start, start + len(sentence))
+    pairs = zip(sentence, numbers, strict=True)
+    return all(len(each) > 2 and each[0] == str(number) for each, number in pairs)
 
 
 def read_json_lines(name: str) -> Iterator[Any]:

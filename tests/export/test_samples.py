@@ -394,7 +394,7 @@ def test_other_fields_and_another_format_are_named(tmp_path: Path) -> None:
         ([{"messages": CHAT}, {"messages": []}], "Sample 2 has no messages: []"),
         ([{"messages": ["hi"]}], "Message 1 of sample 1 is no message: hi"),
         ([{"messages": [{"role": "boss", "content": "x"}]}], "has the role boss. Known are system,"),
-        ([{"messages": [{"content": "x"}]}], "Message 1 of sample 1 has the role None"),
+        ([{"messages": [{"content": "x"}]}], "Message 1 of sample 1 has no role; it has content"),
         ([{"messages": [CHAT[0], {"role": "assistant", "content": None}]}], "Message 2 of sample 1 has no"),
         (
             [{"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]}],
@@ -514,6 +514,15 @@ def test_rows_that_are_nearly_samples_are_known(
         read(tmp_path, row)
 
 
+def test_json_that_is_to_be_learnt_must_be_a_text(tmp_path: Path) -> None:
+    for answer, way in (({"name": "a"}, "Write JSON"), (["a"], "Write JSON"), (3, "")):
+        with pytest.raises(UnusableData) as error:
+            read(tmp_path, {"prompt": "a", "completion": answer})
+        assert "Sample 1 has no text in completion" in str(error.value)
+        assert error.value.remedy.startswith(way)
+        assert bool(error.value.remedy) == bool(way)
+
+
 def test_the_hint_of_a_chat_that_is_a_text_works(tmp_path: Path) -> None:
     row = {"conversation": "a: hi"}
     assert read(tmp_path, row, format="text", text_field="conversation").samples[0].text == "a: hi"
@@ -530,6 +539,57 @@ def test_a_table_without_a_line_of_names_is_known(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnusableData) as error:
         read_samples("films.tsv", Columns(), "sequence-classification")
     assert "The first line of a table" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.conll", "-DOCSTART- O\n\nNew B-X\nYork I-X\n\n\nyes O\n"),
+        ("a.txt", "New NNP _ B-X\nYork NNP _ I-X\n\nyes UH _ O"),
+        ("a.tsv", "New\tB-X\r\nYork\tI-X\r\n\r\nyes\tO\r\n"),
+        ("a.bio", "# id 4\n1\tNew\t_\tB-X\n2\tYork\t_\tI-X\n\n# id 5\n1\tyes\t_\tO\n"),
+    ],
+)
+def test_a_word_a_line_with_its_tag_is_read(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    found = read_samples(str(path), Columns(), "token-classification")
+    assert (found.format, found.text_field, found.answer_field) == ("tagged", "tokens", "ner_tags")
+    assert [(each.text, each.answer) for each in found.samples] == [
+        (["New", "York"], ["B-X", "I-X"]),
+        (["yes"], ["O"]),
+    ]
+
+
+def test_a_number_may_be_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("1 CD O\n2 CD O\nor CC O\n\n1 O\n", encoding="utf-8")
+    found = read_samples(str(path), Columns(), "token-classification")
+    assert [each.text for each in found.samples] == [["1", "2", "or"], ["1"]]
+
+
+def test_a_word_without_a_tag_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_WORDS", 2)
+    path = tmp_path / "a.conll"
+    for text, said in (
+        ("New B\nYork\n", "Line 2 has no word with a tag: York"),
+        ("New\tB\nYork\t\n", "Line 2 has no word with a tag: York"),
+        ("a O\nb O\nc O\n", "It has no empty line in 2 lines up to line 3"),
+        ('{"tokens": ["a"], "tags": [1]}\n', "Its first line is JSON"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UnusableData, match=said):
+            read_samples(str(path), Columns(), "token-classification")
+
+
+def test_json_in_a_file_of_texts_is_not_learnt_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text('{"text": "a"}\n', encoding="utf-8")
+    with pytest.raises(UnusableData, match=r"Its first line is JSON.*is named \.jsonl"):
+        read_samples(str(path), Columns(), "causal-lm")
+    for text in ("{a} b\n", "[1]\n", 'x {"text": "a"}\n'):
+        path.write_text(text, encoding="utf-8")
+        assert read_samples(str(path), Columns(), "causal-lm").samples[0].text == text.rstrip()
 
 
 def test_all_samples_have_the_field_beside_texts_that_the_first_has(tmp_path: Path) -> None:
