@@ -198,6 +198,7 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
                 f"{place} is no object with fields: {shown(row)}",
                 'Samples are objects: {"text": "..."}, {"messages": [...]}',
             )
+        row = with_languages(row) if task == "seq2seq-lm" else row
         if recognised is None:
             is_table = ending_of(name) in TABLES
             recognised = recognise(row, columns, task, is_table=is_table)
@@ -250,6 +251,14 @@ def recognise(
             "fields",
             "Leave --text-field and --answer-field out, and rename the dataset's",
         )
+    languages = [*row["translation"]] if task == "seq2seq-lm" and is_translation(row) else []
+    if languages and columns.format in (None, "source-target"):
+        source = columns.text_field or next(
+            each for each in languages if each != columns.answer_field
+        )
+        target = columns.answer_field or next(each for each in languages if each != source)
+        if {source, target} <= {*row}:
+            return "source-target", source, target
     for name in possible if columns.format is None else (columns.format,):
         if (found := fields_of(row, name, columns)) is not None:
             return name, *found
@@ -268,6 +277,18 @@ def recognise(
     has = f"the fields {shown(', '.join(held))}" if held else "no field that holds something"
     without = f" (nothing in {shown(', '.join(empty))})" if empty else ""
     raise UnusableData(f"sample 1 has {has}{without}, and {task} takes {wanted}", remedy)
+
+
+def is_translation(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a text in two languages, by their names, as Transformers' examples read them."""
+    found = row.get("translation")
+    texts = [*found.values()] if isinstance(found, Mapping) else []
+    return len(texts) == 2 and all(isinstance(text, str) for text in texts)
+
+
+def with_languages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with its translation's languages as fields."""
+    return {**row, **row["translation"]} if is_translation(row) else row
 
 
 def hint_of(row: Mapping[str, Any], possible: Iterable[str], *, is_table: bool) -> str:
@@ -839,22 +860,24 @@ def read_json_lines(name: str) -> Iterator[Any]:
             if line.strip():
                 yield json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UnusableData(
-                f"line {number} is not JSON",
-                "A .jsonl has an object a line, a .json a list of objects",
-            ) from error
+            raise UnusableData(f"line {number} is not JSON{why_not(error)}", AS_JSON) from error
 
 
 def read_json_file(name: str) -> Iterable[Any]:
-    """The list of a .json, or the one list in its object (`{"data": [...]}`)."""
+    """The list of a .json, or the one list in its object (`{"data": [...]}`), or that of `train`."""
     try:
         content = json.loads("".join(opened(name)))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and is_whole(name):
+            line = f"line {error.lineno} is not JSON{why_not(error)}"
+            raise UnusableData(line, AS_JSON) from error
         return read_json_lines(name)  # Many a .json has an object a line.
     lists = {"": content}
     if isinstance(content, dict):
         lists = {key: value for key, value in content.items() if isinstance(value, list)}
         lists = lists or {"": [content]}
+    if len(lists) > 1 and "train" in lists:
+        lists = {"train": lists["train"]}  # Others are splits beside it, or names of classes.
     if len(lists) > 1:
         raise UnusableData(
             f"it holds several lists: {shown(', '.join(lists))}",
@@ -863,7 +886,38 @@ def read_json_file(name: str) -> Iterable[Any]:
     [rows] = lists.values()
     if not isinstance(rows, list):
         raise UnusableData("it is no list of objects", "A .json holds a list of objects")
-    return rows
+    is_squad = rows and isinstance(rows[0], Mapping) and isinstance(rows[0].get("paragraphs"), list)
+    return questions_of(rows) if is_squad else rows
+
+
+AS_JSON = "A .jsonl has an object a line, a .json a list of objects"
+
+
+def why_not(error: Exception) -> str:
+    """What the reader of JSON says, and where in its line."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    return f": {error.msg} at character {error.colno}"
+
+
+def is_whole(name: str) -> bool:
+    """Whether a file begins with a list or an object over several lines, not with an object a line."""
+    first = next((line.strip() for line in opened(name) if line.strip()), "")
+    return first.startswith(("[", "{")) and not isinstance(read_json(first), (dict, list))
+
+
+def questions_of(articles: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The questions of SQuAD's own files, each with its context."""
+    for number, article in enumerate(articles, start=1):
+        try:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    yield {**question, "context": paragraph["context"]}
+        except (KeyError, TypeError) as error:
+            raise UnusableData(
+                f"article {number} is not as SQuAD has them",
+                "Articles have paragraphs; those have a context and its questions, qas",
+            ) from error
 
 
 def opened(name: str) -> Iterator[str]:

@@ -582,6 +582,92 @@ def test_a_word_without_a_tag_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
             read_samples(str(path), Columns(), "token-classification")
 
 
+@pytest.mark.parametrize(
+    ("columns", "text", "answer"),
+    [
+        ({}, "a", "b"),
+        ({"text_field": "de"}, "b", "a"),
+        ({"answer_field": "en"}, "b", "a"),
+        ({"text_field": "en", "answer_field": "de", "format": "source-target"}, "a", "b"),
+    ],
+)
+def test_a_translation_is_from_the_first_language_into_the_second(
+    tmp_path: Path, columns: dict[str, str], text: str, answer: str
+) -> None:
+    rows = [{"id": "1", "translation": {"en": "a", "de": "b"}}] * 2
+    found = read(tmp_path, *rows, task="seq2seq-lm", **columns)
+    assert (found.format, {found.text_field, found.answer_field}) == ("source-target", {"en", "de"})
+    assert [(each.text, each.answer) for each in found.samples] == [(text, answer)] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"translation": {"en": "a", "de": "b"}}, "causal-lm"),
+        ({"translation": {"en": "a", "de": "b", "fr": "c"}}, "seq2seq-lm"),
+        ({"translation": {"en": "a", "de": 3}}, "seq2seq-lm"),
+    ],
+)
+def test_other_translations_are_refused(tmp_path: Path, row: dict[str, Any], task: str) -> None:
+    with pytest.raises(UnusableData, match="has the fields translation, and"):
+        read(tmp_path, row, task=task)
+
+
+def test_the_questions_of_squads_own_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "train-v2.0.json"
+    qas = [
+        {"id": "1", "question": "a", "answers": [{"text": "c", "answer_start": 2}]},
+        {"id": "2", "question": "d", "answers": [], "is_impossible": True},
+    ]
+    article = {
+        "title": "t",
+        "paragraphs": [{"context": "b c", "qas": qas}, {"context": "", "qas": []}],
+    }
+    path.write_text(json.dumps({"version": "2", "data": [article, article]}), encoding="utf-8")
+    found = read_samples(str(path), Columns(), "question-answering")
+    asked = [(each.text, each.context, each.answer) for each in found.samples]
+    assert asked == [("a", "b c", (2, 3)), ("d", "b c", None)] * 2
+    path.write_text(json.dumps([article, {"title": "t"}]), encoding="utf-8")
+    with pytest.raises(UnusableData, match="Article 2 is not as SQuAD has them"):
+        read_samples(str(path), Columns(), "question-answering")
+
+
+def test_of_the_splits_of_a_file_the_one_to_train_on_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    splits = {"test": [{"text": "b"}], "train": [{"text": "a"}], "classes": ["x"]}
+    path.write_text(json.dumps(splits), encoding="utf-8")
+    assert [each.text for each in read_samples(str(path), Columns(), "masked-lm").samples] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b" c}\n',
+            "Line 2 is not JSON: Expecting .* at character 14",
+        ),
+        (
+            "a.json",
+            '[\n{"text": "a"},\n{"text" "b"}\n]',
+            "Line 3 is not JSON: Expecting .* at character 9",
+        ),
+        (
+            "a.json",
+            '{"text": "a"}\n{"text" "b"}\n',
+            "Line 2 is not JSON: Expecting .* at character 9",
+        ),
+    ],
+)
+def test_the_place_where_a_file_stops_being_json_is_said(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UnusableData, match=said):
+        read_samples(str(path), Columns(), "causal-lm")
+
+
 def test_json_in_a_file_of_texts_is_not_learnt_as_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text('{"text": "a"}\n', encoding="utf-8")
@@ -666,9 +752,9 @@ def test_text_and_json_need_no_library(
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
-        ("bad.jsonl", b'{"text": "a"}\n{', "Line 2 is not JSON. A .jsonl has an object a line"),
+        ("bad.jsonl", b'{"text": "a"}\n{', "at character 2. A .jsonl has an object a line"),
         ("deep.jsonl", b"[" * 100_000, "Line 1 is not JSON"),
-        ("two.json", b'{"train": [], "test": []}', "It holds several lists: train, test. A .json"),
+        ("two.json", b'{"left": [], "test": []}', "It holds several lists: left, test. A .json"),
         ("three.json", b"3", "It is no list of objects"),
         ("latin.txt", b"\xff", "It is not UTF-8 text. Save it in UTF-8"),
         ("data.zip", b"PK", "Such a file is not read: data.zip. Unpack it"),
