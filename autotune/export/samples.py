@@ -604,9 +604,15 @@ def read_pair(row: Mapping[str, Any], place: str) -> list[Sample]:
     """The chosen answer and the rejected one, each with its prompt, which may be a part of both."""
     prompt, answers = row.get("prompt"), [row.get("chosen"), row.get("rejected")]
     if None in answers or not are_alike([prompt, *answers]):
+        remedy = "All of them are texts, or lists of messages; without a prompt both answers begin with it"
+        if any(isinstance(answer, Mapping) for answer in answers):
+            asked = None if prompt else field_of(row, FORMATS["chat"][0])
+            remedy = "An answer is a list of messages, also of one" + (
+                f"; what is asked is read from prompt: rename {asked}" if asked else ""
+            )
         raise UnusableData(
             f"{place} has not texts alone, nor messages alone, in chosen, rejected and prompt",
-            "All of them are texts, or lists of messages; without a prompt both answers begin with it",
+            remedy,
         )
     return [read_answer(row, prompt, answer, place) for answer in answers]
 
@@ -897,7 +903,7 @@ def why_not(error: Exception) -> str:
     """What the reader of JSON says, and where in its line."""
     if not isinstance(error, json.JSONDecodeError):
         return ""
-    return f": {error.msg} at character {error.colno}"
+    return f": {error.msg.removesuffix(' at')} at character {error.colno}"
 
 
 def is_whole(name: str) -> bool:

@@ -653,6 +653,11 @@ def test_of_the_splits_of_a_file_the_one_to_train_on_is_read(tmp_path: Path) -> 
             "Line 3 is not JSON: Expecting .* at character 9",
         ),
         (
+            "a.jsonl",
+            '{"text": "a\n',
+            "Line 1 is not JSON: Invalid control character at character 12",
+        ),
+        (
             "a.json",
             '{"text": "a"}\n{"text" "b"}\n',
             "Line 2 is not JSON: Expecting .* at character 9",
@@ -666,6 +671,14 @@ def test_the_place_where_a_file_stops_being_json_is_said(
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UnusableData, match=said):
         read_samples(str(path), Columns(), "causal-lm")
+
+
+def test_answers_that_are_one_message_each_are_known(tmp_path: Path) -> None:
+    pair = {"chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}
+    said = "An answer is a list of messages, also of one"
+    for asked, more in (("prompt", ""), ("conversations", ".* prompt: rename conversations")):
+        with pytest.raises(UnusableData, match=f"{said}{more}$"):
+            read(tmp_path, {asked: SHAREGPT[:1], **pair}, task="dpo")
 
 
 def test_json_in_a_file_of_texts_is_not_learnt_as_text(tmp_path: Path) -> None:
