@@ -27,11 +27,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("output", "response", "answer", "solution"),
     ),
     "source-target": (
-        ("source", "text", "input", "document", "article", "dialogue"),
-        ("target", "output", "summary", "highlights"),
+        ("source", "text", "input", "document", "article", "dialogue", "input_text", "inputs"),
+        ("target", "output", "summary", "highlights", "target_text", "targets"),
     ),
-    "labels": (("text",), ("label", "labels")),
+    "labels": (
+        ("text", "sentence", "tweet", "review", "content", "input_text", "text_a"),
+        ("label", "labels", "category", "intent", "sentiment", "emotion", "class", "target"),
+    ),
     "tagged": (("tokens", "words"), ("ner_tags", "tags", "labels")),
+    "spans": (("text",), ("entities", "spans")),
     "question-context": (("question",), ("answers", "answer")),
     "pictures": (("image", "img", "picture"), ("label", "labels")),
     "sounds": (("audio", "sound"), ("text", "sentence", "transcription", "transcript")),
@@ -42,7 +46,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompts": (("prompt",), ()),
     "pairs": (
         ("anchor", "query", "question", "sentence1"),
-        ("positive", "answer", "response", "document", "passage", "sentence2"),
+        ("positive", "pos", "answer", "response", "document", "passage", "sentence2"),
     ),
 }
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
@@ -50,6 +54,8 @@ INPUTS = ("input", "context")  # fields of what an instruction is about
 SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
 HISTORY = ("history",)  # fields of the turns before an instruction
 READ_BESIDE = {"chat": (SYSTEM,), "instruction": (SYSTEM, HISTORY)}  # by a causal language model
+KNOWN_FIELDS = tuple(each for fields in FORMATS.values() for some in fields for each in some)
+MOST_WORDS = 5_000  # of a sentence: in a file that has more, nothing parts them
 # Fields that some formats have beside theirs: where nothing reads them, samples may lack what they are about.
 OFTEN_READ = (
     "prompt",
@@ -61,9 +67,21 @@ OFTEN_READ = (
     *INPUTS,
     "label",
 )
+PICTURES = ("image", "images")
+# And those that a format's samples are often about, or are answered by, whose texts lack them.
+OFTEN_BESIDE: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("prompt-completion", "instruction", "source-target"),
+        (*PICTURES, "options", "choices", "reasoning", "reasoning_content", "thinking", "solution"),
+    ),
+    "chat": (*PICTURES, "chosen", "rejected"),
+    "labels": ("text_b", "sentence2"),
+    "text": (*PICTURES, *FORMATS["labels"][1], *FORMATS["spans"][1]),
+}
 FREE = (
     "prompts",
     "tagged",
+    "spans",
     "pictures",
     "sounds",
     "labelled-sounds",
@@ -80,7 +98,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("chat", "prompt-completion", "instruction", "source-target", "text"),
     "masked-lm": ("text",),
     "sequence-classification": ("labels",),
-    "token-classification": ("tagged",),
+    "token-classification": ("tagged", "spans"),
     "question-answering": ("question-context",),
     "image-classification": ("pictures",),
     "automatic-speech-recognition": ("sounds",),
@@ -172,15 +190,18 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     recognised: tuple[str, str, str | None] | None = None
     system_field: str | None = None
     history_field: str | None = None
-    for number, row in enumerate(read_rows(name), start=1):
+    reader = read_tagged_lines if task == "token-classification" and has_lines(name) else read_rows
+    for number, row in enumerate(reader(name), start=1):
         place = f"sample {number}"
         if not isinstance(row, Mapping):
             raise UnusableData(
                 f"{place} is no object with fields: {shown(row)}",
                 'Samples are objects: {"text": "..."}, {"messages": [...]}',
             )
+        row = with_languages(row) if task == "seq2seq-lm" else row
         if recognised is None:
-            recognised = recognise(row, columns, task)
+            is_table = ending_of(name) in TABLES
+            recognised = recognise(row, columns, task, is_table=is_table)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
             about = field_of(row, BESIDE.get(recognised[0], ()))
             beside = READ_BESIDE.get(recognised[0], ()) if task == "causal-lm" else ()
@@ -214,7 +235,9 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     return Samples(form, read, *fields, has_weights, is_sharegpt, folder, unread)
 
 
-def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str, str, str | None]:
+def recognise(
+    row: Mapping[str, Any], columns: Columns, task: str, *, is_table: bool = False
+) -> tuple[str, str, str | None]:
     """The format of a row, and the fields that hold it."""
     possible = FORMATS_OF_TASKS[task]
     if columns.format is not None and columns.format not in possible:
@@ -228,6 +251,14 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
             "fields",
             "Leave --text-field and --answer-field out, and rename the dataset's",
         )
+    languages = [*row["translation"]] if task == "seq2seq-lm" and is_translation(row) else []
+    if languages and columns.format in (None, "source-target"):
+        source = columns.text_field or next(
+            each for each in languages if each != columns.answer_field
+        )
+        target = columns.answer_field or next(each for each in languages if each != source)
+        if {source, target} <= {*row}:
+            return "source-target", source, target
     for name in possible if columns.format is None else (columns.format,):
         if (found := fields_of(row, name, columns)) is not None:
             return name, *found
@@ -240,11 +271,42 @@ def recognise(row: Mapping[str, Any], columns: Columns, task: str) -> tuple[str,
         remedy += f". As they are, they are for --task {others}" if others else ""
     elif others:
         remedy = f"Such samples are for --task {others}"
+    remedy += hint_of(row, possible, is_table=is_table)
     held = [str(name) for name, value in row.items() if value is not None]
     empty = [str(name) for name, value in row.items() if value is None]
     has = f"the fields {shown(', '.join(held))}" if held else "no field that holds something"
     without = f" (nothing in {shown(', '.join(empty))})" if empty else ""
     raise UnusableData(f"sample 1 has {has}{without}, and {task} takes {wanted}", remedy)
+
+
+def is_translation(row: Mapping[str, Any]) -> bool:
+    """Whether a row has a text in two languages, by their names, as Transformers' examples read them."""
+    found = row.get("translation")
+    texts = [*found.values()] if isinstance(found, Mapping) else []
+    return len(texts) == 2 and all(isinstance(text, str) for text in texts)
+
+
+def with_languages(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with its translation's languages as fields."""
+    return {**row, **row["translation"]} if is_translation(row) else row
+
+
+def hint_of(row: Mapping[str, Any], possible: Iterable[str], *, is_table: bool) -> str:
+    """A sentence about a row that is no sample, where something is known of such rows."""
+    names = {str(name).strip().lower() for name in row}
+    if {"role", "content"} <= names or {"from", "value"} <= names:
+        return (
+            '. It is a message: a sample is a chat, {"messages": [...]}, with all of its messages'
+        )
+    chat = field_of(row, FORMATS["chat"][0])
+    if "chat" in possible and chat is not None and isinstance(row[chat], str):
+        return f". {chat} is a text, no list of messages: --format text --text-field {chat} trains on it"
+    if is_table and not names & {*KNOWN_FIELDS}:
+        return (
+            ". The first line of a table is read as the names of its fields: where it is a sample, "
+            "write a line of names above it"
+        )
+    return ""
 
 
 def unread_of(
@@ -263,8 +325,13 @@ def unread_of(
     }
     read = {*names, about, *more.get(form, ()), *(field_of(row, each) for each in beside)}
     said = [str(name) for name, value in row.items() if value or isinstance(value, (int, float))]
+    often = (*OFTEN_READ, *OFTEN_BESIDE.get(form, ()))
+    if form == "preferences" and row.get("prompt") is None and isinstance(row.get("chosen"), str):
+        often += FORMATS["chat"][
+            0
+        ]  # Else the answers are messages themselves, what is asked among them.
     held = [name for name in said if name not in read]
-    return tuple(name for name in held if name.lower() in OFTEN_READ and form not in FREE)
+    return tuple(name for name in held if name.lower() in often and form not in FREE)
 
 
 def words_of(name: str) -> str:
@@ -398,6 +465,46 @@ def read_tagged(row: Mapping[str, Any], text_field: str, answer_field: str, plac
     return Sample(text=words, answer=tags)
 
 
+# A character of a script without spaces, a word, or a mark.
+WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff]|[^\\W\u3040-\u30ff\u3400-\u9fff]+|[^\\w\\s]")
+
+
+def read_spans(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
+    """The words of a text, each with a tag: B- and I- before the label of a span that it is in, else O."""
+    text, spans = row[text_field], read_json(row[answer_field]) or []
+    check_text(text, text_field, place)
+    words = list(WORD.finditer(text))
+    tags = ["O"] * len(words)
+    for found in spans if isinstance(spans, list) else [spans]:
+        start, end, label = span_of(found)
+        is_span = isinstance(start, int) and isinstance(end, int) and isinstance(label, str)
+        inside = [
+            number
+            for number, word in enumerate(words if is_span else ())
+            if word.start() < end and word.end() > start
+        ]
+        if not inside:
+            raise UnusableData(
+                f"{place} has no span of its text in {answer_field}: {shown(found)}",
+                "A span has start, end and label; both are numbers of characters before it ends or begins",
+            )
+        for number in inside:
+            tags[number] = f"{'B' if number == inside[0] else 'I'}-{label}"
+    return Sample(text=[word.group() for word in words], answer=tags)
+
+
+def span_of(found: Any) -> tuple[Any, Any, Any]:
+    """Where a span begins and ends, and its label, as spaCy, Prodigy and doccano have them."""
+    if isinstance(found, (list, tuple)) and len(found) == 3:
+        return found[0], found[1], found[2]
+    if not isinstance(found, Mapping):
+        return None, None, None
+    fields = (("start", "start_offset"), ("end", "end_offset"), ("label", "type", "entity"))
+    names = [field_of(found, each) for each in fields]
+    start, end, label = (None if name is None else found[name] for name in names)
+    return start, end, label
+
+
 def read_question(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
     """A question, its context, and where the first answer is in it; None where there is no answer."""
     context = row.get("context")
@@ -458,6 +565,7 @@ def read_spoken(row: Mapping[str, Any], text_field: str, answer_field: str, plac
 
 READ_BY_FIELDS: dict[str, Callable[..., Sample]] = {
     "tagged": read_tagged,
+    "spans": read_spans,
     "question-context": read_question,
     "pictures": read_with_class,
     "labelled-sounds": read_with_class,
@@ -496,9 +604,15 @@ def read_pair(row: Mapping[str, Any], place: str) -> list[Sample]:
     """The chosen answer and the rejected one, each with its prompt, which may be a part of both."""
     prompt, answers = row.get("prompt"), [row.get("chosen"), row.get("rejected")]
     if None in answers or not are_alike([prompt, *answers]):
+        remedy = "All of them are texts, or lists of messages; without a prompt both answers begin with it"
+        if any(isinstance(answer, Mapping) for answer in answers):
+            asked = None if prompt else field_of(row, FORMATS["chat"][0])
+            remedy = "An answer is a list of messages, also of one" + (
+                f"; what is asked is read from prompt: rename {asked}" if asked else ""
+            )
         raise UnusableData(
             f"{place} has not texts alone, nor messages alone, in chosen, rejected and prompt",
-            "All of them are texts, or lists of messages; without a prompt both answers begin with it",
+            remedy,
         )
     return [read_answer(row, prompt, answer, place) for answer in answers]
 
@@ -512,9 +626,16 @@ def read_together(
     if form == "rated-pairs":
         rating = held.pop()
         check_rating(row[rating], rating, place)
-    for name in held:
-        check_text(row[name], name, place)
-    return [Sample(text=row[name]) for name in held]
+    texts = {name: first_of(row[name]) for name in held}
+    for name, text in texts.items():
+        check_text(text, name, place)
+    return [Sample(text=text) for text in texts.values()]
+
+
+def first_of(value: Any) -> Any:
+    """The first of several texts, as FlagEmbedding's files have them; another value as it is."""
+    is_such = isinstance(value, list) and value and all(isinstance(each, str) for each in value)
+    return value[0] if is_such else value
 
 
 def check_rating(value: Any, name: str, place: str) -> None:
@@ -578,7 +699,11 @@ def read_answer(row: Mapping[str, Any], prompt: Any, answer: Any, place: str) ->
 
 def check_text(value: Any, name: str | None, place: str) -> None:
     if name is not None and not isinstance(value, str):
-        raise UnusableData(f"{place} has no text in {name}: {shown(value)}")
+        is_json = isinstance(value, (dict, list))
+        raise UnusableData(
+            f"{place} has no text in {name}: {shown(value)}",
+            "Write JSON that is to be learnt as a text" if is_json else "",
+        )
 
 
 def read_messages(found: Any, place: str) -> list[dict[str, Any]]:
@@ -599,6 +724,11 @@ def read_message(found: Any, place: str) -> dict[str, Any]:
     role = message.pop("from", None) or message.get("role")
     content = message.pop("value", None) if "content" not in message else message["content"]
     role = ROLES.get(str(role), role)
+    if role is None:
+        raise UnusableData(
+            f"{place} has no role; it has {shown(', '.join(map(str, message)))}",
+            "Messages have role and content, or from and value",
+        )
     if role not in KNOWN_ROLES:
         known = ", ".join((*KNOWN_ROLES, *ROLES))
         raise UnusableData(f"{place} has the role {shown(role)}", f"Known are {known}")
@@ -627,6 +757,8 @@ def read_content(content: Any, place: str) -> str | None:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         text = part.get("text") if isinstance(part, Mapping) else part
+        if text is None and isinstance(part, Mapping) and part.get("type") == "text":
+            text = part.get("value")  # LLaMA-Factory 1 has it so.
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, Mapping) else part
             raise UnusableData(
@@ -669,7 +801,63 @@ def read_rows(name: str) -> Iterable[Any]:
 
 
 def read_texts(name: str) -> Iterator[dict[str, str]]:
-    return ({"text": line.rstrip("\n")} for line in opened(name) if line.strip())
+    return ({"text": line.rstrip("\n")} for line in lines_of(name) if line.strip())
+
+
+def lines_of(name: str) -> Iterator[str]:
+    """The lines of a file of texts, which JSON is not."""
+    for number, line in enumerate(opened(name), start=1):
+        if number == 1 and line.startswith("{") and isinstance(read_json(line), dict):
+            raise UnusableData(
+                "its first line is JSON, and its name is one of a file of texts",
+                "A file with an object a line is named .jsonl",
+            )
+        yield line
+
+
+def has_lines(name: str) -> bool:
+    """Whether it is a file of words, a line for each: of no known kind, or a table without names."""
+    ending = ending_of(name)
+    if not os.path.isfile(name) or ending not in (None, ".txt", ".tsv"):
+        return False
+    first = {each.strip().lower() for each in next(opened(name), "").split("\t")}
+    return not first & {*KNOWN_FIELDS}
+
+
+def read_tagged_lines(name: str) -> Iterator[dict[str, list[str]]]:
+    """The sentences of a file with a word a line, its tag behind it, and empty lines between them (CoNLL)."""
+    sentence: list[list[str]] = []
+    for number, line in enumerate(itertools.chain(lines_of(name), ("",)), start=1):
+        parts = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+        if not line.strip() or line.startswith(("-DOCSTART-", "# id")):
+            if sentence:
+                # Some have the number of the word before it.
+                first = int(sentence[0][0] in ("0", "1") and are_numbered(sentence))
+                yield {
+                    "tokens": [each[first] for each in sentence],
+                    "ner_tags": [each[-1].strip() for each in sentence],
+                }
+            sentence = []
+        elif len(parts) < 2 or not parts[-1].strip():
+            raise UnusableData(
+                f"line {number} has no word with a tag: {shown(line)}",
+                "Such a file has a word a line, its tag at the end, and an empty line behind each sentence",
+            )
+        else:
+            sentence.append(parts)
+        if len(sentence) > MOST_WORDS:
+            raise UnusableData(
+                f"it has no empty line in {MOST_WORDS:,} lines up to line {number}",
+                "An empty line parts sentences, which are the samples",
+            )
+
+
+def are_numbered(sentence: list[list[str]]) -> bool:
+    """Whether the first columns of more than two are the numbers of the words."""
+    start = int(sentence[0][0])
+    numbers = range(start, start + len(sentence))
+    pairs = zip(sentence, numbers, strict=True)
+    return all(len(each) > 2 and each[0] == str(number) for each, number in pairs)
 
 
 def read_json_lines(name: str) -> Iterator[Any]:
@@ -678,22 +866,24 @@ def read_json_lines(name: str) -> Iterator[Any]:
             if line.strip():
                 yield json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UnusableData(
-                f"line {number} is not JSON",
-                "A .jsonl has an object a line, a .json a list of objects",
-            ) from error
+            raise UnusableData(f"line {number} is not JSON{why_not(error)}", AS_JSON) from error
 
 
 def read_json_file(name: str) -> Iterable[Any]:
-    """The list of a .json, or the one list in its object (`{"data": [...]}`)."""
+    """The list of a .json, or the one list in its object (`{"data": [...]}`), or that of `train`."""
     try:
         content = json.loads("".join(opened(name)))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and is_whole(name):
+            line = f"line {error.lineno} is not JSON{why_not(error)}"
+            raise UnusableData(line, AS_JSON) from error
         return read_json_lines(name)  # Many a .json has an object a line.
     lists = {"": content}
     if isinstance(content, dict):
         lists = {key: value for key, value in content.items() if isinstance(value, list)}
         lists = lists or {"": [content]}
+    if len(lists) > 1 and "train" in lists:
+        lists = {"train": lists["train"]}  # Others are splits beside it, or names of classes.
     if len(lists) > 1:
         raise UnusableData(
             f"it holds several lists: {shown(', '.join(lists))}",
@@ -702,7 +892,38 @@ def read_json_file(name: str) -> Iterable[Any]:
     [rows] = lists.values()
     if not isinstance(rows, list):
         raise UnusableData("it is no list of objects", "A .json holds a list of objects")
-    return rows
+    is_squad = rows and isinstance(rows[0], Mapping) and isinstance(rows[0].get("paragraphs"), list)
+    return questions_of(rows) if is_squad else rows
+
+
+AS_JSON = "A .jsonl has an object a line, a .json a list of objects"
+
+
+def why_not(error: Exception) -> str:
+    """What the reader of JSON says, and where in its line."""
+    if not isinstance(error, json.JSONDecodeError):
+        return ""
+    return f": {error.msg.removesuffix(' at')} at character {error.colno}"
+
+
+def is_whole(name: str) -> bool:
+    """Whether a file begins with a list or an object over several lines, not with an object a line."""
+    first = next((line.strip() for line in opened(name) if line.strip()), "")
+    return first.startswith(("[", "{")) and not isinstance(read_json(first), (dict, list))
+
+
+def questions_of(articles: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    """The questions of SQuAD's own files, each with its context."""
+    for number, article in enumerate(articles, start=1):
+        try:
+            for paragraph in article["paragraphs"]:
+                for question in paragraph["qas"]:
+                    yield {**question, "context": paragraph["context"]}
+        except (KeyError, TypeError) as error:
+            raise UnusableData(
+                f"article {number} is not as SQuAD has them",
+                "Articles have paragraphs; those have a context and its questions, qas",
+            ) from error
 
 
 def opened(name: str) -> Iterator[str]:
@@ -721,13 +942,14 @@ def refuse_file(name: str) -> NoReturn:
 
 
 PACKED = (".gz", ".zst", ".xz", ".bz2")
+TABLES = (".csv", ".tsv")
 
 # How a file is read by its ending: the name for it in `datasets`, or a function. Others are texts.
 READERS: dict[str, str | Callable[[str], Iterable[Any]]] = {
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
     ".json": read_json_file,
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
+    **dict.fromkeys(TABLES, "csv"),
     **{kind + packed: "json" for kind in (".jsonl", ".ndjson", ".json") for packed in PACKED},
     ".parquet": "parquet",
     ".arrow": "arrow",

@@ -13,6 +13,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.common import json_records
 from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
+from autotune.export.samples import FORMATS
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.records.measurement import Measurement
 from autotune.records.question import Question
@@ -33,11 +34,18 @@ def note_unread(question: Question, note: Callable[[str], None]) -> None:
         note(f"without --dataset nothing is read, which is all that {given} would change.")
 
 
-_READ_LABELS = {
-    "text": "--task sequence-classification reads labels",
-    "prompt-completion": "--task kto reads labels that are true or false",
-}
-"""The task that reads the labels of samples, by the format that leaves them out."""
+_READ_BY_OTHERS = (
+    ("text", FORMATS["spans"][1], "--task token-classification reads spans"),
+    ("text", FORMATS["labels"][1], "--task sequence-classification reads labels"),
+    ("prompt-completion", ("label",), "--task kto reads labels that are true or false"),
+    ("chat", FORMATS["preferences"][1], "--task dpo reads preferences"),
+    (
+        "preferences",
+        (*FORMATS["chat"][0], "question", "query", "instruction"),
+        "TRL reads what is asked in prompt: rename it",
+    ),
+)
+"""The format that leaves fields out, some of them, and what reads them."""
 
 
 def read_dataset(
@@ -75,8 +83,11 @@ def read_dataset(
         )
     if answer["unread"]:
         names, way = " and ".join(answer["unread"]), "--format names another"
-        if {"label", "labels"} & {*answer["unread"]}:
-            way = _READ_LABELS.get(answer["format"], way)
+        unread = {name.lower() for name in answer["unread"]}
+        for form, fields, others in _READ_BY_OTHERS:
+            if answer["format"] == form and unread & {*fields}:
+                way = others
+                break
         note(
             f"{names} of the samples: no part of the format {answer['format']}, so not trained on ({way})."
         )

@@ -11,6 +11,7 @@ FORMATS = (
     "source-target",
     "labels",
     "tagged",
+    "spans",
     "question-context",
     "pictures",
     "sounds",

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from autotune.export import (
     adapter_config,
     deepspeed_json,
     train_config,
+    train_embeddings_py,
     train_py,
     train_trl_py,
     training_args,
@@ -710,6 +712,39 @@ def test_a_run_of_trl_asks_for_a_card_again_where_its_base_did() -> None:
     workload = dataclasses.replace(WORKLOAD, extra_arguments='{"use_cpu": false}')
     text = write(train_trl_py.EXPORTERS["sft"], workload=workload)
     assert text.count("use_cpu=not torch.cuda.is_available(),") == text.count("use_cpu=") == 1
+
+
+class Rows:
+    """Rows as the library datasets has them, as far as a program of embeddings asks for them."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows, self.column_names = rows, list(rows[0])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self.rows[number]
+
+    def select_columns(self, names: list[str]) -> Rows:
+        return Rows([{name: row[name] for name in names} for row in self.rows])
+
+    def map(self, made: Callable[[dict[str, Any]], dict[str, Any]]) -> Rows:
+        return Rows([{**row, **made(row)} for row in self.rows])
+
+
+def test_a_run_of_embeddings_takes_the_first_of_several_texts() -> None:
+    workload = dataclasses.replace(WORKLOAD, task="sentence-triplets")
+    text = write(train_embeddings_py, workload=workload)
+    functions = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]
+    reader = ast.unparse(next(n for n in functions if n.name == "rows_of"))
+    row = {"id": 1, "anchor": "a", "positive": ["b"], "negative": ["c", "d"]}
+    names: dict[str, Any] = {"Any": Any, "columns": ["anchor", "positive", "negative"]}
+    names["read"] = lambda _: Rows([row, {**row, "positive": ["e", "f"]}])
+    exec(reader, names)
+    taken = {"anchor": "a", "positive": "b", "negative": "c"}
+    assert names["rows_of"]("rows.jsonl").rows == [taken, {**taken, "positive": "e"}]
+    assert text.count("columns = ['anchor', 'positive', 'negative']") == 1
 
 
 def test_a_run_of_trl_says_that_a_configuration_alone_has_no_weights(

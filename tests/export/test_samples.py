@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autotune.export import samples
 from autotune.export.samples import (
     FORMATS,
     Columns,
@@ -58,6 +59,10 @@ def test_the_formats_have_one_list() -> None:
         ({"input": "a", "output": "b"}, "causal-lm", "source-target", "a", "b"),
         ({"id": 1, "article": "a", "highlights": "b"}, "seq2seq-lm", "source-target", "a", "b"),
         ({"text": "a", "label": 0}, "sequence-classification", "labels", "a", 0),
+        ({"tweet": "a", "category": "b"}, "sequence-classification", "labels", "a", "b"),
+        ({"id": 1, "text": "a", "intent": "b"}, "sequence-classification", "labels", "a", "b"),
+        ({"input_text": "a", "target_text": "b"}, "seq2seq-lm", "source-target", "a", "b"),
+        ({"inputs": "a", "targets": "b"}, "causal-lm", "source-target", "a", "b"),
         ({"tokens": ["a", "b"], "ner_tags": [0, 3]}, "token-classification", "tagged", ["a", "b"], [0, 3]),
         ({**ASKED, "answers": SQUAD}, "question-answering", "question-context", "a", (2, 3)),
         ({**ASKED, "answers": NONE}, "question-answering", "question-context", "a", None),
@@ -109,6 +114,20 @@ def test_the_field_of_what_an_instruction_is_about_is_known(
         ({"text": "t", "label": 0}, "sequence-classification", ()),
         ({"prompt": "p", "completion": "c", "label": False}, "kto", ()),
         ({"sentence1": "a", "sentence2": "b", "label": 0.5}, "sentence-similarity", ()),
+        ({"question": "q", "options": ["x", "y"], "image": "a.png", "answer": "A"}, "causal-lm",
+         ("options", "image")),
+        ({"instruction": "a", "Reasoning": "r", "output": "b"}, "seq2seq-lm", ("Reasoning",)),
+        ({"prompt": "p", "solution": "s", "answer": "3"}, "causal-lm", ("solution",)),
+        ({"messages": CHAT, "image": "a.png"}, "causal-lm", ("image",)),
+        ({"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}, "causal-lm",
+         ("chosen", "rejected")),
+        ({"text": "t", "category": "c", "spans": [], "entities": [{"start": 0}]}, "causal-lm",
+         ("category", "entities")),
+        ({"category": "c", "instruction": "a", "output": "b"}, "causal-lm", ()),
+        ({"conversations": SHAREGPT[:1], "chosen": "a", "rejected": "b"}, "dpo", ("conversations",)),
+        ({"messages": CHAT, "prompt": "p", "chosen": "a", "rejected": "b"}, "dpo", ()),
+        ({"messages": CHAT, "chosen": CHAT, "rejected": CHAT}, "dpo", ()),
+        ({"text_a": "a", "text_b": "b", "label": 1}, "sequence-classification", ("text_b",)),
     ],
 )  # fmt: skip
 def test_fields_that_others_train_on_are_known_where_nothing_reads_them(
@@ -235,6 +254,7 @@ def test_an_answer_without_a_label_is_refused(
         ({"conversations": SHAREGPT, "text": "hi hello"}, 0),
         ({"prompt": CHAT[:1], "completion": CHAT[1:]}, 1),
         ({"messages": [{**CHAT[0], "content": [{"type": "text", "text": "hi"}]}, CHAT[1]]}, 0),
+        ({"messages": [{**CHAT[0], "content": [{"type": "text", "value": "hi"}]}, CHAT[1]]}, 0),
         ({"messages": [{**CHAT[0], "tool_calls": None}, CHAT[1]]}, 0),
     ],
 )
@@ -374,7 +394,7 @@ def test_other_fields_and_another_format_are_named(tmp_path: Path) -> None:
         ([{"messages": CHAT}, {"messages": []}], "Sample 2 has no messages: []"),
         ([{"messages": ["hi"]}], "Message 1 of sample 1 is no message: hi"),
         ([{"messages": [{"role": "boss", "content": "x"}]}], "has the role boss. Known are system,"),
-        ([{"messages": [{"content": "x"}]}], "Message 1 of sample 1 has the role None"),
+        ([{"messages": [{"content": "x"}]}], "Message 1 of sample 1 has no role; it has content"),
         ([{"messages": [CHAT[0], {"role": "assistant", "content": None}]}], "Message 2 of sample 1 has no"),
         (
             [{"messages": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]}],
@@ -420,7 +440,8 @@ def test_texts_that_are_compared_are_recognised_by_their_fields(
         ({"score": "high"}, "Sample 1 has no number in score: high"),
         ({"score": float("nan")}, "Sample 1 has no number in score: nan"),
         ({"label": 2}, "Sample 1 has the label 2, a class"),
-        ({"negative": ["c", "d"]}, "Sample 1 has no text in negative"),
+        ({"negative": ["c", 4]}, "Sample 1 has no text in negative"),
+        ({"negative": []}, "Sample 1 has no text in negative"),
     ],
 )
 def test_what_is_compared_must_be_texts_and_ratings_numbers(
@@ -428,6 +449,246 @@ def test_what_is_compared_must_be_texts_and_ratings_numbers(
 ) -> None:
     with pytest.raises(UnusableData, match=said):
         read(tmp_path, {"sentence1": "a", "sentence2": "b", **more}, task="sentence-similarity")
+
+
+def test_of_several_texts_that_are_compared_the_first_is_taken(tmp_path: Path) -> None:
+    found = read(
+        tmp_path, {"query": "a", "pos": ["b"], "neg": ["c", "d"]}, task="sentence-similarity"
+    )
+    assert (found.format, found.answer_field, found.input_field) == ("triplets", "pos", "neg")
+    assert [sample.text for sample in found.samples] == ["a", "b", "c"]
+
+
+SPANNED = "In New York, 北京 too"
+
+
+@pytest.mark.parametrize(
+    ("field", "spans", "tags"),
+    [
+        ("entities", [{"start": 3, "end": 11, "label": "CITY"}], "O B-CITY I-CITY O O O O"),
+        ("spans", [{"start": 13, "end": 15, "label": "CITY", "id": 4}], "O O O O B-CITY I-CITY O"),
+        ("Entities", [[7, 9, "X"], (0, 2, "Y")], "B-Y O B-X O O O O"),
+        ("entities", [{"start_offset": 0, "end_offset": 11, "type": "X"}], "B-X I-X I-X O O O O"),
+        ("entities", '[{"start": 0, "end": 2, "entity": "X"}]', "B-X O O O O O O"),
+        ("spans", [], "O O O O O O O"),
+    ],
+)
+def test_a_text_with_spans_is_read_as_words_with_tags(
+    tmp_path: Path, field: str, spans: Any, tags: str
+) -> None:
+    found = read(tmp_path, {"text": SPANNED, field: spans}, task="token-classification")
+    assert (found.format, found.text_field, found.answer_field) == ("spans", "text", field)
+    [sample] = found.samples
+    assert sample.text == ["In", "New", "York", ",", "北", "京", "too"]
+    assert sample.answer == tags.split()
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        {"start": 40, "end": 44, "label": "X"},
+        {"start": 2, "end": 3, "label": "X"},
+        {"start": 0, "end": "2", "label": "X"},
+        {"start": 0, "end": 2},
+        [0, 2],
+        "York",
+    ],
+)
+def test_a_span_that_covers_no_word_is_said(tmp_path: Path, span: Any) -> None:
+    with pytest.raises(UnusableData, match="Sample 1 has no span of its text in entities"):
+        read(tmp_path, {"text": SPANNED, "entities": [span]}, task="token-classification")
+
+
+@pytest.mark.parametrize(
+    ("row", "hint"),
+    [
+        ({"role": "user", "content": "hi"}, "It is a message: a sample is a chat"),
+        ({"from": "human", "value": "hi"}, "It is a message: a sample is a chat"),
+        ({"conversation": "a: hi"}, "--format text --text-field conversation trains on it"),
+    ],
+)
+def test_rows_that_are_nearly_samples_are_known(
+    tmp_path: Path, row: dict[str, str], hint: str
+) -> None:
+    with pytest.raises(UnusableData, match=re.escape(hint)):
+        read(tmp_path, row)
+
+
+def test_json_that_is_to_be_learnt_must_be_a_text(tmp_path: Path) -> None:
+    for answer, way in (({"name": "a"}, "Write JSON"), (["a"], "Write JSON"), (3, "")):
+        with pytest.raises(UnusableData) as error:
+            read(tmp_path, {"prompt": "a", "completion": answer})
+        assert "Sample 1 has no text in completion" in str(error.value)
+        assert error.value.remedy.startswith(way)
+        assert bool(error.value.remedy) == bool(way)
+
+
+def test_the_hint_of_a_chat_that_is_a_text_works(tmp_path: Path) -> None:
+    row = {"conversation": "a: hi"}
+    assert read(tmp_path, row, format="text", text_field="conversation").samples[0].text == "a: hi"
+
+
+def test_a_table_without_a_line_of_names_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[dict[str, Any]] = [{"a lovely film": "dull", "1": 0}]
+    monkeypatch.setattr(samples, "read_rows", lambda _: rows)
+    for name, is_told in (("films.tsv", True), ("films.CSV", True), ("films.jsonl", False)):
+        with pytest.raises(UnusableData) as error:
+            read_samples(name, Columns(), "sequence-classification")
+        assert ("The first line of a table" in str(error.value)) == is_told
+    rows[0] = {"title": "a", "text": "b"}
+    with pytest.raises(UnusableData) as error:
+        read_samples("films.tsv", Columns(), "sequence-classification")
+    assert "The first line of a table" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.conll", "-DOCSTART- O\n\nNew B-X\nYork I-X\n\n\nyes O\n"),
+        ("a.txt", "New NNP _ B-X\nYork NNP _ I-X\n\nyes UH _ O"),
+        ("a.tsv", "New\tB-X\r\nYork\tI-X\r\n\r\nyes\tO\r\n"),
+        ("a.bio", "# id 4\n1\tNew\t_\tB-X\n2\tYork\t_\tI-X\n\n# id 5\n1\tyes\t_\tO\n"),
+    ],
+)
+def test_a_word_a_line_with_its_tag_is_read(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(text.encode())
+    found = read_samples(str(path), Columns(), "token-classification")
+    assert (found.format, found.text_field, found.answer_field) == ("tagged", "tokens", "ner_tags")
+    assert [(each.text, each.answer) for each in found.samples] == [
+        (["New", "York"], ["B-X", "I-X"]),
+        (["yes"], ["O"]),
+    ]
+
+
+def test_a_number_may_be_a_word(tmp_path: Path) -> None:
+    path = tmp_path / "a.conll"
+    path.write_text("1 CD O\n2 CD O\nor CC O\n\n1 O\n", encoding="utf-8")
+    found = read_samples(str(path), Columns(), "token-classification")
+    assert [each.text for each in found.samples] == [["1", "2", "or"], ["1"]]
+
+
+def test_a_word_without_a_tag_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "MOST_WORDS", 2)
+    path = tmp_path / "a.conll"
+    for text, said in (
+        ("New B\nYork\n", "Line 2 has no word with a tag: York"),
+        ("New\tB\nYork\t\n", "Line 2 has no word with a tag: York"),
+        ("a O\nb O\nc O\n", "It has no empty line in 2 lines up to line 3"),
+        ('{"tokens": ["a"], "tags": [1]}\n', "Its first line is JSON"),
+    ):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(UnusableData, match=said):
+            read_samples(str(path), Columns(), "token-classification")
+
+
+@pytest.mark.parametrize(
+    ("columns", "text", "answer"),
+    [
+        ({}, "a", "b"),
+        ({"text_field": "de"}, "b", "a"),
+        ({"answer_field": "en"}, "b", "a"),
+        ({"text_field": "en", "answer_field": "de", "format": "source-target"}, "a", "b"),
+    ],
+)
+def test_a_translation_is_from_the_first_language_into_the_second(
+    tmp_path: Path, columns: dict[str, str], text: str, answer: str
+) -> None:
+    rows = [{"id": "1", "translation": {"en": "a", "de": "b"}}] * 2
+    found = read(tmp_path, *rows, task="seq2seq-lm", **columns)
+    assert (found.format, {found.text_field, found.answer_field}) == ("source-target", {"en", "de"})
+    assert [(each.text, each.answer) for each in found.samples] == [(text, answer)] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "task"),
+    [
+        ({"translation": {"en": "a", "de": "b"}}, "causal-lm"),
+        ({"translation": {"en": "a", "de": "b", "fr": "c"}}, "seq2seq-lm"),
+        ({"translation": {"en": "a", "de": 3}}, "seq2seq-lm"),
+    ],
+)
+def test_other_translations_are_refused(tmp_path: Path, row: dict[str, Any], task: str) -> None:
+    with pytest.raises(UnusableData, match="has the fields translation, and"):
+        read(tmp_path, row, task=task)
+
+
+def test_the_questions_of_squads_own_files_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "train-v2.0.json"
+    qas = [
+        {"id": "1", "question": "a", "answers": [{"text": "c", "answer_start": 2}]},
+        {"id": "2", "question": "d", "answers": [], "is_impossible": True},
+    ]
+    article = {
+        "title": "t",
+        "paragraphs": [{"context": "b c", "qas": qas}, {"context": "", "qas": []}],
+    }
+    path.write_text(json.dumps({"version": "2", "data": [article, article]}), encoding="utf-8")
+    found = read_samples(str(path), Columns(), "question-answering")
+    asked = [(each.text, each.context, each.answer) for each in found.samples]
+    assert asked == [("a", "b c", (2, 3)), ("d", "b c", None)] * 2
+    path.write_text(json.dumps([article, {"title": "t"}]), encoding="utf-8")
+    with pytest.raises(UnusableData, match="Article 2 is not as SQuAD has them"):
+        read_samples(str(path), Columns(), "question-answering")
+
+
+def test_of_the_splits_of_a_file_the_one_to_train_on_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    splits = {"test": [{"text": "b"}], "train": [{"text": "a"}], "classes": ["x"]}
+    path.write_text(json.dumps(splits), encoding="utf-8")
+    assert [each.text for each in read_samples(str(path), Columns(), "masked-lm").samples] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": "b" c}\n',
+            "Line 2 is not JSON: Expecting .* at character 14",
+        ),
+        (
+            "a.json",
+            '[\n{"text": "a"},\n{"text" "b"}\n]',
+            "Line 3 is not JSON: Expecting .* at character 9",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a\n',
+            "Line 1 is not JSON: Invalid control character at character 12",
+        ),
+        (
+            "a.json",
+            '{"text": "a"}\n{"text" "b"}\n',
+            "Line 2 is not JSON: Expecting .* at character 9",
+        ),
+    ],
+)
+def test_the_place_where_a_file_stops_being_json_is_said(
+    tmp_path: Path, name: str, text: str, said: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UnusableData, match=said):
+        read_samples(str(path), Columns(), "causal-lm")
+
+
+def test_answers_that_are_one_message_each_are_known(tmp_path: Path) -> None:
+    pair = {"chosen": SHAREGPT[1], "rejected": SHAREGPT[1]}
+    said = "An answer is a list of messages, also of one"
+    for asked, more in (("prompt", ""), ("conversations", ".* prompt: rename conversations")):
+        with pytest.raises(UnusableData, match=f"{said}{more}$"):
+            read(tmp_path, {asked: SHAREGPT[:1], **pair}, task="dpo")
+
+
+def test_json_in_a_file_of_texts_is_not_learnt_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text('{"text": "a"}\n', encoding="utf-8")
+    with pytest.raises(UnusableData, match=r"Its first line is JSON.*is named \.jsonl"):
+        read_samples(str(path), Columns(), "causal-lm")
+    for text in ("{a} b\n", "[1]\n", 'x {"text": "a"}\n'):
+        path.write_text(text, encoding="utf-8")
+        assert read_samples(str(path), Columns(), "causal-lm").samples[0].text == text.rstrip()
 
 
 def test_all_samples_have_the_field_beside_texts_that_the_first_has(tmp_path: Path) -> None:
@@ -504,9 +765,9 @@ def test_text_and_json_need_no_library(
 @pytest.mark.parametrize(
     ("name", "content", "part"),
     [
-        ("bad.jsonl", b'{"text": "a"}\n{', "Line 2 is not JSON. A .jsonl has an object a line"),
+        ("bad.jsonl", b'{"text": "a"}\n{', "at character 2. A .jsonl has an object a line"),
         ("deep.jsonl", b"[" * 100_000, "Line 1 is not JSON"),
-        ("two.json", b'{"train": [], "test": []}', "It holds several lists: train, test. A .json"),
+        ("two.json", b'{"left": [], "test": []}', "It holds several lists: left, test. A .json"),
         ("three.json", b"3", "It is no list of objects"),
         ("latin.txt", b"\xff", "It is not UTF-8 text. Save it in UTF-8"),
         ("data.zip", b"PK", "Such a file is not read: data.zip. Unpack it"),

@@ -115,6 +115,10 @@ def test_a_dataset_is_recognised_and_its_samples_counted(
         ("prompts", ["system", "tools"], "--format names another"),
         ("text", ["label"], "--task sequence-classification reads labels"),
         ("text", ["system"], "--format names another"),
+        ("text", ["Category"], "--task sequence-classification reads labels"),
+        ("text", ["label", "spans"], "--task token-classification reads spans"),
+        ("chat", ["chosen", "rejected"], "--task dpo reads preferences"),
+        ("preferences", ["system", "question"], "TRL reads what is asked in prompt: rename it"),
         ("prompt-completion", ["label"], "--task kto reads labels that are true or false"),
     ):
         _, cut, notes, _ = read(monkeypatch, {**SEEN, "format": form, "unread": unread}, length=10)
