@@ -327,9 +327,8 @@ def unread_of(
     said = [str(name) for name, value in row.items() if value or isinstance(value, (int, float))]
     often = (*OFTEN_READ, *OFTEN_BESIDE.get(form, ()))
     if form == "preferences" and row.get("prompt") is None and isinstance(row.get("chosen"), str):
-        often += FORMATS["chat"][
-            0
-        ]  # Else the answers are messages themselves, what is asked among them.
+        # Else the answers are messages themselves, what is asked among them.
+        often += FORMATS["chat"][0]
     held = [name for name in said if name not in read]
     return tuple(name for name in held if name.lower() in often and form not in FREE)
 
