@@ -493,7 +493,7 @@ def read_spans(row: Mapping[str, Any], text_field: str, answer_field: str, place
 
 
 def span_of(found: Any) -> tuple[Any, Any, Any]:
-    """Where a span begins and ends, and its label, as spaCy, Prodigy and doccano have them."""
+    """The beginning, the end and the label of a span, as spaCy, Prodigy and doccano have them."""
     if isinstance(found, (list, tuple)) and len(found) == 3:
         return found[0], found[1], found[2]
     if not isinstance(found, Mapping):
@@ -899,7 +899,7 @@ AS_JSON = "A .jsonl has an object a line, a .json a list of objects"
 
 
 def why_not(error: Exception) -> str:
-    """What the reader of JSON says, and where in its line."""
+    """The reason that the reader of JSON gives, and the character of its line."""
     if not isinstance(error, json.JSONDecodeError):
         return ""
     return f": {error.msg.removesuffix(' at')} at character {error.colno}"
