@@ -24,7 +24,7 @@ import autotune
 from autotune.common.units import GIB, MIB
 from autotune.speed.sureness import within
 from validation.published.plan import STUDIES
-from validation.published.tables import write_sections
+from validation.published.tables import as_table, num_near, write_sections
 
 STUDY = STUDIES / "published-shared"
 
@@ -226,93 +226,101 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def groups(rows: Sequence[Row]) -> str:
-    lines = [
-        "| group | GPUs | evidence | rows | predicted / published, median | from, to | within a quarter "
-        "| as first predicted | within a quarter |",
-        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
-    ]
+    """Ratios of each group with so many GPUs."""
     by_group: dict[tuple[str, int, str], list[Row]] = {}
     for row in rows:
         by_group.setdefault((row.group, row.num_gpus, row.evidence), []).append(row)
+    found = []
     for (name, num, evidence), some in by_group.items():
         ratios, first = [row.ratio for row in some], [row.first_ratio for row in some]
-        lines.append(
-            f"| {name} | {num} | {evidence} | {len(some)} | {statistics.median(ratios):.2f} "
-            f"| {min(ratios):.2f}, {max(ratios):.2f} | {_near(ratios)} "
-            f"| {statistics.median(first):.2f} | {_near(first)} |"
+        found.append(
+            {
+                "group": name,
+                "GPUs": num,
+                "evidence": evidence,
+                "rows": len(some),
+                "predicted / published, median": f"{statistics.median(ratios):.2f}",
+                "from, to": f"{min(ratios):.2f}, {max(ratios):.2f}",
+                "within a quarter": num_near(ratios),
+                "as first predicted": f"{statistics.median(first):.2f}",
+                "of these within a quarter": num_near(first),
+            }
         )
-    return "\n".join(lines)
+    return as_table(found)
 
 
 def scalings(rows: Sequence[Row]) -> str:
     """Speed of several GPUs as a share of so many by themselves, where the same run is published of one."""
-    lines = [
-        "| group | GPUs | pairs | published, median | predicted | as first predicted |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
     alone = {row.alike: row for row in rows if row.num_gpus == 1}
-    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    pairs: dict[tuple[str, int], list[tuple[Row, Row]]] = {}
     for row in rows:
         if row.num_gpus > 1 and row.alike in alone:
-            one = alone[row.alike]
-            found.setdefault((row.group, row.num_gpus), []).append(
-                (
-                    one.published_seconds / row.published_seconds,
-                    one.predicted_seconds / row.predicted_seconds,
-                    one.first_predicted_seconds / row.first_predicted_seconds,
-                )
-            )
-    for (group, num), pairs in found.items():
-        each = [statistics.median(shares) for shares in zip(*pairs, strict=True)]
-        lines.append(
-            f"| {group} | {num} | {len(pairs)} | {each[0]:.3f} | {each[1]:.3f} | {each[2]:.3f} |"
+            pairs.setdefault((row.group, row.num_gpus), []).append((alone[row.alike], row))
+
+    def median(some: Sequence[tuple[Row, Row]], name: str) -> str:
+        return (
+            f"{statistics.median(getattr(one, name) / getattr(row, name) for one, row in some):.3f}"
         )
-    return "\n".join(lines)
+
+    return as_table(
+        [
+            {
+                "group": group,
+                "GPUs": num,
+                "pairs": len(some),
+                "published, median": median(some, "published_seconds"),
+                "predicted": median(some, "predicted_seconds"),
+                "as first predicted": median(some, "first_predicted_seconds"),
+            }
+            for (group, num), some in pairs.items()
+        ]
+    )
 
 
 def memory(rows: Sequence[Row]) -> str:
     """Peaks of each GPU, where they are published."""
-    lines = [
-        "| row | run | peak | in the update | published, GiB | predicted | off |",
-        "|---|---|---|---|---:|---:|---:|",
-    ]
-    for row in rows:
-        # A fused loss, which is not predicted, is part of every other peak.
-        if not row.peak_of or (row.group == "fms, liger" and not row.peaks_in_update):
-            continue
-        off = row.predicted_peak_bytes / row.published_peak_bytes - 1
-        lines.append(
-            f"| {row.id} | {row.run} | {row.peak_of} | {'yes' if row.peaks_in_update else ''} "
-            f"| {row.published_peak_bytes / GIB:.2f} | {row.predicted_peak_bytes / GIB:.2f} | {off:+.2%} |"
-        )
-    return "\n".join(lines)
+    return as_table(
+        [
+            {
+                "row": row.id,
+                "run": row.run,
+                "peak": row.peak_of,
+                "in the update": "yes" if row.peaks_in_update else "",
+                "published, GiB": f"{row.published_peak_bytes / GIB:.2f}",
+                "predicted": f"{row.predicted_peak_bytes / GIB:.2f}",
+                "off": f"{row.predicted_peak_bytes / row.published_peak_bytes - 1:+.2%}",
+            }
+            for row in rows
+            # A fused loss, which is not predicted, is part of every other peak.
+            if row.peak_of and (row.group != "fms, liger" or row.peaks_in_update)
+        ]
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
     """Every row, the worst first."""
-    lines = [
-        "| row | run | evidence | published, ms | predicted, ms | of it sending | predicted / published "
-        "| as first predicted |",
-        "|---|---|---|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {row.id} | {row.run} | {row.evidence} | {1e3 * row.published_seconds:.0f} "
-        f"| {1e3 * row.predicted_seconds:.0f} | {row.sent_share:.0%} | {row.ratio:.2f} "
-        f"| {row.first_ratio:.2f} |"
-        for row in sorted(rows, key=lambda row: -abs(math.log(row.ratio)))
-    ]
-    return "\n".join(lines)
+    return as_table(
+        [
+            {
+                "row": row.id,
+                "run": row.run,
+                "evidence": row.evidence,
+                "published, ms": f"{1e3 * row.published_seconds:.0f}",
+                "predicted, ms": f"{1e3 * row.predicted_seconds:.0f}",
+                "of it sending": f"{row.sent_share:.0%}",
+                "predicted / published": f"{row.ratio:.2f}",
+                "as first predicted": f"{row.first_ratio:.2f}",
+            }
+            for row in sorted(rows, key=lambda row: -abs(math.log(row.ratio)))
+        ]
+    )
 
 
 def _said(ratios: Sequence[float]) -> str:
     return (
         f"predicted over published, median {statistics.median(ratios):.2f} of {len(ratios)}, from "
-        f"{min(ratios):.2f} to {max(ratios):.2f}, {_near(ratios)} within a quarter"
+        f"{min(ratios):.2f} to {max(ratios):.2f}, {num_near(ratios)} within a quarter"
     )
-
-
-def _near(ratios: Sequence[float]) -> int:
-    return sum(abs(ratio - 1) <= 0.25 for ratio in ratios)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ from validation.published.runs import (
     timed_runs,
     why_left_out,
 )
-from validation.published.tables import write_sections
+from validation.published.tables import num_near, write_sections
 from validation.published_memory import describe
 from validation.step_spread import within_step
 
@@ -369,11 +369,11 @@ def markdown_longer(rows: Sequence[Row], longer: Mapping[str, Row]) -> str:
             lines.append(f"| {row.id} | {row.evidence} | {row.ratio:.2f} | {other.ratio:.2f} |")
     tests = [row for row in rows if row.evidence != "C" and row.id not in chosen_with()]
     ratios = [longer.get(row.id, row).ratio for row in tests]
-    num_near = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
+    near = num_near(ratios)
     num_within = sum(longer.get(row.id, row).is_within for row in tests)
     lines.append(
         f"\nOf the {len(tests)} rows without evidence C, with the longer samples: median"
-        f" {statistics.median(ratios):.2f}, {num_near} within a quarter, {num_within} within their 80 %"
+        f" {statistics.median(ratios):.2f}, {near} within a quarter, {num_within} within their 80 %"
         " interval."
     )
     return "\n".join(lines)
@@ -390,12 +390,12 @@ def summary(rows: Sequence[Row]) -> str:
         ratios = {row.id: row.ratio for row in members}
         fastest = min(ratios, key=lambda row: ratios[row])
         slowest = max(ratios, key=lambda row: ratios[row])
-        num_near = sum(0.8 <= ratio <= 1.25 for ratio in ratios.values())
+        near = num_near(ratios.values())
         num_within = sum(row.is_within for row in members)
         lines.append(
             f"- {name}: predicted over published, median {statistics.median(ratios.values()):.2f} of"
             f" {len(ratios)}, from {ratios[fastest]:.2f} ({fastest}) to {ratios[slowest]:.2f}"
-            f" ({slowest}); {num_near} within a quarter, {num_within} within their 80 % interval"
+            f" ({slowest}); {near} within a quarter, {num_within} within their 80 % interval"
         )
     per_group = groups(rows)
     num_pairs = sum(group.num_pairs for group in per_group)
@@ -453,10 +453,10 @@ def held_out_summary(rows: Sequence[Row]) -> str:
         ("first predicted", list(first.values())),
         ("predicted today", [row.ratio for row in rows]),
     ):
-        num_near = sum(0.8 <= ratio <= 1.25 for ratio in ratios)
+        near = num_near(ratios)
         lines.append(
             f"- {name}, over published: median {statistics.median(ratios):.2f}, from"
-            f" {min(ratios):.2f} to {max(ratios):.2f}; {num_near} within a quarter"
+            f" {min(ratios):.2f} to {max(ratios):.2f}; {near} within a quarter"
         )
     by_group = [list(members) for _, members in itertools.groupby(rows, lambda row: row.group)]
     counts = [pairs(members) for members in by_group]

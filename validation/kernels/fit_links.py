@@ -29,7 +29,7 @@ from autotune.speed import links
 from autotune.speed.links import RINGS, Link, Message
 from validation.kernels import scaling
 from validation.kernels.scaling import Reached
-from validation.published.tables import write_sections
+from validation.published.tables import as_table, write_sections
 
 STUDY = Path(__file__).parents[2] / "studies" / "kernels"
 TABLE = Path(links.__file__).with_name("data") / "links.toml"
@@ -231,13 +231,6 @@ def toml(fits: dict[str, Link], hidden_share: float, waiting: Mapping[int, float
     return "\n".join(lines).rstrip() + "\n"
 
 
-def markdown(found: Sequence[dict[str, object]]) -> str:
-    names = list(found[0])
-    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
-    lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in found]
-    return "\n".join(lines)
-
-
 def main() -> None:
     table = rows()
     chosen = [r for r in table if r.source == "aiconfigurator"]
@@ -252,9 +245,9 @@ def main() -> None:
             found.append(errors(f"{kind}: the rows that chose it, {size}", part, link))
     (STUDY / "links.json").write_text(json.dumps(found, indent=1) + "\n")
     sections = {
-        "errors": markdown(found),
-        "machines": markdown(scaling.machines(reached)),
-        "left out": markdown(scaling.left_out(hidden_share, waiting, reached, fits["PCIe"])),
+        "errors": as_table(found),
+        "machines": as_table(scaling.machines(reached)),
+        "left out": as_table(scaling.left_out(hidden_share, waiting, reached, fits["PCIe"])),
     }
     write_sections(STUDY / "LINKS.md", sections)
     print("\n\n".join(sections.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,6 +169,19 @@ def summary(rows: Sequence[Row], step_ends: Sequence[StepEnd]) -> str:
         )
     used = ", ".join(row.id for row in rows if row.is_used)
     return "\n".join([*lines, f"- {used} counts in none: two lengths are solved from it"])
+
+
+def num_near(ratios: Iterable[float]) -> int:
+    """Number of ratios of predicted to published that lie within a quarter: a factor of 1.25 up or down."""
+    return sum(0.8 <= ratio <= 1.25 for ratio in ratios)
+
+
+def as_table(rows: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table of rows that have the same keys, which head its columns."""
+    names = list(rows[0])
+    lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
+    lines += [f"| {' | '.join(str(row[name]) for name in names)} |" for row in rows]
+    return "\n".join(lines)
 
 
 def write_sections(page: Path, sections: Mapping[str, str]) -> None:
