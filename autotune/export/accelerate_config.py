@@ -127,7 +127,7 @@ def _content(config: TrainConfig) -> dict[str, object]:
             "fsdp_version": 2,
             # The classes are the model's own `_no_split_modules`: its layers.
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
+            "fsdp_reshard_after_forward": not row.keeps_gathered,
             "fsdp_offload_params": row.offload,
             "fsdp_cpu_ram_efficient_loading": True,
             "fsdp_state_dict_type": "FULL_STATE_DICT",

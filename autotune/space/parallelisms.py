@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 
@@ -21,6 +22,9 @@ class Parallelism:
     """Pairs (precision, the one whose kernels run): the library casts the weights, not autocast."""
     optimizers: tuple[str, ...] = ()
     """Values of `optim` that it works with; empty: all."""
+    keeps_gathered: bool = False
+    """Whether weights that FSDP2 gathered for the forward pass stay until the backward pass has used them
+    (`reshard_after_forward` off): less is sent, and every GPU holds all of them for a while."""
     num_replicas: int = 1
     """Groups of GPUs that each hold all that is shared out (FSDP2's dp_replicate_size)."""
     splits: bool = False
@@ -50,7 +54,8 @@ class Parallelism:
     @property
     def shares_packed(self) -> bool:
         """Whether 4-bit weights, packed in the dtype that is computed with, are shared out, too."""
-        return self.name == "fsdp2"
+        is_on_card = self.is_fsdp and not self.offload
+        return is_on_card and not self.splits_sequences and self.num_replicas == 1
 
     @property
     def has_parts(self) -> bool:
@@ -120,6 +125,7 @@ PARALLELISMS: dict[str, Parallelism] = {
         ),
         _fsdp2(False),
         _fsdp2(True),
+        dataclasses.replace(_fsdp2(False), name="fsdp2-no-reshard", keeps_gathered=True),
         Parallelism(
             name="hsdp",
             library="torch",

@@ -65,7 +65,7 @@ def of_vllm(config: TrainConfig) -> tuple[str, ...]:
     return (f"vLLM (needs: pip install {VLLM})",) if lacks else ()
 
 
-ON_CPUS = ("ddp", "fsdp2", "hsdp", "tp", "cp", "zero1", "zero2", "zero3")
+ON_CPUS = ("ddp", "fsdp2", "fsdp2-no-reshard", "hsdp", "tp", "cp", "zero1", "zero2", "zero3")
 """Ways to share a run that processes on CPUs run, too, over gloo. Offloading pins host memory for a card."""
 
 

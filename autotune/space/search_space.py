@@ -23,7 +23,7 @@ from autotune.space.parallelisms import ON_ONE_GPU_TOO, PARALLELISMS
 from autotune.space.precisions import fuses_grouped_heads
 from autotune.space.trainers import BY_TASK, EMBEDDERS, FIXED_BY_A_TEACHER, Trainer, trainers_of
 
-_PARALLELISMS_OF_TORCH = ("ddp", "fsdp2")
+_PARALLELISMS_OF_TORCH = ("ddp", "fsdp2", "fsdp2-no-reshard")
 _FOR_QUANTIZED = ("device-map",)
 """Ways to share beside these of 4-bit weights, all of which FSDP2 has loaded on each GPU first."""
 

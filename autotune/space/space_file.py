@@ -15,7 +15,8 @@ search_spaces/default.yaml explains each line; in short:
         activation_offloading: [false, true]            default [false]
         expandable_segments: [false, true]              default [false]
         attention: [sdpa, eager]                        default [sdpa]
-        parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2]
+        parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2,
+                                                        fsdp2-no-reshard]
         batching: [packed, padded, by-tokens]           with --dataset; default [packed]
 
 and what the method's row of adapters.ADAPTERS has:

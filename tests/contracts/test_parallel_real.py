@@ -78,6 +78,7 @@ CONFIGS = {
     "fsdp2": FSDP2,
     "fsdp2-of-3": dataclasses.replace(FSDP2, num_gpus=3),
     "fsdp2-fp32": dataclasses.replace(FSDP2, precision="fp32", optimizer="adamw_torch"),
+    "fsdp2-no-reshard": dataclasses.replace(FSDP2, parallelism="fsdp2-no-reshard"),
     "fsdp2-mixed": dataclasses.replace(FSDP2, precision="bf16-mixed"),
     "fsdp2-lora": dataclasses.replace(
         FSDP2, method="lora", precision="bf16-autocast", lora_rank=3, lora_targets="all-linear"
@@ -88,6 +89,9 @@ CONFIGS["fsdp2-qlora"] = dataclasses.replace(
     method="qlora",
     quantization="nf4",
     quantization_storage="bfloat16",
+)
+CONFIGS["fsdp2-no-reshard-qlora"] = dataclasses.replace(
+    CONFIGS["fsdp2-qlora"], parallelism="fsdp2-no-reshard"
 )
 TP = dataclasses.replace(DDP, parallelism="tp", optimizer="adamw_torch", attention="eager")
 HSDP = dataclasses.replace(FSDP2, parallelism="hsdp", num_gpus=4)
@@ -191,6 +195,7 @@ def case(config: TrainConfig) -> dict[str, Any]:
         "num_replicas": PARALLELISMS[config.parallelism].num_replicas,
         "optimizer": config.optimizer,
         "parallelism": config.parallelism,
+        "keeps_gathered": PARALLELISMS[config.parallelism].keeps_gathered,
         "in_parts": config.chunked_loss,
         "quantization": quantization_fields(config) if config.quantization != "none" else {},
     }

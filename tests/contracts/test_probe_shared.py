@@ -84,6 +84,17 @@ CONFIGS = {
     ),
     "fsdp2 lora": dataclasses.replace(FSDP2, precision="bf16-true", **LORA),
     "fsdp2 lora bf16-autocast": dataclasses.replace(FSDP2, precision="bf16-autocast", **LORA),
+    "fsdp2-no-reshard bf16-mixed": dataclasses.replace(
+        FSDP2, parallelism="fsdp2-no-reshard", precision="bf16-mixed"
+    ),
+    "fsdp2-no-reshard lora checkpointed": dataclasses.replace(
+        FSDP2,
+        parallelism="fsdp2-no-reshard",
+        precision="bf16-true",
+        activation_checkpointing=1,
+        gradient_accumulation_steps=2,
+        **LORA,
+    ),
     "hsdp": dataclasses.replace(DDP, parallelism="hsdp", num_gpus=4),
     "hsdp lora": dataclasses.replace(
         DDP, parallelism="hsdp", num_gpus=4, precision="bf16-true", **LORA

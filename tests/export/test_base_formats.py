@@ -542,7 +542,14 @@ def test_an_example_scripts_arguments_are_not_sfts(
         ({"fsdp": "full_shard", "fsdp_config": {"fsdp_cpu_offload": True}}, "fsdp2-offload"),
         ({"fsdp": "shard_grad_op"}, None),
         ({"fsdp": "full_shard", "fsdp_config": {"version": 1}}, None),
-        ({"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}, None),
+        (
+            {"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}},
+            "fsdp2-no-reshard",
+        ),
+        (
+            {"fsdp": "full_shard offload", "fsdp_config": {"reshard_after_forward": False}},
+            None,
+        ),
         ({"fsdp": [{"full_shard": True}]}, None),
     ],
 )

@@ -322,6 +322,18 @@ def test_gpus_of_a_pipeline_hold_their_layers() -> None:
     assert states == [2 * elements + BUFFERS_BYTES for elements in of_layers]
 
 
+def test_fsdp2_that_keeps_weights_gathers_each_once_and_holds_all_by_the_end() -> None:
+    estimate, share = predicted(dataclasses.replace(FSDP2, parallelism="fsdp2-no-reshard"))
+    resharded, of_resharded = predicted(FSDP2)
+    # Three quarters of what is gathered, in 16 bits, and of what is reduced.
+    assert share.sent_bytes_per_step == 3 * (P + P) * 2 // 4
+    # All weights in 16 bits, the buffer that the head arrives in, and that of the layer before it.
+    assert share.gathered_bytes == 2 * P + 2 * TAIL + 2 * LAYER
+    assert share.parameters_bytes == of_resharded.parameters_bytes
+    assert estimate.peak_allocated_bytes > resharded.peak_allocated_bytes
+    assert estimate.step_seconds < resharded.step_seconds
+
+
 def test_fsdp2_reduces_in_every_micro_step() -> None:
     once, twice = FSDP2, dataclasses.replace(FSDP2, gradient_accumulation_steps=2)
     assert predicted(twice)[1].sent_bytes_per_step == 2 * predicted(once)[1].sent_bytes_per_step
@@ -531,7 +543,7 @@ def test_a_search_shares_out_what_does_not_fit() -> None:
     answer = predict_best.find(
         tiny_model.MODEL, workload, space, tiny_model.gpu(), allow="numerics"
     ).answer
-    assert answer.best.config.parallelism == "fsdp2"
+    assert PARALLELISMS[answer.best.config.parallelism].is_fsdp
     assert answer.best.config.num_gpus == 2
     assert answer.best.config.effective_batch_size == tiny_model.EFFECTIVE_BATCH_SIZE
     assert answer.base.parallelism == "ddp"

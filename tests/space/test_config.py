@@ -210,16 +210,18 @@ def test_a_storage_is_what_its_name_says() -> None:
 
 def test_what_a_gpu_holds_is_the_stage_of_zero() -> None:
     """FSDP shares out all three, as stage 3; context parallelism shares out weights by it."""
-    stages = {"fsdp2": 3, "fsdp2-offload": 3, "hsdp": 3, "cp": 3}
+    by_fsdp = ("fsdp2", "fsdp2-offload", "fsdp2-no-reshard", "hsdp", "cp")
+    stages = dict.fromkeys(by_fsdp, 3)
     for name, row in PARALLELISMS.items():
         if name.startswith("zero"):
             stages[name] = int(name[4])
         assert row.stage == stages.get(name, 0)
         assert row.offload == name.endswith("-offload")
-        assert row.is_fsdp == (name in ("fsdp2", "fsdp2-offload", "hsdp", "cp"))
+        assert row.is_fsdp == (name in by_fsdp)
         assert row.is_deepspeed == name.startswith("zero")
         assert row.has_parts == (row.is_fsdp or name == "tp")
         assert row.is_launched == (name not in ("none", "device-map"))
+        assert row.keeps_gathered == (name == "fsdp2-no-reshard")
         assert row.num_replicas == (2 if name == "hsdp" else 1)
 
 

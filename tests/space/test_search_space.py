@@ -394,8 +394,8 @@ def test_a_hundred_thousand_points_take_about_a_quarter_of_a_second() -> None:
     ("named", "num_gpus", "expected"),
     [
         ((), 1, ("none",)),
-        ((), 4, ("ddp", "fsdp2")),
-        (("none",), 4, ("ddp", "fsdp2")),
+        ((), 4, ("ddp", "fsdp2", "fsdp2-no-reshard")),
+        (("none",), 4, ("ddp", "fsdp2", "fsdp2-no-reshard")),
         (("ddp", "zero3"), 4, ("ddp", "zero3")),
         (("none", "zero1"), 2, ("zero1",)),
         (("ddp", "zero3"), 1, ("none",)),
@@ -448,21 +448,27 @@ def test_a_section_has_as_many_points_as_it_lists(changes: dict[str, Any], num_p
     assert section(**changes).num_points == num_points
 
 
+def shared_by_torch(whole: str, parted: str) -> set[tuple[str, str]]:
+    """Ways to share 4-bit weights, with the dtype they are packed in, where GPUs have all or a part."""
+    parts = ("fsdp2", "fsdp2-no-reshard")
+    return {("ddp", whole), ("device-map", whole), *((name, parted) for name in parts)}
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "changes", "expected"),
     [
         (1, {}, {("none", "uint8")}),
-        (2, {}, {("ddp", "uint8"), ("fsdp2", "bfloat16"), ("device-map", "uint8")}),
+        (2, {}, shared_by_torch("uint8", "bfloat16")),
         (
             2,
             {"precision": ("fp16-autocast",)},
-            {("ddp", "uint8"), ("fsdp2", "float16"), ("device-map", "uint8")},
+            shared_by_torch("uint8", "float16"),
         ),
         (2, {"parallelism": ("ddp",)}, {("ddp", "uint8")}),
         (
             2,
             {"quantization_storage": ("bfloat16",)},
-            {("ddp", "bfloat16"), ("fsdp2", "bfloat16"), ("device-map", "bfloat16")},
+            shared_by_torch("bfloat16", "bfloat16"),
         ),
     ],
 )

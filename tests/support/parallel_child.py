@@ -3,9 +3,9 @@
     python parallel_child.py CASES.json REPORT.json
 
 CASES maps names to {"num_gpus", "config", "dtype", "mixed_precision", "lora", "optimizer",
-"parallelism", "in_parts", "quantization"} (see run_case; run_ring where sequences are split), to
-{"shapes", "find_unused"} (see run_buckets), {"class_name", "config"} (see run_groups) or to {"outputs_of",
-"config", "find_unused"} (see run_outputs).
+"parallelism", "keeps_gathered", "in_parts", "quantization"} (see run_case; run_ring where sequences are
+split), to {"shapes", "find_unused"} (see run_buckets), {"class_name", "config"} (see run_groups) or to
+{"outputs_of", "config", "find_unused"} (see run_outputs).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def share(model: Any, case: dict[str, Any]) -> Any:
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=models.names_of_layers(model) or None,
-        reshard_after_forward=True,
+        reshard_after_forward=not case.get("keeps_gathered", False),
         cpu_ram_efficient_loading=case.get("by_one", False),
     )
     if case["mixed_precision"] != "no":

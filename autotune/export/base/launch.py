@@ -122,13 +122,17 @@ def _precisions(*, is_shared_out: bool) -> Row:
     )
 
 
+FSDP2_BY_ACCELERATE = ("fsdp2", "fsdp2-offload", "fsdp2-no-reshard")
+"""Ways to share that accelerate's and Transformers' settings of FSDP2 mean."""
+
+
 def _of_fsdp2(name: str) -> Spelling:
     return Spelling(
         ours=(name,),
         theirs=_launched(
             "FSDP",
             fsdp_version=2,
-            fsdp_reshard_after_forward=True,
+            fsdp_reshard_after_forward=not PARALLELISMS[name].keeps_gathered,
             fsdp_offload_params=PARALLELISMS[name].offload,
         ),
         beside={
@@ -143,7 +147,7 @@ _PARALLELISM = choices(
     ("parallelism",),
     Spelling(ours=("none",), theirs=_launched("NO")),
     Spelling(ours=("ddp",), theirs=_launched("MULTI_GPU")),
-    *map(_of_fsdp2, ("fsdp2", "fsdp2-offload")),
+    *map(_of_fsdp2, FSDP2_BY_ACCELERATE),
     *(
         dataclasses.replace(choice, theirs={"distributed_type": "DEEPSPEED", **choice.theirs})
         for choice in _of_zero(

@@ -26,6 +26,7 @@ from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
 from autotune.export.training_args import installed_fields
 from autotune.export.trl_config import trl_fields
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import BY_TASK, EMBEDDERS, TRAINERS
 
 
@@ -282,7 +283,7 @@ def _with_parallelism(target: TrainerFile, name: str, said: Mapping[str, Any]) -
 _FSDP = {"full_shard", "auto_wrap", "offload"}
 _OF_FSDP2: dict[str, tuple[Any, ...]] = {
     "version": (2, None),
-    "reshard_after_forward": (True, None),
+    "reshard_after_forward": (True, False, None),
     "auto_wrap_policy": ("TRANSFORMER_BASED_WRAP", None),
     **dict.fromkeys(("min_num_params", "activation_checkpointing", "xla"), (False, 0, None)),
 }
@@ -309,7 +310,12 @@ def _shared_by_fsdp(path: Path, target: TrainerFile, content: Mapping[str, Any])
     if not (is_known and is_second and "full_shard" in words <= _FSDP):
         return target
     offloads = "offload" in words or config.get("cpu_offload") or config.get("offload_params")
-    return _with_parallelism(target, "fsdp2-offload" if offloads else "fsdp2", {"fsdp": said})
+    keeps_gathered = config.get("reshard_after_forward") is False
+    for name in launch.FSDP2_BY_ACCELERATE:
+        row = PARALLELISMS[name]
+        if (row.offload, row.keeps_gathered) == (bool(offloads), keeps_gathered):
+            return _with_parallelism(target, name, {"fsdp": said})
+    return target
 
 
 def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:

@@ -408,8 +408,9 @@ class RankTrace(SharedTrace):
         gathers: Counter[int] = Counter()
         for unit in shares.members:
             passes = 1 if unit in (TAIL, ROOT) and shares.is_torch else 2
+            passes = 1 if row.keeps_gathered else passes + self._num_passes
             for size_bytes in shares.gathers(rank, unit):
-                gathers[size_bytes] += passes + self._num_passes
+                gathers[size_bytes] += passes
         reduced = Counter(shares.reductions(rank))
         among = shares.num_gpus
         between: tuple[Message, ...] = ()

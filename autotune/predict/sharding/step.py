@@ -276,8 +276,9 @@ class MicroStep(Writer):
             self._arrived = None
 
     def _finish(self, unit: Unit, *, is_backward: bool) -> None:
-        """Drop what was gathered; reduce the gradients."""
-        self._free(*self._gathered.pop(unit, ()))
+        """Drop what was gathered, unless it stays for the backward pass; reduce the gradients."""
+        if is_backward or not self._shares.row.keeps_gathered:
+            self._free(*self._gathered.pop(unit, ()))
         if is_backward:
             self._reduce(unit)
 
