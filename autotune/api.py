@@ -10,8 +10,8 @@
     trainer = Trainer(model, arguments, callbacks=[result.callback()], ...)
 
 Whatever cannot be answered is an exception of autotune.errors, whose words name arguments instead of the
-command line's options. torch and
-Transformers are imported by the methods that make their objects, and by nothing else.
+command line's options. torch and Transformers are imported by the methods that make their objects, and by
+nothing else.
 """
 
 from __future__ import annotations

@@ -63,8 +63,7 @@ def read_pictures(
     """Work out what the model reads of each sample's pictures; None for a task without.
 
     Of a dataset whose texts could be read, the lengths of its samples, too. `note` is told what it is like.
-    Raises ConfigError, also where they have more tokens
-    than a sample; WorkerError.
+    Raises ConfigError, also where they have more tokens than a sample; WorkerError.
     """
     reads = row_of(task).reads
     if question.audio_seconds is not None and reads != "waves":

@@ -313,7 +313,7 @@ def test_the_largest_micro_batch_of_two_gpus_is_that_of_a_full_search(server: he
     found = questions.answer("micro-batch", ask, server)
     assert isinstance(found.value, int)
     (section,) = (each for each in two.methods if each.method == "full")
-    assert set(section.domains["parallelism"]) == {"ddp", "fsdp2"}
+    assert set(section.domains["parallelism"]) == {"ddp", "fsdp2", "fsdp2-no-reshard"}
     workload = dataclasses.replace(
         tiny_model.workload(("full",)), num_gpus=2, effective_batch_size=4
     )

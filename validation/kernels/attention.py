@@ -3,11 +3,9 @@
 Run: python -m validation.kernels.attention
 
 Writes studies/kernels/ATTENTION.md and attention.json. `held out by shape`: five folds of shapes, each
-predicted
-with the fits of the other four. `card left out`: a card's shares and block costs are the mean of the
-kernel's other cards;
-what surrounds the kernel in the table is its own, as it is no part of the kernel. `as published`: rows of
-others.csv, which are of dense calls.
+predicted with the fits of the other four. `card left out`: a card's shares and block costs are the mean of
+the kernel's other cards; what surrounds the kernel in the table is its own, as it is no part of the kernel.
+`as published`: rows of others.csv, which are of dense calls.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 
 Run: python -m validation.kernels.fit_attention
 
-Forward: each card and kernel of attention_forward.csv.gz, its lengths of 512 and more counted three
-times. The
-tables' times hold more than the kernel: a start, and the writing of keys and values into a paged cache;
-both are
-fitted beside the kernel's parameters and left out of what is written. Backward, and forward where the
-tables have
-no kernel: the rows of others.csv that name one (long sequences, many heads), for the rates and the
-columns of a block's start; what few blocks cost is then the forward pass's. A head_dim that a card was not
-measured with stands in the ratio that it has on the kernel's other cards. Nothing here is a whole run.
+Forward: each card and kernel of attention_forward.csv.gz, its lengths of 512 and more counted three times.
+The tables' times hold more than the kernel: a start, and the writing of keys and values into a paged cache;
+both are fitted beside the kernel's parameters and left out of what is written. Backward, and forward where
+the tables have no kernel: the rows of others.csv that name one (long sequences, many heads), for the rates
+and the columns of a block's start; what few blocks cost is then the forward pass's. A head_dim that a card
+was not measured with stands in the ratio that it has on the kernel's other cards. Nothing here is a whole
+run.
 """
 
 from __future__ import annotations

@@ -2,13 +2,11 @@
 
 Run: python -m validation.kernels.fit_moving
 
-Elementwise operations, softmax and layer norm of fp32_kernels.csv.gz, card by card. Their times hold
-the launch: what
-takes less than four times the card's least time says more about the host, and is left out. The rest is
-a start, the
-bytes of inputs and outputs at a share of the bandwidth, and a time of each row and column. The other
-sections of
-moving.toml (published rows, judgement) are in RULES below, each with its source.
+Elementwise operations, softmax and layer norm of fp32_kernels.csv.gz, card by card. Their times hold the
+launch: what takes less than four times the card's least time says more about the host, and is left out. The
+rest is a start, the bytes of inputs and outputs at a share of the bandwidth, and a time of each row and
+column. The other sections of moving.toml (published rows, judgement) are in RULES below, each with its
+source.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ OPERATIONS = {**dict.fromkeys(ELEMENTWISE, "elementwise"), "softmax": "softmax",
 SHAPE = ("b", "n")
 USUAL = ("NVIDIA A100-PCIE-40GB", "NVIDIA V100-PCIE-32GB")
 """Cards whose mean stands for those of a generation that was not measured: high-bandwidth memory that
-its power
-and clocks do not hold back, as they do on T4, P4 and P100. vidur.csv.gz tests it."""
+its power and clocks do not hold back, as they do on T4, P4 and P100. vidur.csv.gz tests it."""
 
 _STAGES: dict[str, dict[str, float]] = {
     "elementwise": {"share": 0.8, "start_microseconds": 15},
@@ -359,8 +356,7 @@ weights_per_sm_clock = 2.4
 share = 0.75
 
 # Share of the PCIe link that pinned copies reach, in both directions' mean. others.csv: RTX 4090 (4.0
-# x16) 23.9 to 27.1 of 31.5 GB/s,
-# RTX 5090 (5.0 x16) 56.3 to 57.4 of 63. [judgement] 3.0 as 4.0.
+# x16) 23.9 to 27.1 of 31.5 GB/s, RTX 5090 (5.0 x16) 56.3 to 57.4 of 63. [judgement] 3.0 as 4.0.
 [[copy_host]]
 up_to_bytes_per_second = 40e9
 share = 0.82

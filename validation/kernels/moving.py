@@ -2,10 +2,9 @@
 
 Run: python -m validation.kernels.moving
 
-Writes studies/kernels/MOVING.md and moving.json. `held out by shape`: five folds of shapes, each
-predicted with the
-fits of the other four. `card left out`: a card by the mean of the others, with its own start, which is the
-launch. `other kernels`: vidur.csv.gz and rows of others.csv, which no fit has seen.
+Writes studies/kernels/MOVING.md and moving.json. `held out by shape`: five folds of shapes, each predicted
+with the fits of the other four. `card left out`: a card by the mean of the others, with its own start,
+which is the launch. `other kernels`: vidur.csv.gz and rows of others.csv, which no fit has seen.
 """
 
 from __future__ import annotations
@@ -81,9 +80,8 @@ def spreads() -> dict[str, dict[str, float]]:
     """Spread by origin and family: 80 % of what was held out lies within the 80 % interval.
 
     [judgement] reductions without a shape and kernels named in the table 0.2; 4-bit weights 0.35, which
-    spans what bitsandbytes'
-    versions and the
-    RTX 4090 say; copies 0.1. Datasheet: as cards left out, which were predicted from other generations.
+    spans what bitsandbytes' versions and the RTX 4090 say; copies 0.1. Datasheet: as cards left out, which
+    were predicted from other generations.
     """
     measured, families = fp32_table()["ms"] * 1e-3, _families()
     judged = {"named": 0.2, "reduction": 0.2, "dequantize": 0.35, "copy_host": 0.1}
