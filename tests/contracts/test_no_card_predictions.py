@@ -51,7 +51,11 @@ SHARED_OWN = [
     )
     for line in (STUDY / f"{name}.jsonl").read_text().splitlines()
 ]
-SHARED = [json.loads(line) for line in (STUDY / "shared.jsonl").read_text().splitlines()]
+SHARED = [
+    json.loads(line)
+    for name in ("shared", "shared_no_reshard")
+    for line in (STUDY / f"{name}.jsonl").read_text().splitlines()
+]
 SHORT = 1024
 
 
@@ -214,6 +218,8 @@ def test_what_gpus_share_is_as_pytorch_allocates(record: dict[str, Any]) -> None
         # The first GPU loads otherwise than the second, which reserves more and copies no merged attention;
         # the list of denominators.
         ("mistralai/Mistral-7B-v0.3", "cp"),
+        # Weights that were gathered stay until the backward pass has used them.
+        ("HuggingFaceTB/SmolLM2-135M", "fsdp2-no-reshard"),
         # Rows that three GPUs do not divide; learned positions are left to the root.
         ("facebook/opt-1.3b", "fsdp2"),
         # Adapters are dealt out behind the weights that they adapt.
@@ -269,6 +275,7 @@ def test_what_gpus_share_of_a_reference_is_as_pytorch_allocates(
         ("shared_encoders", [34, 34, 30, 31, 31]),
         ("shared_pairs", [35, 33, 25, 25, 29]),
         ("shared_qlora", [5, 5, 5, 3, 5]),
+        ("shared_no_reshard", [49, 48, 47, 46, 47]),
         ("shared_adapters", [43, 41, 36, 36, 40]),
         ("shared_completions", [24, 24, 23, 23, 24]),
         ("shared_completions_zero", [35, 35, 34, 31, 32]),
