@@ -11,14 +11,8 @@ import os
 from typing import Any
 
 from autotune.export.carried import Unsaid
-from autotune.export.samples import (
-    HUB_NAME,
-    KNOWN_ROLES,
-    READERS,
-    ROLES,
-    ending_of,
-    read_texts,
-)
+from autotune.export.samples.files import HUB_NAME, READERS, ending_of, read_texts
+from autotune.export.samples.messages import KNOWN_ROLES, ROLES
 from autotune.space.dataset import Dataset
 
 

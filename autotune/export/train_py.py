@@ -21,7 +21,7 @@ from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.own_modules import with_adaptable_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.samples import FORMATS_OF_TASKS
+from autotune.export.samples.formats import FORMATS_OF_TASKS
 from autotune.export.training_args import environment, see_one_card, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
@@ -72,8 +72,12 @@ _UPDATING = _EXPANDED.with_name("backward_update.py")
 _SOUND = tuple(map(_EXPANDED.with_name, ("sound_input.py", "sound_rows.py")))
 _BY_TOKENS = _EXPANDED.with_name("by_tokens.py")
 _CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
-_PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
-"""Modules beside this one that are a part of the program."""
+_PASTED = (
+    *(f"samples/{noun}.py" for noun in ("values", "formats", "files", "messages", "rows", "read")),
+    "encode.py",
+    "rows_of_tasks.py",
+)
+"""Modules beside this one that are a part of the program, each behind those that it imports."""
 _LOSS_IN_PARTS = """\
     if RECIPE["chunked_loss"]:
         try:
@@ -211,7 +215,7 @@ def _changes(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, o
 @functools.cache
 def _pasted() -> str:
     """The modules' code, without docstrings of theirs and imports, which the template has."""
-    texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PASTED]
+    texts = [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in _PASTED]
     return "\n\n".join(_after_imports(text) for text in texts)
 
 

@@ -13,7 +13,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.common import json_records
 from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
-from autotune.export.samples import FORMATS
+from autotune.export.samples.formats import FORMATS
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.records.measurement import Measurement
 from autotune.records.question import Question

@@ -24,7 +24,7 @@ FORMATS = (
     "triplets",
     "rated-pairs",
 )
-"""Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
+"""Formats of samples, the keys of autotune.export.samples.formats.FORMATS, which says how each is read."""
 LOSS_ON = ("answers", "all")
 """Tokens that a language model's loss is taken on."""
 

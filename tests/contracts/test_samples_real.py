@@ -8,7 +8,9 @@ from pathlib import Path
 import datasets
 import pytest
 
-from autotune.export.samples import Columns, UnusableData, read_samples
+from autotune.export.samples.formats import Columns
+from autotune.export.samples.read import read_samples
+from autotune.export.samples.values import UnusableData
 
 pytestmark = pytest.mark.worker
 

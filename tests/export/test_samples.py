@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from autotune.export import samples
-from autotune.export.samples import (
-    FORMATS,
-    Columns,
-    Samples,
-    UnusableData,
-    load,
-    open_picture,
-    read_samples,
-)
+from autotune.export.samples import files
+from autotune.export.samples import read as reading
+from autotune.export.samples.files import load
+from autotune.export.samples.formats import FORMATS, Columns
+from autotune.export.samples.read import Samples, read_samples
+from autotune.export.samples.rows import open_picture
+from autotune.export.samples.values import UnusableData
 from autotune.space import dataset
 
 ASKED = {"question": "a", "context": "b c"}
@@ -530,7 +527,7 @@ def test_the_hint_of_a_chat_that_is_a_text_works(tmp_path: Path) -> None:
 
 def test_a_table_without_a_line_of_names_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[dict[str, Any]] = [{"a lovely film": "dull", "1": 0}]
-    monkeypatch.setattr(samples, "read_rows", lambda _: rows)
+    monkeypatch.setattr(reading, "read_rows", lambda _: rows)
     for name, is_told in (("films.tsv", True), ("films.CSV", True), ("films.jsonl", False)):
         with pytest.raises(UnusableData) as error:
             read_samples(name, Columns(), "sequence-classification")
@@ -569,7 +566,7 @@ def test_a_number_may_be_a_word(tmp_path: Path) -> None:
 
 
 def test_a_word_without_a_tag_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_WORDS", 2)
+    monkeypatch.setattr(files, "MOST_WORDS", 2)
     path = tmp_path / "a.conll"
     for text, said in (
         ("New B\nYork\n", "Line 2 has no word with a tag: York"),
