@@ -38,7 +38,7 @@ def encode(data: Samples, tokenizer: Any, loss_on: str) -> Iterator[Encoded]:
     """(ids, labels) of each sample, whole. Labels are IGNORED where the loss is not taken."""
     answers_only = loss_on == "answers"
     samples = data.samples
-    if data.format == "instruction":
+    if data.format in ("instruction", "multiple-choice"):
         samples = [as_turns(sample, tokenizer) for sample in samples]
     is_chat = any(sample.messages for sample in samples)
     if is_chat:

@@ -107,7 +107,9 @@ def read_dataset(
         _check_prompts(question, answer["counts"], sequence_length, beside, note)
     more = ("input_field", "system_field", "history_field", "has_weights", "is_sharegpt")
     recognised = {name: answer[name] for name in (*_READ_AS, *more)}
-    return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths
+    return Dataset(
+        name=question.dataset, tokenizer=tokenizer, unusual=tuple(answer["unusual"]), **recognised
+    ), lengths
 
 
 def _check_prompts(

@@ -88,6 +88,7 @@ def _recognised(data: Samples, loss_on: str) -> dict[str, Any]:
         "loss_on": loss_on,
         "num_samples": len(data.samples),
         "unread": list(data.unread),
+        "unusual": list(data.unusual),
     }
 
 

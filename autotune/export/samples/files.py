@@ -8,10 +8,13 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from autotune.export.samples.formats import KNOWN_FIELDS
+from autotune.export.samples.shapes import encoding_of, lists_in
 from autotune.export.samples.values import UnusableData, read_json, shown
 
 MOST_WORDS = 5_000  # of a sentence: in a file that has more, nothing parts them
@@ -116,20 +119,30 @@ def read_json_file(name: str) -> Iterable[Any]:
         return read_json_lines(name)  # Many a .json has an object a line.
     lists = {"": content}
     if isinstance(content, dict):
-        lists = {key: value for key, value in content.items() if isinstance(value, list)}
-        lists = lists or {"": [content]}
-    if len(lists) > 1 and "train" in lists:
-        lists = {"train": lists["train"]}  # Others are splits beside it, or names of classes.
+        lists = lists_in(content) or {"": [content]}
     if len(lists) > 1:
         raise UnusableData(
             f"it holds several lists: {shown(', '.join(lists))}",
             "A .json holds one list of objects",
         )
-    [rows] = lists.values()
+    [(key, rows)] = lists.items()
     if not isinstance(rows, list):
         raise UnusableData("it is no list of objects", "A .json holds a list of objects")
     is_squad = rows and isinstance(rows[0], Mapping) and isinstance(rows[0].get("paragraphs"), list)
-    return questions_of(rows) if is_squad else rows
+    if is_squad:
+        return questions_of(rows)
+    return ListIn(key, rows) if key else rows
+
+
+@dataclass(frozen=True)
+class ListIn:
+    """The rows of a file whose list lies in an object, under a key."""
+
+    key: str
+    rows: list[Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
 
 
 AS_JSON = "A .jsonl has an object a line, a .json a list of objects"
@@ -164,12 +177,28 @@ def questions_of(articles: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 def opened(name: str) -> Iterator[str]:
     try:
-        with open(name, encoding="utf-8-sig") as file:
-            yield from file
+        with open(name, encoding=encoding_of(name)) as file:
+            first = next(file, "")
+            if "\0" in first:
+                raise not_utf8(name, "UTF-16LE" if first[1:2] == "\0" else "UTF-16BE")
+            yield from itertools.chain((first,) if first else (), file)
     except OSError as error:
         raise UnusableData(f"it cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UnusableData("it is not UTF-8 text", "Save it in UTF-8") from error
+    except UnicodeError as error:
+        raise not_utf8(name, "WINDOWS-1252") from error
+
+
+def not_utf8(name: str, encoding: str) -> UnusableData:
+    """The error for a file in another encoding, which its first bytes do not name, so that it is a guess."""
+    file = shlex.quote(os.path.basename(name))
+    return UnusableData(
+        "it is not UTF-8 text",
+        f"Write it in UTF-8: iconv -f {encoding} -t UTF-8 {file} > utf-8-{file}, if it is in {encoding}",
+    )
+
+
+def is_utf8(name: str) -> bool:
+    return encoding_of(name).startswith("utf-8")
 
 
 def refuse_file(name: str) -> NoReturn:
@@ -211,6 +240,8 @@ def read_with_datasets(name: str, builder: str | None = None) -> Iterable[Any]:
         raise
     except Exception as error:
         cause = error.__cause__ or error
+        if isinstance(cause, UnicodeError) and builder == "csv":
+            raise not_utf8(name, "WINDOWS-1252") from error
         why = " ".join(str(cause).split())[:200] or type(cause).__name__
         remedy = (
             ""
@@ -229,8 +260,10 @@ def load(datasets: Any, name: str, builder: str | None) -> tuple[Any, str | None
         # A library before version 4, which can run a dataset's own code.
         load_dataset = functools.partial(load_dataset, trust_remote_code=False)
     if builder is not None:
-        separator = {"sep": separator_of(name)} if builder == "csv" else {}
-        return load_dataset(builder, data_files=name, **separator), None
+        written = {"sep": separator_of(name)} if builder == "csv" else {}
+        if builder == "csv" and not is_utf8(name):
+            written["encoding"] = encoding_of(name)
+        return load_dataset(builder, data_files=name, **written), None
     if not os.path.isdir(name) and not os.path.isdir(name.rpartition(":")[0]):
         match = HUB_NAME.fullmatch(name)
         assert match is not None

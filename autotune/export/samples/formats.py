@@ -11,6 +11,10 @@ from autotune.export.samples.values import UnusableData, shown
 # A format's fields: those of the text, the prompt or the messages, and those of the answer.
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chat": (("messages", "conversations", "conversation"), ()),
+    "multiple-choice": (
+        ("question", "prompt", "query", "problem", "instruction"),
+        ("answer", "label", "answerKey", "answer_key", "target", "output", "response"),
+    ),
     "prompt-completion": (("prompt",), ("completion", "response", "answer")),
     "instruction": (
         ("instruction", "question", "query", "problem"),
@@ -41,6 +45,13 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
 INPUTS = ("input", "context")  # fields of what an instruction is about
+CHOICES = ("choices", "options")  # fields of all that may be chosen
+SECOND_CHOICES = (
+    "B",
+    "option_b",
+    "choice_b",
+    "opb",
+)  # one of a field for each: the first alone is none
 SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
 HISTORY = ("history",)  # fields of the turns before an instruction
 READ_BESIDE = {"chat": (SYSTEM,), "instruction": (SYSTEM, HISTORY)}  # by a causal language model
@@ -61,8 +72,19 @@ PICTURES = ("image", "images")
 OFTEN_BESIDE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("prompt-completion", "instruction", "source-target"),
-        (*PICTURES, "options", "choices", "reasoning", "reasoning_content", "thinking", "solution"),
+        (
+            *PICTURES,
+            *CHOICES,
+            "contexts",
+            "passages",
+            "documents",
+            "reasoning",
+            "reasoning_content",
+            "thinking",
+            "solution",
+        ),
     ),
+    "multiple-choice": (*PICTURES, "article", "passage", "contexts", "reasoning", "explanation"),
     "chat": (*PICTURES, "chosen", "rejected"),
     "labels": ("text_b", "sentence2"),
     "text": (*PICTURES, *FORMATS["labels"][1], *FORMATS["spans"][1]),
@@ -78,13 +100,21 @@ FREE = (
 # A format's fields beside these: of some it has none where it lacks them.
 BESIDE: dict[str, tuple[str, ...]] = {
     "instruction": INPUTS,
+    "multiple-choice": (*CHOICES, *SECOND_CHOICES),
     "triplets": ("negative", "hard_negative", "neg", "negative_1", "negative_0"),
     "rated-pairs": ("score", "scores", "similarity_score", "label", "labels"),
 }
-WITH_ALL = ("triplets", "rated-pairs")
+WITH_ALL = ("multiple-choice", "triplets", "rated-pairs")
 # In the order in which they are looked for.
 FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
-    "causal-lm": ("chat", "prompt-completion", "instruction", "source-target", "text"),
+    "causal-lm": (
+        "chat",
+        "multiple-choice",
+        "prompt-completion",
+        "instruction",
+        "source-target",
+        "text",
+    ),
     "masked-lm": ("text",),
     "sequence-classification": ("labels",),
     "token-classification": ("tagged", "spans"),
@@ -93,7 +123,7 @@ FORMATS_OF_TASKS: dict[str, tuple[str, ...]] = {
     "automatic-speech-recognition": ("sounds",),
     "ctc": ("sounds",),
     "audio-classification": ("labelled-sounds",),
-    "seq2seq-lm": ("prompt-completion", "instruction", "source-target"),
+    "seq2seq-lm": ("multiple-choice", "prompt-completion", "instruction", "source-target"),
     "dpo": ("preferences",),
     "reward": ("preferences",),
     "kto": ("unpaired", "preferences"),
@@ -201,6 +231,7 @@ def unread_of(
         "preferences": ("prompt",),
         "question-context": ("context",),
         "instruction": INPUTS,
+        "multiple-choice": INPUTS,
         "unpaired": ("label",),
     }
     read = {*names, about, *more.get(form, ()), *(field_of(row, each) for each in beside)}

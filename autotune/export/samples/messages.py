@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from autotune.export.samples.formats import SYSTEM, field_of
 from autotune.export.samples.values import UnusableData, read_json, shown
 
 ROLES = {
@@ -12,22 +13,29 @@ ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), "assistant"),
     **dict.fromkeys(("function", "observation"), "tool"),
 }
+# Fields of what is asked and answered, where both are one object of a list.
+TURNS = (
+    ("human", "user", "instruction", "input", "question", "prompt"),
+    ("assistant", "bot", "gpt", "output", "answer", "response"),
+)
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def read_turns(found: Any, name: str, place: str) -> list[list[str]]:
     """The turns before an instruction: pairs of what was asked and what was answered."""
     turns = read_json(found) or []
-    is_such = isinstance(turns, (list, tuple)) and all(
-        isinstance(turn, (list, tuple)) and len(turn) == 2 and all(isinstance(t, str) for t in turn)
-        for turn in turns
+    several = turns if isinstance(turns, (list, tuple)) else [None]
+    pairs: list[Any] = [turn_of(turn) or turn for turn in several]
+    is_such = all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and all(isinstance(t, str) for t in pair)
+        for pair in pairs
     )
     if not is_such:
         raise UnusableData(
             f"{place} has no pairs of texts in {name}: {shown(found)}",
             "Each pair is what was asked before, and what was answered",
         )
-    return [[asked, answered] for asked, answered in turns]
+    return [[asked, answered] for asked, answered in pairs]
 
 
 def with_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
@@ -41,10 +49,30 @@ def read_messages(found: Any, place: str) -> list[dict[str, Any]]:
     """Messages with role and content, of those or of ShareGPT's from and value."""
     if not isinstance(found, list) or not found:
         raise UnusableData(f"{place} has no messages: {shown(found)}")
-    return [
-        read_message(message, f"message {number} of {place}")
-        for number, message in enumerate(found, start=1)
-    ]
+    messages = []
+    for number, message in enumerate(found, start=1):
+        for each in as_messages(message):
+            messages.append(read_message(each, f"message {number} of {place}"))
+    return messages
+
+
+def turn_of(found: Any) -> list[Any] | None:
+    """What is asked and answered, where both are in one object."""
+    if not isinstance(found, Mapping) or {"role", "content", "from", "value"} & {*found}:
+        return None
+    names = [field_of(found, each) for each in TURNS]
+    return None if None in names else [found[name] for name in names if name is not None]
+
+
+def as_messages(found: Any) -> list[Any]:
+    """A message, or those of a turn, with what the system says before it (XTuner)."""
+    turn = turn_of(found)
+    if turn is None:
+        return [found]
+    name = field_of(found, SYSTEM)
+    said = [{"role": "system", "content": found[name]}] if name and found[name] else []
+    pairs = zip(("user", "assistant"), turn, strict=True)
+    return said + [{"role": role, "content": content} for role, content in pairs]
 
 
 def read_message(found: Any, place: str) -> dict[str, Any]:

@@ -6,18 +6,26 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autotune.export.samples.files import TABLES, ending_of, has_lines, read_rows, read_tagged_lines
+from autotune.export.samples.files import (
+    TABLES,
+    ListIn,
+    ending_of,
+    has_lines,
+    is_utf8,
+    read_rows,
+    read_tagged_lines,
+)
 from autotune.export.samples.formats import (
     BESIDE,
+    FORMATS_OF_TASKS,
     READ_BESIDE,
-    WITH_ALL,
     Columns,
     field_of,
     recognise,
     unread_of,
     with_languages,
 )
-from autotune.export.samples.messages import is_passed_over
+from autotune.export.samples.messages import is_passed_over, turn_of
 from autotune.export.samples.rows import (
     READ_BY_FIELDS,
     Sample,
@@ -28,7 +36,8 @@ from autotune.export.samples.rows import (
     read_sample,
     read_together,
 )
-from autotune.export.samples.values import UnusableData, shown
+from autotune.export.samples.shapes import with_trl_fields
+from autotune.export.samples.values import UnusableData, read_json, shown
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,8 @@ class Samples:
     has_weights: bool = False  # some answers are not learnt, as OpenAI's files say it
     is_sharegpt: bool = False  # messages have from and value
     folder: str = ""  # where the paths of pictures and sounds begin
-    unread: tuple[str, ...] = ()  # fields of OFTEN_READ that the first has, and that are not read
+    unread: tuple[str, ...] = ()  # fields of OFTEN_READ that some have, and that are not read
+    unusual: tuple[str, ...] = ()  # how they lie where other trainers do not look: keys of UNUSUAL
 
     def loss_on(self, asked: str | None) -> str:
         """Return what the loss is taken on: `answers` by default, where there are some."""
@@ -65,8 +75,15 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     recognised: tuple[str, str, str | None] | None = None
     system_field: str | None = None
     history_field: str | None = None
+    unread: dict[str, None] = {}
+    seen: set[tuple[str, ...]] = set()
     reader = read_tagged_lines if task == "token-classification" and has_lines(name) else read_rows
-    for number, row in enumerate(reader(name), start=1):
+    rows = reader(name)
+    unusual = {
+        "list": isinstance(rows, ListIn),
+        "encoding": os.path.isfile(name) and not is_utf8(name),
+    }
+    for number, row in enumerate(rows, start=1):
         place = f"sample {number}"
         if not isinstance(row, Mapping):
             raise UnusableData(
@@ -74,17 +91,26 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
                 'Samples are objects: {"text": "..."}, {"messages": [...]}',
             )
         row = with_languages(row) if task == "seq2seq-lm" else row
+        if "preferences" in FORMATS_OF_TASKS[task]:
+            given, row = row, with_trl_fields(row)
+            unusual["fields"] = unusual.get("fields", False) or row is not given
         if recognised is None:
             is_table = ending_of(name) in TABLES
             recognised = recognise(row, columns, task, is_table=is_table)
             messages = row[recognised[1]] if recognised[0] == "chat" else []
             about = field_of(row, BESIDE.get(recognised[0], ()))
+            unusual["choices"] = recognised[0] == "multiple-choice"
             beside = READ_BESIDE.get(recognised[0], ()) if task == "causal-lm" else ()
-            unread = unread_of(row, recognised, about, beside)
             is_sharegpt = any(isinstance(each, Mapping) and "from" in each for each in messages)
+            unusual["turns"] = any(turn_of(each) for each in messages)
+        # Other rows may have what the first has not: one of each kind is looked at.
+        held = tuple(key for key, value in row.items() if value or isinstance(value, (int, float)))
+        if held not in seen:
+            seen.add(held)
+            unread |= dict.fromkeys(unread_of(row, recognised, about, beside))
         if recognised[0] == "preferences":
             read += read_pair(row, place)
-        elif recognised[0] in ("pairs", *WITH_ALL):
+        elif recognised[0] in ("pairs", "triplets", "rated-pairs"):
             read += read_together(row, recognised[0], [*recognised[1:], about], place)
         elif recognised[0] == "unpaired":
             read.append(read_labelled(row, place))
@@ -95,7 +121,8 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
             read.append(READ_BY_FIELDS[recognised[0]](row, *recognised[1:], place))
         else:
             said, before = [*(field_of(row, names) for names in beside), None, None][:2]
-            # Other rows may have them, where the first has not.
+            others = [] if before is None else read_json(row[before])
+            unusual["turns"] |= isinstance(others, list) and any(map(turn_of, others))
             system_field, history_field = system_field or said, history_field or before
             read.append(read_sample(row, *recognised, place, said, before))
     if recognised is None:
@@ -104,7 +131,9 @@ def read_samples(name: str, columns: Columns, task: str) -> Samples:
     if form == "text" and not any(sample.text.strip() for sample in read):
         raise UnusableData(f"all its samples are empty: none has a text in {text_field}")
     folder = os.path.dirname(os.path.abspath(name))
+    about = None if form == "multiple-choice" else about
     fields = (text_field, answer_field, about, system_field, history_field)
     is_learnt = form in ("chat", "prompt-completion")
     has_weights = is_learnt and any(is_passed_over(m) for sample in read for m in sample.messages)
-    return Samples(form, read, *fields, has_weights, is_sharegpt, folder, unread)
+    shapes = tuple(shape for shape, is_so in unusual.items() if is_so)
+    return Samples(form, read, *fields, has_weights, is_sharegpt, folder, (*unread,), shapes)

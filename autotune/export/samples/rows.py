@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import re
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.export.samples.formats import FORMATS, INPUTS, field_of
+from autotune.export.samples.formats import BESIDE, CHOICES, FORMATS, INPUTS, field_of
 from autotune.export.samples.messages import read_messages, read_turns, with_system
 from autotune.export.samples.values import UnusableData, read_json, shown
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True)
@@ -53,9 +56,7 @@ def read_sample(
             tools=read_json(row.get("tools")),
         )
     if name == "instruction":
-        others = (field_of(row, (each,)) for each in INPUTS)
-        more = next((row[each] for each in others if each is not None and row[each]), None)
-        text = f"{text}\n\n{more}" if more else text
+        text = with_input(row, text, place)
     for each, value in ((text_field, text), (answer_field, answer)):
         if name != "labels" or each == text_field:
             check_text(value, each, place)
@@ -66,6 +67,83 @@ def read_sample(
         )
     turns = [] if history_field is None else read_turns(row[history_field], history_field, place)
     return Sample(text=text, answer=answer, system=system, turns=turns)
+
+
+def with_input(row: Mapping[str, Any], text: Any, place: str) -> Any:
+    """The text with what it is about behind it: a text, or several."""
+    others = (field_of(row, (each,)) for each in INPUTS)
+    name = next((each for each in others if each is not None and row[each]), None)
+    if name is None:
+        return text
+    parts = row[name] if isinstance(row[name], list) else [row[name]]
+    for part in parts:
+        check_text(str(part) if isinstance(part, int | float) else part, name, place)
+    return "\n\n".join(map(str, (text, *parts)))
+
+
+def read_choice(row: Mapping[str, Any], text_field: str, answer_field: str, place: str) -> Sample:
+    """A question with what may be chosen, a line each behind its letter, and the answer as it is given."""
+    check_text(row[text_field], text_field, place)
+    choices = choices_of(row, place)
+    has_letters = all(re.match(rf"\W?{re.escape(key)}[.):]", choices[key]) for key in choices)
+    lines = [choices[key] if has_letters else f"{key}. {choices[key]}" for key in choices]
+    answer = chosen(
+        row[answer_field], choices, f"{shown(row[answer_field])} in {answer_field} of {place}"
+    )
+    check_text(answer, answer_field, place)
+    text = with_input(row, row[text_field], place)
+    return Sample(text="\n\n".join((text, "\n".join(lines))) if lines else text, answer=answer)
+
+
+def chosen(answer: Any, choices: Mapping[str, str], place: str) -> Any:
+    """The letter of a number, which counts choices from 0; another answer as it is."""
+    said = str(answer)
+    is_written = isinstance(answer, str) and re.fullmatch("[0-9]{1,2}", said) is not None
+    if is_written and said in (*choices, *choices.values()):
+        return answer
+    is_number = not isinstance(answer, str | bool) and is_class(answer)
+    if not choices or not (is_number or is_written):
+        return answer
+    number = int(answer)
+    is_text = str(number) in choices.values()
+    if 0 <= number < len(choices) and not is_text:
+        return [*choices][number]
+    if is_text and number >= len(choices):
+        return str(number)
+    raise UnusableData(
+        f"{place} is none of its {len(choices)} choices, or which of them is not sure",
+        "A number counts them from 0: a letter or the text says for sure which is meant",
+    )
+
+
+def choices_of(row: Mapping[str, Any], place: str) -> dict[str, str]:
+    """The choices by their letters; none where a question is an open one."""
+    name = field_of(row, BESIDE["multiple-choice"])
+    found = None if name is None else read_json(row[name])
+    if name is not None and name.lower() not in CHOICES:
+        stem = name.strip()[:-1]
+        names = itertools.takewhile(bool, (field_of(row, (stem + letter,)) for letter in LETTERS))
+        found = [row[each] for each in names if each] or found
+    if isinstance(found, Mapping) and isinstance(found.get("text"), list):  # ARC has them so.
+        labels, texts = found.get("label"), found["text"]
+        is_named = isinstance(labels, list) and len(labels) == len(texts)
+        found = dict(zip(map(str, labels or ()), texts, strict=True)) if is_named else texts
+    if isinstance(found, list) and len(found) <= len(LETTERS):
+        texts = [each.get("text") if isinstance(each, Mapping) else each for each in found]
+        found = dict(zip(LETTERS, texts, strict=False))
+    elif isinstance(found, Mapping):  # A table has a letter that one question has in all of them.
+        found = {key: each for key, each in found.items() if each is not None}
+    choices = found or {}
+    is_such = isinstance(choices, Mapping) and all(
+        isinstance(key, str) and isinstance(each, str | int | float)
+        for key, each in choices.items()
+    )
+    if not is_such:
+        raise UnusableData(
+            f"{place} has no choices in {name}: {shown(name and row[name])}",
+            "They are a list of texts, or texts by their letters; --format instruction leaves them out",
+        )
+    return {key: str(each) for key, each in choices.items()}
 
 
 def is_class(value: Any) -> bool:
@@ -196,6 +274,7 @@ def read_spoken(row: Mapping[str, Any], text_field: str, answer_field: str, plac
 
 
 READ_BY_FIELDS: dict[str, Callable[..., Sample]] = {
+    "multiple-choice": read_choice,
     "tagged": read_tagged,
     "spans": read_spans,
     "question-context": read_question,
