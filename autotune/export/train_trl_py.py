@@ -93,7 +93,7 @@ def rows_of(dataset: str) -> Any:
 
 
 """
-_COMPARED = """\
+COMPARED = """\
 def rows_of(dataset: str) -> Any:
     rows = read(dataset)
     first = rows[0] if len(rows) else {}
@@ -103,6 +103,7 @@ def rows_of(dataset: str) -> Any:
 
 
 """
+"""The function of a program that gives its rows the fields in which TRL reads preferences."""
 _OF_REWARDS = """\
 def function_of(name: str) -> Any:
     \"""The function that MODULE:FUNCTION or FILE.py:FUNCTION names.\"""
@@ -223,7 +224,7 @@ def write(
     sees = _sees(row, workload)
     rows_code, needed = (_PICTURES if sees else ""), ""
     if row.task in ("dpo", "kto", "reward"):
-        rows_code = _COMPARED
+        rows_code = COMPARED
     if row.generates is not None and config.max_completion_length is not None:
         rows_code = _PROMPTS.format(most=config.sequence_length - config.max_completion_length)
         needed = _FEW_PROMPTS.format(needed=_NEEDED[row.is_rewarded])
