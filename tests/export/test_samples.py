@@ -195,6 +195,11 @@ CHOICES = {"question": "q", "answer": "B"}
         (CHOICES | {"options": ["A. x", "B. y"]}, "q\n\nA. x\nB. y", "B"),
         (CHOICES | {"options": {"A": "x", "B": "y", "E": None}}, "q\n\nA. x\nB. y", "B"),
         (CHOICES | {"options": [{"text": "x"}, {"text": "y"}]}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"options": [{"A": "x"}, {"B": "y"}]}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"A": None, "B": "y", "C": "z", "answer": 2}, "q\n\nB. y\nC. z", "C"),
+        ({"prompt": "q (A) x (B) y", "options": ["x", "y"], "answer": "A"},
+         "q (A) x (B) y", "A"),
+        ({"prompt": "q\nA. x\nB. y", "options": ["A. x", "B. y"], "answer": "A"}, "q\nA. x\nB. y", "A"),
         ({"question": "q", "choices": {"text": ["x", "y"], "label": [1, 2]}, "answerKey": "2"},
          "q\n\n1. x\n2. y", "2"),
         (CHOICES | {"context": "c", "options": ["x", "y"]}, "q\n\nc\n\nA. x\nB. y", "B"),
@@ -233,7 +238,7 @@ def test_what_may_be_chosen_is_a_part_of_the_question(
             CHOICES | {"options": {"text": ["x"], "label": [[]]}, "answer": 1},
             "none of its 1 choices",
         ),
-        (CHOICES | {"B": "y"}, "no choices in B: y"),
+        (CHOICES | {"B": "y", "answer": 0}, "0 in answer of sample 1 is none of its 1 choices"),
     ],
 )
 def test_choices_that_are_none_are_said(tmp_path: Path, row: dict[str, Any], why: str) -> None:

@@ -193,7 +193,8 @@ def not_utf8(name: str, encoding: str) -> UnusableData:
     file = shlex.quote(os.path.basename(name))
     return UnusableData(
         "it is not UTF-8 text",
-        f"Write it in UTF-8: iconv -f {encoding} -t UTF-8 {file} > utf-8-{file}, if it is in {encoding}",
+        f"Write it in UTF-8: iconv -f {encoding} -t UTF-8 {file} > utf-8-{file}, if it is in {encoding}; "
+        "Chinese is often in GB18030",
     )
 
 

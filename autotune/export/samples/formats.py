@@ -12,7 +12,7 @@ from autotune.export.samples.values import UnusableData, shown
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chat": (("messages", "conversations", "conversation"), ()),
     "multiple-choice": (
-        ("question", "prompt", "query", "problem", "instruction"),
+        ("prompt", "question", "query", "problem", "instruction"),
         ("answer", "label", "answerKey", "answer_key", "target", "output", "response"),
     ),
     "prompt-completion": (("prompt",), ("completion", "response", "answer")),

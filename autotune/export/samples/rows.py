@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import os
 import re
@@ -92,7 +91,12 @@ def read_choice(row: Mapping[str, Any], text_field: str, answer_field: str, plac
     )
     check_text(answer, answer_field, place)
     text = with_input(row, row[text_field], place)
-    return Sample(text="\n\n".join((text, "\n".join(lines))) if lines else text, answer=answer)
+    # Some prompts have them in their text already.
+    marked = (rf"\b{re.escape(key)}[.):]\s*{re.escape(choices[key])}" for key in choices)
+    is_said = has_letters and all(each in text for each in lines)
+    if not is_said and not all(re.search(each, text) for each in marked):
+        text = "\n\n".join((text, "\n".join(lines)))
+    return Sample(text=text, answer=answer)
 
 
 def chosen(answer: Any, choices: Mapping[str, str], place: str) -> Any:
@@ -106,9 +110,12 @@ def chosen(answer: Any, choices: Mapping[str, str], place: str) -> Any:
         return answer
     number = int(answer)
     is_text = str(number) in choices.values()
-    if 0 <= number < len(choices) and not is_text:
-        return [*choices][number]
-    if is_text and number >= len(choices):
+    # A field of a table may be empty: the letters of the others stay theirs.
+    names = LETTERS if {*choices} <= {*LETTERS} else [*choices]
+    is_one = 0 <= number < len(names) and names[number] in choices
+    if is_one and not is_text:
+        return names[number]
+    if is_text and not is_one and number > 0:
         return str(number)
     raise UnusableData(
         f"{place} is none of its {len(choices)} choices, or which of them is not sure",
@@ -122,8 +129,12 @@ def choices_of(row: Mapping[str, Any], place: str) -> dict[str, str]:
     found = None if name is None else read_json(row[name])
     if name is not None and name.lower() not in CHOICES:
         stem = name.strip()[:-1]
-        names = itertools.takewhile(bool, (field_of(row, (stem + letter,)) for letter in LETTERS))
-        found = [row[each] for each in names if each] or found
+        names = {letter: field_of(row, (stem + letter,)) for letter in LETTERS}
+        found = {letter: row[each] for letter, each in names.items() if each}
+    if isinstance(found, list) and all(
+        isinstance(each, Mapping) and len(each) == 1 and "text" not in each for each in found
+    ):
+        found = {key: each[key] for each in found for key in each}
     if isinstance(found, Mapping) and isinstance(found.get("text"), list):  # ARC has them so.
         labels, texts = found.get("label"), found["text"]
         is_named = isinstance(labels, list) and len(labels) == len(texts)
@@ -141,7 +152,7 @@ def choices_of(row: Mapping[str, Any], place: str) -> dict[str, str]:
     if not is_such:
         raise UnusableData(
             f"{place} has no choices in {name}: {shown(name and row[name])}",
-            "They are a list of texts, or texts by their letters; --format instruction leaves them out",
+            "They are a list of texts, or texts by their letters; another --format leaves them out",
         )
     return {key: str(each) for key, each in choices.items()}
 
