@@ -48,7 +48,7 @@ UNUSUAL = {
 }
 """How samples may lie where other trainers do not look for them."""
 READ_BY_PROGRAMS = ("list", "encoding", "fields")
-"""Those that the exported programs of TRL's trainers read."""
+"""Shapes among them that the exported programs of TRL's trainers read."""
 
 
 def unusual(dataset: Dataset, but: Iterable[str] = ()) -> str:

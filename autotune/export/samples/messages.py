@@ -57,7 +57,7 @@ def read_messages(found: Any, place: str) -> list[dict[str, Any]]:
 
 
 def turn_of(found: Any) -> list[Any] | None:
-    """What is asked and answered, where both are in one object."""
+    """A question and its answer, where both are in one object."""
     if not isinstance(found, Mapping) or {"role", "content", "from", "value"} & {*found}:
         return None
     names = [field_of(found, each) for each in TURNS]
