@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from autotune.export.carried import Unsaid
-from autotune.export.samples import (
-    HUB_NAME,
-    KNOWN_ROLES,
-    READERS,
-    ROLES,
-    ending_of,
-    read_texts,
-)
+from autotune.export.samples.files import HUB_NAME, READERS, ending_of, read_texts
+from autotune.export.samples.messages import KNOWN_ROLES, ROLES
 from autotune.space.dataset import Dataset
 
 
@@ -44,6 +39,25 @@ def load_arguments(dataset: Dataset) -> dict[str, str]:
     return {"path": match["id"] if match else dataset.name, **named, "split": split or "train"}
 
 
+UNUSUAL = {
+    "list": "its samples are a list inside an object",
+    "encoding": "its encoding is not UTF-8",
+    "fields": "its prompts and answers lie in the fields of another format",
+    "choices": "the choices of its questions lie in fields of their own",
+    "turns": "a question and its answer are one object of its chats",
+}
+"""How samples may lie where other trainers do not look for them."""
+READ_BY_PROGRAMS = ("list", "encoding", "fields")
+"""Shapes among them that the exported programs of TRL's trainers read."""
+
+
+def unusual(dataset: Dataset, but: Iterable[str] = ()) -> str:
+    """Return how a dataset's samples lie otherwise than trainers read them, and what to do; else empty."""
+    found = [words for shape, words in UNUSUAL.items() if shape in {*dataset.unusual} - {*but}]
+    remedy = "write it anew in UTF-8, a sample a line, with the fields that are read"
+    return f"{' and '.join(found)} ({remedy})" if found else ""
+
+
 def trl_loss(dataset: Dataset | None) -> dict[str, object]:
     """Return SFTConfig's arguments for what is learnt and where the text is."""
     if dataset is None or dataset.format not in ("chat", "prompt-completion", "text"):
@@ -60,11 +74,14 @@ def trl_dataset(dataset: Dataset | None) -> dict[str, object]:
     return {} if dataset is None else {"datasets": [load_arguments(dataset)]}
 
 
-def unsaid_by_trl(dataset: Dataset | None) -> tuple[Unsaid, ...]:
-    """Name what TRL does not read of the dataset, and fields that it knows by other names."""
+def unsaid_by_trl(dataset: Dataset | None, reads: Iterable[str] = ()) -> tuple[Unsaid, ...]:
+    """Name what TRL does not read of the dataset, and fields that it knows by other names.
+
+    `reads`: keys of UNUSUAL that a program reads itself.
+    """
     if dataset is None:
         return ()
-    lost = []
+    lost = [words] if (words := unusual(dataset, reads)) else []
     if dataset.format == "chat" and dataset.system_field is not None:
         lost.append(f"{dataset.system_field} (TRL reads messages alone: make it the first of them)")
     if dataset.history_field is not None:
@@ -96,7 +113,7 @@ def unsaid_by_torchtune(dataset: Dataset | None) -> tuple[Unsaid, ...]:
     """Name what none of torchtune's builders here reads of the dataset."""
     if dataset is None:
         return ()
-    lost = []
+    lost = [words] if (words := unusual(dataset)) else []
     if dataset.system_field is not None:
         lost.append(f"{dataset.system_field} is a field of its own")
     if dataset.history_field is not None:
@@ -164,6 +181,11 @@ AXOLOTL_TYPES: dict[str, Any] = {
 
 def axolotl_lines(dataset: Dataset, task: str) -> list[str]:
     """Return what axolotl wants of the dataset's own fields, where no key can name them."""
+    words = unusual(dataset)
+    return [f"axolotl does not read the dataset: {words}."] if words else _wanted(dataset, task)
+
+
+def _wanted(dataset: Dataset, task: str) -> list[str]:
     if dataset.format == "chat" and dataset.system_field not in (None, "system"):
         return [
             f"axolotl reads what the system says in the field system: rename {dataset.system_field}."
@@ -201,6 +223,8 @@ def llama_factory_lines(dataset: Dataset, task: str) -> list[str]:
     """Return the entry of data/dataset_info.json, where LLaMA-Factory has what its YAML cannot say."""
     entry = json.dumps({"my_dataset": dataset_info(dataset, task)})
     lines = [f"data/dataset_info.json has to hold: {entry}"]
+    if words := unusual(dataset):
+        lines.append(f"LLaMA-Factory does not read the dataset: {words}.")
     if _learns_some(dataset):
         lines.append("LLaMA-Factory learns every answer, those of weight 0 too: leave them out.")
     return lines

@@ -1,6 +1,6 @@
 """Token ids of samples for a causal language model, and the labels that the loss is taken on.
 
-train_py puts all that follows the imports into train.py, after samples.py, which this needs; the worker
+train_py puts all that follows the imports into train.py, after samples/, which this needs; the worker
 counts lengths with the same functions.
 """
 
@@ -10,14 +10,10 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from autotune.export.samples import (
-    Sample,
-    Samples,
-    UnusableData,
-    is_passed_over,
-    shown,
-    with_system,
-)
+from autotune.export.samples.messages import is_passed_over, with_system
+from autotune.export.samples.read import Samples
+from autotune.export.samples.rows import Sample
+from autotune.export.samples.values import UnusableData, shown
 
 IGNORED = -100  # the label that PyTorch's losses leave out
 AT_ONCE = 1000
@@ -42,7 +38,7 @@ def encode(data: Samples, tokenizer: Any, loss_on: str) -> Iterator[Encoded]:
     """(ids, labels) of each sample, whole. Labels are IGNORED where the loss is not taken."""
     answers_only = loss_on == "answers"
     samples = data.samples
-    if data.format == "instruction":
+    if data.format in ("instruction", "multiple-choice"):
         samples = [as_turns(sample, tokenizer) for sample in samples]
     is_chat = any(sample.messages for sample in samples)
     if is_chat:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from autotune.export.encode import AT_ONCE, IGNORED
-from autotune.export.samples import Sample, Samples, UnusableData
+from autotune.export.samples.read import Samples
+from autotune.export.samples.rows import Sample
+from autotune.export.samples.values import UnusableData
 
 Row = dict[str, Any]
 

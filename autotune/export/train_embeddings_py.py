@@ -66,7 +66,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         stop=STOP,
         reached=REACHED,
         settings=settings_code(),
-        reads=READS.read_text(encoding="utf-8"),
+        reads=READS,
         loss=trainer.cached_loss if is_cached else trainer.loss,
         loss_options=f", mini_batch_size={config.samples_per_pass}" if is_cached else "",
         imports="".join(imports),

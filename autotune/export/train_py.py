@@ -21,7 +21,7 @@ from autotune.export.extra_arguments import CHANGES_STEP, DECIDED
 from autotune.export.own_modules import with_adaptable_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
-from autotune.export.samples import FORMATS_OF_TASKS
+from autotune.export.samples.formats import FORMATS_OF_TASKS
 from autotune.export.training_args import environment, see_one_card, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
@@ -72,8 +72,15 @@ _UPDATING = _EXPANDED.with_name("backward_update.py")
 _SOUND = tuple(map(_EXPANDED.with_name, ("sound_input.py", "sound_rows.py")))
 _BY_TOKENS = _EXPANDED.with_name("by_tokens.py")
 _CUT = Path(__file__).parents[1] / "space" / "cut_by_tokens.py"
-_PASTED = ("samples.py", "encode.py", "rows_of_tasks.py")
-"""Modules beside this one that are a part of the program."""
+_PASTED = (
+    *(
+        f"samples/{noun}.py"
+        for noun in ("values", "shapes", "formats", "files", "messages", "rows", "read")
+    ),
+    "encode.py",
+    "rows_of_tasks.py",
+)
+"""Modules beside this one that are a part of the program, each behind those that it imports."""
 _LOSS_IN_PARTS = """\
     if RECIPE["chunked_loss"]:
         try:
@@ -160,11 +167,11 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
     pasted = [
         _pasted(),
         *([expanded_heads()] if expands else []),
-        *([_after_imports(_CHUNKED.read_text(encoding="utf-8"))] if chunks else []),
+        *([after_imports(_CHUNKED.read_text(encoding="utf-8"))] if chunks else []),
         *([f"{_plans()}\n\n{plan_code()}"] if plans else []),
         *([update_code()] if updates else []),
         *([cutting_code()] if cuts else []),
-        *([_after_imports(each.read_text(encoding="utf-8")) for each in _SOUND] if rows else []),
+        *([after_imports(each.read_text(encoding="utf-8")) for each in _SOUND] if rows else []),
     ]
     parts = {
         "# {samples}\n": "\n\n".join(pasted),
@@ -211,8 +218,8 @@ def _changes(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, o
 @functools.cache
 def _pasted() -> str:
     """The modules' code, without docstrings of theirs and imports, which the template has."""
-    texts = [Path(__file__).with_name(name).read_text(encoding="utf-8") for name in _PASTED]
-    return "\n\n".join(_after_imports(text) for text in texts)
+    texts = [(Path(__file__).parent / name).read_text(encoding="utf-8") for name in _PASTED]
+    return "\n\n".join(after_imports(text) for text in texts)
 
 
 def settings_code(further: Iterable[str] = ()) -> str:
@@ -226,23 +233,23 @@ def settings_code(further: Iterable[str] = ()) -> str:
 
 def expanded_heads() -> str:
     """Return the code that lets Transformers know the attention EXPANDED, and its call."""
-    return f"{_after_imports(_EXPANDED.read_text(encoding='utf-8'))}\n\nexpand_key_heads()\n"
+    return f"{after_imports(_EXPANDED.read_text(encoding='utf-8'))}\n\nexpand_key_heads()\n"
 
 
 def plan_code() -> str:
     """Return the code that lets layers keep less for the backward pass, each as it is told."""
-    return _after_imports(_PLANNED.read_text(encoding="utf-8"))
+    return after_imports(_PLANNED.read_text(encoding="utf-8"))
 
 
 def update_code() -> str:
     """Return the code that lets weights be updated in the backward pass."""
-    return _after_imports(_UPDATING.read_text(encoding="utf-8"))
+    return after_imports(_UPDATING.read_text(encoding="utf-8"))
 
 
 def cutting_code() -> str:
     """Return the code that cuts each step's samples into micro-batches of about equal tokens."""
     texts = [path.read_text(encoding="utf-8") for path in (_CUT, _BY_TOKENS)]
-    return "\n\n".join(_after_imports(text) for text in texts)
+    return "\n\n".join(after_imports(text) for text in texts)
 
 
 def _plans() -> str:
@@ -254,7 +261,8 @@ def _plans() -> str:
     return f"# {what}\nPLANS = {{\n{_entries(rows, '    ')}}}\n"
 
 
-def _after_imports(text: str) -> str:
+def after_imports(text: str) -> str:
+    """Return the code of a module that follows its imports."""
     lines = text.splitlines(keepends=True)
     imports = [
         node for node in ast.parse(text).body if isinstance(node, ast.Import | ast.ImportFrom)

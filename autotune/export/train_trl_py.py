@@ -15,6 +15,7 @@ from autotune.catalogue.attention import EXPANDED
 from autotune.catalogue.checkpoint import UNPACKED_BY
 from autotune.catalogue.tasks import PICTURES, TASKS
 from autotune.export.carried import Unsaid, heading, keywords
+from autotune.export.dataset_entries import READ_BY_PROGRAMS
 from autotune.export.exporter import Exporter
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.references import model_reference
@@ -22,6 +23,7 @@ from autotune.export.train_py import (
     OF_SETTINGS,
     REACHED,
     STOP,
+    after_imports,
     cutting_code,
     expanded_heads,
     plan_code,
@@ -56,7 +58,13 @@ from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import Trainer, trainers_of
 
 _PROGRAM = Path(__file__).with_name("train_trl.py.template")
-READS = Path(__file__).with_name("read_rows.py.template")
+_SHAPES = Path(__file__).parent / "samples" / "shapes.py"
+READS = "\n\n".join(
+    (
+        after_imports(_SHAPES.read_text(encoding="utf-8")),
+        Path(__file__).with_name("read_rows.py.template").read_text(encoding="utf-8"),
+    )
+)
 """The functions of a program that read its dataset, and what it evaluates on."""
 LONG_RUN: Mapping[str, object] = MappingProxyType({"logging_steps": 10, "save_total_limit": 2})
 """Arguments of a run of hours, as train.py has them, where the user says no others."""
@@ -85,6 +93,17 @@ def rows_of(dataset: str) -> Any:
 
 
 """
+COMPARED = """\
+def rows_of(dataset: str) -> Any:
+    rows = read(dataset)
+    first = rows[0] if len(rows) else {}
+    if (named := with_trl_fields(first)) is first:
+        return rows
+    return rows.map(with_trl_fields, remove_columns=[*({*rows.column_names} - {*named})])
+
+
+"""
+"""The function of a program that gives its rows the fields in which TRL reads preferences."""
 _OF_REWARDS = """\
 def function_of(name: str) -> Any:
     \"""The function that MODULE:FUNCTION or FILE.py:FUNCTION names.\"""
@@ -204,6 +223,8 @@ def write(
     values["model_init_kwargs"] = _loading(config, PRECISIONS[config.precision].parameter_dtype)
     sees = _sees(row, workload)
     rows_code, needed = (_PICTURES if sees else ""), ""
+    if row.task in ("dpo", "kto", "reward"):
+        rows_code = COMPARED
     if row.generates is not None and config.max_completion_length is not None:
         rows_code = _PROMPTS.format(most=config.sequence_length - config.max_completion_length)
         needed = _FEW_PROMPTS.format(needed=_NEEDED[row.is_rewarded])
@@ -232,7 +253,7 @@ def write(
     makes_trainer = _MAKES_TRAINER.format(trainer=kind, further=further, columns=columns)
     if values.get("assistant_only_loss"):
         makes_trainer += _OR_SAYS_WHY_NOT
-    lost = (*cannot_express(row, config), *has_no_words_for(row, workload))
+    lost = (*cannot_express(row, config), *has_no_words_for(row, workload, READ_BY_PROGRAMS))
     head = heading(f"A run of TRL's {row.class_name}", config, result["evidence"], lost)
     return head + _PROGRAM.read_text(encoding="utf-8").format(
         columns=columns,
@@ -258,7 +279,7 @@ def write(
         settings=settings_code(
             values.keys() - training_arguments(config, extra=workload.extra).keys()
         ),
-        reads=READS.read_text(encoding="utf-8"),
+        reads=READS,
         model=ascii(model_reference(workload.model)),
         arguments=keywords({**LONG_RUN, **values}),
         adapter=adapter,
@@ -301,7 +322,7 @@ def _loading(config: TrainConfig, dtype: str) -> dict[str, object]:
 
 def _libraries(row: Trainer, *, cuts: bool) -> str:
     """Return imports between argparse and sys."""
-    names = [*OF_SETTINGS, "glob", "os", "signal"]
+    names = [*OF_SETTINGS, "glob", "json", "os", "signal"]
     if cuts:
         names += ["copy", "functools", "itertools"]
     elif row.is_rewarded:
@@ -333,7 +354,7 @@ EXPORTERS = {
         applies=applies,
         lacks=functools.partial(_lacks, row),
         cannot_express=functools.partial(cannot_express, row),
-        has_no_words_for=functools.partial(has_no_words_for, row),
+        has_no_words_for=functools.partial(has_no_words_for, row, reads=READ_BY_PROGRAMS),
     )
     for row in TRL
 }

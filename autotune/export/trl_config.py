@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -123,10 +123,15 @@ def cannot_express(row: Trainer, config: TrainConfig) -> tuple[Unsaid, ...]:
     )
 
 
-def has_no_words_for(row: Trainer, workload: Workload) -> tuple[Unsaid, ...]:
-    """Return words for a dataset of other fields, and for extra arguments that an older version lacks."""
+def has_no_words_for(
+    row: Trainer, workload: Workload, reads: Iterable[str] = ()
+) -> tuple[Unsaid, ...]:
+    """Return words for a dataset of other fields, and for extra arguments that an older version lacks.
+
+    `reads`: keys of dataset_entries.UNUSUAL that a program reads itself.
+    """
     extra = installed.unknown(workload.extra, trl_fields(row), "trl")
-    return (*dataset_entries.unsaid_by_trl(workload.dataset), *extra)
+    return (*dataset_entries.unsaid_by_trl(workload.dataset, reads), *extra)
 
 
 def unsaid_by_trl(

@@ -71,7 +71,7 @@ def write(*, workload: Workload, config: TrainConfig, result: Mapping[str, objec
         settings=settings_code(
             arguments.keys() - training_arguments(config, extra=workload.extra).keys()
         ),
-        reads=READS.read_text(encoding="utf-8"),
+        reads=READS,
         model=model,
         adapter=adapter,
         arguments=keywords({**LONG_RUN, **arguments}),
@@ -93,7 +93,7 @@ def cannot_express(config: TrainConfig) -> tuple[Unsaid, ...]:
 
 
 def has_no_words_for(workload: Workload) -> tuple[Unsaid, ...]:
-    return dataset_entries.unsaid_by_trl(workload.dataset)
+    return dataset_entries.unsaid_by_trl(workload.dataset, dataset_entries.READ_BY_PROGRAMS)
 
 
 def _model_arguments(workload: Workload, config: TrainConfig) -> dict[str, object]:

@@ -13,7 +13,7 @@ from autotune.catalogue.models import ModelSource
 from autotune.common import json_records
 from autotune.errors import ConfigError, WorkerError
 from autotune.export import train_py
-from autotune.export.samples import FORMATS
+from autotune.export.samples.formats import FORMATS
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.records.measurement import Measurement
 from autotune.records.question import Question
@@ -107,7 +107,9 @@ def read_dataset(
         _check_prompts(question, answer["counts"], sequence_length, beside, note)
     more = ("input_field", "system_field", "history_field", "has_weights", "is_sharegpt")
     recognised = {name: answer[name] for name in (*_READ_AS, *more)}
-    return Dataset(name=question.dataset, tokenizer=tokenizer, **recognised), lengths
+    return Dataset(
+        name=question.dataset, tokenizer=tokenizer, unusual=tuple(answer["unusual"]), **recognised
+    ), lengths
 
 
 def _check_prompts(

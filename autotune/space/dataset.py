@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 FORMATS = (
     "chat",
+    "multiple-choice",
     "prompt-completion",
     "instruction",
     "source-target",
@@ -24,7 +25,7 @@ FORMATS = (
     "triplets",
     "rated-pairs",
 )
-"""Formats of samples, the keys of autotune.export.samples.FORMATS, which says how each is read."""
+"""Formats of samples, the keys of autotune.export.samples.formats.FORMATS, which says how each is read."""
 LOSS_ON = ("answers", "all")
 """Tokens that a language model's loss is taken on."""
 
@@ -51,6 +52,9 @@ class Dataset:
     """Field of the turns before an instruction; None: no sample has one."""
     has_weights: bool = False
     """Whether some answers of chats have the weight 0, and are not learnt."""
+    unusual: tuple[str, ...] = ()
+    """How the samples lie where other trainers do not look for them: keys of
+    autotune.export.dataset_entries.UNUSUAL."""
     is_sharegpt: bool = False
     """Whether messages have `from` and `value`, not role and content."""
     tokenizer: str

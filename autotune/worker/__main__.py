@@ -149,7 +149,7 @@ def _examine(request: dict[str, Any]) -> Answers:
 
 
 def _lengths(request: dict[str, Any]) -> Answers:
-    from autotune.export.samples import UnusableData
+    from autotune.export.samples.values import UnusableData
     from autotune.worker.lengths import count_lengths
 
     try:
@@ -159,7 +159,7 @@ def _lengths(request: dict[str, Any]) -> Answers:
 
 
 def _pictures(request: dict[str, Any]) -> Answers:
-    from autotune.export.samples import UnusableData
+    from autotune.export.samples.values import UnusableData
     from autotune.worker.build import model, pictures
     from autotune.worker.dataset_pictures import look_at
 
@@ -182,7 +182,7 @@ def _pictures(request: dict[str, Any]) -> Answers:
 def _loader(request: dict[str, Any]) -> Answers:
     import_adapters()
 
-    from autotune.export.samples import UnusableData
+    from autotune.export.samples.values import UnusableData
     from autotune.worker.probe.loading import time_loaders
 
     try:

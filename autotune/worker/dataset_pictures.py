@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autotune.errors import first_line
-from autotune.export.samples import UnusableData, read_rows
+from autotune.export.samples.files import read_rows
+from autotune.export.samples.values import UnusableData
 from autotune.space.media import MAX_PICTURES, MAX_PIXELS
 from autotune.worker import seen_texts
 from autotune.worker.build import model as models

@@ -19,14 +19,10 @@ from autotune.catalogue.tasks import CAUSAL
 from autotune.errors import first_sentence
 from autotune.export.encode import IGNORED, Encoded, encode, has_words
 from autotune.export.rows_of_tasks import ROWS_OF_TASKS, Row, classes_of, classes_to_learn
-from autotune.export.samples import (
-    Columns,
-    Sample,
-    Samples,
-    UnusableData,
-    open_picture,
-    read_samples,
-)
+from autotune.export.samples.formats import Columns
+from autotune.export.samples.read import Samples, read_samples
+from autotune.export.samples.rows import Sample, open_picture
+from autotune.export.samples.values import UnusableData
 from autotune.space.trainers import row_of
 
 MAX_TOKENISED = 20_000
@@ -92,6 +88,7 @@ def _recognised(data: Samples, loss_on: str) -> dict[str, Any]:
         "loss_on": loss_on,
         "num_samples": len(data.samples),
         "unread": list(data.unread),
+        "unusual": list(data.unusual),
     }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from autotune.errors import first_line, first_sentence
-from autotune.export.samples import UnusableData
+from autotune.export.samples.values import UnusableData
 
 Size = tuple[int, int]
 

@@ -24,7 +24,9 @@ from autotune import cli
 from autotune.catalogue import gpus, models
 from autotune.common.units import GIB
 from autotune.errors import ConfigError
-from autotune.export.samples import Columns, UnusableData, read_samples
+from autotune.export.samples.formats import Columns
+from autotune.export.samples.read import read_samples
+from autotune.export.samples.values import UnusableData
 from autotune.search import predict_best
 from autotune.space import adapters
 from autotune.store.database import PREFIX

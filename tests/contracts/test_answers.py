@@ -19,7 +19,10 @@ from trl import DatasetMixtureConfig
 
 from autotune.export import trl_config
 from autotune.export.encode import ALPACA, IGNORED, encode
-from autotune.export.samples import Columns, Sample, Samples, UnusableData, read_samples
+from autotune.export.samples.formats import Columns
+from autotune.export.samples.read import Samples, read_samples
+from autotune.export.samples.rows import Sample
+from autotune.export.samples.values import UnusableData
 from autotune.space.config import TrainConfig, Workload
 from autotune.space.dataset import Dataset
 

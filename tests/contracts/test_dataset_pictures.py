@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from PIL import Image
 
 from autotune.common import json_records
-from autotune.export.samples import UnusableData
+from autotune.export.samples.values import UnusableData
 from autotune.space.media import Media
 from autotune.worker import seen_texts
 from autotune.worker.build import model as models

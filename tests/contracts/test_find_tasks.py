@@ -391,7 +391,8 @@ def test_bad_data_is_said_in_one_line(name: str, models_here: Path, tmp_path: Pa
 def heard(folder: Path, models: Path, rows: list[dict[str, Any]], length: int = 48) -> Any:
     from transformers import AutoProcessor
 
-    from autotune.export.samples import Columns, read_samples
+    from autotune.export.samples.formats import Columns
+    from autotune.export.samples.read import read_samples
     from autotune.worker.build.sound_rows import sounds_of
 
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -484,7 +485,8 @@ def extractors() -> dict[str, Any]:
 )  # AST's
 def test_each_sound_is_as_long_as_is_planned_for(tmp_path: Path) -> None:
     from autotune.catalogue import models
-    from autotune.export.samples import Sample, Samples
+    from autotune.export.samples.read import Samples
+    from autotune.export.samples.rows import Sample
     from autotune.records.question import Question
     from autotune.search.sounds import read_sound
     from autotune.worker.build.sound_rows import classed

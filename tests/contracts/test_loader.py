@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from autotune.export import train_py
-from autotune.export.samples import UnusableData
+from autotune.export.samples.values import UnusableData
 from autotune.records.loader_times import LoaderTime, LoaderTimes, settings_to_time
 from autotune.space.config import TrainConfig, Workload
 from autotune.worker.probe import loading

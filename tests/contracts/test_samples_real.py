@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
+from datasets.exceptions import DatasetsError
 
-from autotune.export.samples import Columns, UnusableData, read_samples
+from autotune.export.samples.formats import Columns
+from autotune.export.samples.read import read_samples
+from autotune.export.samples.values import UnusableData
+from autotune.export.train_trl_py import COMPARED, READS
 
 pytestmark = pytest.mark.worker
 
@@ -92,3 +99,55 @@ def test_a_broken_table_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UnusableData, match="It cannot be read: ") as error:
         pairs(tmp_path / "data.parquet")
     assert "\n" not in str(error.value)
+
+
+def written(folder: Path, name: str, rows: list[dict[str, Any]], encoding: str) -> str:
+    as_one = json.dumps({"version": 1, "data": rows})
+    text = as_one if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / name).write_text(text, encoding=encoding)
+    return str(folder / name)
+
+
+@pytest.fixture(scope="module")
+def of_a_program() -> dict[str, Any]:
+    """Functions of an exported program of TRL's that read its dataset."""
+    names = {"load_dataset": datasets.load_dataset, "DatasetsError": DatasetsError, "Path": Path}
+    of_program: dict[str, Any] = {**names, "Any": Any, "json": json, "sys": sys}
+    exec(f"{READS}\n\n{COMPARED}", of_program)
+    return of_program
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
+def test_a_program_of_trls_reads_other_encodings_and_a_list_in_an_object(
+    tmp_path: Path, of_a_program: dict[str, Any], name: str, encoding: str
+) -> None:
+    rows = of_a_program["read"](written(tmp_path, name, ROWS, encoding))
+    assert [(row["prompt"], row["completion"]) for row in rows] == pairs(tmp_path / name)
+
+
+ASKED, GOOD, BAD = (
+    [{"role": role, "content": text}]
+    for role, text in (("user", "hi"), ("assistant", "ho"), ("assistant", "no"))
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "read_as"),
+    [
+        (
+            {"input": {"messages": ASKED}, "preferred_output": GOOD, "non_preferred_output": BAD},
+            {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
+        ),
+        (
+            {"id": 3, "messages": ASKED + BAD, "label": False},
+            {"prompt": ASKED, "completion": BAD, "label": False},
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"},) * 2,
+    ],
+)
+def test_a_program_of_trls_reads_preferences_in_the_fields_of_others(
+    tmp_path: Path, of_a_program: dict[str, Any], row: dict[str, Any], read_as: dict[str, Any]
+) -> None:
+    rows = of_a_program["rows_of"](written(tmp_path, "data.jsonl", [row, row], "utf-8"))
+    assert [*rows] == [read_as, read_as]

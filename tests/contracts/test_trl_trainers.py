@@ -48,7 +48,7 @@ from trainer_step import NUM_PADDED, NUM_STEPS, Events, Run, run_trainer
 
 from autotune.catalogue.gpus import find_gpu
 from autotune.catalogue.tasks import TASKS
-from autotune.export.samples import FORMATS_OF_TASKS
+from autotune.export.samples.formats import FORMATS_OF_TASKS
 from autotune.export.training_args import checkpointing_arguments
 from autotune.predict.generation import generation_of
 from autotune.predict.vllm_generation import served_of

@@ -314,3 +314,17 @@ def test_torchtune_reads_texts_from_their_field() -> None:
     found = dataset_entries.torchtune(texts)
     assert found["_component_"] == "torchtune.datasets.text_completion_dataset"
     assert (found["source"], found["column"]) == ("someone/texts", "body")
+
+
+@pytest.mark.parametrize("shape", dataset_entries.UNUSUAL)
+@pytest.mark.parametrize("name", ["axolotl", "llama-factory", "sft", "torchtune", "sft-python"])
+def test_a_file_says_what_its_trainer_does_not_read(name: str, shape: str) -> None:
+    usual, unusual = (
+        " ".join(
+            written(name, dataclasses.replace(HUB, unusual=shapes)).replace("\n#", " ").split()
+        )
+        for shapes in ((), (shape,))
+    )
+    is_read = name == "sft-python" and shape in dataset_entries.READ_BY_PROGRAMS
+    words = dataset_entries.UNUSUAL[shape]
+    assert (words in usual, words in unusual) == (False, not is_read)

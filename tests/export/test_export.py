@@ -462,7 +462,14 @@ def test_the_recipe_of_qlora() -> None:
     assert values == {
         "model": "Qwen/Qwen2.5-1.5B",
         "task": "causal-lm",
-        "formats": ("chat", "prompt-completion", "instruction", "source-target", "text"),
+        "formats": (
+            "chat",
+            "multiple-choice",
+            "prompt-completion",
+            "instruction",
+            "source-target",
+            "text",
+        ),
         "model_class": "AutoModelForCausalLM",
         "peft_task_type": "CAUSAL_LM",
         "has_classes": False,

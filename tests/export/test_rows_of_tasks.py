@@ -18,7 +18,9 @@ from autotune.export.rows_of_tasks import (
     classes_to_learn,
     transcribed,
 )
-from autotune.export.samples import Sample, Samples, UnusableData
+from autotune.export.samples.read import Samples
+from autotune.export.samples.rows import Sample
+from autotune.export.samples.values import UnusableData
 
 WORDS = ["[UNK]", "</s>", "a", "b", "c", "d", "e", "user:", "assistant:", "system:", "x."]
 UNK, END, A, B, C, D, E, USER, ASSISTANT, SYSTEM, X = range(len(WORDS))

@@ -11,16 +11,13 @@ from typing import Any
 
 import pytest
 
-from autotune.export import samples
-from autotune.export.samples import (
-    FORMATS,
-    Columns,
-    Samples,
-    UnusableData,
-    load,
-    open_picture,
-    read_samples,
-)
+from autotune.export.samples import files
+from autotune.export.samples import read as reading
+from autotune.export.samples.files import load
+from autotune.export.samples.formats import FORMATS, Columns
+from autotune.export.samples.read import Samples, read_samples
+from autotune.export.samples.rows import open_picture
+from autotune.export.samples.values import UnusableData
 from autotune.space import dataset
 
 ASKED = {"question": "a", "context": "b c"}
@@ -115,7 +112,9 @@ def test_the_field_of_what_an_instruction_is_about_is_known(
         ({"prompt": "p", "completion": "c", "label": False}, "kto", ()),
         ({"sentence1": "a", "sentence2": "b", "label": 0.5}, "sentence-similarity", ()),
         ({"question": "q", "options": ["x", "y"], "image": "a.png", "answer": "A"}, "causal-lm",
-         ("options", "image")),
+         ("image",)),
+        ({"question": "q", "contexts": ["x", "y"], "answer": "a"}, "causal-lm", ("contexts",)),
+        ({"prompt": "q", "context": "x", "completion": "a"}, "causal-lm", ("context",)),
         ({"instruction": "a", "Reasoning": "r", "output": "b"}, "seq2seq-lm", ("Reasoning",)),
         ({"prompt": "p", "solution": "s", "answer": "3"}, "causal-lm", ("solution",)),
         ({"messages": CHAT, "image": "a.png"}, "causal-lm", ("image",)),
@@ -178,6 +177,182 @@ def test_a_picture_that_cannot_be_read_is_one_line(tmp_path: Path, found: Any, w
     (tmp_path / "data.jsonl").write_text("{}", encoding="utf-8")
     with pytest.raises(UnusableData, match=why):
         open_picture(found, str(tmp_path), "sample 1")
+
+
+CHOICES = {"question": "q", "answer": "B"}
+
+
+@pytest.mark.parametrize(
+    ("row", "text", "answer"),
+    [
+        (CHOICES | {"A": "x", "B": "y", "C": "z"}, "q\n\nA. x\nB. y\nC. z", "B"),
+        ({"prompt": "q", "option_a": 3, "option_b": 4, "label": 0}, "q\n\nA. 3\nB. 4", "A"),
+        ({"prompt": "q", "opa": 3, "opb": 4, "answer": 4.0}, "q\n\nA. 3\nB. 4", "4"),
+        (CHOICES | {"choices": ["x", "y"], "answer": 1}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"choices": ["x", "y"], "answer": "1"}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"choices": ["1", "2"], "answer": "1"}, "q\n\nA. 1\nB. 2", "1"),
+        (CHOICES | {"choices": '["x", "y"]', "answer": "y"}, "q\n\nA. x\nB. y", "y"),
+        (CHOICES | {"options": ["A. x", "B. y"]}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"options": {"A": "x", "B": "y", "E": None}}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"options": [{"text": "x"}, {"text": "y"}]}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"options": [{"A": "x"}, {"B": "y"}]}, "q\n\nA. x\nB. y", "B"),
+        (CHOICES | {"A": None, "B": "y", "C": "z", "answer": 2}, "q\n\nB. y\nC. z", "C"),
+        ({"prompt": "q (A) x (B) y", "options": ["x", "y"], "answer": "A"},
+         "q (A) x (B) y", "A"),
+        ({"prompt": "q\nA. x\nB. y", "options": ["A. x", "B. y"], "answer": "A"}, "q\nA. x\nB. y", "A"),
+        ({"question": "q", "choices": {"text": ["x", "y"], "label": [1, 2]}, "answerKey": "2"},
+         "q\n\n1. x\n2. y", "2"),
+        (CHOICES | {"context": "c", "options": ["x", "y"]}, "q\n\nc\n\nA. x\nB. y", "B"),
+        (CHOICES | {"options": [], "answer": "y"}, "q", "y"),
+    ],
+)  # fmt: skip
+def test_what_may_be_chosen_is_a_part_of_the_question(
+    tmp_path: Path, row: dict[str, Any], text: str, answer: str
+) -> None:
+    found = read(tmp_path, row)
+    assert (found.format, found.unread, found.unusual) == ("multiple-choice", (), ("choices",))
+    assert [(sample.text, sample.answer) for sample in found.samples] == [(text, answer)]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (
+            CHOICES | {"options": ["x", "y"], "answer": 2},
+            "2 in answer of sample 1 is none of its 2 choices",
+        ),
+        (
+            CHOICES | {"options": ["x", "y"], "answer": -1},
+            "A number counts them from 0: a letter",
+        ),
+        (CHOICES | {"options": [1, 2], "answer": 1}, "or which of them is not sure"),
+        (CHOICES | {"options": ["x", "y"], "answer": True}, "no text in answer: True"),
+        (CHOICES | {"options": ["x", "y"], "answer": ["A"]}, "no text in answer: ['A']"),
+        (
+            CHOICES | {"options": 3},
+            "no choices in options: 3. They are a list of texts, or texts by their",
+        ),
+        (CHOICES | {"options": [["x"], "y"]}, "no choices in options: [['x'], 'y']"),
+        (CHOICES | {"options": ["x"] * 27}, "no choices in options"),
+        (
+            CHOICES | {"options": {"text": ["x"], "label": [[]]}, "answer": 1},
+            "none of its 1 choices",
+        ),
+        (CHOICES | {"B": "y", "answer": 0}, "0 in answer of sample 1 is none of its 1 choices"),
+    ],
+)
+def test_choices_that_are_none_are_said(tmp_path: Path, row: dict[str, Any], why: str) -> None:
+    with pytest.raises(UnusableData) as refused:
+        read(tmp_path, row)
+    assert why in str(refused.value)
+
+
+def test_a_first_choice_alone_is_none(tmp_path: Path) -> None:
+    assert read(tmp_path, {"question": "q", "A": "x", "answer": "a"}).format == "instruction"
+
+
+def test_several_texts_that_an_instruction_is_about_follow_it(tmp_path: Path) -> None:
+    row = {"question": "q", "context": ["x", "y"], "answer": "a"}
+    assert read(tmp_path, row).samples[0].text == "q\n\nx\n\ny"
+    with pytest.raises(UnusableData, match="no text in context"):
+        read(tmp_path, row | {"context": {"x": 1}})
+
+
+def test_a_field_that_only_later_samples_fill_is_known(tmp_path: Path) -> None:
+    row = {"text": "t", "spans": [], "entities": []}
+    assert read(tmp_path, row, row).unread == ()
+    assert read(tmp_path, row, row | {"entities": [{"start": 0}]}).unread == ("entities",)
+
+
+@pytest.mark.parametrize(
+    ("turns", "messages"),
+    [
+        ([{"human": "hi", "assistant": "hello"}], CHAT),
+        ([{"User": "hi", "bot": "hello"}, *CHAT], CHAT * 2),
+        (
+            [{"system": "s", "input": "hi", "output": "hello"}],
+            [{"role": "system", "content": "s"}, *CHAT],
+        ),
+    ],
+)
+def test_a_question_and_its_answer_may_be_one_object_of_a_chat(
+    tmp_path: Path, turns: list[Any], messages: list[Any]
+) -> None:
+    found = read(tmp_path, {"conversation": turns})
+    assert (found.samples[0].messages, found.unusual) == (messages, ("turns",))
+
+
+def test_turns_before_an_instruction_may_be_objects(tmp_path: Path) -> None:
+    row = {"instruction": "c", "output": "d", "history": [{"human": "a", "assistant": "b"}]}
+    found = read(tmp_path, row)
+    assert (found.samples[0].turns, found.unusual) == ([["a", "b"]], ("turns",))
+    for wrong in (
+        [{"human": "a"}],
+        [{"human": "a", "assistant": 3}],
+        {"human": "a", "assistant": "b"},
+    ):
+        with pytest.raises(UnusableData, match="no pairs of texts in history"):
+            read(tmp_path, row | {"history": wrong})
+
+
+OPENAI = {
+    "input": {"messages": CHAT[:1], "tools": [{"name": "t"}]},
+    "preferred_output": CHAT[1:],
+    "non_preferred_output": [{"role": "assistant", "content": "go"}],
+}
+
+
+def test_preferences_as_openai_has_them_are_pairs(tmp_path: Path) -> None:
+    found = read(tmp_path, OPENAI, task="dpo")
+    assert (found.format, found.unread, found.unusual) == ("preferences", (), ("fields",))
+    assert [sample.messages[-1]["content"] for sample in found.samples] == ["hello", "go"]
+    assert [sample.num_given for sample in found.samples] == [1, 1]
+    assert found.samples[0].tools == [{"name": "t"}]
+
+
+def test_a_chat_with_a_verdict_is_a_prompt_and_its_answer(tmp_path: Path) -> None:
+    found = read(tmp_path, {"messages": CHAT, "label": False}, task="kto")
+    assert (found.format, found.unread, found.unusual) == ("unpaired", (), ("fields",))
+    assert (found.samples[0].messages, found.samples[0].num_given) == (CHAT, 1)
+    apart = read(tmp_path, {"prompt": CHAT[:1], "completion": CHAT[1:], "label": False}, task="kto")
+    assert (apart.samples, apart.unusual) == (found.samples, ())
+
+
+@pytest.mark.parametrize(
+    ("row", "task", "why"),
+    [
+        (
+            OPENAI | {"input": {}, "preferred_output": 3},
+            "dpo",
+            "has not texts alone, nor messages alone",
+        ),
+        (OPENAI | {"input": None}, "dpo", "dpo takes chosen and rejected"),
+        ({"messages": CHAT, "label": "good"}, "kto", "kto takes prompt and completion"),
+        ({"messages": CHAT[:1], "label": True}, "kto", "kto takes prompt and completion"),
+        ({"messages": [3, 4], "label": True}, "kto", "message 1 of sample 1 is no message: 3"),
+    ],
+)
+def test_preferences_that_are_none_are_said(
+    tmp_path: Path, row: dict[str, Any], task: str, why: str
+) -> None:
+    with pytest.raises(UnusableData) as refused:
+        read(tmp_path, row, task=task)
+    assert why.lower() in str(refused.value).lower()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "unusual"),
+    [("utf-8-sig", ()), ("utf-16", ("encoding",)), ("utf-32", ("encoding",))],
+)
+@pytest.mark.parametrize(("name", "shape"), [("a.jsonl", ()), ("a.json", ("list",)), ("a.txt", ())])
+def test_a_mark_at_the_beginning_says_the_encoding(
+    tmp_path: Path, name: str, shape: tuple[str, ...], encoding: str, unusual: tuple[str, ...]
+) -> None:
+    row = json.dumps({"text": "\u00e9"}, ensure_ascii=False)
+    content = {"a.jsonl": row, "a.json": f'{{"data": [{row}]}}', "a.txt": "\u00e9"}[name]
+    (tmp_path / name).write_text(content, encoding=encoding)
+    found = read_samples(str(tmp_path / name), Columns(), "causal-lm")
+    assert (found.samples[0].text, found.unusual) == ("\u00e9", shape + unusual)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +705,7 @@ def test_the_hint_of_a_chat_that_is_a_text_works(tmp_path: Path) -> None:
 
 def test_a_table_without_a_line_of_names_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[dict[str, Any]] = [{"a lovely film": "dull", "1": 0}]
-    monkeypatch.setattr(samples, "read_rows", lambda _: rows)
+    monkeypatch.setattr(reading, "read_rows", lambda _: rows)
     for name, is_told in (("films.tsv", True), ("films.CSV", True), ("films.jsonl", False)):
         with pytest.raises(UnusableData) as error:
             read_samples(name, Columns(), "sequence-classification")
@@ -569,7 +744,7 @@ def test_a_number_may_be_a_word(tmp_path: Path) -> None:
 
 
 def test_a_word_without_a_tag_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "MOST_WORDS", 2)
+    monkeypatch.setattr(files, "MOST_WORDS", 2)
     path = tmp_path / "a.conll"
     for text, said in (
         ("New B\nYork\n", "Line 2 has no word with a tag: York"),
@@ -769,7 +944,10 @@ def test_text_and_json_need_no_library(
         ("deep.jsonl", b"[" * 100_000, "Line 1 is not JSON"),
         ("two.json", b'{"left": [], "test": []}', "It holds several lists: left, test. A .json"),
         ("three.json", b"3", "It is no list of objects"),
-        ("latin.txt", b"\xff", "It is not UTF-8 text. Save it in UTF-8"),
+        ("latin.txt", b"caf\xe9", "It is not UTF-8 text. Write it in UTF-8: iconv -f WINDOWS-1252 -t"),
+        ("no mark.txt", "hi".encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8 'no mark.txt' > utf-8-"),
+        ("no.jsonl", "{}".encode("utf-16-be"), "iconv -f UTF-16BE"),
+        ("half.txt", b"\xff\xfea", "It is not UTF-8 text"),
         ("data.zip", b"PK", "Such a file is not read: data.zip. Unpack it"),
         ("data.feather", b"\xff", "Such a file is not read: data.feather. Unpack it, or write it as"),
         ("data.tar.xz", b"\xfd7zXZ", "Such a file is not read: data.tar.xz"),

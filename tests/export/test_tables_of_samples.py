@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
-from autotune.export.samples import (
-    UnusableData,
+from autotune.export.samples.files import (
     ending_of,
     one_split,
-    read_json,
     read_rows,
     read_with_datasets,
     separator_of,
-    shown,
     undecoded,
-    without_nothing,
 )
+from autotune.export.samples.messages import without_nothing
+from autotune.export.samples.values import UnusableData, read_json, shown
 
 
 class Picture:

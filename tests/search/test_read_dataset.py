@@ -31,6 +31,7 @@ SEEN: dict[str, Any] = {
     "has_weights": False,
     "is_sharegpt": False,
     "unread": [],
+    "unusual": [],
     "counts": [[8, 1], [9, 1], [20, 2]],
     "num_samples": 40,
     "longest": 20,

@@ -36,7 +36,7 @@ from optuna.storages._rdb.storage import _VersionManager
 
 from autotune import cli, export
 from autotune.catalogue import gpus
-from autotune.export.samples import UnusableData
+from autotune.export.samples.values import UnusableData
 from autotune.predict import tracing
 from autotune.probe import fingerprint
 from autotune.report import deliver, html

@@ -19,7 +19,8 @@ import torch
 
 from autotune.export.encode import IGNORED
 from autotune.export.rows_of_tasks import transcribed
-from autotune.export.samples import Samples, UnusableData, shown
+from autotune.export.samples.read import Samples
+from autotune.export.samples.values import UnusableData, shown
 from autotune.worker.build.sound_input import FEATURES
 
 LEAST_SECONDS = 0.05  # two windows of a spectrogram: some extractors refuse shorter sounds

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from autotune.export.samples import UnusableData
+from autotune.export.samples.values import UnusableData
 from autotune.records.loader_times import LoaderTime
 from autotune.worker.lengths import load_processor, load_tokenizer
 
