@@ -12,8 +12,8 @@ from autotune.export.samples.values import UnusableData, shown
 FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "chat": (("messages", "conversations", "conversation"), ()),
     "multiple-choice": (
-        ("prompt", "question", "query", "problem", "instruction"),
-        ("answer", "label", "answerKey", "answer_key", "target", "output", "response"),
+        ("prompt", "question", "question_stem", "query", "problem", "instruction"),
+        ("answer", "label", "answerKey", "answer_key", "cop", "target", "output", "response"),
     ),
     "prompt-completion": (("prompt",), ("completion", "response", "answer")),
     "instruction": (
@@ -46,12 +46,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 FORMATS |= dict.fromkeys(("triplets", "rated-pairs"), FORMATS["pairs"])
 INPUTS = ("input", "context")  # fields of what an instruction is about
 CHOICES = ("choices", "options")  # fields of all that may be chosen
-SECOND_CHOICES = (
-    "B",
-    "option_b",
-    "choice_b",
-    "opb",
-)  # one of a field for each: the first alone is none
+# One of a field for each: the first alone is none.
+SECOND_CHOICES = ("B", "option_b", "choice_b", "opb")
 SYSTEM = ("system", "system_prompt")  # fields of what is said before a chat, or an instruction
 HISTORY = ("history",)  # fields of the turns before an instruction
 READ_BESIDE = {"chat": (SYSTEM,), "instruction": (SYSTEM, HISTORY)}  # by a causal language model
