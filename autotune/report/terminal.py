@@ -307,7 +307,11 @@ def draw_estimate(
     ]
     if state.optimizer_state_managed_bytes:
         rows.append(("note", words.paging(estimate)))
-    notes = (words.unfused_casts(estimate.config), estimate.unquantized_note)
+    notes = (
+        words.unfused_casts(estimate.config),
+        estimate.unquantized_note,
+        words.over_pcie(estimate),
+    )
     rows += [("note", note) for note in notes if note]
     rows += [
         ("note", f"not installed here: {text}") for text in requirements.of_config(estimate.config)

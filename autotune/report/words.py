@@ -591,7 +591,7 @@ def notes(answer: Answer) -> list[str]:
         paging(best, keeps_room=keeps_room, was_run=answer.measured is not None) if paged else "",
         screen(answer),
         fewer_gpus(answer),
-        over_pcie(answer),
+        over_pcie(best) if answer.measured is None else "",
         far_faster(answer),
         *bounds(best),
         quantized_room(answer),
@@ -679,13 +679,13 @@ _MUCH_SENDING = 0.25
 """Share of a step that is sent from which the rate that it is sent at decides. [judgement]"""
 
 
-def over_pcie(answer: Answer) -> str:
+def over_pcie(estimate: Estimate) -> str:
     """A note where the time rests on what machines usually reach over PCIe; else empty.
 
     Source of what they reach: studies/kernels/LINKS.md.
     """
-    share, seconds, known = answer.best.per_gpu, answer.best.step_seconds, gpus.of_name(answer.gpu)
-    if answer.measured is not None or share is None or not seconds or known is None:
+    share, seconds, known = estimate.per_gpu, estimate.step_seconds, gpus.of_name(estimate.gpu)
+    if share is None or not seconds or known is None:
         return ""
     sends = (share.communication_seconds or 0.0) / seconds >= _MUCH_SENDING
     rate = share.link_bytes_per_second
@@ -697,7 +697,7 @@ def over_pcie(answer: Answer) -> str:
         others = "Machines differ by a factor of 3 and more"
     return (
         f"{share.num_gpus} GPUs are taken to send {rate / 1e9:.2g} GB/s each over PCIe{through}. {others}, "
-        "and then the answer may be another: on the machine itself --backend cuda measures, and a file may "
+        "and then another way may be faster: on the machine itself --backend cuda measures, and a file may "
         "say what nccl-tests do (docs/how-to/another-card.md)."
     )
 

@@ -42,6 +42,7 @@ class CardSource(StrEnum):
     """Why a search is for this card."""
 
     NAMED = "named"
+    FILE = "as a file says"
     FOUND = "found here"
     PLANNED = "planned for"
     CLUSTER = "found in the Ray cluster"
@@ -68,7 +69,8 @@ class ChosenCard:
     @property
     def why(self) -> str:
         """Why this card, in words."""
-        between = {CardSource.PLANNED: ": ", CardSource.FOUND: "; "}.get(self.source, "")
+        colon = dict.fromkeys((CardSource.PLANNED, CardSource.FILE), ": ")
+        between = {**colon, CardSource.FOUND: "; "}.get(self.source, "")
         why = f"{self.source}{between}{self.note}" if self.note else str(self.source)
         staying = "in WSL 2, where paged state stays on the card" if self.gpu.in_wsl else ""
         return "; ".join(filter(None, (why, self.own_rates, staying)))
@@ -110,8 +112,12 @@ def choose_card(name: str | None, size: str | None) -> ChosenCard:
                 why=f"Of its memory {format_bytes(card.capacity_bytes)} can be used",
                 remedy="Lower --gpu-mem, leave it out, or name another card",
             )
+        is_file = name.endswith(".toml")
         return ChosenCard(
-            gpu=card, source=CardSource.NAMED, budget_bytes=budget_bytes or card.capacity_bytes
+            gpu=card,
+            source=CardSource.FILE if is_file else CardSource.NAMED,
+            budget_bytes=budget_bytes or card.capacity_bytes,
+            note=name if is_file else "",
         )
     here = gpus.detect()
     roomy = [card for card in here if budget_bytes is None or budget_bytes <= card.capacity_bytes]

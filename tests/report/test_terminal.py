@@ -1021,8 +1021,8 @@ def test_what_each_of_several_gpus_holds_is_told() -> None:
         ("NVIDIA H200", 2.1, False),
     ):
         share = dataclasses.replace(answers.shared(8, sent_seconds), link_bytes_per_second=2.5e9)
-        sends = answers.estimate(config, per_gpu=share)
-        over = answers.answer(best=sends, gpu=card)
+        sends = answers.estimate(config, per_gpu=share, gpu=card)
+        over = answers.answer(best=sends)
         assert (
             any(
                 note.startswith("8 GPUs are taken to send 2.5 GB/s each over PCIe")

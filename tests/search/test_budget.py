@@ -363,7 +363,7 @@ def test_without_a_driver_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     card_that_others_use(monkeypatch, 3 * GIB)
     choose = budget.CHOOSERS["auto"]
@@ -375,6 +375,9 @@ def test_by_default_the_card_that_probes_run_on_is_taken_where_it_has_as_much(
         choose(None, "11GB")
     # Planned for: named, too large for it, or on a card that no probe would see.
     assert choose("rtx-4090", None).source is CardSource.NAMED
+    (tmp_path / "card.toml").write_text('like = "rtx-3090"\nbetween_gpus_gb_per_second = 12\n')
+    named = str(tmp_path / "card.toml")
+    assert choose(named, None).why == f"as a file says: {named}"
     assert choose(None, "40GB").why.startswith("planned for: the GPU here has less")
     small, large = gpus.find_gpu("t4"), gpus.find_gpu("a100-sxm4-80gb")
     monkeypatch.setattr(gpus, "detect", lambda: [small, large])
