@@ -74,7 +74,7 @@ def test_accelerate_loads_its_file(tmp_path: Path, name: str) -> None:
     assert (folder / "deepspeed.json").exists() == (row.library == "deepspeed")
 
 
-@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp", "cp"])
+@pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "fsdp2-no-reshard", "hsdp", "cp"])
 @pytest.mark.usefixtures("clean_environment")
 def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -105,7 +105,7 @@ def test_accelerate_makes_the_fsdp_plugin_that_was_predicted(
     plugin = FullyShardedDataParallelPlugin()
     assert repr(plugin) == repr(probed)
     assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is True
+    assert plugin.reshard_after_forward is not PARALLELISMS[name].keeps_gathered
     assert plugin.activation_checkpointing is False
     if (replicas := PARALLELISMS[name].num_replicas) > 1:
         assert os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
