@@ -187,6 +187,21 @@ CHOICES = {"question": "q", "answer": "B"}
     [
         (CHOICES | {"A": "x", "B": "y", "C": "z"}, "q\n\nA. x\nB. y\nC. z", "B"),
         ({"prompt": "q", "option_a": 3, "option_b": 4, "label": 0}, "q\n\nA. 3\nB. 4", "A"),
+        (
+            {
+                "question": "q",
+                "choices": [{"label": "1", "text": "x"}, {"label": "2", "text": "y"}],
+                "answerKey": "1",
+            },
+            "q\n\n1. x\n2. y",
+            "1",
+        ),
+        (
+            {"question": "q", "choices": {"label": ["1", "2"], "text": ["x", "y"]}, "answer": 1},
+            "q\n\n1. x\n2. y",
+            "1",
+        ),
+        ({"question": "q", "choices": [{"text": "x"}, {"text": "y"}], "answer": 1}, "q\n\nA. x\nB. y", "B"),
         ({"question": "q", "opa": "x", "opb": "y", "cop": 1}, "q\n\nA. x\nB. y", "B"),
         ({"question_stem": "q", "choices": ["x", "y"], "answerKey": "A"}, "q\n\nA. x\nB. y", "A"),
         ({"prompt": "q", "opa": 3, "opb": 4, "answer": 4.0}, "q\n\nA. 3\nB. 4", "4"),

@@ -106,6 +106,8 @@ def chosen(answer: Any, choices: Mapping[str, str], place: str) -> Any:
     if is_written and said in (*choices, *choices.values()):
         return answer
     is_number = not isinstance(answer, str | bool) and is_class(answer)
+    if is_number and said in choices:  # Numbers are their labels.
+        return said
     if not choices or not (is_number or is_written):
         return answer
     number = int(answer)
@@ -132,16 +134,20 @@ def choices_of(row: Mapping[str, Any], place: str) -> dict[str, str]:
         names = {letter: field_of(row, (stem + letter,)) for letter in LETTERS}
         found = {letter: row[each] for letter, each in names.items() if each}
     if isinstance(found, list) and all(
-        isinstance(each, Mapping) and len(each) == 1 and "text" not in each for each in found
+        isinstance(each, Mapping) and len(each) == 1 and not {"text", "label"} & {*each}
+        for each in found
     ):
         found = {key: each[key] for each in found for key in each}
+    if isinstance(found, list) and all(isinstance(each, Mapping) for each in found):
+        # CommonsenseQA has them so: the answer is one of the labels.
+        found = {key: [each.get(key) for each in found] for key in ("label", "text")}
+        found["label"] = None if None in found["label"] else found["label"]
     if isinstance(found, Mapping) and isinstance(found.get("text"), list):  # ARC has them so.
         labels, texts = found.get("label"), found["text"]
         is_named = isinstance(labels, list) and len(labels) == len(texts)
         found = dict(zip(map(str, labels or ()), texts, strict=True)) if is_named else texts
     if isinstance(found, list) and len(found) <= len(LETTERS):
-        texts = [each.get("text") if isinstance(each, Mapping) else each for each in found]
-        found = dict(zip(LETTERS, texts, strict=False))
+        found = dict(zip(LETTERS, found, strict=False))
     elif isinstance(found, Mapping):  # A table has a letter that one question has in all of them.
         found = {key: each for key, each in found.items() if each is not None}
     choices = found or {}
