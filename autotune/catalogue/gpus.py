@@ -181,13 +181,18 @@ def of_name(name: str) -> Gpu | None:
     return next((gpu for gpu in catalogue() if gpu.name == name), None)
 
 
+def is_card_file(name: str) -> bool:
+    """Whether a card's name is that of a file with one of somebody's own."""
+    return name.endswith(".toml")
+
+
 def find_gpu(name: str) -> Gpu:
     """Return the catalogue's card of that name: full, slug or alias, in any case or punctuation.
 
     A name that ends in .toml is a file with a card of one's own (CardFile), or with what is otherwise about
     one of the catalogue's (CardLike). Raises ConfigError with the nearest known names.
     """
-    if name.endswith(".toml"):
+    if is_card_file(name):
         fields = gpu_rows.read_card(Path(name))
         like = fields.pop("like", None)
         return Gpu(**fields) if like is None else replace(_of_catalogue(like), **fields)

@@ -112,7 +112,7 @@ def choose_card(name: str | None, size: str | None) -> ChosenCard:
                 why=f"Of its memory {format_bytes(card.capacity_bytes)} can be used",
                 remedy="Lower --gpu-mem, leave it out, or name another card",
             )
-        is_file = name.endswith(".toml")
+        is_file = gpus.is_card_file(name)
         return ChosenCard(
             gpu=card,
             source=CardSource.FILE if is_file else CardSource.NAMED,

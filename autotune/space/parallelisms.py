@@ -54,8 +54,7 @@ class Parallelism:
     @property
     def shares_packed(self) -> bool:
         """Whether 4-bit weights, packed in the dtype that is computed with, are shared out, too."""
-        is_on_card = self.is_fsdp and not self.offload
-        return is_on_card and not self.splits_sequences and self.num_replicas == 1
+        return self.name in ("fsdp2", "fsdp2-no-reshard")
 
     @property
     def has_parts(self) -> bool:

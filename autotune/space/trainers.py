@@ -152,6 +152,8 @@ def _embedder(**values: Any) -> Trainer:
 _WHOLE = ("ddp", "zero1", "zero2")
 """Ways in which each GPU has all weights, so that it writes completions by itself."""
 _SHARED_BY = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "hsdp")
+"""Ways in which a frozen copy of the model is shared out, too. fsdp2-no-reshard would leave it whole for
+good: no backward pass drops it (trl 1.16 models/utils.py, prepare_fsdp)."""
 
 DISTILLATION = "distillation"
 """The task that has a teacher."""

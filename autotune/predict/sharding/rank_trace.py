@@ -407,10 +407,10 @@ class RankTrace(SharedTrace):
         reduction = "all_reduce" if stage == 2 else "reduce_scatter"
         gathers: Counter[int] = Counter()
         for unit in shares.members:
-            passes = 1 if unit in (TAIL, ROOT) and shares.is_torch else 2
-            passes = 1 if row.keeps_gathered else passes + self._num_passes
+            stays = row.keeps_gathered or (unit in (TAIL, ROOT) and shares.is_torch)
+            besides = 0 if row.keeps_gathered else self._num_passes
             for size_bytes in shares.gathers(rank, unit):
-                gathers[size_bytes] += passes
+                gathers[size_bytes] += (1 if stays else 2) + besides
         reduced = Counter(shares.reductions(rank))
         among = shares.num_gpus
         between: tuple[Message, ...] = ()

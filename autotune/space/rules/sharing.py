@@ -190,8 +190,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="sharding-needs-float-weights",
-        reason="quantised weights are shared out by fsdp2 alone, of 4 bits and packed in the dtype "
-        "that is computed with (quantization_storage): else every GPU would keep all of them",
+        reason="quantised weights are shared out by fsdp2 alone, resharded or not, of 4 bits and packed in "
+        "the dtype that is computed with (quantization_storage): else every GPU would keep all of them",
         breaks=lambda c, _: (
             c.quantization != "none"
             and PARALLELISMS[c.parallelism].stage == 3
