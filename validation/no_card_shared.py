@@ -202,6 +202,9 @@ def main() -> None:
     parser.add_argument(
         "--vllm", action="store_true", help="it writes completions (a stand-in does)"
     )
+    parser.add_argument(
+        "--no-sync", action="store_true", help="gradients are reduced once a step: FSDP2 alone"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     card, budget_bytes = card_and_budget("cuda", None)
@@ -218,6 +221,7 @@ def main() -> None:
                 source = cut(chance.choice(options.model or MODELS), options.layers)
                 names = options.parallelism or _PROBED
                 config = draw(chance, list(names), options.num_gpus, own, options.method or methods)
+                config = dataclasses.replace(config, no_sync=options.no_sync)
                 if is_valid(config, source, options.task, card.compute_capability):
                     break
             if options.vllm:  # It need not be installed.

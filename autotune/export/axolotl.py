@@ -33,7 +33,9 @@ from autotune.export.trainer_rows import (
     AS_DPO,
     COMPILE_BACKEND,
     FP8_IS_OURS,
+    FSDP2_BY_ACCELERATE,
     LORA,
+    NO_SYNC,
     NOT_FROM_FILES,
     NOT_PREDICTED,
     PARALLELISM,
@@ -48,6 +50,7 @@ from autotune.export.trainer_rows import (
 from autotune.space.config import COMPILE_MODES, LOADER_SETTINGS
 from autotune.space.lengths import BY_TOKENS
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.trainers import BY_TASK
 from autotune.space.values import positive
 
@@ -454,14 +457,20 @@ def _shared_by_fsdp2(target: TrainerFile, content: Mapping[str, Any]) -> Trainer
     said = {name: value_at(content, key) for name, key in keys.items()}
     wraps = said.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP"
     is_second = 2 in (content.get("fsdp_version"), said.get("version"))
-    if not is_second or said.get("reshard_after_forward") is False:
-        return target
-    if wraps != "TRANSFORMER_BASED_WRAP":
+    if not is_second or wraps != "TRANSFORMER_BASED_WRAP":
         return target
     offload = keys.get("offload_params", "fsdp_config.offload_params")
+    reshard = keys.get("reshard_after_forward", "fsdp_config.reshard_after_forward")
     within = [
-        Spelling(ours=(name,), theirs={"deepspeed": None, offload: is_offloaded})
-        for name, is_offloaded in (("fsdp2", False), ("fsdp2-offload", True))
+        Spelling(
+            ours=(name,),
+            theirs={
+                "deepspeed": None,
+                offload: PARALLELISMS[name].offload,
+                reshard: not PARALLELISMS[name].keeps_gathered,
+            },
+        )
+        for name in FSDP2_BY_ACCELERATE
     ]
     gone = {key: None for key in _OF_FSDP if content.get(key)}
     without = [
@@ -475,7 +484,8 @@ def _shared_by_fsdp2(target: TrainerFile, content: Mapping[str, Any]) -> Trainer
         shared = _together(within, without, checkpointing, keys["activation_checkpointing"])
     return dataclasses.replace(
         target,
-        rows=(*rows, shared),
+        rows=(*rows, shared, NO_SYNC),
+        defaults={**target.defaults, reshard: True},
         refused={key: why for key, why in target.refused.items() if key not in _OF_FSDP},
     )
 

@@ -19,6 +19,7 @@ from autotune.export.mapping import (
 )
 from autotune.space.config import COMPILE_BACKENDS, COMPILE_MODES, TrainConfig
 from autotune.space.optimizers import OPTIMIZERS
+from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import QUANTIZATION_STORAGES, QUANTIZATIONS
 from autotune.space.trainers import FIXED_BY_A_TEACHER, Trainer
 
@@ -57,6 +58,34 @@ PARALLELISM = table(
     ),
     nearest={(): ("ddp",)},
 )
+
+FSDP2_BY_ACCELERATE = ("fsdp2", "fsdp2-offload", "fsdp2-no-reshard")
+"""Ways to share that accelerate's and Transformers' settings of FSDP2 mean."""
+SYNC = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
+"""Key of TrainingArguments by which FSDP2 reduces gradients in each micro-step: left out, it does not."""
+
+
+KEEPS_WHOLE_GRADIENTS = (
+    lambda config: config.accumulates_shards and not config.no_sync,
+    "gradients are predicted to be reduced in each micro-step, which FSDP2 does where accelerate is told to: "
+    "sync_each_batch=True in GradientAccumulationPlugin, or in accelerator_config of TrainingArguments; "
+    "whole ones take more memory",
+)
+"""Caveat for files that cannot say SYNC."""
+
+
+def _say_no_sync(no_sync: bool, parallelism: str, steps: int) -> dict[str, Any]:
+    syncs = PARALLELISMS[parallelism].is_fsdp and steps > 1 and not no_sync
+    return {SYNC: True if syncs else None}
+
+
+NO_SYNC = Row(
+    ours=("no_sync",),
+    also=("parallelism", "gradient_accumulation_steps"),
+    keys=(SYNC,),
+    say=_say_no_sync,
+)
+"""Row of FSDP2's gradients between micro-steps. export.base.read hears it, by what it says of the others."""
 
 
 def _say_optimizer(optimizer: str) -> dict[str, Any]:

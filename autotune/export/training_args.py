@@ -27,7 +27,6 @@ from autotune.space.config import (
 from autotune.space.knobs import KNOBS
 from autotune.space.learning_rates import default_rate
 from autotune.space.optimizers import OPTIMIZERS
-from autotune.space.parallelisms import PARALLELISMS
 from autotune.space.precisions import PRECISIONS
 from autotune.space.trainers import TRAINERS
 
@@ -193,12 +192,10 @@ def training_arguments(
         "bf16": precision.autocast and precision.compute_dtype == "bfloat16" and not precision.fp8,
         "fp16": precision.autocast and precision.compute_dtype == "float16",
     }
-    row = PARALLELISMS[config.parallelism]
-    if row.library == "torch" and row.stage == 3 and config.gradient_accumulation_steps > 1:
-        # FSDP2: without it every GPU keeps whole gradients between micro-steps (accelerate 1.15
-        # Accelerator.no_sync). DeepSpeed reduces in every micro-step anyway.
+    if config.accumulates_shards:
+        # Left out it is False (accelerate 1.15 Accelerator.no_sync).
         arguments["accelerator_config"] = {
-            "gradient_accumulation_kwargs": {"sync_each_batch": True}
+            "gradient_accumulation_kwargs": {"sync_each_batch": not config.no_sync}
         }
     if config.num_splits > 1:
         # transformers 5.23 Trainer refuses to checkpoint optimizer state that is split.

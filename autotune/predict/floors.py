@@ -37,14 +37,19 @@ def micro_step_of(
     def peak_bytes(events: str) -> int:
         return int(trace.running_bytes(events, micro_batch, rank).max())
 
+    gradients_bytes = trace.bytes_of(trace.gradients, micro_batch, rank)
+    peak_next_bytes = peak_bytes("next")
+    if isinstance(trace, SharedTrace) and trace.whole_gradients:
+        whole_bytes = trace.bytes_of(trace.whole_gradients, micro_batch, rank)
+        peak_next_bytes += whole_bytes - gradients_bytes
     return MicroStepBytes(
         weights_bytes=trace.left_bytes("setup", micro_batch, rank),
         workspace_bytes=trace.bytes_of(trace.workspaces, micro_batch, rank),
         batch_bytes=trace.bytes_of(trace.batch, micro_batch, rank),
-        gradients_bytes=0 if in_backward else trace.bytes_of(trace.gradients, micro_batch, rank),
+        gradients_bytes=0 if in_backward else gradients_bytes,
         step_buffers_bytes=trace.bytes_of(trace.step_buffers, micro_batch, rank),
         peak_first_bytes=peak_bytes("released" if in_backward else "again"),
-        peak_next_bytes=peak_bytes("next"),
+        peak_next_bytes=peak_next_bytes,
     )
 
 

@@ -6,7 +6,7 @@ The kernels of a micro-step and of an optimizer step are priced apart, so that a
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from autotune.memory.traces import Trace
 from autotune.predict import generation, vllm_generation
 from autotune.predict.kept_prices import KeptPrices
 from autotune.predict.launched_kernels import as_kernels, rate_dtype
-from autotune.predict.optimizer_update import Trainable, kernels_of
+from autotune.predict.optimizer_update import kernels_of
 from autotune.predict.priced_updates import PricedUpdates
 from autotune.predict.sharding.exchange import Exchange
 from autotune.predict.sharding.pipeline import PipelineTrace
@@ -99,7 +99,7 @@ class StepTimes:
         micro = self._forward_backward(
             spec, config.samples_per_pass, rank, config.precision, full_share
         )
-        added = self._accumulation(self._updates.trainable(spec, rank))
+        added = self._accumulation(spec, rank)
         optimizer = self._updates.of(spec, rank, config.updater)
         update = self._update(spec, rank, config.updater, paged_out_bytes)
         if micro is None or added is None or update is None:
@@ -353,24 +353,32 @@ class StepTimes:
             step_time,
         )
 
-    def _price_accumulation(self, trainable: Trainable) -> roofline.StepTime | None:
+    def _price_accumulation(self, spec: TraceSpec, rank: int) -> roofline.StepTime | None:
         """Price adding each gradient to the one that is there: two reads and a write."""
 
-        def added() -> roofline.StepTime | None:
+        def added(gradients: Iterable[tuple[str, int]]) -> roofline.StepTime | None:
             kernels = (
                 roofline.Kernel(
                     name="add_",
                     kind="elementwise",
-                    dtype=s.dtype,
+                    dtype=dtype,
                     flops=0,
-                    bytes_moved=3 * s.size_bytes,
+                    bytes_moved=3 * size_bytes,
                 )
-                for s in trainable.read()
+                for dtype, size_bytes in gradients
             )
             return roofline.seconds(kernels, self._machine)
 
+        trace = self._traces[spec]
+        if isinstance(trace, SharedTrace) and trace.whole_gradients:
+            sizes, dtype = trace.sizes(1, rank), PRECISIONS[spec.precision].compute_dtype
+            return added((dtype, sizes[number]) for number in trace.whole_gradients)
+        trainable = self._updates.trainable(spec, rank)
         return self._prices.time(
-            roofline.StepTime | None, trainable.identity, "adding gradients", added
+            roofline.StepTime | None,
+            trainable.identity,
+            "adding gradients",
+            lambda: added((s.dtype, s.size_bytes) for s in trainable.read()),
         )
 
     def _price_micro_parts(

@@ -351,7 +351,7 @@ def of_one_gpu(spec: TraceSpec) -> TraceSpec:
     # What DDP makes of several passes is in the trace.
     is_wrapped = row.name == "ddp" and TRAINERS[spec.trainer].passes_apart
     around = row.name if is_wrapped else "none"
-    alone = dataclasses.replace(spec, parallelism=around, checkpoint_layers=0)
+    alone = dataclasses.replace(spec, parallelism=around, no_sync=False, checkpoint_layers=0)
     is_cast = row.is_fsdp or (row.is_deepspeed and spec.quantization == "none")
     if is_cast and spec.precision == "bf16-autocast":
         is_full = spec.method == "full"

@@ -54,6 +54,8 @@ class TraceSpec(HashedOnce):
     attention: str
     parallelism: str = "none"
     """Key of PARALLELISMS. A worker traces one GPU's step; what several share is worked out from it."""
+    no_sync: bool = False
+    """Whether FSDP2 keeps whole gradients between micro-steps."""
     num_splits: int = 1
     """GPUs among which each layer's products are split, as they run in the traced step."""
     sequence_parts: int = 1

@@ -209,6 +209,8 @@ class TrainConfig(HashedOnce):
     """A key of autotune.space.parallelisms.PARALLELISMS."""
     num_gpus: int = 1
     """GPUs of one machine that share the run."""
+    no_sync: bool = False
+    """Whether FSDP2 keeps whole gradients between micro-steps, and reduces them once an optimizer step."""
     liger: bool = False
     """Whether Liger's Triton kernels run: norms, rotary embedding, gated MLP, and a loss that makes no
     logits."""
@@ -290,6 +292,11 @@ class TrainConfig(HashedOnce):
     def sequence_parts(self) -> int:
         """Number of GPUs among which each sequence is split."""
         return self.num_gpus if PARALLELISMS[self.parallelism].splits_sequences else 1
+
+    @property
+    def accumulates_shards(self) -> bool:
+        """Whether gradients accumulate under FSDP2, whole or shared out: `no_sync` says which."""
+        return PARALLELISMS[self.parallelism].is_fsdp and self.gradient_accumulation_steps > 1
 
     @property
     def effective_batch_size(self) -> int:

@@ -367,6 +367,16 @@ KNOBS: dict[str, Knob] = {
             flag="--parallelism",
             summary="How several GPUs share the run [default: ddp with --num-gpus].",
         ),
+        _switch(
+            # Whole gradients add up in the dtype of the products (space.tradeoffs).
+            name="no_sync",
+            tradeoff="",
+            words=lambda on: (
+                "gradients reduced once" if on else "gradients reduced each micro-step"
+            ),
+            flag="--no-sync",
+            summary="FSDP2 keeps whole gradients between micro-steps, and sends them once a step.",
+        ),
         Knob(
             name="peft",
             tradeoff="recipe",

@@ -306,7 +306,8 @@ def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
     """Return the space on so many GPUs.
 
     One needs no parallelism, and takes such as keep weights or the optimizer in host memory; where a section
-    names none for several, PyTorch's own are taken, and for quantised weights layers dealt out.
+    names none for several, PyTorch's own are taken, under FSDP2 with gradients reduced in each micro-step
+    and once, and for quantised weights layers dealt out.
     """
 
     def left(section: MethodSpace) -> Domains:
@@ -314,9 +315,13 @@ def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
         if num_gpus == 1:
             return {"parallelism": ("none", *(name for name in named if name in ON_ONE_GPU_TOO))}
         kept = tuple(name for name in named if name != "none")
+        if kept:
+            return {"parallelism": kept}
         quantizes = section.method in KNOBS["quantization"].methods
         usual = (*_PARALLELISMS_OF_TORCH, *(_FOR_QUANTIZED if quantizes else ()))
-        return {"parallelism": kept or usual}
+        # An adapter's gradients are small, whole or shared out.
+        reductions = KNOBS["no_sync"].choices if section.method == "full" else (False,)
+        return {"parallelism": usual, "no_sync": reductions}
 
     return with_domains(space, left)
 

@@ -16,7 +16,8 @@ search_spaces/default.yaml explains each line; in short:
         expandable_segments: [false, true]              default [false]
         attention: [sdpa, eager]                        default [sdpa]
         parallelism: [ddp, fsdp2, zero2]                with --num-gpus; default [ddp, fsdp2,
-                                                        fsdp2-no-reshard]
+                                                        fsdp2-no-reshard], and no_sync for full
+        no_sync: [false, true]                          with fsdp2; default [false]
         batching: [packed, padded, by-tokens]           with --dataset; default [packed]
 
 and what the method's row of adapters.ADAPTERS has:

@@ -34,8 +34,8 @@ _COSTLY_SETTINGS = (
         if LEVEL.get(knob.tradeoff) and knob.name != "batching"
     ),
 )
-"""Pairs of a setting and the level of a change of it. Those of the optimizer and of batching depend on the
-two values."""
+"""Pairs of a setting and the level of a change of it. Those of the optimizer, of batching and of
+no_sync depend on the two values."""
 _FREE_SETTINGS = tuple(knob.name for knob in KNOBS.values() if LEVEL.get(knob.tradeoff) == 0)
 """Settings that leave the mathematics as they are."""
 
@@ -45,6 +45,8 @@ def tradeoff_class(config: TrainConfig, base: TrainConfig) -> str:
     level = _optimizer_level(config.optimizer, base.optimizer)
     if config.batching != base.batching:
         level = max(level, _batching_level(config.batching, base.batching))
+    if config.no_sync != base.no_sync:
+        level = max(level, _reductions_level(config))
     for name, cost in _COSTLY_SETTINGS:
         if cost > level and getattr(config, name) != getattr(base, name):
             level = cost
@@ -150,12 +152,25 @@ def _num_changes(config: TrainConfig, base: TrainConfig) -> list[int]:
         costs.append(_optimizer_level(config.optimizer, base.optimizer))
     if config.batching != base.batching:
         costs.append(_batching_level(config.batching, base.batching))
+    if config.no_sync != base.no_sync and config.accumulates_shards:
+        costs.append(_reductions_level(config))
     free = sum(getattr(config, name) != getattr(base, name) for name in _FREE_SETTINGS)
     return [costs.count(LEVEL["recipe"]), costs.count(LEVEL["numerics"]), costs.count(0) + free]
 
 
 def _batching_level(name: str, base_name: str) -> int:
     return LEVEL["exact" if {name, base_name} <= {*SAME_STEPS} else KNOBS["batching"].tradeoff]
+
+
+def _reductions_level(config: TrainConfig) -> int:
+    """Return the level of reducing gradients otherwise: whole ones add up in the dtype of the products.
+
+    Shards of them add up in that of the weights, which may be finer.
+    """
+    precision = PRECISIONS[config.precision]
+    has_float32 = precision.autocast or precision.parameter_dtype == "float32"
+    is_coarser = config.no_sync and has_float32 and precision.compute_dtype != "float32"
+    return LEVEL["numerics" if is_coarser else "exact"]
 
 
 @functools.cache

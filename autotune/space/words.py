@@ -57,6 +57,8 @@ def description(config: TrainConfig) -> list[str]:
 
 def has_meaning(name: str, config: TrainConfig) -> bool:
     """Return whether a setting tells anything of a configuration: pictures are not batched by length."""
+    if name == "no_sync":
+        return config.accumulates_shards
     return name != "batching" or config.sequence_length > 1
 
 
@@ -84,7 +86,9 @@ def difference(config: TrainConfig, other: TrainConfig) -> str:
     words += [
         f"no {knob.flag}" if (value := getattr(config, name)) is None else knob.words(value)
         for name, knob in KNOBS.items()
-        if name not in said and getattr(config, name) != getattr(other, name)
+        if name not in said
+        and has_meaning(name, config)
+        and getattr(config, name) != getattr(other, name)
     ]
     return ", ".join(words) or "the same settings"
 

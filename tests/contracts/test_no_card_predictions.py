@@ -53,7 +53,7 @@ SHARED_OWN = [
 ]
 SHARED = [
     json.loads(line)
-    for name in ("shared", "shared_no_reshard")
+    for name in ("shared", "shared_no_reshard", "shared_no_sync")
     for line in (STUDY / f"{name}.jsonl").read_text().splitlines()
 ]
 SHORT = 1024
@@ -176,7 +176,7 @@ def kind_of_own(config: dict[str, Any]) -> tuple[str, str, bool]:
 
 
 SMALL = [
-    *smallest_of_each(SHARED, lambda config: config["parallelism"], GIB),
+    *smallest_of_each(SHARED, lambda config: (config["parallelism"], config.get("no_sync")), GIB),
     *smallest_of_each(SHARED_ADAPTERS, kind_of_adapter),
     *smallest_of_each(SHARED_OWN, kind_of_own),
 ]
@@ -184,7 +184,8 @@ SMALL = [
 
 def name_of_share(record: dict[str, Any]) -> str:
     config = record["measurement"]["config"]
-    return " ".join(config[name] for name in ("trainer", "method", "parallelism"))
+    once = ("no_sync",) if config.get("no_sync") else ()
+    return " ".join((*(config[name] for name in ("trainer", "method", "parallelism")), *once))
 
 
 @pytest.mark.parametrize("record", SMALL, ids=name_of_share)
@@ -276,6 +277,7 @@ def test_what_gpus_share_of_a_reference_is_as_pytorch_allocates(
         ("shared_pairs", [35, 33, 25, 25, 29]),
         ("shared_qlora", [5, 5, 5, 3, 5]),
         ("shared_no_reshard", [49, 48, 47, 46, 47]),
+        ("shared_no_sync", [44, 40, 39, 40, 40]),
         ("shared_adapters", [43, 41, 36, 36, 40]),
         ("shared_completions", [24, 24, 23, 23, 24]),
         ("shared_completions_zero", [35, 35, 34, 31, 32]),

@@ -78,6 +78,16 @@ CONFIGS = {
     "fsdp2 of 4, in six micro-steps": dataclasses.replace(
         FSDP2, num_gpus=4, gradient_accumulation_steps=6
     ),
+    "fsdp2 reducing once": dataclasses.replace(FSDP2, no_sync=True, gradient_accumulation_steps=3),
+    "fsdp2 bf16-mixed, checkpointed, reducing once": dataclasses.replace(
+        FSDP2, no_sync=True, precision="bf16-mixed", activation_checkpointing=1
+    ),
+    "fsdp2-no-reshard reducing once": dataclasses.replace(
+        FSDP2, no_sync=True, parallelism="fsdp2-no-reshard", precision="bf16-true"
+    ),
+    "hsdp reducing once": dataclasses.replace(
+        FSDP2, no_sync=True, parallelism="hsdp", num_gpus=4, precision="bf16-mixed"
+    ),
     "fsdp2 bf16-mixed": dataclasses.replace(FSDP2, precision="bf16-mixed"),
     "fsdp2 checkpointed, with noise": dataclasses.replace(
         FSDP2, activation_checkpointing=1, neftune_noise_alpha=5.0

@@ -565,6 +565,41 @@ def test_fsdp_of_training_arguments_is_read_where_it_is_fsdp2(
         assert read_base(path).config.parallelism == expected
 
 
+_TOLD = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+
+
+def test_gradients_that_accumulate_under_fsdp2_stay_whole_where_a_file_does_not_say(
+    tmp_path: Path,
+) -> None:
+    """Transformers' Trainer reduces them once a step by default; what the answer has else is written."""
+    path = tmp_path / "run.json"
+    said = {"output_dir": "o", "fsdp": "full_shard", "gradient_accumulation_steps": 4}
+
+    def read_with(**more: Any) -> BaseRun:
+        path.write_text(json.dumps({**said, **more}))
+        return read_base(path)
+
+    run = read_with()
+    assert run.config.no_sync
+    assert not read_with(**_TOLD).config.no_sync
+    assert not read_with(gradient_accumulation_steps=1).config.no_sync
+    assert not read_with(fsdp="").config.no_sync
+    syncing = dataclasses.replace(run.config, no_sync=False)
+    text, _, left = run.parts[0].edited(changes(run, run.config, syncing))
+    assert (json.loads(text), left) == ({**said, **_TOLD}, [])
+    run = read_with(**_TOLD)
+    text, _, _ = run.parts[0].edited(
+        changes(run, run.config, dataclasses.replace(run.config, no_sync=True))
+    )
+    path.write_text(text)
+    assert read_base(path).config.no_sync
+    # From one micro-step to several: a file that says nothing would keep whole gradients.
+    run = read_with(gradient_accumulation_steps=1)
+    answer = dataclasses.replace(run.config, gradient_accumulation_steps=4)
+    text, _, _ = run.parts[0].edited(changes(run, run.config, answer))
+    assert json.loads(text) == {**said, **_TOLD}
+
+
 def test_trls_command_is_named_for_recipes_that_it_takes(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     said = {"model_name_or_path": "m", "max_length": 512, "evaluation_strategy": "no"}
@@ -696,6 +731,7 @@ def test_deepspeeds_file_is_read_where_arguments_name_it(
 
 FSDP2 = """base_model: m
 micro_batch_size: 2
+gradient_accumulation_steps: 2
 fsdp_version: 2
 fsdp_config:
   offload_params: false
@@ -714,7 +750,8 @@ fsdp_config:
         ("fsdp_version: 2\nfsdp_config:\n", "fsdp_config:\n  fsdp_version: 2\n", "fsdp2"),
         ("checkpointing: true", "checkpointing: false", "fsdp2"),
         ("version: 2", "version: 1", None),
-        ("forward: true", "forward: false", None),
+        ("forward: true", "forward: false", "fsdp2-no-reshard"),
+        ("reshard_after_forward: true", "reshard: 1", "fsdp2"),
         ("TRANSFORMER", "SIZE", None),
     ],
 )
@@ -731,14 +768,15 @@ def test_axolotls_fsdp2_is_read(tmp_path: Path, old: str, new: str, meant: str |
     assert run.config.activation_checkpointing == checkpointed
     assert changes(run, run.config, run.config) == []
     copy = path.with_stem("copy")
-    for parallelism, checkpoints, offloads in itertools.product(
-        ("ddp", "fsdp2", "fsdp2-offload"), (0, 1), (False, True)
+    for parallelism, no_sync, checkpoints, offloads in itertools.product(
+        ("ddp", "fsdp2", "fsdp2-offload", "fsdp2-no-reshard"), (False, True), (0, 1), (False, True)
     ):
         if offloads > checkpoints:
             continue
         answer = dataclasses.replace(
             run.config,
             parallelism=parallelism,
+            no_sync=no_sync and parallelism != "ddp",
             activation_checkpointing=checkpoints,
             activation_offloading=offloads,
         )

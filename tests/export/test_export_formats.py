@@ -65,6 +65,7 @@ PLANNED = dataclasses.replace(
     FULL, activation_checkpointing=1, checkpoint_plan="products", checkpoint_layers=12
 )
 DDP = dataclasses.replace(FULL, parallelism="ddp", num_gpus=2)
+FSDP2 = dataclasses.replace(DDP, parallelism="fsdp2")
 
 GRPO = dataclasses.replace(
     FULL,
@@ -105,6 +106,7 @@ VALUES: list[tuple[str, TrainConfig, tuple[Any, ...]]] = [
     ("batching", FULL, BATCHINGS),
     ("parallelism", DDP, tuple(set(PARALLELISMS) - {"none"})),
     ("num_gpus", DDP, (2, 4)),
+    ("no_sync", FSDP2, (False, True)),
     ("peft", OTHER, (LOHA, LOKR)),
     ("liger", FULL, (False, True)),
     ("chunked_loss", FULL, (False, True)),

@@ -92,7 +92,7 @@ def one_gpu_traces() -> Mapping[TraceSpec, Trace | SharedTrace]:
 @functools.cache
 def estimator(config: TrainConfig) -> Estimator:
     spec = TraceSpec.of(config)
-    trace = one_gpu_traces()[dataclasses.replace(spec, parallelism="none")]
+    trace = one_gpu_traces()[dataclasses.replace(spec, parallelism="none", no_sync=False)]
     assert isinstance(trace, Trace)
     shared = None
     if config.parallelism != "none":
@@ -341,6 +341,46 @@ def test_fsdp2_reduces_in_every_micro_step() -> None:
     # The second micro-step's shard of a unit exists beside the sum: at most the head's in float32.
     more = predicted(twice)[0].peak_allocated_bytes - predicted(once)[0].peak_allocated_bytes
     assert 0 <= more <= P + TAIL
+
+
+@pytest.mark.parametrize("accumulation", [2, 5])
+def test_fsdp2_that_does_not_sync_keeps_whole_gradients_and_reduces_once(accumulation: int) -> None:
+    """Each GPU has all gradients in 16 bits until the last micro-step, which parts them."""
+    syncing = dataclasses.replace(FSDP2, gradient_accumulation_steps=accumulation)
+    config = dataclasses.replace(syncing, no_sync=True)
+    estimate, share = predicted(config)
+    of_syncing, share_of_syncing = predicted(syncing)
+    # Three quarters of what is gathered in each micro-step, and of what is reduced once.
+    assert share.sent_bytes_per_step == 3 * (accumulation * (2 * P - TAIL) + P) * 2 // 4
+    less_bytes = share_of_syncing.sent_bytes_per_step - share.sent_bytes_per_step
+    assert less_bytes == 3 * (accumulation - 1) * P * 2 // 4
+    # 2 bytes a weight on each GPU, where a quarter of 4 bytes is kept otherwise.
+    more_bytes = estimate.peak_allocated_bytes - of_syncing.peak_allocated_bytes
+    assert P / 2 < more_bytes < 2 * P
+    assert share.gradients_bytes == share_of_syncing.gradients_bytes == P
+    assert estimate.step_seconds < of_syncing.step_seconds
+    priced = estimator(config)
+    trace = priced._traces[TraceSpec.of(config)]
+    assert isinstance(trace, RankTrace)
+    whole_bytes = trace.bytes_of(trace.whole_gradients, 2, 0)
+    assert whole_bytes == 2 * P
+    again, last = (trace.running_bytes(events, 2, 0) for events in ("again", "next"))
+    loss_bytes = trace.bytes_of([trace.loss], 2, 0)
+    assert again[-1] == whole_bytes + loss_bytes
+    assert last[-1] == trace.bytes_of(trace.gradients, 2, 0) + loss_bytes - whole_bytes
+    assert priced.floor_bytes(config) <= estimate.peak_device_bytes
+
+
+def test_offloaded_gradients_that_are_reduced_once_go_to_the_host_once() -> None:
+    syncing = dataclasses.replace(FSDP2, parallelism="fsdp2-offload", gradient_accumulation_steps=4)
+    exchanges = [
+        estimator(config)._times.exchange(TraceSpec.of(config), 2, 0)
+        for config in (syncing, dataclasses.replace(syncing, no_sync=True))
+    ]
+    each, once = exchanges
+    copied = [e.host_copy_bytes_per_micro_step + e.host_copy_bytes_per_step for e in exchanges]
+    assert copied[0] == copied[1]
+    assert (each.host_copy_bytes_per_step, once.host_copy_bytes_per_step) == (0, 2 * P // 4)
 
 
 def test_fsdp2_in_bfloat16_has_bfloat16_shards() -> None:

@@ -138,8 +138,10 @@ def test_adding_gradients_reads_two_and_writes_one() -> None:
     """Two of 2^29 numbers in 16 bits at 1,008 GB/s: that much is no launch's and no cache's."""
     made = times(host=USUAL.times(0))
     specs = [TensorSpec(shape=(2**29,), dtype="bfloat16")] * 2
+    made._traces = {"spec": None}
     trainable = SimpleNamespace(identity="", read=lambda: specs)
-    found = made._price_accumulation(trainable)
+    made._updates = SimpleNamespace(trainable=lambda *_: trainable)
+    found = made._price_accumulation("spec", 0)
     of_one = roofline.Kernel(
         name="add_", kind="elementwise", dtype="bfloat16", flops=0, bytes_moved=3 * 2**30
     )

@@ -537,6 +537,10 @@ BREAKERS = {
     "gpus-need-parallelism": (dataclasses.replace(ON_TWO, parallelism="none"), ADA),
     "parallelism-needs-gpus": (dataclasses.replace(FULL, parallelism="zero2"), ADA),
     "replicas-divide-gpus": (dataclasses.replace(ON_TWO, parallelism="hsdp"), ADA),
+    "no-sync-needs-accumulated-shards": (
+        dataclasses.replace(ON_TWO, parallelism="ddp", no_sync=True),
+        ADA,
+    ),
     "layers-for-every-gpu": (dataclasses.replace(DEALT, num_gpus=17), ADA),
     "pipeline-has-no-trainer": (PIPELINE, ADA),
     "pipeline-needs-micro-batches": (
@@ -878,6 +882,10 @@ PARTS: dict[str, tuple[TrainConfig, list[dict[str, Any] | Context]]] = {
         FULL,
         [{"optimizer": name} for name in ("sgd", "adagrad", "rmsprop")],
     ),
+    "no-sync-needs-accumulated-shards": (
+        dataclasses.replace(ON_TWO, no_sync=True),
+        [{"parallelism": "ddp"}, {"gradient_accumulation_steps": 1, "micro_batch_size": 16}],
+    ),
     "replicas-divide-gpus": (
         dataclasses.replace(FULL, parallelism="hsdp", num_gpus=4),
         [{"num_gpus": n} for n in (2, 3, 5, 7)],
@@ -1016,6 +1024,11 @@ BORDERS: dict[str, list[dict[str, Any] | Context]] = {
     "pipeline-needs-micro-batches": [{"gradient_accumulation_steps": 2}, {"parallelism": "ddp"}],
     "pipeline-has-no-trainer": [ada(is_estimate=True), {"parallelism": "ddp"}],
     "pipeline-needs-float-weights": [{"quantization": "none"}, {"parallelism": "ddp"}],
+    "no-sync-needs-accumulated-shards": [
+        {"no_sync": False},
+        {"parallelism": "fsdp2"},
+        {"parallelism": "hsdp", "num_gpus": 4},
+    ],
     "layers-for-every-gpu": [{"num_gpus": 16}, UNKNOWN, {"parallelism": "ddp"}],
     "gpus-need-parallelism": [{"num_gpus": 1}, {"parallelism": "ddp"}],
     "parallelism-needs-gpus": [

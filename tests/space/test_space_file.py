@@ -156,6 +156,7 @@ def test_what_is_left_out_has_the_documented_default(write: Callable[..., Path])
         "attention": ("sdpa",),
         "batching": ("packed",),
         "parallelism": ("none",),
+        "no_sync": (False,),
         "liger": (False,),
         "chunked_loss": (False,),
         "trainer": ("transformers",),

@@ -25,7 +25,7 @@ def test_every_setting_has_a_class() -> None:
     # A loader loads the same batches, however it does: it is timed, not searched.
     assert set(KNOBS) == settings - of_the_workload - set(LOADER_SETTINGS)
     assert {knob.tradeoff for knob in KNOBS.values()} <= {*TRADEOFF_CLASSES, ""}
-    assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer"]
+    assert [name for name, knob in KNOBS.items() if not knob.tradeoff] == ["optimizer", "no_sync"]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,31 @@ def test_class_among_adapters(config: TrainConfig, base: TrainConfig, expected: 
 def test_class_follows_the_users_own_optimizer(name: str, base_name: str, expected: str) -> None:
     config, base = (dataclasses.replace(FULL, optimizer=each) for each in (name, base_name))
     assert tradeoff_class(config, base) == expected
+
+
+ON_TWO = dataclasses.replace(FULL, parallelism="fsdp2", num_gpus=2, gradient_accumulation_steps=4)
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [
+        ("bf16-mixed", "numerics"),
+        ("bf16-autocast", "numerics"),
+        ("bf16-true", "exact"),
+        ("fp32", "exact"),
+    ],
+)
+def test_whole_gradients_add_up_in_the_dtype_of_the_products(precision: str, expected: str) -> None:
+    """Shards add up in that of the weights, which is no coarser: to go there gives up nothing."""
+    syncing = dataclasses.replace(ON_TWO, precision=precision)
+    keeping = dataclasses.replace(syncing, no_sync=True)
+    assert tradeoff_class(keeping, syncing) == expected
+    assert tradeoff_class(syncing, keeping) == "exact"
+    # In a single micro-step there is nothing to keep, and no change to count.
+    alone = dataclasses.replace(syncing, gradient_accumulation_steps=1, micro_batch_size=16)
+    assert gives_up(alone, keeping) < gives_up(
+        dataclasses.replace(syncing, micro_batch_size=16), keeping
+    )
 
 
 CLASSES = {

@@ -151,6 +151,7 @@ def test_optuna_opens_what_was_stored(url: str) -> None:
         "adapter_in_base_dtype": False,
         "batching": "packed",
         "parallelism": "none",
+        "no_sync": False,
         "liger": False,
         "chunked_loss": False,
         "trainer": "transformers",

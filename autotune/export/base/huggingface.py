@@ -25,6 +25,7 @@ from autotune.export.trainer_rows import (
     COMPILE_BACKEND,
     COMPILE_MODE,
     MOST_LAYERS,
+    NO_SYNC,
     NOT_FROM_FILES,
     NOT_PREDICTED,
     OPTIMIZER,
@@ -66,6 +67,7 @@ _SHARED = (
     COMPILE_BACKEND,
     *said_only(*LOADER_SETTINGS),
     table("parallelism", "deepspeed", ("none", None), ("ddp", None)),
+    NO_SYNC,
 )
 _DEFAULTS = {
     "per_device_train_batch_size": 8,

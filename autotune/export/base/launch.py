@@ -14,7 +14,7 @@ from typing import Any
 
 from autotune.export.accelerate_config import mesh_of
 from autotune.export.mapping import Row, Spelling, TrainerFile, choices, of_key, table, value_at
-from autotune.export.trainer_rows import NOT_PREDICTED
+from autotune.export.trainer_rows import FSDP2_BY_ACCELERATE, KEEPS_WHOLE_GRADIENTS, NOT_PREDICTED
 from autotune.space.knobs import KNOBS
 from autotune.space.parallelisms import PARALLELISMS, ZERO3_SUB_GROUP_ELEMENTS
 
@@ -122,10 +122,6 @@ def _precisions(*, is_shared_out: bool) -> Row:
     )
 
 
-FSDP2_BY_ACCELERATE = ("fsdp2", "fsdp2-offload", "fsdp2-no-reshard")
-"""Ways to share that accelerate's and Transformers' settings of FSDP2 mean."""
-
-
 def _of_fsdp2(name: str) -> Spelling:
     return Spelling(
         ours=(name,),
@@ -186,6 +182,7 @@ ACCELERATE = TrainerFile(
         "dynamo_config": "compiles the model, whose gain only a measurement shows",
         f"{_PLUGIN}.gradient_clipping": "is DeepSpeed's own clipping",
     },
+    caveats=(KEEPS_WHOLE_GRADIENTS,),
 )
 
 

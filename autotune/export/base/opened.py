@@ -24,6 +24,7 @@ from autotune.export.base.program_options import is_trls, with_usual_names
 from autotune.export.base.section_rows import ADAPTER, QUANTIZATION, RECIPE
 from autotune.export.base.sections import Shape, target_for
 from autotune.export.mapping import NotLiteral, Spelling, TrainerFile
+from autotune.export.trainer_rows import FSDP2_BY_ACCELERATE
 from autotune.export.training_args import installed_fields
 from autotune.export.trl_config import trl_fields
 from autotune.space.parallelisms import PARALLELISMS
@@ -311,7 +312,7 @@ def _shared_by_fsdp(path: Path, target: TrainerFile, content: Mapping[str, Any])
         return target
     offloads = "offload" in words or config.get("cpu_offload") or config.get("offload_params")
     keeps_gathered = config.get("reshard_after_forward") is False
-    for name in launch.FSDP2_BY_ACCELERATE:
+    for name in FSDP2_BY_ACCELERATE:
         row = PARALLELISMS[name]
         if (row.offload, row.keeps_gathered) == (bool(offloads), keeps_gathered):
             return _with_parallelism(target, name, {"fsdp": said})

@@ -75,11 +75,16 @@ def read_run(
             f"{run.path.name}: {parallelism} shares nothing on one GPU: the base is the run without it "
             "(--num-gpus says how many GPUs there are)."
         )
-        replaced["parallelism"] = parallelism
+        replaced |= {"parallelism": parallelism, "no_sync": run.config.no_sync}
         parallelism = "none"
     if num_gpus > 1 and parallelism == "none":
         parallelism = run.target.several_gpus
-    config = dataclasses.replace(run.config, num_gpus=num_gpus, parallelism=parallelism)
+    config = dataclasses.replace(
+        run.config,
+        num_gpus=num_gpus,
+        parallelism=parallelism,
+        no_sync=run.config.no_sync and parallelism != "none",
+    )
     return dataclasses.replace(run, config=config, replaced=replaced)
 
 

@@ -27,7 +27,7 @@ from autotune.export.mapping_write import keys_of
 from autotune.export.own_modules import with_adaptable_modules, with_own_modules
 from autotune.export.quantization_config import quantization_fields
 from autotune.export.text import caveats_of
-from autotune.export.trainer_rows import TEACHER_KEY
+from autotune.export.trainer_rows import NO_SYNC, SYNC, TEACHER_KEY
 from autotune.export.training_args import OLDER_NAMES, installed_fields, training_arguments
 from autotune.space.adapters import ADAPTERS, peft_fields
 from autotune.space.config import METHODS, TrainConfig
@@ -158,6 +158,9 @@ def read_base(
     values.setdefault("sequence_length", sequence_length)
     completions = completions_of(trainer, values["sequence_length"])
     config = TrainConfig(**{**_settings_of(method), **completions, **taken, **values})
+    if NO_SYNC in target.rows and "no_sync" not in values:
+        whole = config.accumulates_shards and not value_at(content, SYNC)
+        config = dataclasses.replace(config, no_sync=whole)
     beside = {_EVALUATED} if _evaluates_as_it_trains(content) else set()
     return BaseRun(
         path=path,

@@ -54,13 +54,14 @@ from autotune.export.mapping import (
     value_at,
 )
 from autotune.export.trainer_rows import (
+    KEEPS_WHOLE_GRADIENTS,
     LORA,
     MOST_LAYERS,
     attention,
     fixed_of,
     without_fixed,
 )
-from autotune.export.training_args import environment, training_arguments
+from autotune.export.training_args import environment
 from autotune.space.adapters import ADAPTERS, read_peft
 from autotune.space.checkpoint_plans import CHECKPOINT_PLANS, INTERVAL
 from autotune.space.config import TrainConfig
@@ -284,7 +285,6 @@ class _ShapeTable:
             peft_names=f"{ADAPTER}target_modules" if has_lora else "",
             model_key=f"{ADAPTER}base_model_name_or_path" if names_base else f"{MODEL}name",
             fixed=fixed,
-            follows=_follows if self._has_recipe else None,
             elsewhere=self._elsewhere() if shape.is_part or self._is_loop else (),
             renamed={
                 **TRAINING_ARGUMENTS.renamed,
@@ -317,7 +317,7 @@ class _ShapeTable:
 
     def _caveats(self) -> tuple[tuple[Callable[[TrainConfig], bool], str], ...]:
         if self._is_loop and not (self._has_recipe or self._shape.is_fp8):
-            return ((lambda _: True, OWN_LOOP),)
+            return ((lambda _: True, OWN_LOOP), KEEPS_WHOLE_GRADIENTS)
         is_alone = self._shape.sections == {"arguments"} and not self._shape.loads_by_name
         return TRAINING_ARGUMENTS.caveats if is_alone else ()
 
@@ -459,12 +459,6 @@ def _recipe_rows(shape: Shape) -> list[Row]:
         of_values("parallelism", f"{RECIPE}parallelism", {name: name for name in PARALLELISMS}),
         _NUM_GPUS,
     ]
-
-
-def _follows(config: TrainConfig) -> dict[str, Any]:
-    """Return what shared-out weights need where gradients accumulate (training_args)."""
-    name = "accelerator_config"
-    return {name: training_arguments(config).get(name)}
 
 
 def _plain(**settings: Any) -> TrainConfig:

@@ -10,8 +10,8 @@ copies of the weights as it is made, two of 250 MiB at a time, and keeps
 its buckets beside the gradients (accelerate leaves gradient_as_bucket_view False) and averages once an
 optimizer step. Where it looks for unused parameters (the Trainer has it do so, but for a model that is
 checkpointed and has no adapter) it clones what the model returns. FSDP2 wraps each layer, the embedding, and
-final norm with head; it gathers the next layer in the backward pass; it is told to reduce in every
-micro-step (`sync_each_batch`), because whole gradients would be kept between micro-steps otherwise. ZeRO has
+final norm with head; it gathers the next layer in the backward pass; it is told whether to reduce in every
+micro-step (`sync_each_batch`), or to keep whole gradients between micro-steps (`no_sync`). ZeRO has
 the settings of deepspeed.json: buckets of hidden_size^2 elements, weights gathered one at a time and dropped
 after each use. HSDP is FSDP2 within each group of GPUs; each part of the gradients is then averaged between
 the groups.
@@ -66,6 +66,7 @@ import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +130,7 @@ class RankTrace(SharedTrace):
             is_one_unit=not has_head,
         )
         self._num_gpus = num_gpus
+        self._no_sync = spec.no_sync
         trainer = TRAINERS[spec.trainer]
         self._head_makes_loss = trainer.head_makes_loss
         self._copies = self._find_copies() if not trainer.has_teacher else {}
@@ -166,12 +168,18 @@ class RankTrace(SharedTrace):
                 has_copy=bool(self._copies),
                 head_makes_loss=self._head_makes_loss,
             )
-            first = step(adds=False)
+            first = step(adds=False, reduces=not spec.no_sync)
             self.first = first.written(blocks)
-            self.gradients = first.gradients
             self.again = [event for event in self.first if event not in workspaces]
-            later = step(adds=True)
-            self.next = [event for event in later.written(blocks) if event not in workspaces]
+            if spec.no_sync:
+                # The last micro-step, which makes the GPU's part of the gradients. One between is no larger.
+                later = step(adds=False, kept=first.unreduced)
+                self.whole_gradients = list(chain.from_iterable(first.unreduced.values()))
+                self.next = later.written(trace.next_blocks())
+            else:
+                later = step(adds=True)
+                self.next = [event for event in later.written(blocks) if event not in workspaces]
+            self.gradients = (later if spec.no_sync else first).gradients
         set_up = self._set_up = RankSetUp(
             trace,
             shares,
@@ -366,7 +374,9 @@ class RankTrace(SharedTrace):
             used_bytes -= sum(shares.gathered_bytes(rank, unit) for unit in (TAIL, ROOT))
         is_offloaded = shares.row.offload
         brought_bytes = used_bytes if stage == 3 else 0
-        copied_bytes = (brought_bytes + trained_bytes) // num_gpus
+        # Gradients go to the host as they are reduced.
+        given_bytes = 0 if self._no_sync else trained_bytes
+        copied_bytes = (brought_bytes + given_bytes) // num_gpus
         return Exchange(
             num_gpus=num_gpus,
             messages_per_micro_step=(
@@ -377,7 +387,7 @@ class RankTrace(SharedTrace):
             hides_gradients=shares.row.name == "ddp",
             host_copy_bytes_per_micro_step=copied_bytes if is_offloaded else 0,
             host_copy_bytes_per_step=(
-                trained_bytes // num_gpus if is_offloaded and stage < 3 else 0
+                trained_bytes // num_gpus if is_offloaded and (stage < 3 or self._no_sync) else 0
             ),
             host_bytes=shares.host_bytes(rank),
             host_update_elements=(
@@ -403,14 +413,20 @@ class RankTrace(SharedTrace):
         shares, stage, row = self._shares, self._shares.row.stage, self._shares.row
         if stage < 2:
             return ()
-        # stage_1_and_2.py, use_multi_rank_bucket_allreduce: buckets are all-reduced.
-        reduction = "all_reduce" if stage == 2 else "reduce_scatter"
         gathers: Counter[int] = Counter()
         for unit in shares.members:
             stays = row.keeps_gathered or (unit in (TAIL, ROOT) and shares.is_torch)
             besides = 0 if row.keeps_gathered else self._num_passes
             for size_bytes in shares.gathers(rank, unit):
                 gathers[size_bytes] += (1 if stays else 2) + besides
+        gathered = _messages("all_gather", gathers, shares.num_gpus)
+        return gathered if self._no_sync else (*gathered, *self._reductions(rank))
+
+    def _reductions(self, rank: int) -> tuple[Message, ...]:
+        """Gradients that GPUs send each other where they keep parts of them."""
+        shares, row = self._shares, self._shares.row
+        # stage_1_and_2.py, use_multi_rank_bucket_allreduce: buckets are all-reduced.
+        reduction = "all_reduce" if row.stage == 2 else "reduce_scatter"
         reduced = Counter(shares.reductions(rank))
         among = shares.num_gpus
         between: tuple[Message, ...] = ()
@@ -420,18 +436,16 @@ class RankTrace(SharedTrace):
             for size_bytes, count in reduced.items():
                 parts[size_bytes // among] += count
             between = _messages("all_reduce", parts, row.num_replicas)
-        return (
-            *_messages("all_gather", gathers, among),
-            *_messages(reduction, reduced, among),
-            *between,
-        )
+        return (*_messages(reduction, reduced, among), *between)
 
     def _messages_per_step(self, rank: int) -> tuple[Message, ...]:
-        """Gradients of DDP and ZeRO 1, and the weights that ZeRO 1 and 2 have updated in parts."""
+        """Gradients that are sent once, and the weights that ZeRO 1 and 2 have updated in parts."""
         shares, stage, row = self._shares, self._shares.row.stage, self._shares.row
         found: tuple[Message, ...] = ()
         if row.splits:
             return found
+        if self._no_sync:
+            found += self._reductions(rank)
         if stage < 2:
             found += _messages("all_reduce", Counter(shares.reductions(rank)))
         if stage in (1, 2):

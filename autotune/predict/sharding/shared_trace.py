@@ -26,6 +26,8 @@ class SharedTrace:
     step_buffers: list[int]
     left: Sequence[int] = ()
     """Tensors that a step's first micro-step leaves, beside gradients and the loss."""
+    whole_gradients: Sequence[int] = ()
+    """Gradients of all weights that the micro-steps but the last leave, and which the last reduces."""
     only_last: Sequence[int] = ()
     """Tensors that the last micro-step of an optimizer step makes and frees, and no other."""
     behind_first: Sequence[int] = ()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from autotune.memory.traces import EMBED_PHASES, FORWARD_PHASES, REFERENCE_PHASES, Phase, Place
 from autotune.predict.sharding.added_tensors import AddedTensors, Size, Stream
@@ -78,7 +79,9 @@ class Writer:
 class MicroStep(Writer):
     """Writes a micro-step's forward and backward as FSDP2 runs them.
 
-    `adds`: gradients exist already, and what is reduced is added to them.
+    `adds`: gradients exist already, and what is reduced is added to them. `reduces`: False where whole
+    gradients stay, as accelerate has it in all micro-steps but the last. Source: torch 2.13
+    _fsdp_param_group.py, post_backward; accelerate 1.15 Accelerator.no_sync.
     """
 
     def __init__(
@@ -90,10 +93,14 @@ class MicroStep(Writer):
         of_root: Collection[int] = (),
         *,
         adds: bool,
+        reduces: bool = True,
+        kept: Mapping[Unit, Sequence[int]] = MappingProxyType({}),
         has_copy: bool = False,
         head_makes_loss: bool = False,
     ) -> None:
         """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of.
+
+        `kept`: whole gradients of each unit that earlier micro-steps have left, and which are reduced here.
 
         `of_root`: those of the gradients that are of the root's weights. `has_copy`: a frozen copy of the
         model is shared out besides. `head_makes_loss`: no logits leave the model.
@@ -104,6 +111,7 @@ class MicroStep(Writer):
         self._logits = logits
         self._head_makes_loss = head_makes_loss
         self._keeps = not adds and not shares.row.offload
+        self._reduces = reduces
         self._order: list[Unit] = []
         """Units in the order in which the forward pass uses them, or is done with them."""
         self._gathered: dict[Unit, list[int]] = {}
@@ -111,7 +119,8 @@ class MicroStep(Writer):
         self._arrived: int | None = None
         self._reducing: int | None = None
         self._held: list[int] = []
-        self._made: dict[Unit, list[int]] = {}
+        self.unreduced: dict[Unit, list[int]] = {unit: list(made) for unit, made in kept.items()}
+        """Whole gradients of each unit that are there, by their numbers."""
         self._has_copy = has_copy
         self._brings_head = head_makes_loss and shares.head_is_alone
         self._heads: list[int] = []
@@ -158,7 +167,7 @@ class MicroStep(Writer):
             self.events += events
             for gradient in (event for event in events if event in self._whole):
                 made_of = ROOT if gradient in self._of_root else unit
-                self._made.setdefault(made_of, []).append(gradient)
+                self.unreduced.setdefault(made_of, []).append(gradient)
             stays = unit == TAIL and (not is_backward or self._shares.tail_stays)
             if is_brought and phase in PASSES_BESIDES:
                 self._free(self._heads.pop())
@@ -167,7 +176,7 @@ class MicroStep(Writer):
                     self._finish_root()
                 self._finish(unit, is_backward=is_backward)
         self._finish_root()
-        for unit in list(self._made):
+        for unit in list(self.unreduced):
             self._reduce(unit)
         self._free(*itertools.chain(*self._gathered.values()), *self._arriving.values())
         self._free(self._reducing, *self._held)
@@ -295,7 +304,7 @@ class MicroStep(Writer):
 
         They go into the input of a reduce-scatter, which stays until the next.
         """
-        made = self._made.pop(unit, [])
+        made = self.unreduced.pop(unit, []) if self._reduces else []
         if not made:
             return
         self._free(self._reducing)

@@ -85,6 +85,13 @@ RULES: tuple[Rule, ...] = (
         breaks=lambda c, _: _leaves_groups_uneven(c),
     ),
     Rule(
+        # accelerate 1.15 Accelerator.no_sync: DDP always reduces once a step, DeepSpeed in each micro-step.
+        name="no-sync-needs-accumulated-shards",
+        reason="only FSDP2 may keep whole gradients between micro-steps, of which there have to be several: "
+        "leave --no-sync out",
+        breaks=lambda c, _: c.no_sync and not c.accumulates_shards,
+    ),
+    Rule(
         name="layers-for-every-gpu",
         reason="every GPU gets a layer at least, and the model has fewer layers",
         breaks=lambda c, context: (
