@@ -220,11 +220,27 @@ def num_gpus_option(command: Command) -> Command:
     )(command)
 
 
+def _only_base(
+    context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]
+) -> Path | None:
+    """Return the base. Raises BadParameter where there are several, of which the last would win."""
+    if len(paths) < 2:
+        return next(iter(paths), None)
+    raise click.BadParameter(
+        f"{', '.join(map(str, paths))}: one base is compared with. Where several files make one run, give "
+        "the command that starts it, such as --base 'accelerate launch --config_file fsdp.yaml train.py'.",
+        context,
+        parameter,
+    )
+
+
 def base_option(what: str) -> Option:
     """Return the option that names the user's own file; `what` it is to the command, in words."""
     return click.option(
         "--base",
         type=PATH,
+        multiple=True,
+        callback=_only_base,
         metavar="FILE|FOLDER|COMMAND",
         help=f"{what}: train_config.yaml; axolotl's, LLaMA-Factory's, torchtune's or TRL's YAML; "
         "TrainingArguments, PEFT's adapter_config or bitsandbytes' quantization_config as JSON; accelerate's "

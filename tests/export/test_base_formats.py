@@ -800,7 +800,8 @@ def test_a_deepspeed_file_alone_leaves_the_gpus_open(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("a.yaml", "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\n",
+        ("a.yaml", "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\n"
+         "fsdp_config: {fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n",
          "fsdp_config.fsdp_version: 2 or distributed_type: NO"),
         ("a.yaml", "distributed_type: MULTI_GPU\nnum_processes: 2\nnum_machines: 2\n", "among machines"),
         ("a.yaml", "distributed_type: MULTI_GPU\n", "num_processes is missing"),

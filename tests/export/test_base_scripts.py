@@ -21,6 +21,7 @@ from autotune.export.base import command_line, own_run
 from autotune.export.base.edit import KeyEdit, applied
 from autotune.export.base.read import BaseRun, changes, read_base
 from autotune.export.mapping import NotLiteral
+from autotune.export.mapping_write import allows
 
 QWEN = "Qwen/Qwen2.5-0.5B"
 SCRIPT = r"""#!/bin/bash
@@ -444,13 +445,20 @@ def test_what_cannot_be_read_is_said(script: str, words: str, folder: Path) -> N
     assert words in str(raised.value)
 
 
+_FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+}
+
+
 def test_how_gpus_share_the_run_is_read_of_accelerates_file_or_said_to_be_asked(
     folder: Path,
 ) -> None:
     file = {
         "distributed_type": "FSDP",
         "num_processes": 2,
-        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": True},
+        "fsdp_config": _FSDP2,
     }
     (folder / "fsdp.yaml").write_text(json.dumps(file), "utf-8")
     script = "accelerate launch --config_file fsdp.yaml trainer.py --bf16 True"
@@ -466,9 +474,10 @@ def test_how_gpus_share_the_run_is_read_of_accelerates_file_or_said_to_be_asked(
     assert read_base(folder / "zero.yaml").config.gradient_accumulation_steps == 4
     (note,) = read_script(folder, script.replace("fsdp.yaml", "there.yaml")).notes[:1]
     assert "there.yaml is no file here or beside it: --parallelism" in note
+    # That is FSDP's first version.
     launched = "accelerate launch --num_processes 4 --use_fsdp trainer.py --bf16 True"
     notes = read_script(folder, launched).notes
-    assert any("--use_fsdp is not read: --parallelism" in note for note in notes)
+    assert any("line 2: distributed_type: FSDP is not predicted" in note for note in notes)
     for num_gpus, said in (
         (1, ["line 2 starts 4 processes: --num-gpus says how many"]),
         (2, ["line 2 starts 4 processes, where --num-gpus is 2"]),
@@ -476,6 +485,107 @@ def test_how_gpus_share_the_run_is_read_of_accelerates_file_or_said_to_be_asked(
     ):
         notes = read_script(folder, launched, num_gpus=num_gpus, samples=4).notes
         assert [note for note in notes if "starts" in note] == said
+
+
+_PROGRAM = """model = AutoModelForCausalLM.from_pretrained("there/own", dtype="float32")
+args = TrainingArguments(output_dir="o", gradient_accumulation_steps=4)
+Trainer(model=model, args=args)
+"""
+_LOOP = """accelerator = Accelerator(gradient_accumulation_steps=4)
+model = AutoModelForCausalLM.from_pretrained("there/own", dtype="float32")
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(data, batch_size=2)
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("text", [_PROGRAM, _LOOP], ids=["Trainer", "loop"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        "--config_file fsdp.yaml",
+        "--use_fsdp --fsdp_version 2 --fsdp-auto-wrap-policy TRANSFORMER_BASED_WRAP --mixed_precision bf16",
+        "--mixed_precision bf16",
+        "--num_machines 1",
+    ],
+)
+def test_what_accelerate_launches_a_program_with_is_read(
+    said: str, text: str, folder: Path
+) -> None:
+    """Its precision holds where the program says none, so that no run is without one."""
+    file = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_processes": 2}
+    (folder / "fsdp.yaml").write_text(json.dumps({**file, "fsdp_config": _FSDP2}), "utf-8")
+    (folder / "own.py").write_text(text, "utf-8")
+    run = read_script(folder, f"accelerate launch {said} own.py", num_gpus=2)
+    is_mixed, is_shared = "machines" not in said, "fsdp" in said
+    assert run.config.precision == ("bf16-mixed" if is_mixed else "fp32")
+    assert run.config.parallelism == ("fsdp2" if is_shared else "none")
+    # A loop can say that there is none.
+    assert allows(run.target, "full", "precision", "fp32") is (text == _LOOP or not is_mixed)
+    assert changes(run, run.config, run.config) == []
+    if text == _LOOP:
+        assert any("sync_each_batch=True" in note for note in run.notes) is is_shared
+    else:
+        assert run.config.no_sync is is_shared
+        fewer = dataclasses.replace(run.config, micro_batch_size=4, gradient_accumulation_steps=2)
+        assert {each.key for each in changes(run, run.config, fewer)} == {
+            "per_device_train_batch_size", "gradient_accumulation_steps"
+        }  # fmt: skip
+
+
+def test_options_of_the_launcher_go_before_accelerates_file(folder: Path) -> None:
+    file = {"distributed_type": "FSDP", "mixed_precision": "fp16", "fsdp_config": _FSDP2}
+    (folder / "fsdp.yaml").write_text(json.dumps(file), "utf-8")
+    (folder / "own.py").write_text(_PROGRAM, "utf-8")
+    command = "accelerate launch --config_file fsdp.yaml %s own.py"
+
+    def found(options: str) -> tuple[str, str]:
+        config = read_script(folder, command % options, num_gpus=2).config
+        return config.parallelism, config.precision
+
+    assert found("") == ("fsdp2", "fp16-mixed")
+    assert found("--fsdp_reshard_after_forward false") == ("fsdp2-no-reshard", "fp16-mixed")
+    assert found("--fsdp_offload_params true --mixed_precision bf16") == (
+        "fsdp2-offload",
+        "bf16-mixed",
+    )
+    assert found("--multi_gpu") == ("ddp", "fp16-mixed")
+    assert found("--use_deepspeed --zero_stage 3 --mixed_precision no") == ("zero3", "fp32")
+
+
+def test_accelerates_own_configuration_is_read_where_a_command_names_none(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(folder / "home"))
+    (folder / "own.py").write_text(_PROGRAM, "utf-8")
+    usual = folder / "home" / "accelerate" / "default_config.yaml"
+    usual.parent.mkdir(parents=True)
+    usual.write_text("distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 2\n")
+    run = read_script(folder, "accelerate launch own.py", num_gpus=2)
+    assert (run.config.parallelism, run.config.precision) == ("ddp", "bf16-mixed")
+    assert f"{usual} says how accelerate launches it: --config_file names another" in run.notes
+    assert read_script(folder, "torchrun own.py").config.precision == "fp32"
+    (folder / "no.yaml").write_text("distributed_type: 'NO'\n")
+    run = read_script(folder, "accelerate launch --config_file no.yaml own.py")
+    assert run.config.precision == "fp32"
+    usual.write_text("[")
+    notes = read_script(folder, "accelerate launch own.py").notes
+    assert any("is neither YAML nor JSON" in note for note in notes)
+    usual.write_text("distributed_type: FSDP\nfsdp_config: 3\nsince: 2026-01-01\n? [1, 2]\n: 3\n")
+    for options in ("", "--fsdp_version 2 --zero_stage 1"):
+        notes = read_script(folder, f"accelerate launch {options} own.py").notes
+        assert any("--parallelism says how GPUs share the run" in note for note in notes), notes
+
+
+def test_a_programs_own_precision_goes_before_its_launchers(folder: Path) -> None:
+    own = _PROGRAM.replace('"o"', '"o", fp16=True')
+    (folder / "own.py").write_text(own, "utf-8")
+    run = read_script(folder, "accelerate launch --mixed_precision bf16 own.py")
+    assert run.config.precision == "fp16-mixed"
+    notes = read_script(folder, "accelerate launch --mixed_precision fp8 own.py").notes
+    assert any(note.startswith("mixed_precision: fp8 is read from our own") for note in notes)
 
 
 def test_a_long_script_takes_no_time() -> None:

@@ -130,9 +130,10 @@ def _of_fsdp2(name: str) -> Spelling:
             fsdp_version=2,
             fsdp_reshard_after_forward=not PARALLELISMS[name].keeps_gathered,
             fsdp_offload_params=PARALLELISMS[name].offload,
+            # Without it the model is one unit (accelerate 1.15 fsdp2_prepare_auto_wrap_policy).
+            fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP",
         ),
         beside={
-            f"{_FSDP}.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             f"{_FSDP}.fsdp_cpu_ram_efficient_loading": True,
             f"{_FSDP}.fsdp_state_dict_type": "FULL_STATE_DICT",
         },
@@ -184,6 +185,33 @@ ACCELERATE = TrainerFile(
     },
     caveats=(KEEPS_WHOLE_GRADIENTS,),
 )
+
+
+_KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+_OF_PLUGIN = (
+    "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_accumulation_steps",
+    "gradient_clipping", "zero3_init_flag", "deepspeed_config_file",
+)  # fmt: skip
+
+
+def with_options(content: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return accelerate's settings with the options of `accelerate launch` in them.
+
+    A kind that is switched on goes before the file's. Source: accelerate 1.15 commands/launch.py,
+    _validate_launch_command.
+    """
+    changed = {**content}
+    kind = next((kind for name, kind in _KINDS.items() if options.get(name)), None)
+    if kind is not None:
+        changed["distributed_type"] = kind
+    for name, value in options.items():
+        section = _FSDP if name.startswith("fsdp_") else _PLUGIN if name in _OF_PLUGIN else ""
+        if section:
+            said = changed.get(section)
+            changed[section] = {**(said if isinstance(said, Mapping) else {}), name: value}
+        elif name in ("mixed_precision", "num_processes", "num_machines"):
+            changed[name] = value
+    return changed
 
 
 def fitted_accelerate(content: Mapping[str, Any], method: str) -> TrainerFile:  # noqa: ARG001

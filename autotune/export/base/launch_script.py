@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,9 @@ from autotune.export.base.program_options import (
     takes_all_options,
     task_of,
 )
-from autotune.export.mapping import Spelling, TrainerFile, choices
+from autotune.export.base.section_rows import MIXED
+from autotune.export.mapping import Row, Spelling, TrainerFile, choices
+from autotune.export.trainer_rows import FP8_IS_OURS
 
 _NAMES_SETTINGS = ("config", "config_file", "config_path", "train_args_file")
 """Options of programs that name a file of settings."""
@@ -67,10 +72,16 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
     if program is not None and not takes_all_options(program.text):
         opened = open_program(dataclasses.replace(program, given=content), method, task)
         assert opened.target is not None
+        launched = _launched(path, opened.target, opened.content, command)
         launch = f"{_escaped(command.before)} {{file}} {_escaped(command.rest)}".strip()
-        target = dataclasses.replace(opened.target, launch=launch, launch_several="")
-        notes = (*opened.notes, *said)
-        return dataclasses.replace(opened, target=target, notes=notes, starts=starts)
+        target = dataclasses.replace(launched.target, launch=launch, launch_several="")
+        return dataclasses.replace(
+            opened,
+            target=target,
+            content=launched.content,
+            notes=(*opened.notes, *said, *launched.notes),
+            starts=starts or (launched.starts if number is None else None),
+        )
     defaults = {} if text is None else defaults_of(text)
     if file is not None:
         defaults |= _named(path, file, file)
@@ -95,15 +106,15 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         launch_several="",
     )
     target, of_deepspeed = shared_among_gpus(path, target, content)
-    target, of_accelerate, started = _shared_by_accelerate(path, target, command)
-    said = [*said, *notes_on_options, *of_deepspeed, *of_accelerate]
+    launched = _launched(path, target, content, command)
+    said = [*said, *notes_on_options, *of_deepspeed, *launched.notes]
     return Opened(
         parts=(part,),
-        target=target,
-        content=content,
+        target=launched.target,
+        content=launched.content,
         notes=tuple(said),
         task=task_of(command, text or ""),
-        starts=starts or (started if number is None else None),
+        starts=starts or (launched.starts if number is None else None),
     )
 
 
@@ -138,37 +149,110 @@ def _named(path: Path, file: str, words: str) -> dict[str, Any]:
     return all_of((read_part(place),))
 
 
-def _shared_by_accelerate(
-    path: Path, target: TrainerFile, command: Command
-) -> tuple[TrainerFile, tuple[str, ...], tuple[str, int] | None]:
-    """Return the table with what accelerate's file shares, if the launcher names one, notes, and `starts`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Launched:
+    """A program's table and settings, as they are where accelerate launches it."""
+
+    target: TrainerFile
+    content: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    starts: tuple[str, int] | None = None
+    """The file that says how many processes there are, and their number; None where that is one."""
+
+
+def _launched(
+    path: Path, target: TrainerFile, content: Mapping[str, Any], command: Command
+) -> _Launched:
+    """Return what accelerate's file, and the launcher's options before it, say beside the program."""
+    found = _Launched(target=target, content=content)
+    if not any("accelerate" in word for word in command.launcher):
+        return found
     named = command.launched.get("config_file")
-    if named is None:
-        return target, (), None
-    place = found_beside(path, str(named))
-    starts = None
-    problem = f"{named} is no file here or beside it"
-    said: list[str] = []
-    if place is not None:
-        try:
-            opened = open_mapping(read_part(place), "full")
-            assert opened.target is not None
-            values, problems = read(opened.target, opened.content)
-            problem = "; ".join(problems)
-            said += (f"{named}: {note}" for note in launch.numbers_of_batches(opened.content))
-            number = opened.content.get("num_processes")
-            if type(number) is int and number > 1:
-                starts = str(named), number
-        except ConfigError as error:
-            problem = str(error)
-        if not problem:
-            # The script can say no other; on one GPU it shares nothing.
-            names = (values["parallelism"], "none")
-            row = choices(("parallelism",), *(Spelling(ours=(name,), theirs={}) for name in names))
-            others = (each for each in target.rows if each.ours != row.ours)
-            return dataclasses.replace(target, rows=(*others, row)), tuple(said), starts
-        problem = f"{named}: {problem}"
-    return target, (f"{problem}: --parallelism says how GPUs share the run", *said), starts
+    place, words = None, f"line {command.line}"
+    if named is not None:
+        place, words = found_beside(path, str(named)), str(named)
+    elif os.path.isfile(usual := _usual_config()):
+        place, words = usual, "accelerate's own configuration"
+    said: dict[str, Any] = {}
+    try:
+        if named is not None and place is None:
+            raise ConfigError(f"{named} is no file here or beside it")
+        said = all_of((read_part(place),)) if place is not None else {}
+        said = launch.with_options(said, command.launched)
+        if "distributed_type" in said:
+            file = place or path.with_name("accelerate launch")
+            # Where no number is said, accelerate starts a process for each card that it finds.
+            text = json.dumps({"num_processes": 1, **said}, default=str, skipkeys=True)
+            found = _shared(found, RunFile(path=file, text=text), words)
+    except ConfigError as error:
+        note = f"{str(error).rstrip('.')}: --parallelism says how GPUs share the run"
+        found = dataclasses.replace(found, notes=(note,))
+    if named is None and place is not None:
+        note = f"{place} says how accelerate launches it: --config_file names another"
+        found = dataclasses.replace(found, notes=(note, *found.notes))
+    return _with_mixed_precision(found, str(said.get("mixed_precision")))
+
+
+def _usual_config() -> Path:
+    """Return the place of the file that accelerate takes where none is named: `accelerate config` writes it.
+
+    Source: accelerate 1.15 commands/config/config_args.py.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", os.path.join(caches, "huggingface"))
+    return Path(os.path.expanduser(home), "accelerate", "default_config.yaml")
+
+
+def _shared(found: _Launched, part: RunFile, words: str) -> _Launched:
+    """Return the table with how GPUs share the run by accelerate's settings. Raises ConfigError."""
+    opened = open_mapping(part, "full")
+    assert opened.target is not None
+    values, problems = read(opened.target, opened.content)
+    number = opened.content.get("num_processes")
+    starts = (words, number) if type(number) is int and number > 1 else None
+    notes = tuple(f"{words}: {note}" for note in launch.numbers_of_batches(opened.content))
+    if problems:
+        problem = f"{words}: {'; '.join(problems)}: --parallelism says how GPUs share the run"
+        return dataclasses.replace(found, notes=(problem, *notes), starts=starts)
+    # The script can say no other; on one GPU it shares nothing.
+    names = (values["parallelism"], "none")
+    row = choices(("parallelism",), *(Spelling(ours=(name,), theirs={}) for name in names))
+    others = (each for each in found.target.rows if each.ours != row.ours)
+    target = dataclasses.replace(found.target, rows=(*others, row))
+    return dataclasses.replace(found, target=target, notes=notes, starts=starts)
+
+
+_SWITCHES = ("bf16", "fp16")
+
+
+def _with_mixed_precision(found: _Launched, mixed: str) -> _Launched:
+    """Return the table with the launcher's precision, which holds where the program switches none on.
+
+    No run is without one then. Source: transformers 5.23 TrainingArguments.__post_init__; accelerate 1.15
+    Accelerator.
+    """
+    if mixed == "fp8":
+        return dataclasses.replace(
+            found, notes=(*found.notes, f"mixed_precision: fp8 {FP8_IS_OURS}")
+        )
+    if mixed not in _SWITCHES:
+        return found
+
+    def left(row: Row) -> Row:
+        if "precision" not in row.ours:
+            return row
+        said = {*_SWITCHES} & {*row.keys}
+        kept = (each for each in row.choices if any(map(each.theirs.get, said)) or not said)
+        return dataclasses.replace(row, choices=tuple(kept))
+
+    target = dataclasses.replace(
+        found.target,
+        rows=tuple(map(left, found.target.rows)),
+        defaults={**found.target.defaults, mixed: True, MIXED: mixed},
+    )
+    is_on = any(map(found.content.get, _SWITCHES))
+    content = found.content if is_on else {**found.content, mixed: True}
+    return dataclasses.replace(found, target=target, content=content)
 
 
 def _escaped(text: str) -> str:

@@ -223,7 +223,7 @@ def _without_dtype(target: TrainerFile, content: Mapping[str, Any]) -> TrainerFi
 def notes_on_launch(command: Command) -> list[str]:
     """Return notes on how the command is launched, which is not read."""
     notes = []
-    shares = ("use_fsdp", "use_deepspeed", "use_parallelism_config")
+    shares = ("use_parallelism_config",)
     if named := [f"--{name}" for name in shares if command.launched.get(name)]:
         notes.append(
             f"line {command.line}: {', '.join(named)} is not read: --parallelism says how GPUs share it"
