@@ -29,6 +29,8 @@ MOST_LAYERS = 128
 NOT_FROM_FILES = (
     "shares the run among GPUs, which is not read from files: take it out, and give --num-gpus"
 )
+OF_DDP = {"ddp_bucket_cap_mb": "makes DDP's buckets of another size"}
+"""Keys of TrainingArguments that change what DDP keeps, and how."""
 NOT_PREDICTED = "shares the run among GPUs as no prediction does"
 FP8_IS_OURS = "is read from our own train_config.yaml alone (precision: fp8-mixed, fp8-autocast)"
 

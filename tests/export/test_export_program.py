@@ -747,6 +747,9 @@ def test_settings_that_may_have_changed_are_not_read(tmp_path: Path, text: str) 
         (f"{LOADED}\nfor p in m.parameters():\n  p.requires_grad = False\n{TRAINED}", "line 3: it freezes"),
         (f"apply_liger_kernel_to_llama(rope=False)\n{LOADED}\n{TRAINED}", "line 1: apply_liger_kernel_to_"),
         (f"{LOADED}\n{TRAINED[:-1]}, optimizers=(o, None))", "optimizers=(o, None) is not read: say optim"),
+        (f"{LOADED}\n{TRAINED[:-1]}, optimizer_cls_and_kwargs=(SGD, {{}}))", "kwargs=(SGD, {}) is not read"),
+        (f"{LOADED}\nm.set_attn_implementation('eager')\n{TRAINED}", "line 2: how attention runs is set"),
+        (f"c._attn_implementation = 'eager'\n{LOADED}\n{TRAINED}", "line 1: how attention runs is set later"),
         (f"{LOADED}\nm = PeftModel.from_pretrained(m, 'a')\n{TRAINED}",
          "line 2: PeftModel.from_pretrained has an adapter that is not made here"),
         ("a = TrainingArguments()\na = a.set_training(batch_size=4)", "line 2: a.set_training is set later"),
@@ -761,6 +764,55 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read_base(written(tmp_path, f"{text}\n"))
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (f"{LOADED}\nm.resize_token_embeddings(len(t))\n{TRAINED}",
+         "line 2: resize_token_embeddings changes the vocabulary"),
+        (f"{LOADED}\nm.model.layers = m.model.layers[:8]\n{TRAINED}", "line 2: m.model.layers is set"),
+        (f"{LOADED}\nm.lm_head = Cast(m.lm_head)\n{TRAINED}", "line 2: m.lm_head is set, and the model"),
+        (f"c.num_hidden_layers = 4\n{LOADED}\n{TRAINED}", "line 1: c.num_hidden_layers is set"),
+        (f"c = AutoConfig.from_pretrained('m', n_layer=4)\n{LOADED}\n{TRAINED}", "line 1: n_layer=4 is"),
+        (f"{LOADED}\ne = copy.deepcopy(m)\n{TRAINED}", "line 2: deepcopy makes a further model"),
+        (f"{LOADED}\n{TRAINED[:-1]}, compute_loss_func=loss)", "line 2: compute_loss_func makes the loss"),
+        (f"torch.backends.cuda.enable_flash_sdp(False)\n{LOADED}\n{TRAINED}", "line 1: enable_flash_sdp"),
+        (f"{LOADED}\n{TRAINED[:-2]}, ddp_bucket_cap_mb=500))", "ddp_bucket_cap_mb: 500 makes DDP's buckets"),
+        (f"{LOADED}\nm.config.use_cache = False\nm.lm_head.weight.x = 1\n{TRAINED}", ""),
+    ],
+)  # fmt: skip
+def test_what_changes_a_step_beside_the_settings_is_noted(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    notes = read_base(written(tmp_path, f"{text}\n")).notes
+    found = [note for note in notes if words and words in note]
+    assert len(found) == bool(words)
+    assert len(notes) == len(found) + len(
+        read_base(written(tmp_path, f"{LOADED}\n{TRAINED}\n")).notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "precision"),
+    [
+        ("torch.set_float32_matmul_precision('high')", "tf32"),
+        ("torch.set_float32_matmul_precision('highest')", "fp32"),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", "tf32"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "tf32"),
+        ("torch.backends.cudnn.allow_tf32 = True", "fp32"),
+    ],
+)
+def test_products_that_a_program_lets_run_as_tf32(
+    tmp_path: Path, line: str, precision: str
+) -> None:
+    loaded = "m = AutoModelForCausalLM.from_pretrained('m', dtype='float32')"
+    assert (
+        read_base(written(tmp_path, f"{line}\n{loaded}\n{TRAINED}\n")).config.precision == precision
+    )
+    decided = TRAINED.replace("'o'", "'o', tf32=False")
+    text = f"{line}\n{loaded}\n{decided}\n"
+    assert read_base(written(tmp_path, text)).config.precision == "fp32"
 
 
 @pytest.mark.parametrize(

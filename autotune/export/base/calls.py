@@ -39,7 +39,13 @@ from autotune.export.base.classes import (
 from autotune.export.base.conditions import CHECKPOINTING, calls_made
 from autotune.export.base.embedders import EMBEDDER, OF_EMBEDDERS, embedder_of, fixed_of_embedder
 from autotune.export.base.literals import Program, given_to, name_of
-from autotune.export.base.model_changes import has_liger, models_of, notes_of, problems_of
+from autotune.export.base.model_changes import (
+    allows_tf32,
+    has_liger,
+    models_of,
+    notes_of,
+    problems_of,
+)
 from autotune.export.base.section_rows import ADAPTER, MODEL, NAMES, QUANTIZATION
 from autotune.export.base.sections import Shape
 from autotune.export.trainer_rows import TEACHER_KEY
@@ -159,7 +165,9 @@ def find_calls(program: Program, tree: ast.Module) -> None:
     if has_liger(calls):
         fixed["liger"] = True
     names = models_of(tree, found.loading)
-    program.notes += notes_of(program, tree)
+    program.notes += notes_of(program, tree, calls, names)
+    if "" in found.lines and allows_tf32(program, tree, calls):
+        program.content.setdefault("tf32", True)
     program.problems += problems_of(program, tree, calls, names, is_full=ADAPTER not in found.lines)
     of_loop, of_optimizer = _read_loop(program, found, tree, aliases, calls)
     fixed |= of_optimizer
@@ -436,12 +444,14 @@ def _check_arguments(program: Program, found: _Found, aliases: Mapping[str, str]
 
 def _check_optimizers(program: Program, node: ast.Call) -> None:
     """Report an optimizer that a trainer is given beside its arguments."""
-    given = [each.value for each in node.keywords if each.arg == "optimizers"]
-    for value in given:
+    for each in node.keywords:
+        if each.arg not in ("optimizers", "optimizer_cls_and_kwargs"):
+            continue
+        value = each.value
         first = value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
         if program.value(first) is not None:
             program.problems.append(
-                f"line {node.lineno}: optimizers={program.source(value)} is not read: say optim in "
+                f"line {node.lineno}: {each.arg}={program.source(value)} is not read: say optim in "
                 "TrainingArguments"
             )
 

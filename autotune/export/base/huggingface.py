@@ -28,6 +28,7 @@ from autotune.export.trainer_rows import (
     NO_SYNC,
     NOT_FROM_FILES,
     NOT_PREDICTED,
+    OF_DDP,
     OPTIMIZER,
     TEACHER_KEY,
     attention,
@@ -132,6 +133,7 @@ TRAINING_ARGUMENTS = TrainerFile(
     renamed=_RENAMED,
     flags=_FLAGS,
     refused=_REFUSED,
+    unpredicted=OF_DDP,
     caveats=(
         (
             lambda _: True,
@@ -260,6 +262,7 @@ SFT = TrainerFile(
     unpredicted={
         "lora_modules_to_save": "trains further modules in full",
         "lora_target_parameters": "adds adapters",
+        **OF_DDP,
     },
 )  # fmt: skip
 

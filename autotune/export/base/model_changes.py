@@ -13,6 +13,23 @@ _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
 _LIGER = "apply_liger_kernel_to_"
 
 
+_OF_SHAPE = frozenset(
+    ("hidden_size", "intermediate_size", "n_embd", "n_head", "n_layer", "num_attention_heads",
+     "num_hidden_layers", "num_key_value_heads", "num_layers", "vocab_size")
+)  # fmt: skip
+"""Fields of a configuration that say how large a model is."""
+_CHANGES = {
+    "resize_token_embeddings": "changes the vocabulary: the checkpoint's is predicted",
+    "use_deterministic_algorithms": "chooses kernels, which is not predicted",
+    **dict.fromkeys(
+        ("enable_flash_sdp", "enable_math_sdp", "enable_mem_efficient_sdp", "sdpa_kernel"),
+        "chooses attention's kernels, which is not predicted",
+    ),
+}
+"""Functions that change a step as no prediction does, and how."""
+_ATTENTION = ("set_attn_implementation", "_attn_implementation")
+
+
 def models_of(tree: ast.Module, loading: set[ast.Call]) -> set[str]:
     """Return the names that what these calls load is bound to."""
     return {
@@ -38,6 +55,8 @@ def problems_of(
             yield (
                 f"line {call.lineno}: {function} casts the model: say dtype={dtype!r} where it is loaded"
             )
+        if function == _ATTENTION[0]:
+            yield _attention(call.lineno)
         if function == "compile" and (is_of_model or name_of(owner) == "torch"):
             yield (
                 f"line {call.lineno}: compile is not read: say torch_compile=True in TrainingArguments "
@@ -51,6 +70,7 @@ def problems_of(
                 f"line {call.lineno}: {function} chooses kernels: say use_liger_kernel=True in "
                 "TrainingArguments instead"
             )
+    yield from (_attention(node.lineno) for node in _assigned(tree) if node.attr in _ATTENTION)
     loops = (node for node in ast.walk(tree) if is_full and isinstance(node, ast.For))
     for loop in loops:
         if _root_of(loop.iter) in names:
@@ -62,9 +82,11 @@ def problems_of(
             )
 
 
-def notes_of(program: Program, tree: ast.Module) -> list[str]:
-    """Return notes on weights that are cast one by one: `param.data = param.data.to(torch.float32)`."""
-    return [
+def notes_of(
+    program: Program, tree: ast.Module, calls: Iterable[ast.Call], names: set[str]
+) -> list[str]:
+    """Return notes on what else is done to the model of these names, and to how it is computed."""
+    notes = [
         f"line {node.lineno}: it casts some weights to {dtype}, which is not predicted"
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign)
@@ -73,6 +95,73 @@ def notes_of(program: Program, tree: ast.Module) -> list[str]:
         and isinstance(node.value, ast.Call)
         and (dtype := _cast_to(program, name_of(node.value.func), node.value))
     ]
+    notes += [
+        f"line {node.lineno}: {program.source(node)} is set, and the model is predicted without"
+        for node in _assigned(tree)
+        if node.attr in _OF_SHAPE or (_root_of(node) in names and _is_part(node))
+    ]
+    for call in calls:
+        function = name_of(call.func)
+        if function in _CHANGES:
+            notes.append(f"line {call.lineno}: {function} {_CHANGES[function]}")
+        if function == "deepcopy" and call.args and _root_of(call.args[0]) in names:
+            notes.append(
+                f"line {call.lineno}: deepcopy makes a further model, which is not predicted"
+            )
+        said = {each.arg: each.value for each in call.keywords if each.arg}
+        if function == "from_pretrained" and (shapes := _OF_SHAPE & said.keys()):
+            shown = ", ".join(f"{name}={program.source(said[name])}" for name in sorted(shapes))
+            notes.append(
+                f"line {call.lineno}: {shown} is given, and the model is predicted without"
+            )
+        loss = said.get("compute_loss_func")
+        if loss is not None and program.value(loss) is not None:
+            notes.append(
+                f"line {call.lineno}: compute_loss_func makes the loss as no prediction does"
+            )
+    return notes
+
+
+def allows_tf32(program: Program, tree: ast.Module, calls: Iterable[ast.Call]) -> bool:
+    """Return whether the program lets products of float32 run as TF32."""
+    called = (
+        program.value(call.args[0])
+        for call in calls
+        if name_of(call.func) == "set_float32_matmul_precision" and call.args
+    )
+    assigned = (
+        program.value(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and "matmul" in ast.unparse(node.targets[0])
+        and name_of(node.targets[0]) in ("allow_tf32", "fp32_precision")
+    )
+    return any(value in ("high", "medium") for value in called) or any(
+        value in (True, "tf32") for value in assigned
+    )
+
+
+def _assigned(tree: ast.Module) -> Iterator[ast.Attribute]:
+    """Yield the attributes that statements set."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node
+
+
+_ASIDE = ("config", "generation_config")
+_OF_MODULES = ("layers", "h", "blocks", "lm_head", "embed_tokens", "wte")
+"""Parts of models that programs replace."""
+
+
+def _is_part(node: ast.Attribute) -> bool:
+    """Return whether a part of the model is set."""
+    return node.attr in _OF_MODULES and name_of(node.value) not in _ASIDE
+
+
+def _attention(line: int) -> str:
+    return (
+        f"line {line}: how attention runs is set later: say attn_implementation where it is loaded"
+    )
 
 
 def has_liger(calls: Iterable[ast.Call]) -> bool:

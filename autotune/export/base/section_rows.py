@@ -21,7 +21,7 @@ from autotune.export.mapping import (
     of_alpha,
     of_key,
 )
-from autotune.export.trainer_rows import LORA, named_targets_row, quantized, variant_row
+from autotune.export.trainer_rows import LORA, OF_DDP, named_targets_row, quantized, variant_row
 from autotune.space.adapters import ADAPTERS
 from autotune.space.precisions import PRECISIONS
 
@@ -46,6 +46,7 @@ UNPREDICTED = {
     f"{ADAPTER}exclude_modules": "leaves modules out",
     f"{ADAPTER}layer_replication": "repeats layers",
     f"{ADAPTER}use_qalora": "is another adapter",
+    **OF_DDP,
 }
 
 
