@@ -535,6 +535,40 @@ def test_what_accelerate_launches_a_program_with_is_read(
         }  # fmt: skip
 
 
+def test_python_alone_starts_one_process_and_the_answer_one_for_each_gpu(folder: Path) -> None:
+    (folder / "own.py").write_text(_PROGRAM, "utf-8")
+    said = "line 2 starts one process, and the base has one for each GPU"
+    for launcher, is_told in (("python -u", True), ("python -m torch.distributed.run", False)):
+        run = read_script(folder, f"{launcher} own.py --x", num_gpus=2)
+        assert (said in run.notes) is is_told
+        command = own_run.command(run, folder, dataclasses.replace(run.config, num_gpus=2))
+        several = "-m torch.distributed.run --nproc_per_node 2 " if is_told else ""
+        assert command == f"{launcher} {several}{folder}/yours/own.py --x"
+        assert said not in read_script(folder, f"{launcher} own.py --x").notes
+
+
+def test_layers_that_are_dealt_out_are_not_where_ddp_shares_the_run(folder: Path) -> None:
+    (folder / "own.py").write_text(
+        _PROGRAM.replace('dtype="float32"', 'device_map="auto"'), "utf-8"
+    )
+    notes: list[str] = []
+
+    def found(num_gpus: int) -> BaseRun:
+        asked = {"seq_len": 64, "effective_batch": 8, "has_bf16": True, "usual_length": 64}
+        path = folder / "own.py"
+        return own_run.read_run(path, num_gpus=num_gpus, note=notes.append, **asked)
+
+    run = found(1)
+    assert changes(run, run.config, run.config) == []
+    assert not any("deals the layers" in note for note in notes)
+    run = found(2)
+    assert run.config.parallelism == "ddp"
+    assert any(note.startswith("own.py: model device_map deals the layers out") for note in notes)
+    text, _, left = run.parts[0].edited(changes(run, run.config, run.config))
+    assert text == _PROGRAM.replace(', dtype="float32"', "")
+    assert left == []
+
+
 def test_options_of_the_launcher_go_before_accelerates_file(folder: Path) -> None:
     file = {"distributed_type": "FSDP", "mixed_precision": "fp16", "fsdp_config": _FSDP2}
     (folder / "fsdp.yaml").write_text(json.dumps(file), "utf-8")
@@ -546,6 +580,10 @@ def test_options_of_the_launcher_go_before_accelerates_file(folder: Path) -> Non
         return config.parallelism, config.precision
 
     assert found("") == ("fsdp2", "fp16-mixed")
+    compiled = json.dumps({**file, "dynamo_config": {"dynamo_backend": "INDUCTOR"}})
+    (folder / "compiled.yaml").write_text(compiled, "utf-8")
+    notes = read_script(folder, "accelerate launch --config_file compiled.yaml own.py").notes
+    assert any(note.startswith("compiled.yaml: dynamo_config: ") for note in notes)
     assert found("--fsdp_reshard_after_forward false") == ("fsdp2-no-reshard", "fp16-mixed")
     assert found("--fsdp_offload_params true --mixed_precision bf16") == (
         "fsdp2-offload",

@@ -18,8 +18,10 @@ from typing import Any
 from autotune.errors import ConfigError
 from autotune.export.base import huggingface, launch
 from autotune.export.base.command_line import Command, says_how_it_trains
+from autotune.export.base.mapping_read import notes as mapping_notes
 from autotune.export.base.mapping_read import read
 from autotune.export.base.opened import (
+    SEVERAL_PROCESSES,
     Opened,
     fit_table,
     open_mapping,
@@ -68,13 +70,15 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         )
     said = notes_on_launch(command)
     number = command.num_processes
-    starts = (f"line {command.line}", number) if number is not None and number > 1 else None
+    is_alone = number is None and _starts_one(command)
+    starts = (f"line {command.line}", number or 1) if is_alone or (number or 0) > 1 else None
     if program is not None and not takes_all_options(program.text):
         opened = open_program(dataclasses.replace(program, given=content), method, task)
         assert opened.target is not None
         launched = _launched(path, opened.target, opened.content, command)
-        launch = f"{_escaped(command.before)} {{file}} {_escaped(command.rest)}".strip()
-        target = dataclasses.replace(launched.target, launch=launch, launch_several="")
+        launch = f"{_escaped(command.before)} {{gpus}}{{file}} {_escaped(command.rest)}".strip()
+        several = SEVERAL_PROCESSES if is_alone else ""
+        target = dataclasses.replace(launched.target, launch=launch, launch_several=several)
         return dataclasses.replace(
             opened,
             target=target,
@@ -115,6 +119,17 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         notes=tuple(said),
         task=task_of(command, text or ""),
         starts=starts or (launched.starts if number is None else None),
+    )
+
+
+_STARTS_SEVERAL = ("accelerate", "deepspeed", "torchrun", "torch.distributed")
+
+
+def _starts_one(command: Command) -> bool:
+    """Return whether Python itself starts the program, in one process."""
+    words = command.launcher
+    return any(Path(word).name.startswith("python") for word in words) and not any(
+        launcher in word for word in words for launcher in _STARTS_SEVERAL
     )
 
 
@@ -210,7 +225,11 @@ def _shared(found: _Launched, part: RunFile, words: str) -> _Launched:
     values, problems = read(opened.target, opened.content)
     number = opened.content.get("num_processes")
     starts = (words, number) if type(number) is int and number > 1 else None
-    notes = tuple(f"{words}: {note}" for note in launch.numbers_of_batches(opened.content))
+    further = (
+        *mapping_notes(opened.target, opened.content),
+        *launch.numbers_of_batches(opened.content),
+    )
+    notes = tuple(f"{words}: {note}" for note in further)
     if problems:
         problem = f"{words}: {'; '.join(problems)}: --parallelism says how GPUs share the run"
         return dataclasses.replace(found, notes=(problem, *notes), starts=starts)

@@ -124,7 +124,7 @@ class Opened:
     task: str | None = None
     """Task of the class that a program loads the model with."""
     starts: tuple[str, int] | None = None
-    """The place that says how many processes a script starts, and their number; None where that is one."""
+    """The place that says how many processes a script starts, and their number; None where none does."""
 
 
 def open_mapping(part: RunFile, method: str, task: str | None = None) -> Opened:
@@ -341,7 +341,7 @@ def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
         target = dataclasses.replace(
             target,
             launch="python {gpus}{file}",
-            launch_several="-m torch.distributed.run --nproc_per_node {number} ",
+            launch_several=SEVERAL_PROCESSES,
         )
     read_keys = {*(key for row in target.rows for key in row.keys), *target.renamed}
     others = installed_fields().keys() - read_keys
@@ -371,6 +371,8 @@ def open_program(part: RunFile, method: str, task: str | None = None) -> Opened:
     )
 
 
+SEVERAL_PROCESSES = "-m torch.distributed.run --nproc_per_node {number} "
+"""Words behind `python` that start a program once for each GPU."""
 _T = TypeVar("_T")
 
 

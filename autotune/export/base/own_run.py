@@ -12,9 +12,10 @@ from autotune.export import export_paths, mapping_write
 from autotune.export.accelerate_config import as_variable
 from autotune.export.base.edit import KeyEdit
 from autotune.export.base.mapping_read import in_words
-from autotune.export.base.parts import RunFile
+from autotune.export.base.parts import RunFile, all_of
 from autotune.export.base.read import BaseRun, changes, edited_base, read_base
 from autotune.export.exporter import Exporter
+from autotune.export.mapping import value_at
 from autotune.space.config import TrainConfig
 from autotune.space.parallelisms import ON_ONE_GPU_TOO
 from autotune.space.search_space import SearchSpace, around, usual_batching
@@ -79,6 +80,12 @@ def read_run(
         parallelism = "none"
     if num_gpus > 1 and parallelism == "none":
         parallelism = run.target.several_gpus
+        if gone := _gone_with(run, parallelism):
+            note(
+                f"{run.path.name}: {gone} deals the layers out over GPUs in one process, and {parallelism} "
+                "refuses such a model: the base is the run without it."
+            )
+            replaced["parallelism"] = "none"
     config = dataclasses.replace(
         run.config,
         num_gpus=num_gpus,
@@ -86,6 +93,16 @@ def read_run(
         no_sync=run.config.no_sync and parallelism != "none",
     )
     return dataclasses.replace(run, config=config, replaced=replaced)
+
+
+def _gone_with(run: BaseRun, parallelism: str) -> str:
+    """Return the key, in words, that has to go from the run's files with that way to share; empty: none."""
+    assert run.target is not None
+    content = all_of(run.parts)
+    rows = (row for row in run.target.rows if row.ours == ("parallelism",))
+    told = (choice.theirs for row in rows if (choice := row.choice_for((parallelism,))) is not None)
+    keys = (key for theirs in told for key, value in theirs.items() if value is None)
+    return next((in_words(key) for key in keys if value_at(content, key)), "")
 
 
 def searched(

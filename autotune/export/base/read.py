@@ -191,6 +191,8 @@ def _on_processes(starts: tuple[str, int] | None, num_gpus: int) -> tuple[str, .
     if starts is None or starts[1] == num_gpus:
         return ()
     named, number = starts
+    if number == 1:
+        return (f"{named} starts one process, and the base has one for each GPU",)
     if num_gpus == 1:
         return (f"{named} starts {number} processes: --num-gpus says how many",)
     return (f"{named} starts {number} processes, where --num-gpus is {num_gpus}",)

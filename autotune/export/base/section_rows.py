@@ -32,6 +32,8 @@ ACCELERATOR, LOADER = "accelerator:", "loader:"
 MIXED = f"{ACCELERATOR}mixed_precision"
 DEFAULTS_OF_LOOPS = {f"{ACCELERATOR}gradient_accumulation_steps": 1, f"{LOADER}batch_size": 1}
 OWN_LOOP = "its loop is its own: a step of Trainer's is predicted, with what could be read of it"
+DEALT_OUT = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Values of device_map that deal the layers out where several GPUs are seen."""
 NAMES = ("pretrained_model_name_or_path", "model_name", "model_name_or_path")
 """Keywords that name the model, of the functions that load one."""
 _16_BITS = ("bfloat16", "auto", None)

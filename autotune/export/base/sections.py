@@ -29,6 +29,7 @@ from autotune.export.base.huggingface import (
 )
 from autotune.export.base.section_rows import (
     ADAPTER,
+    DEALT_OUT,
     DEFAULTS_OF_LOOPS,
     MODEL,
     OWN_LOOP,
@@ -47,6 +48,7 @@ from autotune.export.mapping import (
     Row,
     Spelling,
     TrainerFile,
+    choices,
     not_literal,
     of_key,
     of_values,
@@ -280,7 +282,7 @@ class _ShapeTable:
         return TrainerFile(
             name=shape.name,
             source="transformers 5.23",
-            rows=tuple(self._rows),
+            rows=tuple(map(self._without_device_map, self._rows)),
             defaults=_defaults(shape, fixed.get("method", method), self._loading),
             peft_names=f"{ADAPTER}target_modules" if has_lora else "",
             model_key=f"{ADAPTER}base_model_name_or_path" if names_base else f"{MODEL}name",
@@ -297,6 +299,19 @@ class _ShapeTable:
             noted={**_NOT_READ_BY_TRL, **noted_of_task(self._trainer)},
             caveats=self._caveats(),
         )
+
+    def _without_device_map(self, row: Row) -> Row:
+        """Return the row of the parallelism with DDP as it has to be where the layers are dealt out.
+
+        Source: accelerate 1.15 Accelerator.prepare_model, which refuses a model with a device map of several.
+        """
+        key = f"{self._loading}device_map"
+        if row.ours != ("parallelism",) or value_at(self._content, key) not in DEALT_OUT:
+            return row
+        shared = [each for each in row.choices if each.ours != ("none",)]
+        alone = Spelling(ours=("none",), theirs={"deepspeed": None})
+        without = (dataclasses.replace(each, theirs={**each.theirs, key: None}) for each in shared)
+        return choices(row.ours, alone, *without)
 
     def _elsewhere(self) -> tuple[str, ...]:
         """Return the settings that are open: those of a loop that are said once can be changed in it, too."""
