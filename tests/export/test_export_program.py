@@ -777,6 +777,8 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
         (f"c = AutoConfig.from_pretrained('m', n_layer=4)\n{LOADED}\n{TRAINED}", "line 1: n_layer=4 is"),
         (f"{LOADED}\ne = copy.deepcopy(m)\n{TRAINED}", "line 2: deepcopy makes a further model"),
         (f"{LOADED}\n{TRAINED[:-1]}, compute_loss_func=loss)", "line 2: compute_loss_func makes the loss"),
+        (f"{LOADED}\nfully_shard(m)\n{TRAINED}", "line 2: fully_shard shares the model out"),
+        (f"{LOADED}\nm = torch.nn.DataParallel(m)\n{TRAINED}", "line 2: DataParallel takes several GPUs"),
         (f"torch.backends.cuda.enable_flash_sdp(False)\n{LOADED}\n{TRAINED}", "line 1: enable_flash_sdp"),
         (f"{LOADED}\n{TRAINED[:-2]}, ddp_bucket_cap_mb=500))", "ddp_bucket_cap_mb: 500 makes DDP's buckets"),
         (f"{LOADED}\nm.config.use_cache = False\nm.lm_head.weight.x = 1\n{TRAINED}", ""),
@@ -791,6 +793,29 @@ def test_what_changes_a_step_beside_the_settings_is_noted(
     assert len(notes) == len(found) + len(
         read_base(written(tmp_path, f"{LOADED}\n{TRAINED}\n")).notes
     )
+
+
+@pytest.mark.parametrize(
+    ("update", "steps"),
+    [
+        ("opt.step()", 1),
+        ("if (n + 1) % 8 == 0:\n    optimizer.step()", 8),
+        ("if n % EVERY == 0 or n == last:\n    scaler.step(optimizer)", 4),
+        ("opt.step()\n  if n % 100 == 0:\n    scheduler.step()\n    print(n)", 1),
+        # Only running would tell: of 32 samples a step by micro-batches of 2.
+        ("if n % every == 0:\n    opt.step()", 16),
+        ("accumulated += 1\n  opt.step()", 16),
+    ],
+)
+def test_micro_steps_of_a_loop_are_those_between_its_updates(
+    tmp_path: Path, update: str, steps: int
+) -> None:
+    text = (
+        f"EVERY = 4\n{LOADED}\nopt = torch.optim.AdamW(m.parameters())\n"
+        f"for n, batch in enumerate(DataLoader(d, batch_size=2)):\n  m(**batch).loss.backward()\n  {update}\n"
+    )
+    config = read_base(written(tmp_path, text), samples=32).config
+    assert (config.micro_batch_size, config.gradient_accumulation_steps) == (2, steps)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,13 @@ def read_loop(
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             calls.setdefault(aliases.get(name_of(node.func), name_of(node.func)), []).append(node)
+    loaders = calls.get("DataLoader", [])
+    shuffling = [each for each in loaders if _shuffles(program, each)]
     boxes = {
         prefix: found[0]
         for prefix, found in (
             (ACCELERATOR, calls.get("Accelerator", [])),
-            (LOADER, [each for each in calls.get("DataLoader", []) if _shuffles(program, each)]),
+            (LOADER, shuffling or loaders),
         )
         if len(found) == 1
     }
@@ -52,9 +54,45 @@ def read_loop(
         _with_fused(name, each) for name in _OPTIMIZERS for each in calls.get(name, []) if each.args
     ]
     said: dict[str, Any] = {"optimizer": made[0]} if len(made) == 1 else {}
-    if LOADER in boxes and ACCELERATOR not in boxes and b"accum" not in program.text.lower():
-        said["gradient_accumulation_steps"] = 1
+    steps = _steps_between_updates(program, tree)
+    if b"accum" in program.text.lower():
+        steps.discard(1)
+    if LOADER in boxes and ACCELERATOR not in boxes and len(steps) == 1:
+        said["gradient_accumulation_steps"] = steps.pop()
     return {*boxes}, said
+
+
+def _steps_between_updates(program: Program, tree: ast.Module) -> set[int]:
+    """Return the numbers of micro-steps to an update, as conditions around it say; empty: none is a literal.
+
+    1 where there is no such condition: `if step % 8 == 0: optimizer.step()`.
+    """
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If) or not _updates(node):
+            continue
+        counts = [
+            program.value(each.right)
+            for each in ast.walk(node.test)
+            if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod)
+        ]
+        if counts and not all(type(count) is int and count > 0 for count in counts):
+            return set()
+        found.update(counts)
+    return found or {1}
+
+
+def _updates(node: ast.If) -> bool:
+    """Return whether an optimizer, or a scaler with one, steps under the condition: no scheduler."""
+    made = (
+        each.func for part in node.body for each in ast.walk(part) if isinstance(each, ast.Call)
+    )
+    owners = (
+        name_of(each.value)
+        for each in made
+        if isinstance(each, ast.Attribute) and each.attr == "step"
+    )
+    return any("opt" in owner.lower() or "scaler" in owner.lower() for owner in owners)
 
 
 def _shuffles(program: Program, loader: ast.Call) -> bool:

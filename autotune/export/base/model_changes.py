@@ -20,6 +20,11 @@ _OF_SHAPE = frozenset(
 """Fields of a configuration that say how large a model is."""
 _CHANGES = {
     "resize_token_embeddings": "changes the vocabulary: the checkpoint's is predicted",
+    **dict.fromkeys(
+        ("fully_shard", "FullyShardedDataParallel", "FSDP"),
+        "shares the model out, which is not read: --parallelism says how GPUs share the run",
+    ),
+    "DataParallel": "takes several GPUs in one process, which is not predicted",
     "use_deterministic_algorithms": "chooses kernels, which is not predicted",
     **dict.fromkeys(
         ("enable_flash_sdp", "enable_math_sdp", "enable_mem_efficient_sdp", "sdpa_kernel"),
