@@ -319,9 +319,11 @@ def for_gpus(space: SearchSpace, num_gpus: int) -> SearchSpace:
             return {"parallelism": kept}
         quantizes = section.method in KNOBS["quantization"].methods
         usual = (*_PARALLELISMS_OF_TORCH, *(_FOR_QUANTIZED if quantizes else ()))
+        found: dict[str, tuple[Any, ...]] = {"parallelism": usual}
         # An adapter's gradients are small, whole or shared out.
-        reductions = KNOBS["no_sync"].choices if section.method == "full" else (False,)
-        return {"parallelism": usual, "no_sync": reductions}
+        if section.method == "full" and section.domains.get("no_sync", (False,)) == (False,):
+            found["no_sync"] = KNOBS["no_sync"].choices
+        return found
 
     return with_domains(space, left)
 

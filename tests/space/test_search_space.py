@@ -410,6 +410,27 @@ def test_a_space_is_of_so_many_gpus(
     assert found.domains["parallelism"] == expected
 
 
+@pytest.mark.parametrize(
+    ("method", "named", "expected"),
+    [
+        ("full", None, (False, True)),
+        ("full", (False,), (False, True)),
+        ("full", (True,), (True,)),
+        ("lora", None, None),
+        ("lora", (True,), (True,)),
+    ],
+)
+def test_gradients_are_reduced_each_time_or_once_where_a_space_does_not_say(
+    method: str, named: tuple[bool, ...] | None, expected: tuple[bool, ...] | None
+) -> None:
+    changes = {} if named is None else {"no_sync": named}
+    (found,) = for_gpus(space(section(method=method, **changes)), 2).methods
+    assert found.domains.get("no_sync") == expected
+    # One that names its ways to share names this, too.
+    (kept,) = for_gpus(space(section(method=method, parallelism=("fsdp2",), **changes)), 2).methods
+    assert kept.domains.get("no_sync") == named
+
+
 def test_ways_to_share_are_parted_by_how_many_micro_batches_run_at_a_time() -> None:
     shared = section(parallelism=("ddp", "tp", "zero3", "cp"))
     found = by_data_parallel_size(space(shared, section(), section(method="lora")), 4)

@@ -101,7 +101,6 @@ class MicroStep(Writer):
         """`whole`: numbers of the trace's gradients; `logits`: of what the loss is made of.
 
         `kept`: whole gradients of each unit that earlier micro-steps have left, and which are reduced here.
-
         `of_root`: those of the gradients that are of the root's weights. `has_copy`: a frozen copy of the
         model is shared out besides. `head_makes_loss`: no logits leave the model.
         """
