@@ -781,6 +781,7 @@ def test_every_refusal_says_why(tmp_path: Path, text: str, words: str) -> None:
         (f"{LOADED}\nm = torch.nn.DataParallel(m)\n{TRAINED}", "line 2: DataParallel takes several GPUs"),
         (f"torch.backends.cuda.enable_flash_sdp(False)\n{LOADED}\n{TRAINED}", "line 1: enable_flash_sdp"),
         (f"{LOADED}\n{TRAINED[:-2]}, ddp_bucket_cap_mb=500))", "ddp_bucket_cap_mb: 500 makes DDP's buckets"),
+        (f"class Head(Module):\n  def __init__(self):\n    self.hidden_size = 4\n{LOADED}\n{TRAINED}", ""),
         (f"{LOADED}\nm.config.use_cache = False\nm.lm_head.weight.x = 1\n{TRAINED}", ""),
     ],
 )  # fmt: skip

@@ -11,7 +11,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +38,17 @@ from autotune.export.base.program_options import (
     task_of,
 )
 from autotune.export.base.section_rows import MIXED
-from autotune.export.mapping import Row, Spelling, TrainerFile, choices
+from autotune.export.mapping import Row, Spelling, choices
 from autotune.export.trainer_rows import FP8_IS_OURS
 
 _NAMES_SETTINGS = ("config", "config_file", "config_path", "train_args_file")
 """Options of programs that name a file of settings."""
 _FROM_FILE = re.compile(r"\.parse_(json|yaml)_file\(")
 """Methods of HfArgumentParser that read settings of a file, and take no options beside it."""
+_STARTS_SEVERAL = ("accelerate", "deepspeed", "torchrun", "torch.distributed")
+_SWITCHES = ("bf16", "fp16")
+"""Arguments of Trainer's that switch mixed precision on."""
+_IS_ASKED = "--parallelism says how GPUs share the run"
 _LAUNCHES = {".slurm": "sbatch {file}", ".sbatch": "sbatch {file}"}
 
 
@@ -69,23 +72,18 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
             remedy="Give that file as --base",
         )
     said = notes_on_launch(command)
-    number = command.num_processes
-    is_alone = number is None and _starts_one(command)
-    starts = (f"line {command.line}", number or 1) if is_alone or (number or 0) > 1 else None
+    is_alone = _starts_one(command)
+    number = 1 if is_alone else command.num_processes
+    starts = None if number is None else (f"line {command.line}", number)
     if program is not None and not takes_all_options(program.text):
         opened = open_program(dataclasses.replace(program, given=content), method, task)
         assert opened.target is not None
-        launched = _launched(path, opened.target, opened.content, command)
         launch = f"{_escaped(command.before)} {{gpus}}{{file}} {_escaped(command.rest)}".strip()
         several = SEVERAL_PROCESSES if is_alone else ""
-        target = dataclasses.replace(launched.target, launch=launch, launch_several=several)
-        return dataclasses.replace(
-            opened,
-            target=target,
-            content=launched.content,
-            notes=(*opened.notes, *said, *launched.notes),
-            starts=starts or (launched.starts if number is None else None),
-        )
+        target = dataclasses.replace(opened.target, launch=launch, launch_several=several)
+        notes = (*opened.notes, *said)
+        opened = dataclasses.replace(opened, target=target, notes=notes, starts=starts)
+        return _as_launched(path, opened, command)
     defaults = {} if text is None else defaults_of(text)
     if file is not None:
         defaults |= _named(path, file, file)
@@ -110,19 +108,15 @@ def open_script(part: RunFile, method: str, task: str | None = None) -> Opened:
         launch_several="",
     )
     target, of_deepspeed = shared_among_gpus(path, target, content)
-    launched = _launched(path, target, content, command)
-    said = [*said, *notes_on_options, *of_deepspeed, *launched.notes]
-    return Opened(
+    opened = Opened(
         parts=(part,),
-        target=launched.target,
-        content=launched.content,
-        notes=tuple(said),
+        target=target,
+        content=content,
+        notes=(*said, *notes_on_options, *of_deepspeed),
         task=task_of(command, text or ""),
-        starts=starts or (launched.starts if number is None else None),
+        starts=starts,
     )
-
-
-_STARTS_SEVERAL = ("accelerate", "deepspeed", "torchrun", "torch.distributed")
+    return _as_launched(path, opened, command)
 
 
 def _starts_one(command: Command) -> bool:
@@ -164,30 +158,19 @@ def _named(path: Path, file: str, words: str) -> dict[str, Any]:
     return all_of((read_part(place),))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Launched:
-    """A program's table and settings, as they are where accelerate launches it."""
-
-    target: TrainerFile
-    content: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
-    starts: tuple[str, int] | None = None
-    """The file that says how many processes there are, and their number; None where that is one."""
-
-
-def _launched(
-    path: Path, target: TrainerFile, content: Mapping[str, Any], command: Command
-) -> _Launched:
-    """Return what accelerate's file, and the launcher's options before it, say beside the program."""
-    found = _Launched(target=target, content=content)
+def _as_launched(path: Path, opened: Opened, command: Command) -> Opened:
+    """Return the run as accelerate launches it: by its file, before which go the launcher's options."""
     if not any("accelerate" in word for word in command.launcher):
-        return found
+        return opened
     named = command.launched.get("config_file")
     place, words = None, f"line {command.line}"
     if named is not None:
         place, words = found_beside(path, str(named)), str(named)
     elif os.path.isfile(usual := _usual_config()):
         place, words = usual, "accelerate's own configuration"
+        opened = _noting(
+            opened, f"{place} says how accelerate launches it: --config_file names another"
+        )
     said: dict[str, Any] = {}
     try:
         if named is not None and place is None:
@@ -198,14 +181,14 @@ def _launched(
             file = place or path.with_name("accelerate launch")
             # Where no number is said, accelerate starts a process for each card that it finds.
             text = json.dumps({"num_processes": 1, **said}, default=str, skipkeys=True)
-            found = _shared(found, RunFile(path=file, text=text), words)
+            opened = _shared(opened, RunFile(path=file, text=text), words)
     except ConfigError as error:
-        note = f"{str(error).rstrip('.')}: --parallelism says how GPUs share the run"
-        found = dataclasses.replace(found, notes=(note,))
-    if named is None and place is not None:
-        note = f"{place} says how accelerate launches it: --config_file names another"
-        found = dataclasses.replace(found, notes=(note, *found.notes))
-    return _with_mixed_precision(found, str(said.get("mixed_precision")))
+        opened = _noting(opened, f"{str(error).rstrip('.')}: {_IS_ASKED}")
+    return _with_mixed_precision(opened, str(said.get("mixed_precision")))
+
+
+def _noting(opened: Opened, *notes: str) -> Opened:
+    return dataclasses.replace(opened, notes=(*opened.notes, *notes))
 
 
 def _usual_config() -> Path:
@@ -218,44 +201,40 @@ def _usual_config() -> Path:
     return Path(os.path.expanduser(home), "accelerate", "default_config.yaml")
 
 
-def _shared(found: _Launched, part: RunFile, words: str) -> _Launched:
-    """Return the table with how GPUs share the run by accelerate's settings. Raises ConfigError."""
-    opened = open_mapping(part, "full")
-    assert opened.target is not None
-    values, problems = read(opened.target, opened.content)
-    number = opened.content.get("num_processes")
-    starts = (words, number) if type(number) is int and number > 1 else None
-    further = (
-        *mapping_notes(opened.target, opened.content),
-        *launch.numbers_of_batches(opened.content),
-    )
-    notes = tuple(f"{words}: {note}" for note in further)
+def _shared(opened: Opened, part: RunFile, words: str) -> Opened:
+    """Return the run with how GPUs share it by accelerate's settings. Raises ConfigError."""
+    launched = open_mapping(part, "full")
+    target = opened.target
+    assert launched.target is not None
+    assert target is not None
+    values, problems = read(launched.target, launched.content)
+    further = mapping_notes(launched.target, launched.content)
+    further += launch.numbers_of_batches(launched.content)
+    opened = _noting(opened, *(f"{words}: {note}" for note in further))
+    number = launched.content.get("num_processes")
+    if opened.starts is None and type(number) is int and number > 1:
+        opened = dataclasses.replace(opened, starts=(words, number))
     if problems:
-        problem = f"{words}: {'; '.join(problems)}: --parallelism says how GPUs share the run"
-        return dataclasses.replace(found, notes=(problem, *notes), starts=starts)
+        return _noting(opened, f"{words}: {'; '.join(problems)}: {_IS_ASKED}")
     # The script can say no other; on one GPU it shares nothing.
     names = (values["parallelism"], "none")
     row = choices(("parallelism",), *(Spelling(ours=(name,), theirs={}) for name in names))
-    others = (each for each in found.target.rows if each.ours != row.ours)
-    target = dataclasses.replace(found.target, rows=(*others, row))
-    return dataclasses.replace(found, target=target, notes=notes, starts=starts)
+    others = (each for each in target.rows if each.ours != row.ours)
+    return dataclasses.replace(opened, target=dataclasses.replace(target, rows=(*others, row)))
 
 
-_SWITCHES = ("bf16", "fp16")
-
-
-def _with_mixed_precision(found: _Launched, mixed: str) -> _Launched:
-    """Return the table with the launcher's precision, which holds where the program switches none on.
+def _with_mixed_precision(opened: Opened, mixed: str) -> Opened:
+    """Return the run with the launcher's precision, which holds where the program switches none on.
 
     No run is without one then. Source: transformers 5.23 TrainingArguments.__post_init__; accelerate 1.15
     Accelerator.
     """
     if mixed == "fp8":
-        return dataclasses.replace(
-            found, notes=(*found.notes, f"mixed_precision: fp8 {FP8_IS_OURS}")
-        )
+        return _noting(opened, f"mixed_precision: fp8 {FP8_IS_OURS}")
     if mixed not in _SWITCHES:
-        return found
+        return opened
+    target = opened.target
+    assert target is not None
 
     def left(row: Row) -> Row:
         if "precision" not in row.ours:
@@ -265,13 +244,13 @@ def _with_mixed_precision(found: _Launched, mixed: str) -> _Launched:
         return dataclasses.replace(row, choices=tuple(kept))
 
     target = dataclasses.replace(
-        found.target,
-        rows=tuple(map(left, found.target.rows)),
-        defaults={**found.target.defaults, mixed: True, MIXED: mixed},
+        target,
+        rows=tuple(map(left, target.rows)),
+        defaults={**target.defaults, mixed: True, MIXED: mixed},
     )
-    is_on = any(map(found.content.get, _SWITCHES))
-    content = found.content if is_on else {**found.content, mixed: True}
-    return dataclasses.replace(found, target=target, content=content)
+    is_on = any(map(opened.content.get, _SWITCHES))
+    content = opened.content if is_on else {**opened.content, mixed: True}
+    return dataclasses.replace(opened, target=target, content=content)
 
 
 def _escaped(text: str) -> str:

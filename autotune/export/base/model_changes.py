@@ -11,13 +11,13 @@ from autotune.export.base.literals import DTYPES, Program, name_of
 _CASTS = {"half": "float16", "bfloat16": "bfloat16", "float": "float32"}
 """Methods of a module that cast all of its weights, by the dtype."""
 _LIGER = "apply_liger_kernel_to_"
-
-
 _OF_SHAPE = frozenset(
     ("hidden_size", "intermediate_size", "n_embd", "n_head", "n_layer", "num_attention_heads",
      "num_hidden_layers", "num_key_value_heads", "num_layers", "vocab_size")
 )  # fmt: skip
 """Fields of a configuration that say how large a model is."""
+_OWN = ("self", "args")
+"""Names whose fields of such names are the program's own."""
 _CHANGES = {
     "resize_token_embeddings": "changes the vocabulary: the checkpoint's is predicted",
     **dict.fromkeys(
@@ -32,6 +32,8 @@ _CHANGES = {
     ),
 }
 """Functions that change a step as no prediction does, and how."""
+_OF_MODULES = ("layers", "h", "blocks", "lm_head", "embed_tokens", "wte")
+"""Parts of models that programs replace."""
 _ATTENTION = ("set_attn_implementation", "_attn_implementation")
 
 
@@ -103,7 +105,8 @@ def notes_of(
     notes += [
         f"line {node.lineno}: {program.source(node)} is set, and the model is predicted without"
         for node in _assigned(tree)
-        if node.attr in _OF_SHAPE or (_root_of(node) in names and _is_part(node))
+        if (node.attr in _OF_SHAPE and _root_of(node) not in _OWN)
+        or (node.attr in _OF_MODULES and _root_of(node) in names)
     ]
     for call in calls:
         function = name_of(call.func)
@@ -146,21 +149,10 @@ def allows_tf32(program: Program, tree: ast.Module, calls: Iterable[ast.Call]) -
     )
 
 
-def _assigned(tree: ast.Module) -> Iterator[ast.Attribute]:
-    """Yield the attributes that statements set."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node
-
-
-_ASIDE = ("config", "generation_config")
-_OF_MODULES = ("layers", "h", "blocks", "lm_head", "embed_tokens", "wte")
-"""Parts of models that programs replace."""
-
-
-def _is_part(node: ast.Attribute) -> bool:
-    """Return whether a part of the model is set."""
-    return node.attr in _OF_MODULES and name_of(node.value) not in _ASIDE
+def _assigned(tree: ast.Module) -> list[ast.Attribute]:
+    """Return the attributes that statements set."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return [node for node in attributes if isinstance(node.ctx, ast.Store)]
 
 
 def _attention(line: int) -> str:
